@@ -111,8 +111,8 @@ class Load:
             chunk = self._batch(partition)
             reply = await sink.publish_and_wait(partition, chunk)
             assert reply.failures == ()
-            assert reply.runs[0].last_seq - reply.runs[0].first_seq + 1 == chunk.count
-            self.model.acknowledged(partition, chunk, reply.runs[0].first_seq)
+            assert reply.last_seq - reply.first_seq + 1 == chunk.count
+            self.model.acknowledged(partition, chunk, reply.first_seq)
             before, self.acknowledged = self.acknowledged, trio.Event()
             before.set()
 

@@ -266,10 +266,10 @@ class Load:
 
     def _answered(self, expected: list[int], batch: Batch) -> None:
         assert batch.refusal is None, batch.refusal
-        assert batch.reply is not None
-        for index, status in batch.reply.failures:
+        assert batch.result is not None
+        for index, status in batch.result.failures:
             assert batch.chunk.operations[index] == Operation.DELETE, status
-        counters = dict(batch.reply.counters)
+        counters = dict(batch.result.counters)
         for index, row in enumerate(batch.chunk):
             if row.op is Operation.INCREMENT:
                 assert self.sums is not None

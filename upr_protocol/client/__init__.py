@@ -47,7 +47,7 @@ from upr_protocol.client.core.key_operations import (
     ItemOptions,
     KeyOperations,
 )
-from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult
+from upr_protocol.client.core.results import BatchResult, Failure, NotDurableError, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WriterIdentity
@@ -80,6 +80,7 @@ __all__ = [
     "AnswersReceived",
     "BarrierReached",
     "Batch",
+    "BatchResult",
     "BlockingClient",
     "BlockingConsumer",
     "BucketInfo",

@@ -177,10 +177,10 @@ class WriteTask:
         if batch.refusal is not None:
             raise _refused(batch, batch.refusal)
         self._not_vouched.discard(batch.partition)
-        assert batch.reply is not None
+        assert batch.result is not None
         bad = [
             _rejected_row(chunk, index, status_of(status))
-            for index, status in batch.reply.failures
+            for index, status in batch.result.failures
             # What was to be deleted and is not there is as it should be.
             if status != Status.NOT_FOUND or chunk.operations[index] != Operation.DELETE
         ]

@@ -181,7 +181,7 @@ def test_a_change_fails_when_no_credit_arrives_in_time(fake: ThreadedFake) -> No
 def test_publish_sends_a_chunk_and_returns_its_answer(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         reply = kv.publish(PartitionId(1), plain_chunk([b"a", b"b"], [b"1", b"2"]))
-        assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (1, 2)
+        assert (reply.first_seq, reply.last_seq) == (1, 2)
         fake.server.refuse = lambda m: Status.UNSUPPORTED if isinstance(m, Mutate) else None
         with pytest.raises(ServerError) as caught:
             kv.publish(PartitionId(1), plain_chunk([b"a"], [b"1"]))

@@ -28,43 +28,41 @@ def test_everything_is_in_a_batch_in_order(
     batcher = Batcher(partition_count, BatchLimits(mutations_max, nbytes, 1.0))
     batches: list[tuple[PartitionId, Chunk]] = []
     for row in rows:
-        full = batcher.add(
+        partition = batcher.add(
             0.0, row.op, row.key, row.value, cas=row.cas, flags=row.flags, expiry=row.expiry
         )
-        if full is not None:
-            batches.append(full)
-    rest = batcher.all()
+        assert partition == partition_of(row.key, partition_count)
+        assert len(batcher) <= mutations_max
+        if batcher.is_full:
+            full = batcher.take()
+            assert len({partition for partition, _ in full}) == len(full)
+            size = sum(chunk.nbytes for _, chunk in full)
+            assert sum(chunk.count for _, chunk in full) == mutations_max or size >= nbytes
+            batches += full
+    batches += batcher.take()
     assert len(batcher) == 0
-    assert len({partition for partition, _ in rest}) == len(rest)
     by_partition: defaultdict[int, list[Mutation]] = defaultdict(list)
-    for partition, chunk in [*batches, *rest]:
+    for partition, chunk in batches:
         chunk.check_published()
         assert 1 <= chunk.count <= mutations_max
         by_partition[partition] += chunk
-    for _, chunk in batches:
-        assert chunk.count == mutations_max or chunk.nbytes >= nbytes
     expected: defaultdict[int, list[Mutation]] = defaultdict(list)
     for row in rows:
         expected[partition_of(row.key, partition_count)].append(row)
     assert by_partition == expected
 
 
-def test_batches_fall_due_in_the_order_in_which_they_were_begun() -> None:
+def test_operations_fall_due_a_while_after_the_first() -> None:
     batcher = Batcher(2, BatchLimits(linger_s=1.0))
     assert batcher.due_at is None
-    keys = [
-        next(k for k in (b"%d" % n for n in range(99)) if partition_of(k, 2) == p) for p in (0, 1)
-    ]
-    batcher.add(10.0, Operation.SET, keys[1])
-    batcher.add(10.5, Operation.SET, keys[0])
-    batcher.add(10.9, Operation.SET, keys[1])
+    batcher.add(10.0, Operation.SET, b"a")
+    batcher.add(10.5, Operation.SET, b"b")
     assert batcher.due_at == 11.0
-    assert batcher.due(10.99) == []
-    ((partition, chunk),) = batcher.due(11.0)
-    assert (partition, chunk.count) == (1, 2)
-    assert batcher.due_at == 11.5
-    ((partition, chunk),) = batcher.due(99.0)
-    assert (partition, chunk.count) == (0, 1)
+    assert sum(chunk.count for _, chunk in batcher.take()) == 2
+    assert batcher.due_at is None
+    assert batcher.take() == []
+    batcher.add(10.9, Operation.SET, b"a")
+    assert batcher.due_at == 11.9
 
 
 @pytest.mark.parametrize(

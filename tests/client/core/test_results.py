@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.client.core.results import (
+    BatchResult,
     Failure,
-    WriteResult,
     failures,
+    is_wrong_node,
     refused,
     results_of,
-    single_result,
+    split_reply,
     status_of,
 )
-from upr_protocol.errors import ServerError, Status
+from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import MutateReply, RunResult
 
@@ -40,10 +41,12 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
     chunk = Chunk.build(rows)
     done = partition.mutate(chunk, bytes(16), 0)
     reply = MutateReply(0, (done.result,), tuple(done.failures), tuple(done.counters))
-    results = results_of(_P, chunk, reply)
+    ((status, result),) = split_reply(reply, [_P], [0, chunk.count])
+    assert status is Status.OK
+    results = results_of(_P, chunk, result)
     assert len(results) == len(rows)
     assert [result for result in results if isinstance(result, Failure)] == failures(
-        _P, chunk, reply
+        _P, chunk, result
     )
     history = iter(partition.history)
     for row, outcome in zip(rows, results, strict=True):
@@ -59,14 +62,41 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
     assert next(history, None) is None
 
 
-def test_one_operation() -> None:
-    chunk = Chunk.build([Mutation(Operation.ADD, b"k", b"v")])
-    reply = MutateReply(0, (RunResult(_P, 0, HistoryId(9), SeqNo(5), SeqNo(5), Cas(77)),))
-    assert single_result(_P, chunk, reply) == WriteResult(_P, HistoryId(9), SeqNo(5), Cas(77))
-    reply = MutateReply(0, (RunResult(_P, 0, HistoryId(9)),), ((0, Status.EXISTS),))
-    with pytest.raises(ServerError, match="add of b'k': exists: use set or replace") as caught:
-        single_result(_P, chunk, reply)
-    assert caught.value.status is Status.EXISTS
+def test_a_reply_is_split_into_the_results_of_its_runs() -> None:
+    first, second, third = map(PartitionId, (1, 4, 5))
+    runs = (
+        RunResult(first, 0, HistoryId(9), SeqNo(5), SeqNo(5), Cas(77)),
+        RunResult(second, Status.WRONG_STATE),
+        RunResult(third, 0, HistoryId(8), SeqNo(1), SeqNo(2), Cas(3)),
+    )
+    reply = MutateReply(7, runs, ((1, Status.EXISTS), (4, Status.NOT_FOUND)), ((0, 12), (5, 1)))
+    assert split_reply(reply, [first, second, third], [0, 2, 4, 7]) == [
+        (
+            Status.OK,
+            BatchResult(
+                HistoryId(9), SeqNo(5), SeqNo(5), Cas(77), ((1, Status.EXISTS),), ((0, 12),)
+            ),
+        ),
+        (Status.WRONG_STATE, BatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))),
+        (
+            Status.OK,
+            BatchResult(
+                HistoryId(8), SeqNo(1), SeqNo(2), Cas(3), ((0, Status.NOT_FOUND),), ((1, 1),)
+            ),
+        ),
+    ]
+    assert is_wrong_node(reply)
+    assert not is_wrong_node(MutateReply(7, runs[:1]))
+
+
+def test_a_reply_that_does_not_fit_its_bundle_is_refused() -> None:
+    reply = MutateReply(0, (RunResult(_P),), ((2, Status.EXISTS),))
+    with pytest.raises(RemoteProtocolError, match="row 2 of 2"):
+        split_reply(reply, [_P], [0, 2])
+    with pytest.raises(RemoteProtocolError, match="partitions of the bundle"):
+        split_reply(reply, [PartitionId(1)], [0, 3])
+    with pytest.raises(RemoteProtocolError, match="partitions of the bundle"):
+        split_reply(reply, [_P, PartitionId(9)], [0, 3, 4])
 
 
 def test_a_batch_that_was_refused() -> None:

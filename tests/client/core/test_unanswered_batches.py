@@ -10,12 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import CounterDelta, plain_chunk
+from upr_protocol.client.core.batcher import BATCH_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import Batch, PublishOptions, UnansweredBatches
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.session import ClientSession, ServerSession
-from upr_protocol.wire import Credit, Hello, Mutate, MutateReply, Open, Opened, RunResult
+from upr_protocol.wire import Credit, Hello, Mutate, MutateReply, Open, Opened, Refusal, RunResult
 
 PARTITIONS = 3
 IN_FLIGHT = 3
@@ -31,7 +32,12 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.batches = UnansweredBatches(
             WriterIdentity.of_task(b"w" * 16, ATTEMPT),
-            PublishOptions(in_flight=IN_FLIGHT, buffer_bytes=4000, retry_timeout_s=RETRY_TIMEOUT_S),
+            PublishOptions(
+                in_flight=IN_FLIGHT,
+                buffer_bytes=4000,
+                retry_timeout_s=RETRY_TIMEOUT_S,
+                linger_s=0.02,
+            ),
             draw=lambda: 0.5,
         )
         self.node = self.batches.new_node()
@@ -60,7 +66,7 @@ class Machine(RuleBasedStateMachine):
             self.server.receive(b"".join(client.take_outgoing(0.0)), 0.0)
             for message in self.server.events():
                 if isinstance(message, Mutate):
-                    self.check_chain(message)
+                    self.check_bundle(message)
                     self.arrived.append(message)
                 elif isinstance(message, Open):
                     self.server.send(Opened(PARTITIONS, 1, opaque=message.opaque))
@@ -69,15 +75,18 @@ class Machine(RuleBasedStateMachine):
             client.receive(b"".join(self.server.take_outgoing(0.0)), 0.0)
             for answer in client.events():
                 done = self.node.receive(answer, self.now)
-                if done is not None:
-                    self.answered.append(done)
+                self.answered += done
 
-    def check_chain(self, message: Mutate) -> None:
-        chain = 0
-        (run,) = message.bundle.runs
-        for batch in self.added[run.partition][: run.counter]:
-            chain = batch.chunk.chained(chain)
-        assert (run.chain, message.attempt) == (chain, ATTEMPT)
+    def check_bundle(self, message: Mutate) -> None:
+        assert message.attempt == ATTEMPT
+        bundle = message.bundle
+        assert len(bundle.runs) == 1 or len(bundle) <= BATCH_MUTATIONS
+        for index, run in enumerate(bundle.runs):
+            chain = 0
+            for batch in self.added[run.partition][: run.counter]:
+                chain = batch.chunk.chained(chain)
+            assert run.chain == chain
+            assert bundle.run_chunk(index) == self.added[run.partition][run.counter - 1].chunk
 
     def pump(self) -> None:
         if self.client is not None:
@@ -87,9 +96,10 @@ class Machine(RuleBasedStateMachine):
     connected = precondition(lambda self: self.client is not None)
     something_arrived = precondition(lambda self: self.client is not None and self.arrived)
 
-    @rule(partition=st.integers(0, PARTITIONS - 1))
-    def add(self, partition: int) -> None:
-        chunk = plain_chunk([b"n"], [CounterDelta(1, 1).encode()], bytes([Operation.INCREMENT]))
+    @rule(partition=st.integers(0, PARTITIONS - 1), rows=st.sampled_from([1, 1, 3, 400]))
+    def add(self, partition: int, rows: int) -> None:
+        delta = CounterDelta(1, 1).encode()
+        chunk = plain_chunk([b"n"] * rows, [delta] * rows, bytes([Operation.INCREMENT]) * rows)
         self.added[partition].append(self.batches.add(PartitionId(partition), chunk))
         self.pump()
 
@@ -100,40 +110,44 @@ class Machine(RuleBasedStateMachine):
         self.carry()
         self.pump()
 
+    def apply(self, request: Mutate) -> MutateReply:
+        """What the server says to a request. Each run is judged alone."""
+        bundle = request.bundle
+        results: list[RunResult] = []
+        counters: list[tuple[int, int]] = []
+        for low, run, chunk in zip(bundle.bounds, bundle.runs, bundle.run_chunks(), strict=False):
+            if run.partition in self.inactive:
+                results.append(RunResult(run.partition, Status.NOT_MY_PARTITION))
+                continue
+            done = self.partitions[run.partition].mutate(chunk, request.writer, run.counter)
+            assert done.result.status == Status.OK, "a batch in doubt is within the server's memory"
+            assert not done.failures
+            results.append(done.result)
+            counters += [(low + index, value) for index, value in done.counters]
+        return MutateReply(0, tuple(results), (), tuple(counters), opaque=request.opaque)
+
     @something_arrived
     @rule()
     def answer(self) -> None:
-        request = self.arrived.popleft()
-        (run,) = request.bundle.runs
-        if run.partition in self.inactive:
-            refused = RunResult(run.partition, Status.NOT_MY_PARTITION)
-            self.server.send(MutateReply(0, (refused,), opaque=request.opaque))
-            self.carry()
-            self.pump()
-            return
-        partition = self.partitions[run.partition]
-        done = partition.mutate(request.bundle.chunk, request.writer, run.counter)
-        assert done.result.status == Status.OK, "a batch in doubt is within the server's memory"
-        self.server.send(
-            MutateReply(
-                0,
-                (done.result,),
-                tuple(done.failures),
-                tuple(done.counters),
-                opaque=request.opaque,
-            )
-        )
+        self.server.send(self.apply(self.arrived.popleft()))
+        self.carry()
+        self.pump()
+
+    @something_arrived
+    @rule()
+    def refuse_the_whole_bundle(self) -> None:
+        """It is refused, and so is what was sent behind it."""
+        for request in self.arrived:
+            refusal = Refusal("busy", opaque=request.opaque, status=Status.TEMPORARY_FAILURE)
+            self.server.send(refusal)
+        self.arrived.clear()
         self.carry()
         self.pump()
 
     @something_arrived
     @rule()
     def take_in_and_lose_the_answer(self) -> None:
-        request = self.arrived.popleft()
-        (run,) = request.bundle.runs
-        if run.partition not in self.inactive:
-            partition = self.partitions[run.partition]
-            partition.mutate(request.bundle.chunk, request.writer, run.counter)
+        self.apply(self.arrived.popleft())
         self.break_connection()
 
     @rule(partition=st.integers(0, PARTITIONS - 1))
@@ -144,14 +158,17 @@ class Machine(RuleBasedStateMachine):
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def activate(self, partition: int) -> None:
         # Were some refused and later ones taken, the refused ones could not go before them again.
-        if all(request.partition != partition for request in self.arrived):
+        if partition not in {run.partition for r in self.arrived for run in r.bundle.runs}:
             self.inactive.discard(partition)
 
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def lose_the_node_of(self, partition: int) -> None:
-        """Requests that have arrived there are never carried out."""
+        """The runs that have arrived there are never carried out; the answer comes too late."""
         self.batches.place(PartitionId(partition), self.batches.unplaced)
-        self.arrived = deque(r for r in self.arrived if r.partition != partition)
+        self.inactive.add(partition)
+        while self.client is not None and self.arrived:
+            self.answer()
+        self.inactive.discard(partition)
         self.pump()
 
     @rule(partition=st.integers(0, PARTITIONS - 1))
@@ -182,7 +199,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        unanswered = [b for batches in self.added.values() for b in batches if b.reply is None]
+        unanswered = [b for batches in self.added.values() for b in batches if b.result is None]
         assert self.batches.count == len(unanswered)
         placed = self.node.count + self.batches.unplaced.count
         assert placed == len(unanswered)
@@ -216,7 +233,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(200):
             self.now += 10.0
             if self.client is not None and not self.client.credit.open:
-                self.server.send(Credit(100_000))
+                self.server.send(Credit(1_000_000))
                 self.carry()
             self.pump()
             while self.arrived:
@@ -226,12 +243,13 @@ class Machine(RuleBasedStateMachine):
         assert not self.batches.count
         for number, batches in self.added.items():
             history = self.partitions[number].history
-            assert [int(mutation.value) for mutation in history] == [
-                count + 1 for count in range(len(batches))
-            ]
-            for count, batch in enumerate(batches):
-                assert batch.reply is not None
-                assert batch.reply.counters == ((0, count + 1),)
+            counts = iter(range(1, len(history) + 1))
+            assert [int(mutation.value) for mutation in history] == list(range(1, len(history) + 1))
+            for batch in batches:
+                assert batch.result is not None
+                rows = range(batch.chunk.count)
+                assert batch.result.counters == tuple((row, next(counts)) for row in rows)
+            assert next(counts, None) is None
         assert len(self.answered) == sum(map(len, self.added.values()))
 
 

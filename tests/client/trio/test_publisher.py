@@ -137,7 +137,7 @@ async def test_a_chunk_can_be_published_as_it_is(
         chunk = plain_chunk([b"a", b"b"], [b"1", b"2"])
         partition = PartitionId(2)
         reply = await sink.publish_and_wait(partition, chunk)
-        assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (1, 2)
+        assert (reply.first_seq, reply.last_seq) == (1, 2)
         for _ in range(40):
             await sink.publish(partition, chunk, lambda batch: answered.append(batch.counter))
         await sink.flush()
@@ -164,9 +164,10 @@ async def test_the_batches_in_flight_of_a_partition_are_bounded(
             await sink.publish(PartitionId(1), chunk)
         for _ in range(3):
             await sink.publish(PartitionId(3), chunk)
-        await trio.testing.wait_all_tasks_blocked()
+        await trio.sleep(1)
         (connection,) = server.connections
-        assert connection.counts[Mutate] == 8
+        # The first was sent at once; then three bundles had a batch of both, and one of the first.
+        assert connection.counts[Mutate] == 5
         # Answers come in with a new connection only: these were swallowed.
         server.held = set()
         net.cut()

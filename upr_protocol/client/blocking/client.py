@@ -33,7 +33,7 @@ from upr_protocol.client.core.key_lookup import (
 )
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.operations import OperationBatches
-from upr_protocol.client.core.results import Failure, WriteResult
+from upr_protocol.client.core.results import BatchResult, Failure, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
@@ -49,7 +49,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.transport import SocketDial, dial_socket
-from upr_protocol.wire import LeaseAction, MutateReply
+from upr_protocol.wire import LeaseAction
 
 T = TypeVar("T")
 
@@ -291,7 +291,7 @@ class BlockingClient(KeyOperations[WriteResult]):
 
     def publish(
         self, partition: PartitionId, chunk: Chunk, *, writer: WriterIdentity | None = None
-    ) -> MutateReply:
+    ) -> BatchResult:
         """Sends one published chunk, again if need be, and waits for its answer.
 
         Args:
@@ -310,8 +310,8 @@ class BlockingClient(KeyOperations[WriteResult]):
         (batch,) = answered
         if batch.refusal is not None:
             raise batch.error(batch.refusal)
-        assert batch.reply is not None
-        return batch.reply
+        assert batch.result is not None
+        return batch.result
 
     def publish_all(
         self,

@@ -11,11 +11,11 @@ from upr_protocol.client.blocking.cluster_connections import BlockingClusterConn
 from upr_protocol.client.blocking.connection import BlockingConnection
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
-from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.results import is_wrong_node, status_of
 from upr_protocol.client.core.retry import WRONG_NODE
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
 from upr_protocol.ids import PartitionId
-from upr_protocol.wire import Message, Mutate, PartitionLog, Refusal
+from upr_protocol.wire import Message, Mutate, MutateReply, PartitionLog, Refusal
 
 T = TypeVar("T")
 
@@ -117,9 +117,12 @@ class BlockingDispatcher:
         """Drops the refusals that another node may not repeat; gives the last one."""
         error: UprError | None = None
         for index, answer in list(answers.items()):
-            if isinstance(answer, Refusal) and status_of(answer.status) in WRONG_NODE:
+            if isinstance(answer, MutateReply | Refusal) and is_wrong_node(answer):
                 del answers[index]
-                error = ServerError(status_of(answer.status), answer.sentence)
+                if isinstance(answer, Refusal):
+                    error = ServerError(status_of(answer.status), answer.sentence)
+                else:
+                    error = ServerError(status_of(answer.runs[0].status))
                 self.connections.metadata.note_revision(answer.map_revision)
         return error
 

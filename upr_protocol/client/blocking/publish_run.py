@@ -9,12 +9,13 @@ from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BlockingConnection, step_any
-from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, WRONG_NODE, RetryState
+from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS
+from upr_protocol.client.core.results import is_wrong_node
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, NodeBatches, UnansweredBatches
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
-from upr_protocol.wire import Message, Refusal
+from upr_protocol.wire import Message, MutateReply, Refusal
 
 
 class PublishRun:
@@ -66,18 +67,15 @@ class PublishRun:
         if not self._connections.was_connected:
             self._connections.to_any_node()
         while True:
-            batch = None if unanswered.is_full else next(source, None)
-            if batch is not None:
-                self._partitions.add(batch[0])
-                unanswered.add(*batch)
-            elif not unanswered.count:
+            has_more = self._take(source)
+            if not (has_more or unanswered.count):
                 return False
             self._place_partitions()
             connections = self._send()
             now = time.monotonic()
             # Queued batches go out while the source makes the next one, which may take a while.
-            deadline = min(now if batch is not None else now + timeout_s, self._wakes_at())
-            if batch is None:
+            deadline = min(now if has_more else now + timeout_s, self._wakes_at())
+            if not has_more:
                 out_of_credit_since = self._out_of_credit_since()
                 if now >= out_of_credit_since + credit_timeout_s:
                     return True
@@ -90,12 +88,26 @@ class PublishRun:
                 self._retry_at = {n: t for n, t in self._retry_at.items() if t > deadline}
             self._receive(connections)
 
+    def _take(self, source: Iterator[tuple[PartitionId, Chunk]]) -> bool:
+        """Takes as many batches as fill a bundle, if there is room; whether there are more."""
+        rows = nbytes = 0
+        while rows < BATCH_MUTATIONS and nbytes < BATCH_BYTES:
+            batch = None if self._unanswered.is_full else next(source, None)
+            if batch is None:
+                return False
+            partition, chunk = batch
+            self._partitions.add(partition)
+            self._unanswered.add(partition, chunk)
+            rows += chunk.count
+            nbytes += chunk.nbytes
+        return True
+
     def _out_of_credit_since(self) -> float:
         times = (node.out_of_credit_since for node in self._nodes.values())
         return min((time for time in times if time is not None), default=float("inf"))
 
     def _wakes_at(self) -> float:
-        resend = (node.resend_at for node in self._nodes.values())
+        resend = (node.send_at for node in self._nodes.values())
         retry = (retry_at for node, retry_at in self._retry_at.items() if node.count)
         return min((self._map_at, *(time for time in resend if time is not None), *retry))
 
@@ -128,7 +140,7 @@ class PublishRun:
             except UprError as error:
                 self._failed(address, error)
             else:
-                node.send(connections[address].session, time.monotonic())
+                node.send(connections[address].session, time.monotonic(), is_due=True)
         unplaced = self._unanswered.unplaced
         if not connections and unplaced.count and unplaced not in self._retry_at:
             no_node = BrokenError("no node is active for a partition that has batches to send")
@@ -153,9 +165,8 @@ class PublishRun:
                 self._failed(address, connection.failure)
 
     def _received(self, node: NodeBatches, message: Message) -> None:
-        if isinstance(message, Refusal) and status_of(message.status) in WRONG_NODE:
+        if isinstance(message, MutateReply | Refusal) and is_wrong_node(message):
             self._connections.refresh(message.map_revision)
-        batch = node.receive(message, time.monotonic())
-        if batch is not None:
+        for batch in node.receive(message, time.monotonic()):
             self._retry.progress()
             self._on_done(batch)

@@ -1,4 +1,4 @@
-"""Collecting operations into chunks, one partition at a time."""
+"""Collecting operations until there are enough of them to send."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import CHUNK_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 
-BATCH_MUTATIONS: Final = 1_000
-"""With more operations, the cost of a batch beside them hardly matters."""
+BATCH_MUTATIONS: Final = 1_024
+"""With more operations, what a bundle costs beside them hardly matters."""
 
 BATCH_BYTES: Final = 256 * 1024
-"""Long enough for large sends, short enough that other messages do not wait behind one batch."""
-
+"""Long enough for large sends, short enough that other messages do not wait behind one bundle."""
 
 BATCH_BYTES_LIMIT: Final = 8 * 1024 * 1024
 """With one more value of the largest size, the batch still fits a frame."""
 
+_OPERATION_BYTES: Final = 33
+"""What an operation takes in a chunk beside its key and value."""
+
 
 @attrs.frozen
 class BatchLimits:
-    """When a batch is full.
+    """When the collected operations are sent.
 
     Attributes:
-        mutations: At this many operations.
-        nbytes: At this many encoded bytes; a single operation may be longer.
-        linger_s: After this time, whatever it holds.
+        mutations: At this many operations, of all partitions together.
+        nbytes: At about this many encoded bytes; a single operation may be longer.
+        linger_s: After this time, however many there are.
     """
 
     mutations: int = attrs.field(
@@ -42,24 +44,27 @@ class BatchLimits:
 
 
 class Batcher:
-    """The batches being filled, at most one a partition.
+    """The batch of each partition that is being filled. All are taken out together, so that they
+    can ride in one bundle.
 
     Args:
         partition_count: The bucket's.
-        limits: When a batch is full.
+        limits: When the collected operations are sent.
     """
 
-    __slots__ = ("_limits", "_open", "_partition_count")
+    __slots__ = ("_begun_at", "_builders", "_count", "_limits", "_nbytes", "_partition_count")
 
     def __init__(self, partition_count: int, limits: BatchLimits) -> None:
         self._partition_count = partition_count
         self._limits = limits
-        # In the order in which they were begun, and so in the order in which they are due.
-        self._open: dict[PartitionId, tuple[float, ChunkBuilder]] = {}
+        self._builders: dict[PartitionId, ChunkBuilder] = {}
+        self._count = 0
+        self._nbytes = 0
+        self._begun_at = 0.0
 
     def __len__(self) -> int:
-        """How many batches are being filled."""
-        return len(self._open)
+        """How many operations are collected."""
+        return self._count
 
     def add(
         self,
@@ -71,45 +76,39 @@ class Batcher:
         cas: int = 0,
         flags: int = 0,
         expiry: int = 0,
-    ) -> tuple[PartitionId, Chunk] | None:
-        """Adds an operation; gives the batch of its partition when that is now full. O(1).
+    ) -> PartitionId:
+        """Adds an operation, and gives its partition. O(1).
 
         Raises:
             ServerError: The key or the value is longer than any server takes; nothing was added.
         """
         check_sizes(key, value)
+        if not self._count:
+            self._begun_at = now
         partition = partition_of(key, self._partition_count)
-        entry = self._open.get(partition)
-        if entry is None:
-            entry = self._open[partition] = (now, ChunkBuilder())
-        builder = entry[1]
+        builder = self._builders.get(partition)
+        if builder is None:
+            builder = self._builders[partition] = ChunkBuilder()
         builder.append(operation, key, value, 0, cas, flags, expiry)
-        if len(builder) < self._limits.mutations and builder.nbytes < self._limits.nbytes:
-            return None
-        del self._open[partition]
-        return partition, builder.build()
+        self._count += 1
+        self._nbytes += _OPERATION_BYTES + len(key) + len(value)
+        return partition
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough operations."""
+        return self._count >= self._limits.mutations or self._nbytes >= self._limits.nbytes
 
     @property
     def due_at(self) -> float | None:
-        """When the oldest batch is due; None without batches."""
-        for begun_at, _ in self._open.values():
-            return begun_at + self._limits.linger_s
-        return None
+        """When the oldest operation is due; None without operations."""
+        return self._begun_at + self._limits.linger_s if self._count else None
 
-    def due(self, now: float) -> list[tuple[PartitionId, Chunk]]:
-        """Takes out the batches that are due."""
-        linger_s = self._limits.linger_s
-        partitions = []
-        for partition, (begun_at, _) in self._open.items():
-            if begun_at + linger_s > now:
-                break
-            partitions.append(partition)
-        return [(partition, self._open.pop(partition)[1].build()) for partition in partitions]
-
-    def all(self) -> list[tuple[PartitionId, Chunk]]:
-        """Takes out every batch."""
-        batches = [(partition, builder.build()) for partition, (_, builder) in self._open.items()]
-        self._open.clear()
+    def take(self) -> list[tuple[PartitionId, Chunk]]:
+        """Takes out the batch of every partition that has one."""
+        batches = [(partition, builder.build()) for partition, builder in self._builders.items()]
+        self._builders.clear()
+        self._count = self._nbytes = 0
         return batches
 
 

@@ -13,7 +13,14 @@ from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventKind
 from upr_protocol.chunk import Bundle
 from upr_protocol.client.core.key_lookup import KeyRequest, Text, one_operation
-from upr_protocol.client.core.results import NotDurableError, WriteResult, single_result, status_of
+from upr_protocol.client.core.results import (
+    Failure,
+    NotDurableError,
+    WriteResult,
+    results_of,
+    split_reply,
+    status_of,
+)
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
@@ -412,12 +419,16 @@ def change(
         return Mutate(bundle, bytes(16), durability, copies, opaque=opaque)
 
     def result(reply: MutateReply) -> WriteResult:
-        (run,) = reply.runs
-        status = status_of(run.status)
+        ((status, run),) = split_reply(reply, (partition,), (0, 1))
+        if status not in (Status.OK, Status.NOT_DURABLE_YET):
+            raise ServerError(status, map_revision=reply.map_revision)
+        if status is Status.NOT_DURABLE_YET and not run.last_seq:
+            raise NotDurableError
+        (written,) = results_of(partition, chunk, run)
+        if isinstance(written, Failure):
+            raise written.error()
         if status is Status.NOT_DURABLE_YET:
-            raise NotDurableError(single_result(partition, chunk, reply) if run.last_seq else None)
-        if status is not Status.OK:
-            raise ServerError(status)
-        return single_result(partition, chunk, reply)
+            raise NotDurableError(written)
+        return written
 
     return Call(request, result, partition)

@@ -9,7 +9,6 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client.core.batcher import Batcher, BatchLimits
 from upr_protocol.client.core.results import Failure, WriteResult, results_of
 from upr_protocol.client.core.unanswered_batches import Batch
-from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
 
 
@@ -37,9 +36,15 @@ class OperationBatches:
             ServerError: A key or value is longer than any server takes.
         """
         batcher = Batcher(self._partition_count, BatchLimits())
+
+        def take() -> Iterator[tuple[PartitionId, Chunk]]:
+            for partition, chunk in batcher.take():
+                self._rows_of[id(chunk)] = rows.pop(partition)
+                yield partition, chunk
+
         rows: defaultdict[PartitionId, list[int]] = defaultdict(list)
         for row, mutation in enumerate(self._mutations):
-            full = batcher.add(
+            partition = batcher.add(
                 0.0,
                 mutation.op,
                 mutation.key,
@@ -48,21 +53,18 @@ class OperationBatches:
                 flags=mutation.flags,
                 expiry=mutation.expiry,
             )
-            rows[partition_of(mutation.key, self._partition_count)].append(row)
-            if full is not None:
-                self._rows_of[id(full[1])] = rows.pop(full[0])
-                yield full
-        for rest in batcher.all():
-            self._rows_of[id(rest[1])] = rows.pop(rest[0])
-            yield rest
+            rows[partition].append(row)
+            if batcher.is_full:
+                yield from take()
+        yield from take()
 
     def answered(self, batch: Batch) -> None:
         """A batch was answered, or refused for good."""
         results: Sequence[WriteResult | Failure]
-        if batch.reply is None:
+        if batch.result is None:
             results = batch.failures()
         else:
-            results = results_of(batch.partition, batch.chunk, batch.reply)
+            results = results_of(batch.partition, batch.chunk, batch.result)
         self._results.update(zip(self._rows_of.pop(id(batch.chunk)), results, strict=True))
 
     def results(self) -> list[WriteResult | Failure]:

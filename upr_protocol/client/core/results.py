@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.errors import ServerError, Status
+from upr_protocol.client.core.retry import WRONG_NODE
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.wire import MutateReply
+from upr_protocol.wire import Message, MutateReply, Refusal
 
 
 class WriteResult(msgspec.Struct, frozen=True):
@@ -78,13 +82,101 @@ def status_of(code: int) -> Status:
 _STATUSES: Final = {status.value: status for status in Status}
 
 
-def failures(partition: PartitionId, chunk: Chunk, reply: MutateReply) -> list[Failure]:
+class BatchResult(msgspec.Struct, frozen=True):
+    """What became of a batch that a server applied.
+
+    The operations that succeeded have consecutive sequence numbers and CAS values, in the order of
+    the batch; those that failed have none.
+
+    Attributes:
+        history_id: The history that the sequence numbers belong to.
+        first_seq: The first sequence number given; 0 when every operation failed.
+        last_seq: The last sequence number given; 0 when every operation failed.
+        first_cas: The first CAS value given.
+        failures: (index in the batch, status) of each operation that failed, by index.
+        counters: (index in the batch, new value) of each increment and decrement that succeeded.
+    """
+
+    history_id: HistoryId
+    first_seq: SeqNo
+    last_seq: SeqNo
+    first_cas: Cas
+    failures: tuple[tuple[int, int], ...] = ()
+    counters: tuple[tuple[int, int], ...] = ()
+
+    def results(self, partition: PartitionId, count: int) -> Iterator[WriteResult | Status]:
+        """The result of each of the `count` operations, in order; of one that failed, why."""
+        failed, counts = dict(self.failures), dict(self.counters)
+        seq, cas = self.first_seq, self.first_cas
+        for index in range(count):
+            if index in failed:
+                yield status_of(failed[index])
+            else:
+                yield WriteResult(partition, self.history_id, seq, cas, counts.get(index))
+                seq, cas = SeqNo(seq + 1), Cas(cas + 1)
+
+
+def split_reply(
+    reply: MutateReply, partitions: Sequence[PartitionId], bounds: Sequence[int]
+) -> list[tuple[Status, BatchResult]]:
+    """The result of each run of a bundle: its status, and with `OK` or `NOT_DURABLE_YET` what
+    became of it. O(runs + failures + counters).
+
+    Args:
+        reply: The server's answer.
+        partitions: The partition of each run.
+        bounds: The row at which each run begins, and the row behind the last one's end.
+
+    Raises:
+        RemoteProtocolError: The answer does not fit the bundle.
+    """
+    if [run.partition for run in reply.runs] != list(partitions):
+        raise RemoteProtocolError("MutateReply does not name the partitions of the bundle")
+    failures = _by_run(reply.failures, bounds)
+    counters = _by_run(reply.counters, bounds)
+    return [
+        (
+            status_of(run.status),
+            BatchResult(
+                run.history_id,
+                run.first_seq,
+                run.last_seq,
+                run.first_cas,
+                tuple(failures.get(index, ())),
+                tuple(counters.get(index, ())),
+            ),
+        )
+        for index, run in enumerate(reply.runs)
+    ]
+
+
+def _by_run(
+    rows: Iterable[tuple[int, int]], bounds: Sequence[int]
+) -> dict[int, list[tuple[int, int]]]:
+    """Rows of a bundle, each with what is said of it, by the run that they belong to and as rows of
+    that run."""
+    by_run = defaultdict[int, list[tuple[int, int]]](list)
+    for row, value in rows:
+        if row >= bounds[-1]:
+            raise RemoteProtocolError(f"MutateReply names row {row} of {bounds[-1]}")
+        run = bisect_right(bounds, row) - 1
+        by_run[run].append((row - bounds[run], value))
+    return by_run
+
+
+def is_wrong_node(message: Message) -> bool:
+    """Whether a node refused something that another node may be able to do."""
+    if isinstance(message, MutateReply):
+        return not WRONG_NODE.isdisjoint(run.status for run in message.runs)
+    return isinstance(message, Refusal) and message.status in WRONG_NODE
+
+
+def failures(partition: PartitionId, chunk: Chunk, result: BatchResult) -> list[Failure]:
     """The operations of `chunk` that failed, by index. O(failures)."""
     operations = chunk.operations
     return [
         Failure(partition, chunk.key(index), Operation(operations[index]), status_of(status))
-        for index, status in reply.failures
-        if index < chunk.count
+        for index, status in result.failures
     ]
 
 
@@ -97,38 +189,12 @@ def refused(partition: PartitionId, chunk: Chunk, status: Status) -> list[Failur
 
 
 def results_of(
-    partition: PartitionId, chunk: Chunk, reply: MutateReply
+    partition: PartitionId, chunk: Chunk, result: BatchResult
 ) -> list[WriteResult | Failure]:
-    """The result of each operation of `chunk`, in order. O(count).
-
-    Successful operations have consecutive sequence numbers and CAS values, in their order in the
-    batch.
-    """
-    failed = dict(reply.failures)
-    counts = dict(reply.counters)
-    operations = chunk.operations
-    (run,) = reply.runs
-    seq, cas = run.first_seq, run.first_cas
-    results: list[WriteResult | Failure] = []
-    for index in range(chunk.count):
-        status = failed.get(index)
-        if status is not None:
-            operation = Operation(operations[index])
-            results.append(Failure(partition, chunk.key(index), operation, status_of(status)))
-            continue
-        count = counts.get(index)
-        results.append(WriteResult(partition, run.history_id, SeqNo(seq), Cas(cas), count))
-        seq, cas = SeqNo(seq + 1), Cas(cas + 1)
-    return results
-
-
-def single_result(partition: PartitionId, chunk: Chunk, reply: MutateReply) -> WriteResult:
-    """The result of the only operation of `chunk`.
-
-    Raises:
-        ServerError: It failed; the status says why.
-    """
-    (result,) = results_of(partition, chunk, reply)
-    if isinstance(result, Failure):
-        raise result.error()
-    return result
+    """The result of each operation of `chunk`, in order. O(count)."""
+    return [
+        outcome
+        if isinstance(outcome, WriteResult)
+        else Failure(partition, chunk.key(index), Operation(chunk.operations[index]), outcome)
+        for index, outcome in enumerate(result.results(partition, chunk.count))
+    ]

@@ -2,33 +2,39 @@
 
 No I/O: a node's batches are sent through a session, and its answers are given back here. Each
 partition has a queue, and each queue is placed with one node, or with none while the partition has
-no node. In each partition, batches are sent in order. After a lost connection, or once the
-partition has moved to another node, all unanswered batches are sent again before any new one, in
-order and with the same tokens. So each batch takes effect once, however often it is sent.
+no node. A node is sent bundles, each with the next batch of as many of its partitions as fit.
+
+In each partition, batches are sent in order. After a lost connection, or once the partition has
+moved to another node, all unanswered batches are sent again before any new one, in order and with
+the same tokens, in whatever bundles come of it. So each batch takes effect once, however often it
+is sent. An answer judges each batch of its bundle on its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Final
 
 import attrs
 
-from upr_protocol.chunk import Bundle, Chunk
+from upr_protocol.chunk import Bundle, Chunk, Run
+from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS
 from upr_protocol.client.core.results import (
+    BatchResult,
     Failure,
     NotDurableError,
     WriteResult,
     failures,
     refused,
+    split_reply,
     status_of,
 )
 from upr_protocol.client.core.retry import Backoff, is_retryable
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, REQUESTS_OPEN_MAX
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import Message, Mutate, MutateReply, Refusal
@@ -56,32 +62,31 @@ _BATCH_BYTES: Final = 512
 
 
 class Batch:
-    """One batch of a publisher.
+    """One batch of a publisher: a run of whatever bundle it is sent in.
 
     Attributes:
         partition: Its partition.
         counter: Its number among the batches of this writer and partition.
         chain: Vouches for it and all batches before it; 0 when the writer keeps no chain.
         chunk: The operations.
-        reply: The server's answer, once it has arrived.
-        refusal: Why the server did not apply the batch; None when it did. `NOT_DURABLE_YET`: it did
-            apply it, but had not reached the requested durability when it answered.
-        not_durable_reply: The server's answer with `NOT_DURABLE_YET`, if it sent numbers that
-            can be awaited.
+        result: What became of it, once a server has applied it.
+        refusal: Why no server applied the batch; None when one did. `NOT_DURABLE_YET`: it was
+            applied, but had not reached the requested durability in time.
         on_answer: Called with the batch once it is answered or refused for good.
     """
 
     __slots__ = (
+        "bundle",
         "chain",
         "chunk",
         "counter",
-        "not_durable_reply",
+        "not_durable",
         "on_answer",
         "partition",
         "refusal",
         "refused_at",
-        "reply",
-        "sent",
+        "result",
+        "was_sent",
     )
 
     def __init__(
@@ -97,13 +102,16 @@ class Batch:
         self.counter = counter
         self.chunk = chunk
         self.on_answer = on_answer
-        self.reply: MutateReply | None = None
+        self.result: BatchResult | None = None
         self.refusal: Status | None = None
-        self.not_durable_reply: MutateReply | None = None
+        self.not_durable: BatchResult | None = None
+        """What a server said beside `NOT_DURABLE_YET`."""
         self.refused_at: float | None = None
         """When a server first refused it for a reason that may pass."""
-        self.sent = 0
-        """How many times it was sent."""
+        self.bundle: Sequence[Batch] | None = None
+        """The batches that it was last sent with; None while it is not in flight. The answer to
+        any other bundle does not concern it any more."""
+        self.was_sent = False
 
     @property
     def nbytes(self) -> int:
@@ -113,15 +121,15 @@ class Batch:
     @property
     def is_done(self) -> bool:
         """Whether it is answered, or refused for good."""
-        return self.reply is not None or self.refusal is not None
+        return self.result is not None or self.refusal is not None
 
     def error(self, refusal: Status) -> ServerError:
         """The refusal of the whole batch as an exception."""
         if refusal is Status.NOT_DURABLE_YET:
-            run = None if self.not_durable_reply is None else self.not_durable_reply.runs[0]
+            result = self.not_durable
             return NotDurableError(
-                WriteResult(self.partition, run.history_id, run.last_seq, run.first_cas)
-                if run is not None and run.last_seq
+                WriteResult(self.partition, result.history_id, result.last_seq, result.first_cas)
+                if result is not None and result.last_seq
                 else None
             )
         return ServerError(refusal)
@@ -130,9 +138,7 @@ class Batch:
         """The operations that failed. O(failures), or O(count) of a batch that was refused."""
         if self.refusal is not None:
             return refused(self.partition, self.chunk, self.refusal)
-        if self.reply is None or not self.reply.failures:
-            return []
-        return failures(self.partition, self.chunk, self.reply)
+        return [] if self.result is None else failures(self.partition, self.chunk, self.result)
 
 
 @attrs.frozen
@@ -145,6 +151,8 @@ class PublishOptions:
         retry_timeout_s: How long it resends a batch that servers refuse for a reason that may pass.
         durability: The durability that servers answer a batch at.
         copies: How many replicas beside the active, for the replicated levels.
+        linger_s: How long batches wait for others to fill a bundle with, at most. They wait only
+            while an earlier bundle is on its way.
     """
 
     in_flight: int = attrs.field(
@@ -155,6 +163,7 @@ class PublishOptions:
     retry_timeout_s: float = 60.0
     durability: Durability = Durability.MEMORY
     copies: int = 0
+    linger_s: float = 0.0
 
 
 class PartitionBatches:
@@ -164,23 +173,15 @@ class PartitionBatches:
         partition: The partition.
         node: The node that they are placed with.
         waiting: The batches to send.
-        in_flight: The batches without an answer, by opaque.
-        refused: The batches that a server refused for a reason that may pass. They go back to
-            `waiting` once nothing is in flight: resent before that, they could come after a later
-            batch.
-        resend_at: When the refused ones may be sent again.
+        sent: The batches that were sent since, by counter: those in flight, and those that a server
+            refused for a reason that may pass. The refused ones go back to `waiting` once nothing
+            is in flight: resent before that, they could come after a later batch.
+        in_flight: How many of them are in flight.
+        resend_at: When refused ones may be sent again.
         backoff: Spreads the times of resending.
     """
 
-    __slots__ = (
-        "backoff",
-        "in_flight",
-        "node",
-        "partition",
-        "refused",
-        "resend_at",
-        "waiting",
-    )
+    __slots__ = ("backoff", "in_flight", "node", "partition", "resend_at", "sent", "waiting")
 
     def __init__(
         self, partition: PartitionId, node: NodeBatches, draw: Callable[[], float]
@@ -188,27 +189,26 @@ class PartitionBatches:
         self.partition = partition
         self.node = node
         self.waiting: deque[Batch] = deque()
-        self.in_flight: dict[int, Batch] = {}
-        self.refused: list[Batch] = []
+        self.sent: dict[int, Batch] = {}
+        self.in_flight = 0
         self.resend_at = 0.0
         self.backoff = Backoff(draw)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return chain(self.waiting, self.in_flight.values(), self.refused)
-
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.in_flight) + len(self.refused)
+        return len(self.waiting) + len(self.sent)
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether a batch was refused, and is to be sent again before any that waits."""
+        return len(self.sent) > self.in_flight
 
     def requeue(self) -> None:
         """Puts every unanswered batch back into `waiting`, in order."""
-        unanswered = sorted((*self.in_flight.values(), *self.refused), key=_counter_of)
-        self.waiting.extendleft(reversed(unanswered))
-        self.in_flight.clear()
-        self.refused.clear()
-
-
-def _counter_of(batch: Batch) -> int:
-    return batch.counter
+        for batch in self.sent.values():
+            batch.bundle = None
+        self.waiting.extendleft(reversed(self.sent.values()))
+        self.sent.clear()
+        self.in_flight = 0
 
 
 class UnansweredBatches:
@@ -254,8 +254,10 @@ class UnansweredBatches:
         """Adds a batch; `NodeBatches.send` sends it. O(1).
 
         Raises:
-            ServerError: The chunk is longer than a frame; nothing was added.
+            ServerError: The chunk is empty, or longer than a frame; nothing was added.
         """
+        if not chunk.count:
+            raise ServerError(Status.BAD_ARGUMENT, "the batch has no operations")
         if chunk.nbytes > CHUNK_BYTES_MAX:
             raise ServerError(
                 Status.TOO_LARGE,
@@ -264,15 +266,15 @@ class UnansweredBatches:
         chained = self.writer.next_chain(partition, chunk)
         counter = self.writer.next_counter(partition)
         batch = Batch(partition, counter, chunk, on_answer, chained)
-        queue = self._queue_of(partition)
+        queue = self.queue_of(partition)
         queue.waiting.append(batch)
-        queue.node.count += 1
-        queue.node.schedule(queue)
+        queue.node.added(queue, batch)
         self.count += 1
         self.nbytes += batch.nbytes
         return batch
 
-    def _queue_of(self, partition: PartitionId) -> PartitionBatches:
+    def queue_of(self, partition: PartitionId) -> PartitionBatches:
+        """The queue of a partition."""
         queue = self._queues.get(partition)
         if queue is None:
             queue = PartitionBatches(partition, self.unplaced, self._draw)
@@ -296,7 +298,7 @@ class UnansweredBatches:
         Returns:
             Whether it was another node before.
         """
-        queue = self._queue_of(partition)
+        queue = self.queue_of(partition)
         if queue.node is node:
             return False
         queue.node.detach(queue)
@@ -329,11 +331,15 @@ class NodeBatches:
         self.out_of_credit_since: float | None = None
         self._all_batches = all_batches
         self._queues: dict[PartitionBatches, None] = {}
-        self._queue_by_opaque: dict[int, PartitionBatches] = {}
+        self._bundles: dict[int, Sequence[Batch]] = {}
         # The queues that may send, the one that has waited longest first; and those that wait
         # before they send refused batches again.
         self._sendable: dict[PartitionBatches, None] = {}
         self._backing_off: dict[PartitionBatches, None] = {}
+        # Operations and bytes of all batches that wait here, and since when they wait for others.
+        self._unsent_rows = 0
+        self._unsent_bytes = 0
+        self._unsent_since: float | None = None
 
     # Placement: called by `UnansweredBatches`.
 
@@ -342,64 +348,119 @@ class NodeBatches:
         return list(self._queues)
 
     def attach(self, queue: PartitionBatches) -> None:
-        """Takes over a partition."""
+        """Takes over a partition. O(unanswered)."""
         queue.node = self
         self._queues[queue] = None
         self.count += len(queue)
-        self.schedule(queue)
+        self._count_unsent(queue.waiting)
+        self._schedule(queue)
 
     def detach(self, queue: PartitionBatches) -> None:
         """Gives up a partition. O(unanswered)."""
-        for opaque in queue.in_flight:
-            del self._queue_by_opaque[opaque]
         self._sendable.pop(queue, None)
         self._backing_off.pop(queue, None)
         del self._queues[queue]
         self.count -= len(queue)
+        self._count_unsent(queue.waiting, -1)
         queue.requeue()
 
-    def schedule(self, queue: PartitionBatches) -> None:
+    def added(self, queue: PartitionBatches, batch: Batch) -> None:
+        """A queue that is placed here has one more batch."""
+        self.count += 1
+        self._count_unsent((batch,))
+        self._schedule(queue)
+
+    def _count_unsent(self, batches: Iterable[Batch], sign: int = 1) -> None:
+        for batch in batches:
+            self._unsent_rows += sign * batch.chunk.count
+            self._unsent_bytes += sign * batch.chunk.nbytes
+
+    def _requeue(self, queue: PartitionBatches) -> None:
+        self._count_unsent(queue.sent.values())
+        queue.requeue()
+
+    def _schedule(self, queue: PartitionBatches) -> None:
         """Lets a queue send, after the others, if it may."""
-        in_flight_max = self._all_batches.options.in_flight
-        may_send = queue.waiting and not queue.refused and len(queue.in_flight) < in_flight_max
-        if may_send and queue not in self._backing_off:
+        if (
+            queue.waiting
+            and queue.in_flight < self._all_batches.options.in_flight
+            and not queue.has_refused
+            and queue not in self._backing_off
+        ):
             self._sendable[queue] = None
 
     # Sending.
 
-    def send(self, session: ClientSession, now: float) -> bool:
-        """Sends as much as may be sent now: a batch of each partition, then again.
+    def send(self, session: ClientSession, now: float, *, is_due: bool = False) -> bool:
+        """Sends as much as may be sent now, in bundles.
+
+        Args:
+            session: What to send it with.
+            now: The time in seconds.
+            is_due: Whether to send batches that would wait for others to fill a bundle with.
 
         Returns:
             Whether it sent anything.
         """
-        if self._backing_off:
-            self._end_backoffs(now)
+        self._end_backoffs(now)
+        if self._unsent_since is None:
+            self._unsent_since = now
+        is_due = is_due or now >= self._unsent_since + self._all_batches.options.linger_s
         sent = False
-        while (
-            self._sendable
-            and session.credit.open
-            and len(self._queue_by_opaque) < _REQUESTS_MAX
-            and session.outgoing_bytes < OUTGOING_BYTES_MAX
-        ):
-            queue = next(iter(self._sendable))
-            del self._sendable[queue]
-            self._send_next_of(session, queue)
-            self.schedule(queue)
+        while self._may_send(session):
+            if not (is_due or self._is_worth_sending):
+                break
+            self._send_bundle(session)
+            self._unsent_since = now
             sent = True
-        out_of_credit = bool(self._sendable) and not session.credit.open
-        if not out_of_credit:
+        else:
+            self._unsent_since = None
+        if not self._sendable or session.credit.open:
             self.out_of_credit_since = None
         elif sent or self.out_of_credit_since is None:
             self.out_of_credit_since = now
         return sent
 
-    def _send_next_of(self, session: ClientSession, queue: PartitionBatches) -> None:
-        all_batches, batch = self._all_batches, queue.waiting[0]
+    def _may_send(self, session: ClientSession) -> bool:
+        return (
+            bool(self._sendable)
+            and session.credit.open
+            and len(self._bundles) < _REQUESTS_MAX
+            and session.outgoing_bytes < OUTGOING_BYTES_MAX
+        )
+
+    @property
+    def _is_worth_sending(self) -> bool:
+        """Whether nothing is gained by waiting for more batches: the node has nothing else to do,
+        or they fill a bundle."""
+        return (
+            not self._bundles
+            or self._unsent_rows >= BATCH_MUTATIONS
+            or self._unsent_bytes >= BATCH_BYTES
+        )
+
+    def _send_bundle(self, session: ClientSession) -> None:
+        all_batches = self._all_batches
+        batches, rows, nbytes = list[Batch](), 0, 0
+        for queue in self._sendable:
+            chunk = queue.waiting[0].chunk
+            rows += chunk.count
+            nbytes += chunk.nbytes
+            if batches and (rows > BATCH_MUTATIONS or nbytes > BATCH_BYTES):
+                break
+            batches.append(queue.waiting[0])
+        batches.sort(key=_partition_of)
+        bundle = Bundle.joined(
+            [batch.chunk for batch in batches],
+            [
+                Run(batch.partition, batch.chunk.count, batch.counter, batch.chain)
+                for batch in batches
+            ],
+        )
         opaque = session.new_opaque()
         session.send(
             Mutate(
-                Bundle.of_one(batch.partition, batch.chunk, batch.counter, batch.chain),
+                bundle,
                 all_batches.writer.id,
                 all_batches.options.durability,
                 all_batches.options.copies,
@@ -407,60 +468,85 @@ class NodeBatches:
                 opaque=opaque,
             )
         )
-        # Only now, as a session that refuses to send must leave the batch where it was.
-        queue.waiting.popleft()
-        queue.in_flight[opaque] = batch
-        self._queue_by_opaque[opaque] = queue
-        all_batches.resent += batch.sent > 0
-        batch.sent += 1
+        # Only now, as a session that refuses to send must leave the batches where they were.
+        self._bundles[opaque] = batches
+        self._count_unsent(batches, -1)
+        for batch in batches:
+            queue = all_batches.queue_of(batch.partition)
+            queue.sent[batch.counter] = queue.waiting.popleft()
+            queue.in_flight += 1
+            del self._sendable[queue]
+            self._schedule(queue)
+            all_batches.resent += batch.was_sent
+            batch.bundle, batch.was_sent = batches, True
 
     @property
-    def resend_at(self) -> float | None:
-        """When `send` is to be called next because of refused batches; None when there are none."""
-        return min((queue.resend_at for queue in self._backing_off), default=None)
+    def send_at(self) -> float | None:
+        """When `send` is to be called next, though nothing arrives: because of refused batches, or
+        of such as wait for others. None when there are none."""
+        times = [queue.resend_at for queue in self._backing_off]
+        if self._unsent_since is not None:
+            times.append(self._unsent_since + self._all_batches.options.linger_s)
+        return min(times, default=None)
 
     def _end_backoffs(self, now: float) -> None:
         for queue in [queue for queue in self._backing_off if queue.resend_at <= now]:
             del self._backing_off[queue]
-            self.schedule(queue)
+            self._schedule(queue)
 
     # Receiving.
 
-    def receive(self, message: Message, now: float) -> Batch | None:
+    def receive(self, message: Message, now: float) -> list[Batch]:
         """Takes in an answer.
 
         Returns:
-            The batch that has its final answer now; None when the message ends no batch.
+            The batches that have their final answer now.
+
+        Raises:
+            RemoteProtocolError: The answer does not fit the bundle.
         """
-        queue = self._queue_by_opaque.pop(message.opaque, None)
-        if queue is None:
-            return None
-        batch = queue.in_flight.pop(message.opaque)
-        status = status_of(
-            message.runs[0].status if isinstance(message, MutateReply) else message.status
-        )
-        if isinstance(message, MutateReply) and status is Status.OK:
-            batch.reply = message
+        batches = self._bundles.get(message.opaque)
+        if batches is None:
+            return []
+        if isinstance(message, MutateReply):
+            bounds = list(accumulate((batch.chunk.count for batch in batches), initial=0))
+            answers = split_reply(message, list(map(_partition_of, batches)), bounds)
+        else:
+            assert isinstance(message, Refusal), "the session lets nothing else answer a Mutate"
+            answers = [(status_of(message.status), _NO_RESULT)] * len(batches)
+        del self._bundles[message.opaque]
+        # The answer may tell of a batch that was meanwhile sent again, in another bundle.
+        for batch, (status, result) in zip(batches, answers, strict=True):
+            if batch.bundle is batches:
+                self._answered(batch, status, result, now)
+        done = [batch for batch in batches if batch.bundle is batches]
+        for batch in done:
+            batch.bundle = None
+            self._all_batches.finish(batch)
+        return done
+
+    def _answered(self, batch: Batch, status: Status, result: BatchResult, now: float) -> None:
+        queue = self._all_batches.queue_of(batch.partition)
+        queue.in_flight -= 1
+        if status is Status.OK:
+            batch.result = result
             queue.backoff.reset()
-        elif isinstance(message, MutateReply | Refusal):
-            if isinstance(message, MutateReply):
-                batch.not_durable_reply = message
-            if self._may_retry(batch, status, now):
-                queue.refused.append(batch)
-                self._sendable.pop(queue, None)
-            else:
+        elif status is Status.NOT_DURABLE_YET:
+            batch.not_durable = result
+        if status is not Status.OK and self._may_retry(batch, status, now):
+            batch.bundle = None
+            self._sendable.pop(queue, None)
+        else:
+            if status is not Status.OK:
                 batch.refusal = status
-        if not queue.refused:
-            self.schedule(queue)
-        elif not queue.in_flight:
-            queue.requeue()
+            del queue.sent[batch.counter]
+            self.count -= 1
+        if queue.has_refused and not queue.in_flight:
+            self._requeue(queue)
             queue.resend_at = now + queue.backoff.next_wait_s()
             self._backing_off[queue] = None
-        if not batch.is_done:
-            return None
-        self.count -= 1
-        self._all_batches.finish(batch)
-        return batch
+        else:
+            self._schedule(queue)
 
     def _may_retry(self, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:
@@ -470,10 +556,17 @@ class NodeBatches:
 
     def disconnected(self) -> None:
         """The connection is lost: every unanswered batch is to be sent again. O(unanswered)."""
-        self._queue_by_opaque.clear()
+        self._bundles.clear()
         self._backing_off.clear()
         self._sendable.clear()
-        self.out_of_credit_since = None
+        self.out_of_credit_since = self._unsent_since = None
         for queue in self._queues:
-            queue.requeue()
-            self.schedule(queue)
+            self._requeue(queue)
+            self._schedule(queue)
+
+
+_NO_RESULT: Final = BatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))
+
+
+def _partition_of(batch: Batch) -> PartitionId:
+    return batch.partition

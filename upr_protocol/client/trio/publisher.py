@@ -16,7 +16,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.core.calls import over_quota
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
-from upr_protocol.client.core.results import Failure
+from upr_protocol.client.core.results import BatchResult, Failure
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.unanswered_batches import (
     BUFFER_BYTES_DEFAULT,
@@ -36,7 +36,6 @@ from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.transport import Dial, dial_tcp
-from upr_protocol.wire import MutateReply
 
 FAILURES_MAX: Final = 10_000
 """How many failures a publisher keeps; it only counts the rest."""
@@ -162,7 +161,7 @@ class Publisher:
         if self._nodes.error is not None:
             raise self._nodes.error
         was_empty = not batcher
-        full = batcher.add(
+        batcher.add(
             trio.current_time(),
             operation,
             to_bytes(key),
@@ -171,8 +170,9 @@ class Publisher:
             flags=flags,
             expiry=expiry,
         )
-        if full is not None:
-            await self.publish(*full)
+        if batcher.is_full:
+            self._add_batches()
+            await self._wait_until(self._has_room)
         elif was_empty:
             self._batch_begun.notify()
 
@@ -234,7 +234,7 @@ class Publisher:
         await self._wait_until(self._has_room)
         return batch
 
-    async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> MutateReply:
+    async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> BatchResult:
         """Adds a published chunk and waits for its answer.
 
         Raises:
@@ -246,8 +246,8 @@ class Publisher:
         await self._wait_until(lambda: batch.is_done)
         if batch.refusal is not None:
             raise batch.error(batch.refusal)
-        assert batch.reply is not None
-        return batch.reply
+        assert batch.result is not None
+        return batch.result
 
     async def flush(self) -> None:
         """Sends batches that are not full yet, and waits until all are answered.
@@ -256,14 +256,14 @@ class Publisher:
             ServerError: The bucket is over its quota and no credit arrived in time.
             BrokenError: The server could not be reached for too long.
         """
-        assert self._batcher is not None
-        self._add_batches(self._batcher.all())
+        self._add_batches()
         await self._wait_until(self._all_answered)
 
-    def _add_batches(self, batches: list[tuple[PartitionId, Chunk]]) -> None:
-        for partition, chunk in batches:
+    def _add_batches(self) -> None:
+        assert self._batcher is not None
+        for partition, chunk in self._batcher.take():
             self._unanswered.add(partition, chunk)
-        self._nodes.send()
+        self._nodes.send(is_due=True)
 
     def _has_room(self) -> bool:
         return not self._unanswered.is_full
@@ -309,7 +309,8 @@ class Publisher:
                 await self._batch_begun.wait()
             else:
                 await trio.sleep_until(due_at)
-                self._add_batches(batcher.due(trio.current_time()))
+                if batcher.due_at == due_at:
+                    self._add_batches()
 
     async def _run_connections(self) -> None:
         try:
@@ -328,7 +329,7 @@ class Publisher:
         await self._wait_until(lambda: nodes.partition_count > 0)
         self._batcher = Batcher(nodes.partition_count, self._limits)
         nursery.start_soon(self._send_lingering)
-        nursery.start_soon(nodes.resend_refused)
+        nursery.start_soon(nodes.send_when_due)
 
     async def _finish(self) -> None:
         """Waits until everything is answered, and takes nothing more.
@@ -386,9 +387,10 @@ async def publisher(
         target: `upr://host:port/bucket`, several nodes as `upr://host:port,host:port/bucket`; or
             a client, for its address and options.
         identity: `what:who`, for the server's logs and statistics.
-        batch_mutations: A batch is sent at this many operations,
+        batch_mutations: Operations are sent at this many, of all partitions together,
         batch_bytes: or at this many bytes,
-        linger_s: or after this time.
+        linger_s: or after this time. Chunks that are published wait no longer than this for others
+            to fill a bundle with, and only while an earlier bundle has no answer.
         in_flight: Unanswered batches of one partition; at most 64, as many as servers remember.
         buffer_bytes: How much it holds, unsent or unanswered, before its callers wait.
         durability: How durable a batch must be before the server answers it.
@@ -421,7 +423,9 @@ async def publisher(
             connect_timeout_s=connect_timeout_s,
             dial=dial,
         )
-    publish_options = PublishOptions(in_flight, buffer_bytes, retry_timeout_s, durability, copies)
+    publish_options = PublishOptions(
+        in_flight, buffer_bytes, retry_timeout_s, durability, copies, linger_s
+    )
     if writer is None:
         writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
     unanswered = UnansweredBatches(writer, publish_options, draw)

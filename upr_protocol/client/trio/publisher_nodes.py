@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.retry import WRONG_NODE, RetryState
+from upr_protocol.client.core.results import is_wrong_node
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import Connection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
-from upr_protocol.wire import Credit, MapReply, Message, Refusal
+from upr_protocol.wire import MapReply, Message, MutateReply, Refusal
 
 
 class NodePublisher:
@@ -45,15 +45,11 @@ class NodePublisher:
         if isinstance(message, MapReply):
             nodes.connections.received_map(self, message)
             return
-        if isinstance(message, Refusal) and status_of(message.status) in WRONG_NODE:
+        if isinstance(message, MutateReply | Refusal) and is_wrong_node(message):
             nodes.connections.request_map(message.map_revision)
-        if not isinstance(message, Credit):
-            batch = self.batches.receive(message, trio.current_time())
-            if batch is not None:
-                self.retry.progress()
-                nodes.finish_batch(batch)
-            elif self.batches.resend_at is not None:
-                nodes.refused.notify()
+        for batch in self.batches.receive(message, trio.current_time()):
+            self.retry.progress()
+            nodes.finish_batch(batch)
         self.send()
         nodes.notify_changed()
 
@@ -71,11 +67,15 @@ class NodePublisher:
     async def drain(self) -> None:
         """Nothing to wait for: other nodes are sent the unanswered batches with the same tokens."""
 
-    def send(self) -> None:
-        """Sends as much as may be sent now."""
+    def send(self, *, is_due: bool = False) -> None:
+        """Sends as much as may be sent now; with `is_due`, bundles that are not full, too."""
         connection = self._connection
-        if connection is not None and self.batches.send(connection.session, trio.current_time()):
+        if connection is None:
+            return
+        if self.batches.send(connection.session, trio.current_time(), is_due=is_due):
             connection.flush()
+        if self.batches.send_at is not None:
+            self._nodes.send_later.notify()
 
 
 class PublisherNodes:
@@ -93,7 +93,7 @@ class PublisherNodes:
         error: Why.
         connection_count: How many connections were made.
         partition_count: The bucket's; 0 before the first connection.
-        refused: Notified when a node has refused batches for a reason that may pass.
+        send_later: Notified when a node has batches to send at some later time.
     """
 
     connections: ClusterConnections[NodePublisher]
@@ -107,7 +107,7 @@ class PublisherNodes:
         self.error: UprError | None = None
         self.connection_count = 0
         self.partition_count = 0
-        self.refused = Notifier()
+        self.send_later = Notifier()
         self._new_retry_state = new_retry_state
         self._publishers: list[NodePublisher] = []
         self._changed = Notifier()
@@ -174,20 +174,21 @@ class PublisherNodes:
         times = (publisher.batches.out_of_credit_since for publisher in self._publishers)
         return min((time for time in times if time is not None), default=None)
 
-    def send(self) -> None:
-        """Sends as much as may be sent now."""
+    def send(self, *, is_due: bool = False) -> None:
+        """Sends as much as may be sent now; with `is_due`, bundles that are not full, too."""
         for publisher in self._publishers:
-            publisher.send()
+            publisher.send(is_due=is_due)
 
-    async def resend_refused(self) -> None:
-        """Runs for ever: sends refused batches again when they have waited long enough."""
+    async def send_when_due(self) -> None:
+        """Runs for ever: sends refused batches again, and bundles that are not full, when they have
+        waited long enough."""
         while True:
-            times = (publisher.batches.resend_at for publisher in self._publishers)
-            resend_at = min((time for time in times if time is not None), default=None)
-            if resend_at is None:
-                await self.refused.wait()
+            times = (publisher.batches.send_at for publisher in self._publishers)
+            send_at = min((time for time in times if time is not None), default=None)
+            if send_at is None:
+                await self.send_later.wait()
             else:
-                await trio.sleep_until(resend_at)
+                await trio.sleep_until(send_at)
                 self.send()
 
     def stop(self, error: UprError) -> None:
