@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.protocol.strategies import (
-    mutations,
-    stored_chunks,
-)
+from tests.protocol.strategies import mutations, published_chunks, stored_chunks
 from upr_protocol.chunk import (
     ChunkBuilder,
     Mutation,
@@ -27,7 +24,9 @@ def a_set(seq: int, key: bytes, value: bytes = b"") -> Mutation:
 def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
     builder, rows = ChunkBuilder(), list[Mutation]()
     for _ in range(data.draw(st.integers(0, 8))):
-        what = data.draw(st.sampled_from(["append", "pop", "extend", "some", "numbered"]))
+        what = data.draw(
+            st.sampled_from(["append", "pop", "extend", "some", "numbered", "published"])
+        )
         if what == "append":
             row = data.draw(mutations())
             builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
@@ -36,6 +35,23 @@ def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
             if rows:
                 builder.pop()
                 rows.pop()
+        elif what == "published":
+            chunk = data.draw(published_chunks(10))
+            low, high = sorted(data.draw(st.tuples(*[st.integers(0, chunk.count)] * 2)))
+            if low < high:
+                builder.extend_rows(chunk, low, high, SeqNo(7), Cas(9))
+                rows += [
+                    Mutation(
+                        row.op,
+                        row.key,
+                        row.value,
+                        SeqNo(7 + index),
+                        Cas(9 + index),
+                        row.flags,
+                        row.expiry,
+                    )
+                    for index, row in enumerate(list(chunk)[low:high])
+                ]
         else:
             chunk = data.draw(stored_chunks(10))
             more = list(chunk)
