@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import trio
 import trio.testing
@@ -9,7 +11,7 @@ from trio.testing import MockClock
 
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
-from upr_protocol.client import AddressError, Client, connect
+from upr_protocol.client import AddressError, Client, WriteResult, connect
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -21,6 +23,8 @@ from upr_protocol.errors import (
 from upr_protocol.ids import Durability
 from upr_protocol.limits import GET_KEYS_MAX, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.wire import Get, Mutate, Stats
+
+PERSISTED = Durability.PERSISTED
 
 URL = "upr://fake/b"
 
@@ -357,3 +361,61 @@ async def test_a_client_reports_a_refused_batch(
         with pytest.raises(ServerError) as caught:
             await client.set("k", "v")
         assert caught.value.status is Status.NOT_MY_PARTITION
+
+
+async def test_changes_of_many_tasks_ride_together(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    results: dict[int, WriteResult | ServerError] = {}
+    async with connect(URL, dial=net.dial) as client:
+        await client.set("there", "1")
+
+        async def change(number: int) -> None:
+            try:
+                if number % 3:
+                    results[number] = await client.increment(b"counter-%d" % (number % 5))
+                elif number % 2:
+                    results[number] = await client.add("there", "2")
+                else:
+                    results[number] = await client.set(
+                        b"key-%d" % number, "v", durability=PERSISTED
+                    )
+            except ServerError as error:
+                results[number] = error
+
+        async with trio.open_nursery() as nursery:
+            for number in range(60):
+                nursery.start_soon(change, number)
+        (connection,) = server.connections
+        # The first alone, and the others in a bundle of each durability.
+        assert connection.counts[Mutate] == 3
+    counts: defaultdict[int, list[int]] = defaultdict(list)
+    for number, result in results.items():
+        if number % 3:
+            assert isinstance(result, WriteResult)
+            assert result.count is not None
+            assert result.partition == server.partition_of(b"counter-%d" % (number % 5)).id
+            counts[number % 5].append(result.count)
+        elif number % 2:
+            assert isinstance(result, ServerError)
+            assert (result.status, "b'there'" in str(result)) == (Status.EXISTS, True)
+        else:
+            assert isinstance(result, WriteResult)
+            assert server.contents()[b"key-%d" % number] == b"v"
+    assert {key: sorted(values) for key, values in counts.items()} == {
+        key: list(range(1, 9)) for key in range(5)
+    }
+
+
+async def test_a_cancelled_change_takes_nothing_from_others(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=net.dial) as client, trio.open_nursery() as nursery:
+        with trio.CancelScope() as scope:
+            for number in range(5):
+                nursery.start_soon(client.set, b"key-%d" % number, "v")
+            scope.cancel()
+            await client.set("cancelled", "v")
+        assert scope.cancelled_caught
+    keys = {b"key-%d" % number for number in range(5)}
+    assert keys <= server.contents().keys() <= keys | {b"cancelled"}

@@ -24,6 +24,7 @@ from upr_protocol.client.core.calls import (
     PartitionInfo,
     PartitionNumbers,
 )
+from upr_protocol.client.core.changes import Change, call_of
 from upr_protocol.client.core.key_lookup import (
     LOOKUPS_AT_ONCE,
     Item,
@@ -193,7 +194,9 @@ class BlockingClient(KeyOperations[WriteResult]):
         **options: Unpack[ChangeOptions],
     ) -> WriteResult:
         options = {"durability": self._durability, "copies": self._copies, **options}
-        return self.ask(calls.change(self.partition_count, operation, key, value, **options))
+        return self.ask(
+            call_of(Change.of_key(self.partition_count, operation, key, value, **options))
+        )
 
     # Buckets and partitions.
 

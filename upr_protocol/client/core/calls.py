@@ -11,23 +11,16 @@ import msgspec
 
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventKind
-from upr_protocol.chunk import Bundle
-from upr_protocol.client.core.key_lookup import KeyRequest, Text, one_operation
+from upr_protocol.client.core.key_lookup import KeyRequest
 from upr_protocol.client.core.results import (
-    Failure,
     NotDurableError,
-    WriteResult,
-    results_of,
-    split_reply,
     status_of,
 )
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, ServerError, Status
 from upr_protocol.failover import FailoverLog
-from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
     Durability,
     HistoryId,
-    Operation,
     PartitionId,
     PartitionState,
     SeqNo,
@@ -45,8 +38,6 @@ from upr_protocol.wire import (
     ListBuckets,
     ListBucketsReply,
     Message,
-    Mutate,
-    MutateReply,
     NextEvents,
     PartitionLog,
     Refusal,
@@ -396,39 +387,3 @@ def get_from(
         _as_it_is,
         partition,
     )
-
-
-def change(
-    partition_count: int,
-    operation: Operation,
-    key: Text,
-    value: Text = b"",
-    *,
-    cas: int = 0,
-    flags: int = 0,
-    expiry: int = 0,
-    durability: Durability = Durability.MEMORY,
-    copies: int = 0,
-) -> Call[WriteResult]:
-    """Changes one key."""
-    chunk = one_operation(operation, key, value, cas=cas, flags=flags, expiry=expiry)
-    partition = partition_of(chunk.key(0), partition_count)
-
-    def request(opaque: int) -> Mutate:
-        bundle = Bundle.of_one(partition, chunk)
-        return Mutate(bundle, bytes(16), durability, copies, opaque=opaque)
-
-    def result(reply: MutateReply) -> WriteResult:
-        ((status, run),) = split_reply(reply, (partition,), (0, 1))
-        if status not in (Status.OK, Status.NOT_DURABLE_YET):
-            raise ServerError(status, map_revision=reply.map_revision)
-        if status is Status.NOT_DURABLE_YET and not run.last_seq:
-            raise NotDurableError
-        (written,) = results_of(partition, chunk, run)
-        if isinstance(written, Failure):
-            raise written.error()
-        if status is Status.NOT_DURABLE_YET:
-            raise NotDurableError(written)
-        return written
-
-    return Call(request, result, partition)

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from upr_protocol.chunk import Chunk, ChunkBuilder, CounterDelta
+from upr_protocol.chunk import CounterDelta
 from upr_protocol.client.core.batcher import check_sizes
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.hashing import partition_of
@@ -50,27 +50,6 @@ class Item(msgspec.Struct, frozen=True):
     seq: SeqNo
     partition: PartitionId
     history_id: HistoryId
-
-
-def one_operation(
-    operation: Operation,
-    key: Text,
-    value: Text = b"",
-    *,
-    cas: int = 0,
-    flags: int = 0,
-    expiry: int = 0,
-) -> Chunk:
-    """A batch of one.
-
-    Raises:
-        ServerError: The key or the value is longer than any server takes.
-    """
-    key, value = to_bytes(key), to_bytes(value)
-    check_sizes(key, value)
-    builder = ChunkBuilder()
-    builder.append(operation, key, value, 0, cas, flags, expiry)
-    return builder.build()
 
 
 def counter_delta(operation: Operation, delta: int, initial: int | None, create: bool) -> bytes:

@@ -21,6 +21,7 @@ from upr_protocol.client.core.calls import (
     PartitionInfo,
     PartitionNumbers,
 )
+from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.key_lookup import (
     LOOKUPS_AT_ONCE,
     Item,
@@ -61,7 +62,8 @@ class ClientStatistics:
 class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     """One connection to a server, or to each of the nodes that hold a bucket. `connect` makes it.
 
-    Requests of any number of tasks share the connection; none waits for another's answer. When the
+    Requests of any number of tasks share the connection; none waits for another's answer. Changes
+    that several tasks make at once are sent together, and each succeeds or fails alone. When the
     connection is lost, every open request raises `BrokenError`, and so does every later one. An
     open request may have been carried out or not. If you need to know, use a publisher: it sends
     again, and has one effect. Where several nodes hold the bucket, later requests go on with the
@@ -140,8 +142,8 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         value: Text = b"",
         **options: Unpack[ChangeOptions],
     ) -> WriteResult:
-        call = calls.change(self.partition_count, operation, key, value, **options)
-        return await self._dispatcher.ask(call)
+        change = Change.of_key(self.partition_count, operation, key, value, **options)
+        return await self._dispatcher.change(change)
 
     # Buckets.
 

@@ -63,7 +63,7 @@ class ConnectionHandler(Protocol):
         """A message has arrived."""
 
     def writable(self) -> None:
-        """Queued messages are being written: there is room for more."""
+        """The writer has taken what was queued, and takes what is queued now next."""
 
     async def wait_for_room(self) -> None:
         """Called between reads: waits while too much is queued for the application."""
@@ -120,6 +120,11 @@ class Connection:
         """Wakes the writer, if messages are queued."""
         if self.session.outgoing_bytes:
             self._wake.notify()
+
+    def request_write(self) -> None:
+        """Wakes the writer, which calls `ConnectionHandler.writable` once the tasks that run now
+        have had their turn."""
+        self._wake.notify()
 
     @property
     def is_congested(self) -> bool:
@@ -182,11 +187,12 @@ class Connection:
         session = self.session
         try:
             while (buffers := session.take_outgoing(trio.current_time())) or self.failure is None:
-                if buffers:
+                if self.failure is None:
                     self._handler.writable()
+                if buffers:
                     if rest := write_now(self._stream, buffers):
                         await write_rest(self._stream, rest)
-                else:
+                elif not session.outgoing_bytes and self.failure is None:
                     await self._wake.wait()
         except trio.TooSlowError:
             self.fail(BrokenError("send timeout: the server stopped reading"))

@@ -10,6 +10,8 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
+from upr_protocol.client.core.changes import Change
+from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
 from upr_protocol.client.trio.connection import Connection
@@ -173,6 +175,18 @@ class RequestDispatcher:
             return await channel.ask(call)
 
         return await self._retry(ask, call.partition)
+
+    async def change(self, change: Change) -> WriteResult:
+        """Makes a change, together with those that other tasks make now.
+
+        Raises:
+            ServerError, BrokenError, ClosedError: As for `ask`.
+        """
+
+        async def make(channel: NodeChannel) -> WriteResult:
+            return await channel.change(change)
+
+        return await self._retry(make, change.partition)
 
     async def send(self, call: Call[T]) -> Callable[[], Awaitable[T]]:
         """Sends a request; what this returns waits for the answer."""

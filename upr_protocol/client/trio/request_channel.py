@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.calls import Call, checked, over_quota
+from upr_protocol.client.core.changes import Change, ChangeBundle, fill_bundle
+from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.trio.connection import Connection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.limits import REQUESTS_OPEN_MAX
-from upr_protocol.wire import Credit, Message, Mutate
+from upr_protocol.wire import Message, MutateReply
 
 T = TypeVar("T")
 
@@ -57,6 +60,68 @@ class PendingReply(Generic[T]):
         return self._call.result(checked(self._message))
 
 
+class PendingChange:
+    """A change that waits to be sent, or for its answer.
+
+    Attributes:
+        change: The change.
+        is_sent: Whether it was sent.
+    """
+
+    __slots__ = ("_event", "_outcome", "change", "is_sent")
+
+    def __init__(self, change: Change) -> None:
+        self.change = change
+        self.is_sent = False
+        self._outcome: WriteResult | UprError | None = None
+        self._event = trio.Event()
+
+    def resolve(self, outcome: WriteResult | UprError) -> None:
+        """It is known what became of it."""
+        self._outcome = outcome
+        self._event.set()
+
+    async def wait(self) -> WriteResult:
+        """Waits for its answer. Raises what it failed with."""
+        await self._event.wait()
+        if isinstance(self._outcome, UprError):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
+class PendingBundle:
+    """The answer to changes that were sent together, still to arrive.
+
+    Args:
+        bundle: The changes.
+        pending: Those that wait for them, in the same order.
+    """
+
+    __slots__ = ("_bundle", "_pending")
+
+    def __init__(self, bundle: ChangeBundle, pending: Sequence[PendingChange]) -> None:
+        self._bundle = bundle
+        self._pending = pending
+
+    def resolve(self, message: Message) -> None:
+        """The answer has arrived."""
+        try:
+            reply = checked(message)
+            assert isinstance(reply, MutateReply)
+            outcomes = self._bundle.outcomes(reply)
+        except UprError as error:
+            self.fail(error)
+            return
+        for pending, outcome in zip(self._pending, outcomes, strict=True):
+            pending.resolve(outcome)
+
+    def fail(self, error: UprError) -> None:
+        """No answer will arrive."""
+        for pending in self._pending:
+            pending.resolve(error)
+
+
 class RequestChannel:
     """Sends requests, and brings each answer to its caller; the handler of a connection.
 
@@ -73,7 +138,8 @@ class RequestChannel:
         self._address = address
         self._credit_timeout_s = credit_timeout_s
         self._connection: Connection | None = None
-        self._replies: dict[int, PendingReply[Any]] = {}
+        self._replies: dict[int, PendingReply[Any] | PendingBundle] = {}
+        self._unsent: list[PendingChange] = []
         self._sending = 0
         self._changed = Notifier()
 
@@ -102,19 +168,43 @@ class RequestChannel:
         if reply is not None:
             reply.resolve(message)
             self._changed.notify()
-        elif isinstance(message, Credit):
-            self._changed.notify()
+        if self._unsent:
+            self.connection.request_write()
 
     def writable(self) -> None:
+        """Sends the changes that have gathered while the writer was busy."""
         self._changed.notify()
+        while self._unsent and self.connection.session.credit.open and self._has_room:
+            self._send_changes()
+
+    def _send_changes(self) -> None:
+        unsent = {pending.change: pending for pending in self._unsent}
+        changes = fill_bundle(unsent)
+        pending = [unsent.pop(change) for change in changes]
+        self._unsent = list(unsent.values())
+        bundle = ChangeBundle(changes)
+        reply = PendingBundle(bundle, pending)
+        opaque = self.connection.session.new_opaque()
+        try:
+            self.connection.send(bundle.message(opaque))
+        except UprError as error:
+            reply.fail(error)
+            return
+        for change in pending:
+            change.is_sent = True
+        self._replies[opaque] = reply
+        self.requests += 1
 
     async def wait_for_room(self) -> None:
         """Reads on: the open requests bound the answers."""
 
     def lost(self, error: UprError) -> None:
         replies, self._replies = self._replies, {}
+        unsent, self._unsent = self._unsent, []
         for reply in replies.values():
             reply.fail(error)
+        for pending in unsent:
+            pending.resolve(error)
         self._changed.notify()
 
     # For callers.
@@ -130,12 +220,36 @@ class RequestChannel:
         reply = await self.send(call)
         return await reply.wait()
 
-    async def send(self, call: Call[T]) -> PendingReply[T]:
-        """Sends a request. Waits for room and, with a change, for credit; cancelled meanwhile,
-        nothing was sent.
+    async def change(self, change: Change) -> WriteResult:
+        """Makes a change: sent at once, with those that other tasks make now. Waits for the answer.
+        Cancelled before the change was sent, it was not made.
 
         Raises:
-            ServerError: The server granted no credit in time.
+            ServerError: The server refused, or granted no credit in time.
+            BrokenError: The connection was lost; the change may have been carried out or not.
+            ClosedError: The connection was closed here.
+        """
+        connection = self.connection
+        if connection.failure is not None:
+            raise connection.failure
+        pending = PendingChange(change)
+        self._unsent.append(pending)
+        connection.request_write()
+        try:
+            with trio.move_on_after(self._credit_timeout_s):
+                return await pending.wait()
+            if not pending.is_sent and not connection.session.credit.open:
+                raise over_quota(self._address, self._credit_timeout_s)
+            return await pending.wait()
+        finally:
+            if pending in self._unsent:
+                self._unsent.remove(pending)
+                self._changed.notify()
+
+    async def send(self, call: Call[T]) -> PendingReply[T]:
+        """Sends a request that is no change. Waits for room; cancelled meanwhile, nothing was sent.
+
+        Raises:
             BrokenError, ClosedError: The connection is over.
         """
         self._sending += 1
@@ -148,12 +262,7 @@ class RequestChannel:
     async def _send(self, connection: Connection, call: Call[T]) -> PendingReply[T]:
         await self._await_room(connection)
         opaque = connection.session.new_opaque()
-        request = call.request(opaque)
-        while isinstance(request, Mutate) and self._is_starved(connection):
-            await self._await_credit(connection)
-            # Other tasks that waited for credit may have taken the room.
-            await self._await_room(connection)
-        connection.send(request)
+        connection.send(call.request(opaque))
         reply = PendingReply(call)
         self._replies[opaque] = reply
         self.requests += 1
@@ -163,21 +272,13 @@ class RequestChannel:
         """Waits until every request that was sent here has its answer or its error. Tasks that
         still wait for room or credit count, too: their requests will be refused here, and are then
         sent to the next node."""
-        await self._changed.wait_until(lambda: not self._sending and not self._replies)
-
-    async def _await_room(self, connection: Connection) -> None:
         await self._changed.wait_until(
-            lambda: (
-                connection.failure is not None
-                or (len(self._replies) < REQUESTS_OPEN_MAX - 1 and not connection.is_congested)
-            )
+            lambda: not self._sending and not self._unsent and not self._replies
         )
 
-    def _is_starved(self, connection: Connection) -> bool:
-        return connection.failure is None and not connection.session.credit.open
+    async def _await_room(self, connection: Connection) -> None:
+        await self._changed.wait_until(lambda: connection.failure is not None or self._has_room)
 
-    async def _await_credit(self, connection: Connection) -> None:
-        with trio.move_on_after(self._credit_timeout_s) as scope:
-            await self._changed.wait_until(lambda: not self._is_starved(connection))
-        if scope.cancelled_caught:
-            raise over_quota(self._address, self._credit_timeout_s)
+    @property
+    def _has_room(self) -> bool:
+        return len(self._replies) < REQUESTS_OPEN_MAX - 1 and not self.connection.is_congested
