@@ -16,11 +16,11 @@ from tests.kit.history import Accepted, Failed, History, Row, Said
 from tests.simulation.disk import FaultyStore, Wear, flip, repaired
 from tests.simulation.network import PORT, Network
 from tests.simulation.world import EPOCH_S
-from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Cas, SeqNo
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.engine import Partition
+from upr_server.engine import MutationBatch, Partition
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.simulated import SimulatedDirectory
@@ -232,17 +232,17 @@ def observed() -> Iterator[None]:
         store(self, row, **options)
         note(self, [row])
 
-    def _set_all(self: Any, chunk: Chunk, keys: list[bytes], now: float) -> Any:
-        found = set_all(self, chunk, keys, now)
-        first = found.first_seq
+    def _set_all(self: Any, batch: MutationBatch, now: float) -> Any:
+        result = set_all(self, batch, now)
+        first = result.first_seq
         note(
             self,
             [
                 Mutation(row.op, row.key, row.value, SeqNo(first + index), Cas(0))
-                for index, row in enumerate(chunk)
+                for index, row in enumerate(batch.chunk)
             ],
         )
-        return found
+        return result
 
     cls._store, cls._set_all = _store, _set_all
     try:
