@@ -253,14 +253,11 @@ class Partition:
         columns, low, high = batch.columns, batch.low, batch.high
         count = high - low
         if count:
-            keys = batch.keys
-            self.snapshots.open.add_rows(
-                columns.chunk, low, high, keys, first_seq, first_cas, self.table
-            )
+            self.snapshots.open.add_rows(columns.chunk, low, high, first_seq, first_cas, self.table)
             self._last_cas = first_cas + count - 1
             if columns.may_expire:
                 expiries = columns.chunk.expiries[low:high].tolist()
-                self._expiries.add_all(expiries, first_seq, keys)
+                self._expiries.add_all(expiries, first_seq, batch.keys)
         return MutateResult(
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )

@@ -59,7 +59,6 @@ class OpenSnapshot:
         chunk: Chunk,
         low: int,
         high: int,
-        keys: list[bytes],
         first_seq: SeqNo,
         first_cas: Cas,
         table: HashTable,
@@ -70,7 +69,6 @@ class OpenSnapshot:
             chunk: The chunk, checked.
             low: The first row.
             high: One more than the last row.
-            keys: The rows' keys.
             first_seq: The first row's number, above all numbers so far; the others follow.
             first_cas: The same for the CAS.
             table: The table in which the keys' older numbers stand; it gets the new ones.
