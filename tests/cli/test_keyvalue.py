@@ -111,7 +111,7 @@ def test_a_persisted_change_can_be_read(bucket: str, run: Run) -> None:
 @pytest.mark.parametrize("level", ["replicated", "replicated-and-persisted"])
 def test_a_durability_without_enough_replicas_is_refused(bucket: str, run: Run, level: str) -> None:
     refused = run("set", bucket, "k", "v", "--durability", level, code=3)
-    assert "too few replicas: add replicas, or ask for fewer copies" in refused.stderr
+    assert "has 0 replicas that follow this node, not 1" in refused.stderr
     run("get", bucket, "k", code=1)
 
 
