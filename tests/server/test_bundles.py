@@ -84,7 +84,7 @@ async def test_a_run_that_is_sent_again_in_another_bundle_has_no_second_effect()
         assert await value_of(peer, b"n", P1) == b"1"
 
 
-async def test_a_run_that_waits_for_the_disk_holds_the_answer_of_its_bundle_only() -> None:
+async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_but_no_run() -> None:
     store = HeldReads(FindItems)
     async with serving(store) as server, speaking(server) as peer:
         await publish(peer, bundle_of((P0, increment(b"n", 100))))
@@ -92,15 +92,16 @@ async def test_a_run_that_waits_for_the_disk_holds_the_answer_of_its_bundle_only
         store.released = trio.Event()
         waiting = await say(peer, bundle_of((P0, increment(b"n", 1)), (P1, sets(b"a"))))
         behind = await say(peer, bundle_of((P0, sets(b"n", value=b"7")), (P1, sets(b"b"))))
-        # Their runs for the other partition are applied, and later bundles to it are answered.
-        assert (await publish(peer, bundle_of((P1, sets(b"c"))))).runs[0].first_seq == 3
-        assert [
-            type(message) for message in peer.heard if message.opaque in (waiting, behind)
-        ] == []
+        last = await say(peer, bundle_of((P1, sets(b"c"))))
+        # The runs for the other partition are applied; the replies keep their order.
+        assert await value_of(peer, b"c", P1) == b"v"
+        sent = (waiting, behind, last)
+        assert [type(message) for message in peer.heard if message.opaque in sent] == []
         store.released.set()
-        replies = [await answer_to(peer, opaque) for opaque in (waiting, behind)]
-        assert all(isinstance(reply, MutateReply) for reply in replies)
-        assert getattr(replies[0], "counters", None) == ((0, 101),)
+        replies = [await peer.hear(MutateReply) for _ in sent]
+        assert [reply.opaque for reply in replies] == [*sent]
+        assert replies[0].counters == ((0, 101),)
+        assert replies[2].runs[0].first_seq == 3
         assert await value_of(peer, b"n") == b"7"
 
 

@@ -1,29 +1,21 @@
-"""Replies to changes: each when the change is as durable as was asked, in order a partition."""
+"""Replies to changes: when they are as durable as was asked, and in order a partition."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import attrs
 import msgspec
 
-from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_server.engine import Partition
 from upr_server.storage.online.flusher import Flusher
 
 NO_DEADLINE_S: Final = 1e9
 """Longer than anybody waits."""
-
-_NOT_ON_DISK: Final = Status.TEMPORARY_FAILURE
-"""A change was made, but cannot be put on disk now."""
-
-_NOT_REPLICATED: Final = Status.NOT_DURABLE_YET
-"""A change was made, but fewer replicas have it than were asked for."""
 
 
 class DurabilityTarget(msgspec.Struct, frozen=True):
@@ -55,80 +47,125 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
 IN_MEMORY: Final = DurabilityTarget(Durability.MEMORY)
 
 
-@attrs.define
-class _Waiting:
-    call: Callable[[Status], None]
-    awaited: int = 0
-    """Conditions that are not met yet."""
-    status: Status = Status.OK
-
-
-class Replies:
-    """The changes of one connection that must be durable before they are answered.
+def call_when_durable(
+    call: Callable[[bool, bool], None],
+    partition: Partition,
+    flusher: Flusher,
+    seq: SeqNo,
+    target: DurabilityTarget,
+) -> None:
+    """Calls `call` when everything up to `seq` is as durable as `target` says, or will not be.
 
     Args:
-        wake: Has what was sent written.
+        call: Is told whether the disk has it, and whether the replicas do; True for what was not
+            asked for.
+        partition: The partition.
+        flusher: The flusher of its bucket.
+        seq: The number.
+        target: How durable it must be.
+    """
+    if target is IN_MEMORY or target.reached(partition) >= seq:
+        call(True, True)
+        return
+    waiting = _Waiting(call)
+    if target.persists:
+        waiting.conditions += 1
+        flusher.call_when_persisted(partition, seq, waiting.persisted)
+    if target.copies:
+        waiting.conditions += 1
+        partition.replicas.call_when_reached(
+            seq,
+            target.copies,
+            persisted=target.persists,
+            deadline=target.deadline,
+            call=waiting.replicated,
+        )
+    # Either may have been met at once, and the call must not be made before both were asked for:
+    # that is the one condition more that it began with.
+    waiting.met()
+
+
+@attrs.define
+class _Waiting:
+    call: Callable[[bool, bool], None]
+    conditions: int = 1
+    """Conditions that are not met yet."""
+    is_on_disk: bool = True
+    is_replicated: bool = True
+
+    def persisted(self, is_met: bool) -> None:
+        self.is_on_disk = is_met
+        self.met()
+
+    def replicated(self, is_met: bool) -> None:
+        self.is_replicated = is_met
+        self.met()
+
+    def met(self) -> None:
+        self.conditions -= 1
+        if not self.conditions:
+            self.call(self.is_on_disk, self.is_replicated)
+
+
+class OrderedReply:
+    """A reply that must not overtake earlier ones about the same partitions.
+
+    Args:
+        partitions: The partitions that it is about.
+        send: Sends it.
+
+    Attributes:
+        partitions: See above.
+        send: See above.
+        is_complete: Whether it can be sent, once those before it were.
+        earlier_count: How many replies it waits for, one a partition that it shares with one.
+        later: The replies that wait for it, as often.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._waiting: dict[PartitionId, deque[_Waiting]] = {}
+    __slots__ = ("earlier_count", "is_complete", "later", "partitions", "send")
 
-    def call_when_durable(
-        self,
-        call: Callable[[Status], None],
-        partition: Partition,
-        flusher: Flusher,
-        seq: SeqNo,
-        target: DurabilityTarget,
-    ) -> None:
-        """Calls `call` when everything up to `seq` is as durable as `target` says, and after what
-        waits for the same partition already.
+    def __init__(self, partitions: Sequence[PartitionId], send: Callable[[], None]) -> None:
+        self.partitions = partitions
+        self.send = send
+        self.is_complete = False
+        self.earlier_count = 0
+        self.later: list[OrderedReply] = []
 
-        Args:
-            call: Called with `OK`; with `TEMPORARY_FAILURE` where the disk does not take the
-                change, or `NOT_DURABLE_YET` where replicas do not have it in time.
-            partition: The partition.
-            flusher: The flusher of its bucket.
-            seq: The number.
-            target: How durable it must be.
-        """
-        waiting = self._waiting.get(partition.id)
-        if waiting is None:
-            if target is IN_MEMORY or target.reached(partition) >= seq:
-                call(Status.OK)
-                return
-            waiting = self._waiting[partition.id] = deque()
-        change = _Waiting(call, awaited=1)
-        waiting.append(change)
-        if target.persists:
-            change.awaited += 1
-            flusher.call_when_persisted(
-                partition, seq, partial(self._is_met, partition.id, change, _NOT_ON_DISK)
-            )
-        if target.copies:
-            change.awaited += 1
-            partition.replicas.call_when_reached(
-                seq,
-                target.copies,
-                persisted=target.persists,
-                deadline=target.deadline,
-                call=partial(self._is_met, partition.id, change, _NOT_REPLICATED),
-            )
-        # Either may have been met at once, and the call must not be made before both were asked
-        # for: that is the one condition more that it began with.
-        self._is_met(partition.id, change, Status.OK, True)
 
-    def _is_met(
-        self, partition: PartitionId, change: _Waiting, failure: Status, is_met: bool
-    ) -> None:
-        change.awaited -= 1
-        if not is_met and change.status is Status.OK:
-            change.status = failure
-        waiting = self._waiting.get(partition)
-        while waiting and not waiting[0].awaited:
-            due = waiting.popleft()
-            due.call(due.status)
-        if not waiting:
-            self._waiting.pop(partition, None)
-        self._wake()
+class ReplyOrder:
+    """The replies that one connection owes, so that those about one partition leave in the order of
+    their requests."""
+
+    __slots__ = ("_newest",)
+
+    def __init__(self) -> None:
+        self._newest: dict[PartitionId, OrderedReply] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any reply is owed."""
+        return bool(self._newest)
+
+    def add(self, reply: OrderedReply) -> None:
+        """`reply` is owed from now on, after those that are. O(partitions)."""
+        for partition in reply.partitions:
+            earlier = self._newest.get(partition)
+            if earlier is not None:
+                earlier.later.append(reply)
+                reply.earlier_count += 1
+            self._newest[partition] = reply
+
+    def complete(self, reply: OrderedReply) -> None:
+        """`reply` is known: sends it, and those that waited for it alone; now, or once the ones
+        before it are sent."""
+        reply.is_complete = True
+        sendable = deque([] if reply.earlier_count else [reply])
+        while sendable:
+            reply = sendable.popleft()
+            reply.send()
+            for partition in reply.partitions:
+                if self._newest.get(partition) is reply:
+                    del self._newest[partition]
+            for later in reply.later:
+                later.earlier_count -= 1
+                if later.is_complete and not later.earlier_count:
+                    sendable.append(later)

@@ -18,7 +18,7 @@ from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.backlog import Backlog
 from upr_server.net.credit import PublisherCredit
 from upr_server.net.partition_request_queue import PartitionRequest
-from upr_server.net.replies import Replies
+from upr_server.net.replies import ReplyOrder
 from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import Streamer
 from upr_server.storage.errors import StorageError
@@ -54,7 +54,7 @@ class RequestContext:
         replication_timeout_s: How long replicas may take to have a batch.
         statistics_of: The figures of a bucket, or of the server for an empty name.
         streamer: The connection's streams.
-        replies: Replies that wait until a batch is durable.
+        reply_order: The replies to bundles that are owed.
         credit: The publisher's credit.
         backlog: What waits.
         is_asking_for_events: Whether a question about events waits for its answer. There is one at
@@ -76,7 +76,7 @@ class RequestContext:
         self.replication_timeout_s = resources.replication_timeout_s
         self.statistics_of = resources.statistics_of
         self.streamer = Streamer(session, peer, wake)
-        self.replies = Replies(wake)
+        self.reply_order = ReplyOrder()
         self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.backlog = Backlog(session, wake)
         self.is_asking_for_events = False
@@ -164,6 +164,10 @@ class RequestContext:
         self._replicas[partition] = self.replica_name
 
     # Answering.
+
+    def wake(self) -> None:
+        """Has what was sent written."""
+        self._wake()
 
     def send(self, message: Message) -> None:
         """Sends an answer, unless the session has ended."""

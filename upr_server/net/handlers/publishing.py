@@ -1,4 +1,8 @@
-"""Publishing: a bundle is applied run by run, and answered once every run has its result."""
+"""Publishing: a bundle is applied run by run, and answered once every run has its result.
+
+Of two bundles that share a partition the first is answered first, so that a publisher hears of each
+partition's batches in their order.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,13 @@ from upr_server.engine import (
     Partition,
     batches_of,
 )
-from upr_server.net.replies import IN_MEMORY, DurabilityTarget
-from upr_server.net.request_context import RequestContext
+from upr_server.net.replies import (
+    IN_MEMORY,
+    DurabilityTarget,
+    OrderedReply,
+    call_when_durable,
+)
+from upr_server.net.request_context import RequestContext, not_active_error
 
 SLICE_ROWS: Final = 4096
 """Rows applied before others have their turn: at about 0.5 µs each, 2 ms."""
@@ -85,8 +94,10 @@ class _BundleRequest:
         "_context",
         "_counters",
         "_disk",
+        "_error",
         "_failures",
         "_is_wrong_node",
+        "_reply",
         "_request",
         "_results",
         "_unfinished_count",
@@ -104,9 +115,16 @@ class _BundleRequest:
         self._failures: list[tuple[int, int]] = []
         self._counters: list[tuple[int, int]] = []
         self._is_wrong_node = False
+        self._error: ServerError | None = None
+        """Why a run was refused: the one run, if the bundle has no other."""
+        self._reply = OrderedReply([run.partition for run in request.bundle.runs], self._send)
 
     def apply(self) -> Iterator[None]:
         """Starts every run; yields where others should have their turn."""
+        order = self._context.reply_order
+        is_owed = bool(order)
+        if is_owed:
+            order.add(self._reply)
         rows = 0
         for index, batch in enumerate(self._batches):
             if rows >= SLICE_ROWS:
@@ -115,6 +133,9 @@ class _BundleRequest:
             self._start(index)
             is_plain = batch.columns.is_unconditional
             rows += RUN_COST + len(batch) * (1 if is_plain else CONDITIONAL_ROW_COST)
+        # Most are answered by now, and need no place in the order.
+        if self._unfinished_count and not is_owed:
+            order.add(self._reply)
 
     def _start(self, index: int) -> None:
         context, request = self._context, self._request
@@ -126,7 +147,7 @@ class _BundleRequest:
                 target = durability_target(context, partition, request.durability, request.copies)
             context.submit(partition, _RunRequest(self, index, partition, target))
         except ServerError as error:
-            self.refuse(index, error.status)
+            self.refuse(index, error)
 
     def apply_run(
         self, index: int, partition: Partition, target: DurabilityTarget, fetched: Fetched
@@ -145,9 +166,12 @@ class _BundleRequest:
             return missing
         result = partition.mutate(batch, now=now, fetched=fetched)
         if result.status is Status.WRONG_STATE:
-            self.refuse(index, Status.NOT_MY_PARTITION)
+            self.refuse(index, not_active_error(partition))
+        elif result.status is Status.TEMPORARY_FAILURE:
+            sentence = "send the earlier batch of this writer again first"
+            self.refuse(index, ServerError(result.status, sentence))
         elif result.status is not Status.OK:
-            self.refuse(index, result.status)
+            self.refuse(index, ServerError(result.status))
         else:
             self._await_durability(index, partition, result, target)
         return ()
@@ -159,15 +183,19 @@ class _BundleRequest:
         # succeeded.
         succeeded = result.last_seq >= result.first_seq
         seq = partition.high_seq if not succeeded or result.repeated else result.last_seq
-        self._context.replies.call_when_durable(
+        call_when_durable(
             partial(self._finish, index, result), partition, self._disk.flusher, seq, target
         )
 
-    def _finish(self, index: int, result: MutateResult, status: Status) -> None:
-        """A run was applied, and is as durable as was asked (`OK`), or is not."""
-        if status is not Status.OK and status is not Status.NOT_DURABLE_YET:
-            self.refuse(index, status)
+    def _finish(
+        self, index: int, result: MutateResult, is_on_disk: bool, is_replicated: bool
+    ) -> None:
+        """A run was applied, and is as durable as was asked, or will not be."""
+        if not is_on_disk:
+            sentence = "the batch was taken in, but cannot be put on disk now"
+            self.refuse(index, ServerError(Status.TEMPORARY_FAILURE, sentence))
             return
+        status = Status.OK if is_replicated else Status.NOT_DURABLE_YET
         low = self._batches[index].low
         if result.failures:
             self._failures += [(low + row, reason) for row, reason in result.failures]
@@ -187,10 +215,11 @@ class _BundleRequest:
             done = RunResult(partition, status, result.history_id, SeqNo(0), SeqNo(0), Cas(0))
         self._set_result(index, done)
 
-    def refuse(self, index: int, status: Status) -> None:
+    def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""
-        self._is_wrong_node |= status is Status.NOT_MY_PARTITION
-        self._set_result(index, RunResult(self._results[index].partition, status))
+        self._is_wrong_node |= error.status is Status.NOT_MY_PARTITION
+        self._error = error
+        self._set_result(index, RunResult(self._results[index].partition, error.status))
 
     def fail(self) -> None:
         """A run met a fault of the server."""
@@ -200,7 +229,13 @@ class _BundleRequest:
         self._results[index] = result
         self._unfinished_count -= 1
         if not self._unfinished_count:
-            context = self._context
+            self._context.reply_order.complete(self._reply)
+
+    def _send(self) -> None:
+        context = self._context
+        if self._error is not None and len(self._results) == 1:
+            context.refuse_for(self._request, self._error)  # in words
+        else:
             context.send(
                 MutateReply(
                     context.map_revision if self._is_wrong_node else 0,
@@ -211,6 +246,7 @@ class _BundleRequest:
                     opaque=self._request.opaque,
                 )
             )
+        context.wake()
 
     def run_bytes(self, index: int) -> int:
         """About what a run takes of the bundle."""
@@ -243,7 +279,7 @@ class _RunRequest:
         return self._bundle.apply_run(self._index, self._partition, self._target, fetched)
 
     def refuse(self, error: ServerError) -> None:
-        self._bundle.refuse(self._index, error.status)
+        self._bundle.refuse(self._index, error)
 
     def fail(self) -> None:
         self._bundle.fail()

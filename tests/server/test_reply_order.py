@@ -1,0 +1,61 @@
+"""The order of replies: of two that share a partition, the first is sent first."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.ids import PartitionId
+from upr_server.net.replies import OrderedReply, ReplyOrder
+
+_PARTITIONS = st.frozensets(st.integers(0, 4), min_size=1).map(sorted)
+
+
+@given(st.lists(_PARTITIONS, max_size=12), st.randoms(use_true_random=False))
+def test_replies_leave_in_order_a_partition_and_as_soon_as_that_allows(
+    requests: list[list[int]], chance: random.Random
+) -> None:
+    order, sent = ReplyOrder(), list[int]()
+    replies = [
+        OrderedReply([PartitionId(partition) for partition in partitions], partial(sent.append, n))
+        for n, partitions in enumerate(requests)
+    ]
+    for reply in replies:
+        order.add(reply)
+    completed = set[int]()
+    for number in chance.sample(range(len(replies)), len(replies)):
+        order.complete(replies[number])
+        completed.add(number)
+        assert set(sent) == _sendable(requests, completed)
+    assert sorted(sent) == list(range(len(replies)))
+    assert not order
+    by_partition = defaultdict[int, list[int]](list)
+    for number in sent:
+        for partition in requests[number]:
+            by_partition[partition].append(number)
+    assert all(numbers == sorted(numbers) for numbers in by_partition.values())
+
+
+def _sendable(requests: list[list[int]], completed: set[int]) -> set[int]:
+    """Those that are complete, and behind no reply that is not sent."""
+    sendable, blocked = set[int](), set[int]()
+    for number, partitions in enumerate(requests):
+        if number in completed and blocked.isdisjoint(partitions):
+            sendable.add(number)
+        else:
+            blocked.update(partitions)
+    return sendable
+
+
+def test_a_thousand_replies_may_wait_for_one() -> None:
+    order, sent = ReplyOrder(), list[int]()
+    replies = [OrderedReply([PartitionId(0)], partial(sent.append, n)) for n in range(1000)]
+    for reply in replies:
+        order.add(reply)
+    for reply in reversed(replies):
+        order.complete(reply)
+    assert sent == list(range(1000))
