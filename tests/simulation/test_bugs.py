@@ -22,9 +22,9 @@ FOUND_BY: Final = {
     "compacts_under_a_backfill": 18,
     "ends_a_snapshot_one_early": 0,
     "collapses_past_a_cursor": 0,
-    "evicts_an_unindexed_key": 68,
+    "evicts_an_unindexed_key": 89,
     "forgets_its_answers": 4,
-    "forgets_answers_on_replicas": 28,
+    "forgets_answers_on_replicas": 49,
     "counts_itself_as_a_replica": 9,
     "asks_only_the_first_node": 43,
     "forgets_the_failover_entry": 1,
@@ -35,7 +35,7 @@ FOUND_BY: Final = {
     "leaves_streams_open_when_it_becomes_active": 3,
     "drops_a_cursor_and_says_nothing": 2,
     "acknowledges_what_was_behind_a_failure": 110,
-    "takes_any_copy_for_now": 7,
+    "takes_any_copy_for_now": 17,
 }
 
 
