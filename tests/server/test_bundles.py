@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import trio
 import trio.testing
@@ -19,9 +21,10 @@ from tests.server.test_durability import (
 )
 from upr_protocol.chunk import Bundle, Chunk, Mutation, Run, plain_chunk
 from upr_protocol.errors import Status
-from upr_protocol.ids import Operation, PartitionId, PartitionState
+from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, RunResult, Stats, StatsReply
 from upr_server.net.handlers.publishing import SLICE_ROWS
+from upr_server.net.replies import OrderedReply
 from upr_server.storage.calls import FindItems
 from upr_server.storage.simulated import SimulatedStore
 
@@ -103,6 +106,23 @@ async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_b
         assert replies[0].counters == ((0, 101),)
         assert replies[2].runs[0].first_seq == 3
         assert await value_of(peer, b"n") == b"7"
+
+
+async def test_nothing_of_an_answered_bundle_waits_for_a_garbage_collection() -> None:
+    """The server collects rarely: what holds itself holds the bundle's bytes for long."""
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        await publish(peer, bundle_of((P0, sets(b"a")), (P1, sets(b"b"))))
+        gc.collect()
+        gc.disable()
+        try:
+            for durability in (Durability.MEMORY, Durability.PERSISTED):
+                bundle = bundle_of((P0, sets(b"a")), (P1, sets(b"b")))
+                opaque = peer.opaque()
+                await peer.say(Mutate(bundle, durability=durability, opaque=opaque))
+                assert isinstance(await answer_to(peer, opaque), MutateReply)
+            assert not [thing for thing in gc.get_objects() if isinstance(thing, OrderedReply)]
+        finally:
+            gc.enable()
 
 
 async def test_a_bundle_of_many_rows_lets_others_have_their_turn() -> None:

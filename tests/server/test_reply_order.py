@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_protocol.ids import PartitionId
 from upr_server.net.replies import OrderedReply, ReplyOrder
+
+
+class _Reply(OrderedReply):
+    def __init__(self, number: int, partitions: list[int], sent: list[int]) -> None:
+        super().__init__(list(map(PartitionId, partitions)))
+        self._number = number
+        self._sent = sent
+
+    def send(self) -> None:
+        self._sent.append(self._number)
+
 
 _PARTITIONS = st.frozensets(st.integers(0, 4), min_size=1).map(sorted)
 
@@ -20,10 +30,7 @@ def test_replies_leave_in_order_a_partition_and_as_soon_as_that_allows(
     requests: list[list[int]], chance: random.Random
 ) -> None:
     order, sent = ReplyOrder(), list[int]()
-    replies = [
-        OrderedReply([PartitionId(partition) for partition in partitions], partial(sent.append, n))
-        for n, partitions in enumerate(requests)
-    ]
+    replies = [_Reply(n, partitions, sent) for n, partitions in enumerate(requests)]
     for reply in replies:
         order.add(reply)
     completed = set[int]()
@@ -53,7 +60,7 @@ def _sendable(requests: list[list[int]], completed: set[int]) -> set[int]:
 
 def test_a_thousand_replies_may_wait_for_one() -> None:
     order, sent = ReplyOrder(), list[int]()
-    replies = [OrderedReply([PartitionId(0)], partial(sent.append, n)) for n in range(1000)]
+    replies = [_Reply(n, [0], sent) for n in range(1000)]
     for reply in replies:
         order.add(reply)
     for reply in reversed(replies):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -107,29 +108,33 @@ class _Waiting:
             self.call(self.is_on_disk, self.is_replicated)
 
 
-class OrderedReply:
+class OrderedReply(ABC):
     """A reply that must not overtake earlier ones about the same partitions.
+
+    What makes the reply derives from this: were it another object that this one calls, the two
+    would hold each other, and a bundle's bytes stay until the next garbage collection.
 
     Args:
         partitions: The partitions that it is about.
-        send: Sends it.
 
     Attributes:
         partitions: See above.
-        send: See above.
         is_complete: Whether it can be sent, once those before it were.
         earlier_count: How many replies it waits for, one a partition that it shares with one.
         later: The replies that wait for it, as often.
     """
 
-    __slots__ = ("earlier_count", "is_complete", "later", "partitions", "send")
+    __slots__ = ("earlier_count", "is_complete", "later", "partitions")
 
-    def __init__(self, partitions: Sequence[PartitionId], send: Callable[[], None]) -> None:
+    def __init__(self, partitions: Sequence[PartitionId]) -> None:
         self.partitions = partitions
-        self.send = send
         self.is_complete = False
         self.earlier_count = 0
         self.later: list[OrderedReply] = []
+
+    @abstractmethod
+    def send(self) -> None:
+        """Sends the reply."""
 
 
 class ReplyOrder:

@@ -82,7 +82,7 @@ def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
 _FINISHED: Final = object()
 
 
-class _BundleRequest:
+class _BundleRequest(OrderedReply):
     """One `Mutate` that is being applied.
 
     Each run is a request to its partition. Runs of partitions that have something waiting wait
@@ -97,7 +97,6 @@ class _BundleRequest:
         "_error",
         "_failures",
         "_is_wrong_node",
-        "_reply",
         "_request",
         "_results",
         "_unfinished_count",
@@ -106,6 +105,7 @@ class _BundleRequest:
     def __init__(
         self, context: RequestContext, request: Mutate, batches: Sequence[MutationBatch]
     ) -> None:
+        super().__init__([run.partition for run in request.bundle.runs])
         self._context = context
         self._request = request
         self._batches = batches
@@ -117,14 +117,13 @@ class _BundleRequest:
         self._is_wrong_node = False
         self._error: ServerError | None = None
         """Why a run was refused: the one run, if the bundle has no other."""
-        self._reply = OrderedReply([run.partition for run in request.bundle.runs], self._send)
 
     def apply(self) -> Iterator[None]:
         """Starts every run; yields where others should have their turn."""
         order = self._context.reply_order
         is_owed = bool(order)
         if is_owed:
-            order.add(self._reply)
+            order.add(self)
         rows = 0
         for index, batch in enumerate(self._batches):
             if rows >= SLICE_ROWS:
@@ -135,7 +134,7 @@ class _BundleRequest:
             rows += RUN_COST + len(batch) * (1 if is_plain else CONDITIONAL_ROW_COST)
         # Most are answered by now, and need no place in the order.
         if self._unfinished_count and not is_owed:
-            order.add(self._reply)
+            order.add(self)
 
     def _start(self, index: int) -> None:
         context, request = self._context, self._request
@@ -229,9 +228,10 @@ class _BundleRequest:
         self._results[index] = result
         self._unfinished_count -= 1
         if not self._unfinished_count:
-            self._context.reply_order.complete(self._reply)
+            self._context.reply_order.complete(self)
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Answers the bundle."""
         context = self._context
         if self._error is not None and len(self._results) == 1:
             context.refuse_for(self._request, self._error)  # in words
