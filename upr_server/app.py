@@ -107,7 +107,7 @@ class Server:
         """The buckets that are on disk, for as long as the context; see `BucketCatalog`."""
         return self.catalog.recovered(self.partition_maps)
 
-    # What replication needs: `Host` documents these.
+    # What replication needs: `LocalServer` documents these.
 
     def disk_of(self, bucket: str) -> BucketDisk | None:
         return self.catalog.disk_of(bucket)

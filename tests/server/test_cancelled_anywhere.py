@@ -46,7 +46,7 @@ from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.replication import MapExchange, PartitionMaps
 from upr_server.replication.bucket_replicators import BucketReplicators
-from upr_server.replication.map_application import MappedBucket
+from upr_server.replication.clustered_bucket import ClusteredBucket
 from upr_server.replication.map_exchange import ASK_INTERVAL_S, NodeConnections
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import bind_tcp, open_listeners, run_until_signal
@@ -445,7 +445,7 @@ async def _confirm(server: Server) -> None:
 
 
 MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
-    _give: tries(PartitionMaps.set_map, MappedBucket.apply),
+    _give: tries(PartitionMaps.set_map, ClusteredBucket.apply),
     _adopt: tries(PartitionMaps.adopt),
     _confirm: tries(PartitionMaps.confirm),
 }

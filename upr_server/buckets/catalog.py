@@ -35,7 +35,7 @@ was away for longer may have to begin again."""
 log = structlog.get_logger(__name__)
 
 
-class BucketMaps(Protocol):
+class MapLifecycle(Protocol):
     """What recovering, deleting and stopping buckets means to their partition maps."""
 
     def restore(
@@ -99,7 +99,7 @@ class BucketCatalog:
         self._new_id = new_id
         self._purge_age_s = purge_age_s
         self._rest_s = rest_s
-        self._maps: BucketMaps
+        self._maps: MapLifecycle
         self._nursery: trio.Nursery
         self._on_delete: list[Callable[[Bucket], None]] = []
         # Buckets are created and deleted one after the other.
@@ -126,7 +126,7 @@ class BucketCatalog:
     # Starting and stopping.
 
     @asynccontextmanager
-    async def recovered(self, maps: BucketMaps) -> AsyncIterator[None]:
+    async def recovered(self, maps: MapLifecycle) -> AsyncIterator[None]:
         """The buckets that are on disk, for as long as the context. When it ends, everything that
         has changed meanwhile is on disk, and the mark of a clean stop with it.
 

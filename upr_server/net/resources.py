@@ -21,7 +21,7 @@ REPLICATION_TIMEOUT_S: Final = 30.0
 """Long enough for a replica that is being started again; then the publisher is told what is so."""
 
 
-class PartitionMapService(Protocol):
+class PartitionMapProvider(Protocol):
     """The partition maps, by bucket."""
 
     @property
@@ -98,7 +98,7 @@ class ServerResources:
 
     identity: str
     catalog: BucketCatalog
-    partition_maps: PartitionMapService
+    partition_maps: PartitionMapProvider
     events: Events | None
     credit_shares: CreditShares
     time: Callable[[], float]

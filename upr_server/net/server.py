@@ -16,7 +16,7 @@ from upr_server.engine import Bucket
 from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
 from upr_server.net.request_context import Handler
-from upr_server.net.resources import Events, PartitionMapService, ServerResources
+from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
 
 REFUSALS_MAX: Final = 100
 """Connections beyond the limit that are told so at a time; the others are just closed."""
@@ -49,7 +49,7 @@ class ConnectionServer:
         self,
         catalog: BucketCatalog,
         upkeep: Upkeep,
-        partition_maps: PartitionMapService,
+        partition_maps: PartitionMapProvider,
         events: Events | None,
         handlers: Mapping[type[Message], Handler],
         *,

@@ -1,7 +1,7 @@
 """Several nodes for one bucket: what each is for which partition, and how replicas follow.
 
 - `partition_maps` has the partition maps of this node's buckets, and answers questions about them.
-- `roles` decides what a map makes of this node, without doing anything; `map_application` does it.
+- `roles` decides what a map makes of this node, without doing anything; `clustered_bucket` does it.
 - `map_exchange` asks other nodes whether they have a newer map.
 - `following` runs a `replicator` for each node that this one replicates from. It is a consumer like
   any other, through the public client, and puts what comes on disk as it came
@@ -10,8 +10,8 @@
 The decision behind it: docs/adr/0010-replicas.md.
 """
 
-from upr_server.replication.host import Host
+from upr_server.replication.local_server import LocalServer
 from upr_server.replication.map_exchange import MapExchange
 from upr_server.replication.partition_maps import PartitionMaps
 
-__all__ = ["Host", "MapExchange", "PartitionMaps"]
+__all__ = ["LocalServer", "MapExchange", "PartitionMaps"]

@@ -8,7 +8,7 @@ import trio
 
 from upr_protocol.ids import PartitionId
 from upr_server.engine import Partition
-from upr_server.replication.host import Host
+from upr_server.replication.local_server import LocalServer
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import Replicator
 from upr_server.replication.roles import ReplicationSource
@@ -22,14 +22,14 @@ class BucketReplicators:
     """Starts and stops a bucket's replicators, and keeps what they have received.
 
     Args:
-        host: The server.
+        server: The server that this runs in.
         disk: The bucket.
         node: This node's name.
         system: How other nodes are reached.
     """
 
-    def __init__(self, host: Host, disk: BucketDisk, node: str, system: System) -> None:
-        self._host = host
+    def __init__(self, server: LocalServer, disk: BucketDisk, node: str, system: System) -> None:
+        self._server = server
         self._disk = disk
         self._node = node
         self._system = system
@@ -77,7 +77,7 @@ class BucketReplicators:
                         self._disk.bucket.partitions[partition]
                     )
             replicator = self._replicators[name] = Replicator(
-                self._host, self._disk, self._node, name, source, self._received, self._system
+                self._server, self._disk, self._node, name, source, self._received, self._system
             )
             nursery.start_soon(replicator.run)
 

@@ -14,8 +14,8 @@ from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap, PartitionMapError
 from upr_server.replication import roles
-from upr_server.replication.host import Host
-from upr_server.replication.map_application import MappedBucket
+from upr_server.replication.clustered_bucket import ClusteredBucket
+from upr_server.replication.local_server import LocalServer
 from upr_server.runtime import System
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -33,7 +33,7 @@ class PartitionMaps:
     """What this node is for the buckets whose partitions a map places on nodes.
 
     Args:
-        host: The server.
+        server: The server that this runs in.
         node: This node's name.
         system: How other nodes are reached, and where history IDs come from.
         undo_mutations: How many of a bucket's newest mutations can be undone, about.
@@ -45,16 +45,16 @@ class PartitionMaps:
 
     def __init__(
         self,
-        host: Host,
+        server: LocalServer,
         node: str,
         system: System,
         undo_mutations: int = UNDO_MUTATIONS,
     ) -> None:
         self.node = node
         self.system = system
-        self._host = host
+        self._server = server
         self._undo_mutations = undo_mutations
-        self._buckets: dict[str, MappedBucket] = {}
+        self._buckets: dict[str, ClusteredBucket] = {}
         # Maps are applied one after the other, of whatever bucket.
         self._lock = trio.Lock()
         self._nursery: trio.Nursery | None = None
@@ -63,61 +63,64 @@ class PartitionMaps:
 
     def map_of(self, bucket: str) -> PartitionMap | None:
         """The bucket's map; None while this node holds it alone."""
-        mapped = self._buckets.get(bucket)
-        return None if mapped is None else mapped.map
+        clustered = self._buckets.get(bucket)
+        return None if clustered is None else clustered.map
 
     def maps(self) -> list[PartitionMap]:
         """The maps of all buckets that have one."""
-        return [mapped.map for mapped in self._buckets.values()]
+        return [clustered.map for clustered in self._buckets.values()]
 
     def unconfirmed(self) -> list[str]:
         """Buckets whose map no other node has confirmed since this node was started."""
-        return [name for name, mapped in self._buckets.items() if not mapped.is_confirmed]
+        return [name for name, clustered in self._buckets.items() if not clustered.is_confirmed]
 
     def revision(self, bucket: str) -> int:
         """The revision of the bucket's map; 0 for none."""
-        mapped = self._buckets.get(bucket)
-        return 0 if mapped is None else mapped.map.revision
+        clustered = self._buckets.get(bucket)
+        return 0 if clustered is None else clustered.map.revision
 
     def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
         """The nodes that replicate a partition from this one."""
-        mapped = self._buckets.get(bucket)
-        if mapped is None:
+        clustered = self._buckets.get(bucket)
+        if clustered is None:
             return []
-        assignment = mapped.map.partitions[partition]
+        assignment = clustered.map.partitions[partition]
         return [name for name in assignment.replicas if assignment.source_of(name) == self.node]
 
     def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
         """Whether the node `name` replicates a partition from this one."""
-        mapped = self._buckets.get(bucket)
-        return mapped is not None and mapped.map.partitions[partition].source_of(name) == self.node
+        clustered = self._buckets.get(bucket)
+        return (
+            clustered is not None
+            and clustered.map.partitions[partition].source_of(name) == self.node
+        )
 
     def is_suspect(self, bucket: str) -> bool:
         """Whether this node may lack something of the bucket that it gave to others, so that its
         stop must not count as a clean one."""
-        mapped = self._buckets.get(bucket)
-        if mapped is None:
+        clustered = self._buckets.get(bucket)
+        if clustered is None:
             return False
         # Until another node has confirmed the map, what a crash has lost has had no consequences.
-        return bool(mapped.suspects) or not (mapped.is_clean or mapped.is_confirmed)
+        return bool(clustered.suspects) or not (clustered.is_clean or clustered.is_confirmed)
 
     def other_nodes(self, bucket: str) -> dict[str, str]:
         """The addresses of the other nodes of a bucket, by name."""
-        mapped = self._buckets.get(bucket)
-        if mapped is None:
+        clustered = self._buckets.get(bucket)
+        if clustered is None:
             return {}
-        return {name: address for name, address in mapped.map.nodes.items() if name != self.node}
+        return {name: address for name, address in clustered.map.nodes.items() if name != self.node}
 
     def statistics(self, bucket: str) -> dict[str, object]:
         """Figures of one bucket; nothing when this node holds it alone."""
-        mapped = self._buckets.get(bucket)
-        if mapped is None:
+        clustered = self._buckets.get(bucket)
+        if clustered is None:
             return {}
         return {
             "node": self.node,
-            "revision": mapped.map.revision,
-            "is_confirmed": mapped.is_confirmed,
-            "follows": mapped.replicators.statistics(),
+            "revision": clustered.map.revision,
+            "is_confirmed": clustered.is_confirmed,
+            "follows": clustered.replicators.statistics(),
         }
 
     # The beginning and the end.
@@ -145,46 +148,46 @@ class PartitionMaps:
         stored = PartitionMap.decode(document)
         # What an active had in memory is lost, and may have been acknowledged: a replica has it.
         suspects = {} if is_clean else roles.suspects_in(stored, self.node)
-        mapped = self._mapped(
+        clustered = self._mapped(
             disk, stored, is_confirmed=False, is_clean=is_clean, suspects=suspects
         )
-        self._buckets[stored.bucket] = mapped
+        self._buckets[stored.bucket] = clustered
         for partition in disk.bucket.partitions:
             state = stored.partitions[partition.id].state_of(self.node)
             if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING
             partition.become(state, partition.failover_log)
             if partition.id in partials:
-                mapped.replicators.restore(partition, partials[partition.id])
+                clustered.replicators.restore(partition, partials[partition.id])
 
     def drop_bucket(self, bucket: str) -> None:
         """A bucket was deleted here."""
-        mapped = self._buckets.pop(bucket, None)
-        if mapped is not None:
-            mapped.replicators.cancel()
+        clustered = self._buckets.pop(bucket, None)
+        if clustered is not None:
+            clustered.replicators.cancel()
 
     async def run(self) -> None:
         """Replicates from the nodes that the maps name, for ever."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
-                for mapped in list(self._buckets.values()):
-                    async with mapped.lock:
-                        mapped.follow()
+                for clustered in list(self._buckets.values()):
+                    async with clustered.lock:
+                        clustered.follow()
                 await trio.sleep_forever()
             finally:
                 # A map may be half applied: it must not start replicators any more.
                 self._nursery = None
-                for mapped in self._buckets.values():
-                    mapped.replicators.prepare_to_stop()
+                for clustered in self._buckets.values():
+                    clustered.replicators.prepare_to_stop()
 
     async def stop(self) -> None:
         """Stops replicating. What was received is on disk when this returns, or is dropped because
         the disk is full."""
-        for mapped in self._buckets.values():
-            async with mapped.lock:
+        for clustered in self._buckets.values():
+            async with clustered.lock:
                 try:
-                    await mapped.replicators.stop_all_but({})
+                    await clustered.replicators.stop_all_but({})
                 except DiskFullError as error:
                     log.error("disk full; dropping received mutations", error=str(error))
 
@@ -267,14 +270,14 @@ class PartitionMaps:
         """Another node has no map newer than `revision`: this node becomes what that map says."""
         with trio.CancelScope(shield=True):
             async with self._lock:
-                mapped = self._buckets.get(bucket)
+                clustered = self._buckets.get(bucket)
                 if (
-                    mapped is not None
-                    and mapped.map.revision == revision
-                    and not mapped.is_confirmed
+                    clustered is not None
+                    and clustered.map.revision == revision
+                    and not clustered.is_confirmed
                 ):
-                    async with mapped.lock:
-                        await mapped.apply(mapped.map)
+                    async with clustered.lock:
+                        await clustered.apply(clustered.map)
 
     async def _apply(self, new: PartitionMap, *, is_from_operator: bool = True) -> None:
         if new.revision <= self.revision(new.bucket):
@@ -283,10 +286,10 @@ class PartitionMaps:
                 f"the map of {new.bucket!r} has revision {self.revision(new.bucket)} here, and "
                 f"{new.revision} is not higher; repeat the command",
             )
-        mapped = self._buckets.get(new.bucket)
-        if mapped is None:
-            mapped = await self._without_map(new, is_from_operator=is_from_operator)
-        partition_count = len(mapped.disk.bucket.partitions)
+        clustered = self._buckets.get(new.bucket)
+        if clustered is None:
+            clustered = await self._without_map(new, is_from_operator=is_from_operator)
+        partition_count = len(clustered.disk.bucket.partitions)
         if len(new.partitions) != partition_count:
             raise ServerError(
                 Status.BAD_ARGUMENT,
@@ -294,14 +297,14 @@ class PartitionMaps:
             )
         if is_from_operator:
             # A map that another node tells was applied elsewhere: to refuse it would not undo it.
-            roles.check_hand_over(mapped.map, new, self.node, mapped.suspects)
-        async with mapped.lock:
-            await mapped.apply(new)
-        if self._host.disk_of(new.bucket) is mapped.disk:
+            roles.check_hand_over(clustered.map, new, self.node, clustered.suspects)
+        async with clustered.lock:
+            await clustered.apply(new)
+        if self._server.disk_of(new.bucket) is clustered.disk:
             # It was not deleted meanwhile.
-            self._buckets[new.bucket] = mapped
+            self._buckets[new.bucket] = clustered
 
-    async def _without_map(self, new: PartitionMap, *, is_from_operator: bool) -> MappedBucket:
+    async def _without_map(self, new: PartitionMap, *, is_from_operator: bool) -> ClusteredBucket:
         """A bucket that had no map yet, as if under one of revision 0: this node held it alone, or
         not at all."""
         if self.node not in new.nodes:
@@ -310,13 +313,13 @@ class PartitionMaps:
                 f"this node is called {self.node!r}, and the map does not name it; it names "
                 f"{', '.join(sorted(new.nodes))}",
             )
-        disk = self._host.disk_of(new.bucket)
+        disk = self._server.disk_of(new.bucket)
         assignment = Assignment(active=self.node)
         # Another node knows this one as a holder, and it has no map: it was one once, and what it
         # has of the bucket was begun anew.
         has_lost_its_disk = not is_from_operator
         if disk is None:
-            disk = await self._host.create_held(new.bucket, len(new.partitions))
+            disk = await self._server.create_held(new.bucket, len(new.partitions))
             assignment = Assignment()
             # Unless the bucket begins with this map, the node lacks what the map has it hold.
             has_lost_its_disk = new.revision > 1
@@ -337,10 +340,10 @@ class PartitionMaps:
         is_confirmed: bool,
         is_clean: bool,
         suspects: dict[PartitionId, int],
-    ) -> MappedBucket:
+    ) -> ClusteredBucket:
         disk.maintenance.undo_mutations = self._undo_mutations
-        return MappedBucket(
-            self._host,
+        return ClusteredBucket(
+            self._server,
             disk,
             self.node,
             self.system,

@@ -26,7 +26,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition, unpack
-from upr_server.replication.host import Host
+from upr_server.replication.local_server import LocalServer
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.roles import ReplicationSource
 from upr_server.runtime import System
@@ -56,7 +56,7 @@ class Replicator:
     """Replicates from one node some partitions of one bucket, until it is stopped.
 
     Args:
-        host: The server.
+        server: The server that this runs in.
         disk: The bucket.
         node: This node's name.
         source_name: The name of the node to replicate from.
@@ -71,7 +71,7 @@ class Replicator:
 
     def __init__(
         self,
-        host: Host,
+        server: LocalServer,
         disk: BucketDisk,
         node: str,
         source_name: str,
@@ -82,7 +82,7 @@ class Replicator:
         self.source = source
         self.trouble = ""
         self._source_name = source_name
-        self._host = host
+        self._server = server
         self._disk = disk
         self._node = node
         self._received = received
@@ -331,7 +331,7 @@ class Replicator:
         if partition.failover_log != failover_log:
             partition.become(partition.state, failover_log)
             # A consumer of this node must hear of the new log before any data of it.
-            self._host.end_streams(self._disk.bucket, partition_id, Status.ROLLBACK_NEEDED)
+            self._server.end_streams(self._disk.bucket, partition_id, Status.ROLLBACK_NEEDED)
         if self._consumer is not None:
             self._report(self._consumer, partition_id)
 
@@ -351,7 +351,7 @@ class Replicator:
         bucket, partition = disk.bucket, self._partition(partition_id)
         with trio.CancelScope(shield=True):
             await self._flush()
-            self._host.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
+            self._server.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
             async with disk.maintenance.paused(), self._commit_lock:
                 seq_before = received.received
                 snapshot_end = await disk.store.ask(
@@ -369,7 +369,7 @@ class Replicator:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
                 broken_leases = await disk.truncate(partition_id, record, tokens)
                 # A consumer that began to read meanwhile may have received what is undone now.
-                self._host.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
+                self._server.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
                 disk.leases.mark_broken(broken_leases)
                 partition.truncate(seq)
                 received.truncate(seq)

@@ -10,7 +10,7 @@ from upr_server.engine import Bucket
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 
-class Host(Protocol):
+class LocalServer(Protocol):
     """The server, as replication sees it: its buckets and its streams."""
 
     def disk_of(self, bucket: str) -> BucketDisk | None:

@@ -1,7 +1,7 @@
 """Applies partition maps to one bucket: decides (`roles`), writes to disk, and then changes what is
 in memory.
 
-**Fencing.** Before a failover, replicas get a map without an active node. `MappedBucket.apply`
+**Fencing.** Before a failover, replicas get a map without an active node. `ClusteredBucket.apply`
 stops their replicators (`BucketReplicators.stop_all_but`), so a deposed active that still runs has
 nothing more acknowledged as replicated. The deposed node itself, once it gets a newer map, is
 demoted in `apply` before anything is awaited: `Partition.become` makes it refuse writes. And a node
@@ -23,7 +23,7 @@ from upr_protocol.partition_map import PartitionMap
 from upr_server.engine import Partition
 from upr_server.replication import roles
 from upr_server.replication.bucket_replicators import BucketReplicators
-from upr_server.replication.host import Host
+from upr_server.replication.local_server import LocalServer
 from upr_server.replication.roles import ReplicationSource, RoleChange
 from upr_server.runtime import System
 from upr_server.storage.calls import PutPartitionMap
@@ -37,11 +37,11 @@ PERSIST_S: Final = 10.0
 log = structlog.get_logger(__name__)
 
 
-class MappedBucket:
+class ClusteredBucket:
     """A bucket whose partitions a map places on nodes.
 
     Args:
-        host: The server.
+        server: The server that this runs in.
         disk: The bucket.
         node: This node's name.
         system: How other nodes are reached, and where history IDs come from.
@@ -60,7 +60,7 @@ class MappedBucket:
 
     def __init__(
         self,
-        host: Host,
+        server: LocalServer,
         disk: BucketDisk,
         node: str,
         system: System,
@@ -71,7 +71,7 @@ class MappedBucket:
         is_clean: bool,
         suspects: dict[PartitionId, int],
     ) -> None:
-        self._host = host
+        self._server = server
         self._node = node
         self._system = system
         self.disk = disk
@@ -79,7 +79,7 @@ class MappedBucket:
         self.is_confirmed = is_confirmed
         self.is_clean = is_clean
         self.suspects = suspects
-        self.replicators = BucketReplicators(host, disk, node, system)
+        self.replicators = BucketReplicators(server, disk, node, system)
         self.lock = trio.Lock()
         self._nursery = nursery
 
@@ -197,7 +197,7 @@ class MappedBucket:
         if ends_streams or hands_over:
             # Replicas follow a node that hands over to the end. But a consumer's barrier would come
             # back from here without anything that the next active has taken in by then.
-            self._host.end_streams(
+            self._server.end_streams(
                 self.disk.bucket, partition.id, Status.STATE_CHANGED, of_replicas=not hands_over
             )
         if state is PartitionState.ACTIVE:
