@@ -672,7 +672,7 @@ async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) ->
         await peer.say(Stats("a secret", opaque=1))
         error = await peer.hear(Error)
         assert error.status == Status.INTERNAL
-        assert error.sentence == "Stats met a fault"
+        assert error.sentence == "internal error in Stats; the server's log has the cause"
         assert await peer.hangs_up()
 
 

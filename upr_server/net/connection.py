@@ -292,7 +292,9 @@ class Connection:
             self.context.streamer.step()
         except Exception:
             log.exception("stream failed", peer=self.peer)
-            session.fail(Status.INTERNAL, "the stream met a fault")
+            session.fail(
+                Status.INTERNAL, "internal error in a stream; the server's log has the cause"
+            )
         outgoing = session.take_outgoing(trio.current_time())
         if not outgoing:
             return 0

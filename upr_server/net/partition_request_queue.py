@@ -39,7 +39,7 @@ class PartitionRequest(Protocol):
         """Answers that it is not done, and why."""
 
     def fail(self) -> None:
-        """It met a fault of the server, and the connection ends."""
+        """The server failed to carry it out; the connection ends."""
 
 
 class QueuedClient(Protocol):

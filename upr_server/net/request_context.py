@@ -192,9 +192,12 @@ class RequestContext:
         self.refuse(request, error.status, sentence)
 
     def fail(self, request: Message) -> None:
-        """`request` met a fault of the server. The peer hears that there was one, and the
-        connection ends; what it was is for the log only."""
-        self._session.fail(Status.INTERNAL, f"{type(request).__name__} met a fault")
+        """Ends the connection after the server failed to carry out `request`. The peer is told
+        only that; the log has the cause."""
+        kind = type(request).__name__
+        self._session.fail(
+            Status.INTERNAL, f"internal error in {kind}; the server's log has the cause"
+        )
 
     def start(self, task: Callable[[], Awaitable[None]]) -> None:
         """Runs `task`, which must not raise, until the connection's end cancels it."""

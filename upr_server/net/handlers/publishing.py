@@ -221,7 +221,7 @@ class _BundleRequest(OrderedReply):
         self._set_result(index, RunResult(self._results[index].partition, error.status))
 
     def fail(self) -> None:
-        """A run met a fault of the server."""
+        """The server failed to apply a run."""
         self._context.fail(self._request)
 
     def _set_result(self, index: int, result: RunResult) -> None:
