@@ -17,7 +17,7 @@ from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import BUCKET, increment, serving, speaking, value_of
 from upr_protocol.chunk import Bundle, Chunk, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.ids import SEQ_MAX, Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
 from upr_server.app import Server
 from upr_server.engine import (
@@ -29,7 +29,7 @@ from upr_server.engine import (
 )
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
-from upr_server.storage.calls import FindItems, ReadChunks, StoreCall
+from upr_server.storage.calls import FindFirstSnapshotEnd, FindItems, ReadChunks, StoreCall
 from upr_server.storage.online.backfill import BUDGET_SHARE, READ_BYTES_MIN, WAIT_FOR_DISK, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.partition_reader import PartitionReader
@@ -44,7 +44,7 @@ INDEXED_S: Final = 2.0
 class HeldReads(SimulatedStore):
     """A store whose reads wait while `released` is not set."""
 
-    def __init__(self, kind: type[ReadChunks] | type[FindItems]) -> None:
+    def __init__(self, kind: type[StoreCall[Any]]) -> None:
         super().__init__()
         self.released = trio.Event()
         self.released.set()
@@ -113,10 +113,12 @@ class Reader:
         reader: What is tested.
         kinds: Whence each snapshot came.
         ends: The ends of the snapshots that were read whole.
+        stream_end: Where it ends.
     """
 
-    def __init__(self, model: Model, start: int = 0) -> None:
+    def __init__(self, model: Model, start: int = 0, stream_end: int = SEQ_MAX) -> None:
         self._model = model
+        self.stream_end = stream_end
         self._contents = model.contents(start)
         self._at = start
         self._end = start
@@ -129,6 +131,7 @@ class Reader:
             "test",
             SeqNo(start),
             end_at_least=SeqNo(0),
+            stream_end=SeqNo(stream_end),
             on_ready=self._is_ready,
             on_disk=self._is_ready,
         )
@@ -160,16 +163,16 @@ class Reader:
         return item
 
     async def read(self, items: int = 1 << 30) -> None:
-        """Takes so many items, or all up to the newest."""
-        while items and not (self._at == self._model.partition.high_seq and self._is_between):
+        """Takes so many items, or all up to the newest, or to the end of the stream."""
+        while items and not self._has_read_all():
             if self.step() in (None, WAIT_FOR_DISK):
                 await self._ready.wait()
             self.reader.sent()
             items -= 1
 
-    @property
-    def _is_between(self) -> bool:
-        return not self.reader.is_reading
+    def _has_read_all(self) -> bool:
+        end = min(self._model.partition.high_seq, self.stream_end)
+        return self._at >= end and not self.reader.is_reading
 
     def close(self) -> None:
         self.reader.close()
@@ -207,6 +210,61 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
             other.close()
         assert model.disk.memory.backfills == 0
         assert model.disk.leases.ranges() == []
+
+
+async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """And it needs no cursor in memory, which would make the server keep snapshots for it."""
+    async with a_partition() as (_, model):
+        for turn in range(6):
+            model.write(*items(turn * 50, 50))
+            await model.persist()
+        model.forget()
+        cursor_count = model.partition.manager.cursor_count
+        for start, stream_end, end in (0, 1, 50), (0, 50, 50), (20, 51, 100), (120, 250, 250):
+            reader = Reader(model, start, stream_end)
+            await reader.read()
+            assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [end])
+            assert model.partition.manager.cursor_count == cursor_count
+            reader.close()
+        # What the disk does not have yet comes from memory, behind the backfill.
+        model.write(*items(300, 10))
+        reader = Reader(model, 250, 301)
+        await reader.read()
+        assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK, SnapshotKind.MEMORY], [300, 310])
+        reader.close()
+
+
+async def test_a_backfill_with_an_end_is_safe_from_a_compaction_before_it_begins(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it asks the disk where it ends, everything up to there becomes garbage."""
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    store = HeldReads(FindFirstSnapshotEnd)
+    async with a_partition(store) as (_, model):
+        model.write(*items(0, 60))
+        await model.persist()
+        model.forget()
+        store.released = trio.Event()
+        reader = Reader(model, stream_end=30)
+        assert reader.step() is WAIT_FOR_DISK
+        await trio.testing.wait_all_tasks_blocked()
+        for turn in range(1, 9):
+            model.write(*items(turn * 60, 60))
+            await model.persist()
+            await trio.sleep(INDEXED_S)
+        store.released.set()
+        await reader.read()
+        assert reader.ends == [60]
+        reader.close()
+        await trio.sleep(INDEXED_S)
+        assert int(str(model.disk.maintenance.statistics()["compactions"])) > 0
+        # Now the states before the compaction are gone.
+        again = Reader(model, stream_end=30)
+        await again.read()
+        assert again.ends[0] >= 60
+        again.close()
 
 
 async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path) -> None:
@@ -436,7 +494,9 @@ async def test_readers_see_what_the_model_says_whatever_happens(
                 readers[number].close()
                 # What is purged nobody may begin at; nothing is deleted here.
                 ends = readers[number].ends or [0]
-                readers[number] = Reader(model, draw.choice(ends))
+                start = draw.choice(ends)
+                stream_end = draw.choice((SEQ_MAX, draw.randint(start, max(start, written))))
+                readers[number] = Reader(model, start, stream_end)
             elif choice < 0.75:
                 await trio.sleep(draw.random())
             else:
@@ -445,7 +505,7 @@ async def test_readers_see_what_the_model_says_whatever_happens(
                     await reader.read(draw.randrange(1, 12))
         for reader in readers:
             await reader.read()
-            assert not reader.ends or reader.ends[-1] == written
+            assert not reader.ends or reader.ends[-1] >= min(written, reader.stream_end)
             reader.close()
         fresh = Reader(model)
         await fresh.read()

@@ -24,7 +24,7 @@ from tests.server.test_durability import (
 )
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.ids import Operation, SeqNo
+from upr_protocol.ids import SEQ_MAX, Operation, SeqNo
 from upr_protocol.wire import Get, Refusal
 from upr_server.engine import Partition, batch_of
 from upr_server.storage.calls import (
@@ -203,6 +203,7 @@ async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind
                     "one that leaves",
                     SeqNo(0),
                     end_at_least=SeqNo(0),
+                    stream_end=SEQ_MAX,
                     on_ready=lambda: None,
                     on_disk=lambda: None,
                 )

@@ -60,6 +60,16 @@ class Truncations(RuleBasedStateMachine):
     def mark(self) -> int:
         return self.storage.index.watermark(PARTITION).seq
 
+    def read(self, through: int) -> list[Mutation]:
+        """What the log holds up to a number."""
+        rows: list[Mutation] = []
+        after = SeqNo(0)
+        while after < through:
+            chunks = self.storage.log.read(PARTITION, after, through, bytes_max=200)
+            rows += [row for chunk in chunks for row in chunk]
+            after = chunks[-1].end
+        return rows
+
     @rule(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=3), whole=st.booleans())
     def receive(self, pieces: list[int], whole: bool) -> None:
         """Pieces of one snapshot; all of it, or one more is missing."""
@@ -126,6 +136,19 @@ class Truncations(RuleBasedStateMachine):
             snapshot_end for snapshot_end in self.chunk_ends if snapshot_end <= new_end
         }
 
+    @precondition(lambda self: self.ends)
+    @rule(share=st.floats(0, 1))
+    def find_the_first_end(self, share: float) -> None:
+        """It is a snapshot end, and no marked one above the watermark is passed over."""
+        floor = SeqNo(int(share * self.high))
+        end = self.storage.log.find_first_snapshot_end(PARTITION, floor)
+        assert floor <= end <= self.high
+        assert end in self.ends or end == 0
+        state = {row.key: row for row in self.rows if row.seq <= end}
+        assert {row.key: row for row in self.read(end)} == state
+        known = [known_end for known_end in self.ends if known_end >= max(floor, self.mark)]
+        assert end <= known[0]
+
     @rule()
     def restart(self) -> None:
         self.storage = BucketStorage(self.log, self.index)
@@ -137,12 +160,7 @@ class Truncations(RuleBasedStateMachine):
     def the_log_has_what_was_received(self) -> None:
         if not hasattr(self, "rows"):
             return
-        read: list[Mutation] = []
-        after = SeqNo(0)
-        while after < self.received:
-            chunks = self.storage.log.read(PARTITION, after, self.received, bytes_max=200)
-            read += [row for chunk in chunks for row in chunk]
-            after = chunks[-1].end
+        read = self.read(self.received)
         seqs = {row.seq for row in read}
         assert read == [row for row in self.rows if row.seq in seqs]
         assert {row.seq for row in self.rows} - seqs <= self.gone
@@ -240,6 +258,23 @@ def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_ind
     again.truncate(PARTITION, record(0), ())
     again.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
     assert again.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
+
+
+def test_the_first_snapshot_end_is_at_or_above_the_number_and_any_compaction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", 1)
+    bucket = new_bucket()
+    bucket.commit([write(30, 10, 20, 30)])
+
+    def first(floor: int) -> int:
+        return bucket.log.find_first_snapshot_end(PARTITION, SeqNo(floor))
+
+    assert [first(floor) for floor in (0, 1, 10, 11, 20, 21, 30)] == [0, 10, 10, 20, 20, 30, 30]
+    while bucket.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
+        bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    assert first(1) == 30, "compaction has dropped what the key was before"
 
 
 def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:

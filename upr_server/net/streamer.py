@@ -188,6 +188,7 @@ class Streamer:
             self._name,
             decision.seq,
             end_at_least=decision.end_at_least,
+            stream_end=request.end_seq,
             on_ready=on_ready,
             on_disk=self._wake,
         )

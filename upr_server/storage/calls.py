@@ -271,6 +271,19 @@ class FindSnapshotEnd(BucketCall[SeqNo | None], frozen=True):
         return bucket.log.find_snapshot_end(self.partition, self.ceiling, self.floor)
 
 
+class FindFirstSnapshotEnd(BucketCall[SeqNo], frozen=True):
+    """Finds the lowest snapshot end at or above `floor`, which the disk has, that is a state of the
+    partition still."""
+
+    is_read: ClassVar[bool] = True
+
+    partition: int
+    floor: SeqNo
+
+    def run(self, bucket: BucketStorage) -> SeqNo:
+        return bucket.log.find_first_snapshot_end(self.partition, self.floor)
+
+
 class ReadChunks(BucketCall[list[Chunk]], frozen=True):
     """Reads the chunks of (`after`, `through`]: at least one mutation, and no more chunks once
     `bytes_max` is reached."""

@@ -367,6 +367,22 @@ class ChunkLog:
                 through = SeqNo(end - 1)
         return None
 
+    def find_first_snapshot_end(self, partition: int, floor: SeqNo) -> SeqNo:
+        """The lowest snapshot end at or above `floor` that the log has marked; it must hold as
+        much. Points that compaction has passed are left out, as `find_snapshot_end` leaves them
+        out. O(chunks from the floor to the result)."""
+        with self.ordered_map.read() as transaction:
+            high = self._record(transaction, partition).high
+            floor = max(floor, read_seq(transaction, partition_key(FLOOR, partition)))
+            if not floor:
+                return SeqNo(0)
+            last = chunk_key(partition, high)
+            for key, value in transaction.scan(chunk_key(partition, floor), last):
+                _, ends_snapshot = parse_chunk_head(key, value)
+                if ends_snapshot:
+                    return SeqNo(parse_chunk_key(key)[1])
+        return high
+
     def read(
         self,
         partition: int,

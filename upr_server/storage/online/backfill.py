@@ -13,9 +13,9 @@ import trio
 from upr_protocol.chunk import Chunk
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status, UprError
-from upr_protocol.ids import SeqNo, SnapshotKind
+from upr_protocol.ids import SEQ_MAX, SeqNo, SnapshotKind
 from upr_server.engine import Cursor, CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
-from upr_server.storage.calls import ReadChunks
+from upr_server.storage.calls import FindFirstSnapshotEnd, ReadChunks
 from upr_server.storage.errors import StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leases import BACKFILL_LEASE_S
@@ -68,9 +68,12 @@ class Backfill:
         partition: The partition.
         start: Where the reader stands.
         on_disk: Called when there is something to take after `take` found nothing.
-        end: Where the snapshot ends; by default at the persisted snapshot end when it begins.
+        end: Where the snapshot ends. By default at the first snapshot end on disk at or above
+            `stream_end`; where the disk is not so far, at the persisted snapshot end when it
+            begins.
         lease_id: The lease that it reads under, which must be whole when it begins; 0 for none.
         end_at_least: A default end must not be below this: the backfill waits for the disk first.
+        stream_end: The reader goes on until a snapshot ends here or above.
         register: Registers a memory cursor at the end, if the reader goes on from there.
 
     Attributes:
@@ -89,6 +92,7 @@ class Backfill:
         end: SeqNo | None = None,
         lease_id: int = 0,
         end_at_least: SeqNo = SeqNo(0),
+        stream_end: SeqNo = SEQ_MAX,
         register: Callable[[SeqNo], Cursor] | None = None,
     ) -> None:
         self._disk = disk
@@ -97,6 +101,7 @@ class Backfill:
         self._end = end
         self._lease_id = lease_id
         self._end_at_least = end_at_least
+        self._stream_end = stream_end
         self._register = register
         self._on_disk = on_disk
         self._queue: deque[CursorItem] = deque()
@@ -173,20 +178,22 @@ class Backfill:
         if self._end is None:
             await disk.flusher.wait_until_persisted(partition, self._end_at_least)
         async with disk.maintenance.paused():
+            bounded_end = await self._bounded_end()
             if self._is_closed:
                 # The lock may have been free, so that no checkpoint has raised `Cancelled`.
                 return
-            # In this block there is no checkpoint. So the end, the range that is held up to it, and
-            # the memory cursor that goes on there are of one moment: nothing is lost in between.
+            # From here on this block has no checkpoint. So the end, the range that is held up to
+            # it, and the memory cursor that goes on there are of one moment: nothing is lost in
+            # between.
             if self._lease_id:
                 # From here on the backfill itself holds the range, even if the lease lapses.
                 disk.leases.get_whole(self._lease_id)
             elif 0 < self._start < partition.purge_seq:
                 self._broken = Status.ROLLBACK_NEEDED
                 return
-            end = partition.manager.persistence.committed if self._end is None else self._end
+            end = partition.manager.persistence.committed if bounded_end is None else bounded_end
             disk.leases.hold_range(self, partition.id, self._start, end)
-            if self._register is not None:
+            if self._register is not None and end < self._stream_end:
                 self.cursor = self._register(end)
         self._put(SnapshotStartItem(self._start, end, SnapshotKind.DISK, may_repeat=True))
         after = self._start
@@ -197,6 +204,21 @@ class Backfill:
             await self._taken.wait_until(self._may_read_ahead)
         self.is_done = True
         self._put(SnapshotEndItem(end))
+
+    async def _bounded_end(self) -> SeqNo | None:
+        """Where the snapshot ends, if that is known before it begins; else None. Maintenance must
+        be paused: a compaction may remove the state at this end, before the range is held."""
+        if self._end is not None:
+            return self._end
+        persistence = self._partition.manager.persistence
+        floor = max(self._stream_end, self._end_at_least)
+        if floor > persistence.committed:
+            return None
+        first = await self._disk.store.ask(
+            FindFirstSnapshotEnd(self._disk.bucket.name, self._partition.id, floor)
+        )
+        # The disk may have a commit of which the server has not heard yet.
+        return min(first, persistence.committed)
 
     async def _read_chunks(self, after: SeqNo, end: SeqNo) -> SeqNo:
         """Puts the next chunks into the queue. Returns where they end. It keeps no reference to

@@ -6,6 +6,9 @@ compaction, and a memory cursor is registered there. A task reads the log in sho
 a queue that is bounded in bytes. When the queue has come to its end the cursor goes on. If the
 cursor was dropped meanwhile, the same happens again from where the reader stands.
 
+A stream that has an end, and whose end the disk has, reads only up to the first snapshot end that
+is not below it. It needs no memory cursor.
+
 A consumer notices nothing of this except the kind of its next snapshot.
 """
 
@@ -39,6 +42,7 @@ class PartitionReader:
         start: Where the consumer stands.
         end_at_least: The first snapshot must not end below this; `MutationManager.register` says
             why.
+        stream_end: The reader is closed once a snapshot has ended here or above.
         on_ready: Called when there is something to read again after `next` or `poll` found nothing.
         on_disk: Called when there is something to read after `next` answered `WAIT_FOR_DISK`.
 
@@ -57,6 +61,7 @@ class PartitionReader:
         "_on_disk",
         "_on_ready",
         "_partition",
+        "_stream_end",
         "is_reading",
         "seq",
     )
@@ -69,6 +74,7 @@ class PartitionReader:
         start: SeqNo,
         *,
         end_at_least: SeqNo,
+        stream_end: SeqNo,
         on_ready: Callable[[], None],
         on_disk: Callable[[], None],
     ) -> None:
@@ -78,6 +84,7 @@ class PartitionReader:
         self._on_ready = on_ready
         self._on_disk = on_disk
         self._end = self._end_at_least = end_at_least
+        self._stream_end = stream_end
         self._backfill: Backfill | None = None
         self._cursor: Cursor | None = None
         self.seq = start
@@ -154,6 +161,7 @@ class PartitionReader:
             self.seq,
             self._on_disk,
             end_at_least=self._end_at_least,
+            stream_end=self._stream_end,
             register=self._register,
         )
         self._backfill.start()
