@@ -19,6 +19,7 @@ ROLES: Final[Mapping[str, str]] = {
     "live-consume": "benchmarks.clients.live_consumer",
     "idle": "benchmarks.clients.idle",
     "paced-publish": "benchmarks.clients.paced_publisher",
+    "pipelined-publish": "benchmarks.clients.pipelined_publisher",
     "stall": "benchmarks.clients.stalled",
     "timed-consume": "benchmarks.clients.timed_consumer",
     "redis-read": "benchmarks.clients.redis_reader",

@@ -1,56 +1,68 @@
-"""B6's publisher: one mutation a batch, at a steady rate, the time it was due in its value."""
+"""B6's and B6c's publisher: a steady rate of single mutations, the time each was due in its value.
+
+B6 sends each in a frame of its own. In B6c those that are due go in one bundle, as the client
+library sends single operations of many tasks.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 from benchmarks.kit.commands import Commands
 from benchmarks.kit.pacing import paced, percentiles_us, sharpen_timers
 from benchmarks.kit.raw import RawConnection
-from benchmarks.kit.work import KEYS, VALUE_BYTES, key_of
-from upr_protocol.chunk import Bundle, plain_chunk
+from benchmarks.kit.work import VALUE_BYTES, key_of
+from upr_protocol.chunk import Bundle, Run, plain_chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.hashing import partition_of
+from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Mutate, MutateReply
 
 _FILLER = bytes(VALUE_BYTES - 8)
+
+_Row = tuple[PartitionId, bytes, int]
+"""A mutation: its partition, its key, and when it was due."""
 
 _UNANSWERED_MAX = 4_000
 """A session may have 4,096 requests open."""
 
 
 class _Publisher:
-    def __init__(self, connection: RawConnection) -> None:
+    def __init__(self, connection: RawConnection, keys: int) -> None:
         self._connection = connection
         self._writer = WriterIdentity(os.urandom(16))
-        # Every key once in 20 seconds: deduplication then leaves every mutation to be seen.
-        self._keys = [key_of(number) for number in range(KEYS)]
-        random.Random(1).shuffle(self._keys)
+        # Every key once in a round: deduplication then leaves every mutation to be seen.
+        shuffled = [key_of(number) for number in range(keys)]
+        random.Random(1).shuffle(shuffled)
+        self._keys = cycle(
+            [(partition_of(key, connection.partition_count), key) for key in shuffled]
+        )
         self._sent = 0
         self.answered = 0
 
-    def send(self, _index: int, due_ns: int) -> None:
+    def send(self, dues_ns: Sequence[int]) -> None:
         connection, session = self._connection, self._connection.session
-        key = self._keys[self._sent % KEYS]
-        self._sent += 1
-        partition = partition_of(key, connection.partition_count)
-        # A server that is behind makes this late, and late counts as latency.
+        # A server that is behind makes these late, and late counts as latency.
         while not session.credit.open or self._sent - self.answered > _UNANSWERED_MAX:
             self.receive()
-        session.send(
-            Mutate(
-                Bundle.of_one(
-                    partition,
-                    plain_chunk([key], [due_ns.to_bytes(8, "little") + _FILLER]),
-                    self._writer.next_counter(partition),
-                ),
-                self._writer.id,
-                opaque=session.new_opaque(),
-            )
+        self._sent += 1
+        rows = sorted((*next(self._keys), due_ns) for due_ns in dues_ns)
+        chunk = plain_chunk(
+            [key for _, key, _ in rows],
+            [due_ns.to_bytes(8, "little") + _FILLER for _, _, due_ns in rows],
         )
+        bundle = Bundle(chunk, self._runs(rows))
+        session.send(Mutate(bundle, self._writer.id, opaque=session.new_opaque()))
         connection.flush()
+
+    def _runs(self, rows: Sequence[_Row]) -> Iterator[Run]:
+        for partition, row_count in Counter(partition for partition, _, _ in rows).items():
+            yield Run(partition, row_count, self._writer.next_counter(partition))
 
     def receive(self) -> None:
         for message in self._connection.messages():
@@ -62,11 +74,12 @@ class _Publisher:
 
 
 def serve(commands: Commands) -> None:
-    """Each command publishes `count` mutations at `rate` a second."""
+    """Each command publishes `count` mutations at `rate` a second, up to `together` in a frame. The
+    arguments say how many keys there are."""
     sharpen_timers()
     arguments = commands.arguments
     with RawConnection(arguments["port"], arguments["bucket"]) as connection:
-        publisher = _Publisher(connection)
+        publisher = _Publisher(connection, arguments["keys"])
         commands.answer(ready=True)
         for command in commands:
             used, begun = time.process_time(), time.monotonic()
@@ -76,6 +89,7 @@ def serve(commands: Commands) -> None:
                 connection.socket,
                 publisher.send,
                 publisher.receive,
+                together=command["together"],
             )
             publisher.finish()
             commands.answer(

@@ -1,33 +1,40 @@
-"""B6's peer: `XADD`, one at a time at a steady rate, the time it was due in its value."""
+"""B6's and B6c's peer: `XADD` at a steady rate, the time each was due in its value."""
 
 from __future__ import annotations
 
 import random
 import socket
 import time
+from collections.abc import Sequence
+from itertools import cycle
 
 from benchmarks.kit.commands import Commands
 from benchmarks.kit.pacing import paced, percentiles_us, sharpen_timers
 from benchmarks.kit.processes import HOST
-from benchmarks.kit.work import KEYS, VALUE_BYTES, key_of
+from benchmarks.kit.work import VALUE_BYTES, key_of
 
 _FILLER = bytes(VALUE_BYTES - 8)
 
 
 class _Publisher:
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, keys: int) -> None:
         self._connection = connection
-        self._keys = [key_of(number) for number in range(KEYS)]
-        random.Random(1).shuffle(self._keys)
+        shuffled = [key_of(number) for number in range(keys)]
+        random.Random(1).shuffle(shuffled)
+        self._keys = cycle(shuffled)
         self._sent = 0
         self.answered = 0
 
-    def send(self, _index: int, due_ns: int) -> None:
-        key = self._keys[self._sent % KEYS]
-        self._sent += 1
+    def send(self, dues_ns: Sequence[int]) -> None:
+        self._sent += len(dues_ns)
         self._connection.sendall(
-            b"*5\r\n$4\r\nXADD\r\n$1\r\ns\r\n$1\r\n*\r\n$12\r\n%b\r\n$100\r\n%b%b\r\n"
-            % (key, due_ns.to_bytes(8, "little"), _FILLER)
+            b"".join(
+                [
+                    b"*5\r\n$4\r\nXADD\r\n$1\r\ns\r\n$1\r\n*\r\n$12\r\n%b\r\n$100\r\n%b%b\r\n"
+                    % (next(self._keys), due_ns.to_bytes(8, "little"), _FILLER)
+                    for due_ns in dues_ns
+                ]
+            )
         )
 
     def receive(self) -> None:
@@ -43,16 +50,23 @@ class _Publisher:
 
 
 def serve(commands: Commands) -> None:
-    """Each command adds `count` entries at `rate` a second."""
+    """Each command adds `count` entries at `rate` a second, up to `together` in one write. The
+    arguments say how many keys there are."""
     sharpen_timers()
-    with socket.create_connection((HOST, commands.arguments["port"])) as connection:
+    arguments = commands.arguments
+    with socket.create_connection((HOST, arguments["port"])) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        publisher = _Publisher(connection)
+        publisher = _Publisher(connection, arguments["keys"])
         commands.answer(ready=True)
         for command in commands:
             used, begun = time.process_time(), time.monotonic()
             late = paced(
-                command["rate"], command["count"], connection, publisher.send, publisher.receive
+                command["rate"],
+                command["count"],
+                connection,
+                publisher.send,
+                publisher.receive,
+                together=command["together"],
             )
             publisher.finish()
             commands.answer(

@@ -1,4 +1,4 @@
-"""B6's peer: a blocking `XREAD`, whose answers are parsed as a Python client would."""
+"""B6's and B6c's peer: a blocking `XREAD`, whose answers are parsed as a Python client would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""B6's consumer: how long after it was due did each mutation get here?"""
+"""B6's and B6c's consumer: how long after it was due did each mutation get here?"""
 
 from __future__ import annotations
 

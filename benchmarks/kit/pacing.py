@@ -29,36 +29,44 @@ def paced(
     rate: float,
     count: int,
     connection: socket.socket,
-    send: Callable[[int, int], None],
+    send: Callable[[Sequence[int]], None],
     receive: Callable[[], None],
+    *,
+    together: int = 1,
 ) -> list[int]:
-    """Calls `send` `count` times at `rate` a second.
+    """Sends `count` mutations at `rate` a second.
 
     Args:
-        rate: Calls a second.
-        count: Calls.
+        rate: Mutations a second.
+        count: Mutations.
         connection: Where answers come; waited on between calls.
-        send: Called with the index and with the time at which this call was due, ns of the
-            monotonic clock: latency counts from there, so that a sender who is held up does not
-            flatter whoever holds it up.
+        send: Called with the times at which the next mutations were due, ns of the monotonic clock:
+            latency counts from there, so that a sender who is held up does not flatter whoever
+            holds it up.
         receive: Called when there is something to receive.
+        together: How many of the mutations that are due go in one call at most.
 
     Returns:
-        How late each call was, in ns.
+        How late each mutation was, in ns.
     """
-    late = []
+    late: list[int] = []
     start = time.monotonic_ns() + _LEAD_NS
-    for index in range(count):
+    calls = 0
+    while len(late) < count:
+        index = len(late)
         due = start + int(index * 1e9 / rate)
         now = time.monotonic_ns()
-        if now >= due and index % _RECEIVE_EVERY == 0 and _readable(connection, 0):
+        if now >= due and calls % _RECEIVE_EVERY == 0 and _readable(connection, 0):
             receive()
         while now < due:
             if _readable(connection, (due - now) / 1e9):
                 receive()
             now = time.monotonic_ns()
-        late.append(now - due)
-        send(index, due)
+        end = min(count, index + together, max(index, int((now - start) * rate / 1e9)) + 1)
+        dues = [start + int(number * 1e9 / rate) for number in range(index, end)]
+        late += [now - due for due in dues]
+        calls += 1
+        send(dues)
     return late
 
 

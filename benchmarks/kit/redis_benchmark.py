@@ -7,6 +7,7 @@ import io
 import resource
 import subprocess
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
@@ -20,7 +21,7 @@ _TIMEOUT_S: Final = 300
 
 @attrs.frozen
 class Added:
-    """One run of `XADD`.
+    """One run of `XADD` or `SET`.
 
     Attributes:
         rate: Requests a second, by its own count.
@@ -44,12 +45,25 @@ def xadd(server: RedisServer, *, connections: int, pipeline: int, count: int) ->
         pipeline: Requests that it sends before it waits for their answers, on each connection.
         count: Entries in all.
     """
+    request = ("XADD", "s", "*", "__rand_int__", "v" * VALUE_BYTES)
+    return _run(server, connections, pipeline, count, request)
+
+
+def set_keys(server: RedisServer, *, connections: int, pipeline: int, count: int) -> Added:
+    """The same with `SET`: gives `count` random keys a value of 100 bytes each."""
+    request = ("SET", "__rand_int__", "v" * VALUE_BYTES)
+    return _run(server, connections, pipeline, count, request)
+
+
+def _run(
+    server: RedisServer, connections: int, pipeline: int, count: int, request: Sequence[str]
+) -> Added:
     server.flush()
     command = [
         program("redis-benchmark"),
         *("-h", HOST, "-p", str(server.port), "-c", str(connections), "-P", str(pipeline)),
         *("-n", str(count), "-r", str(KEYS), "--csv"),
-        *("XADD", "s", "*", "__rand_int__", "v" * VALUE_BYTES),
+        *request,
     ]
     server.clock.lap()
     used, begun = _children_s(), time.monotonic()
