@@ -30,6 +30,7 @@ from upr_server.engine import (
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
 from upr_server.storage.calls import FindFirstSnapshotEnd, FindItems, ReadChunks, StoreCall
+from upr_server.storage.online import partition_reader
 from upr_server.storage.online.backfill import BUDGET_SHARE, READ_BYTES_MIN, WAIT_FOR_DISK, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.partition_reader import PartitionReader
@@ -234,6 +235,29 @@ async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
         await reader.read()
         assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK, SnapshotKind.MEMORY], [300, 310])
         reader.close()
+
+
+async def test_a_stream_with_an_end_is_read_from_disk_where_memory_has_collapsed_it(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_reader, "EXCESS_MUTATIONS_MAX", 10)
+    async with a_partition() as (_, model):
+        for turn in range(12):
+            model.write(*items(turn * 10, 10))
+            await model.persist()
+        while model.partition.manager.collapse_step(1000):
+            pass
+        collapsed_end = model.partition.snapshots.entry_at(SeqNo(0)).end
+        assert collapsed_end >= 80
+        for stream_end, kind, end in (
+            (5, SnapshotKind.DISK, 10),
+            (11, SnapshotKind.DISK, 20),
+            (collapsed_end - 10, SnapshotKind.MEMORY, collapsed_end),
+        ):
+            reader = Reader(model, 0, stream_end)
+            await reader.read()
+            assert (reader.kinds, reader.ends) == ([kind], [end])
+            reader.close()
 
 
 async def test_a_backfill_with_an_end_is_safe_from_a_compaction_before_it_begins(
@@ -475,6 +499,8 @@ async def test_readers_see_what_the_model_says_whatever_happens(
     draw = Random(seed)
     if seed % 2:
         monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    if seed % 3:
+        monkeypatch.setattr(partition_reader, "EXCESS_MUTATIONS_MAX", 0)
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
     async with a_partition(store) as (_, model):
         readers = [Reader(model) for _ in range(3)]

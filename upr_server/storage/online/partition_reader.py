@@ -7,7 +7,8 @@ a queue that is bounded in bytes. When the queue has come to its end the cursor 
 cursor was dropped meanwhile, the same happens again from where the reader stands.
 
 A stream that has an end, and whose end the disk has, reads only up to the first snapshot end that
-is not below it. It needs no memory cursor.
+is not below it. It needs no memory cursor. Where collapsing has put many snapshots in memory into
+one, it reads from disk although memory has everything.
 
 A consumer notices nothing of this except the kind of its next snapshot.
 """
@@ -15,6 +16,7 @@ A consumer notices nothing of this except the kind of its next snapshot.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo
@@ -28,6 +30,10 @@ from upr_server.engine import (
 )
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
 from upr_server.storage.online.bucket_disk import BucketDisk
+
+EXCESS_MUTATIONS_MAX: Final = 4096
+"""A stream with an end is read from memory, if memory has it, unless that would hand on so many
+mutations behind the end, and more than before it. A read from disk costs about as much."""
 
 
 class PartitionReader:
@@ -98,8 +104,18 @@ class PartitionReader:
         would say so too, and register a cursor at the disk's end at once. Here that must wait: the
         end is fixed when the disk is read, in one step with the lease on the range.
         """
-        if self.seq >= self._partition.snapshots.oldest:
+        if self.seq >= self._partition.snapshots.oldest and not self._ends_earlier_on_disk():
             self._cursor = self._register(self.seq, self._end_at_least)
+
+    def _ends_earlier_on_disk(self) -> bool:
+        """Whether memory would hand on much more than the stream asks for, where the disk need not:
+        collapsing makes one snapshot of many, and the log keeps the end of each."""
+        snapshots = self._partition.snapshots
+        end = max(self._stream_end, self._end_at_least)
+        if not self.seq < end <= snapshots.persisted:
+            return False
+        excess = snapshots.entry_at(SeqNo(end - 1)).end - end
+        return excess > end - self.seq + EXCESS_MUTATIONS_MAX
 
     def _register(self, start: SeqNo, end_at_least: SeqNo = SeqNo(0)) -> Cursor:
         registration = self._partition.manager.register(
