@@ -108,7 +108,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.STATE_CHANGED: "reload the partition map, then open a new connection",
     Status.ROLLBACK_NEEDED: "reconnect and request the stream again; the reply names the ceiling",
     Status.BACKFILL_FAILED: "begin again; if it happens again, read the server's log",
-    Status.TOO_SLOW: "read faster, or ask for fewer partitions",
+    Status.TOO_SLOW: "read faster, ask for fewer partitions, and send frames without pauses",
     Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
     Status.SHUTTING_DOWN: "connect again after a pause, to this node or another",
     Status.BAD_MAGIC: "use the UPR protocol on this port",

@@ -237,6 +237,7 @@ async def _accepting(config: Config, server: Server, bound: BoundListeners) -> A
             nursery.start_soon(server.upkeep.collapse)
             nursery.start_soon(server.upkeep.free_memory)
             nursery.start_soon(server.upkeep.expire)
+            nursery.start_soon(server.connections.resources.frame_budget.run)
             nursery.start_soon(server.partition_maps.run)
             nursery.start_soon(MapExchange(server.partition_maps).run)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.

@@ -43,7 +43,7 @@ from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import Connection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
-from upr_server.net.frame_budget import FrameBudget
+from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.replication import MapExchange, PartitionMaps
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -314,27 +314,32 @@ async def test_a_store(autojump_clock: MockClock) -> None:
 
 # Connections.
 
-BUDGET: Final = tries(FrameBudget.acquire)
+BUDGET: Final = tries(FrameBudget.wait_for_turn, UnfinishedFrame.wait_for_turn, FrameBudget.run)
 
 
-async def test_room_for_large_frames(autojump_clock: MockClock) -> None:
+async def test_room_for_unfinished_frames(autojump_clock: MockClock) -> None:
     budget = FrameBudget(10)
 
     async def hold() -> None:
-        await budget.acquire(6)
+        frame = UnfinishedFrame(budget, "192.0.2.1", lambda reason: None)
+        frame.hold(6, trio.current_time(), is_new=True)
         try:
-            await trio.sleep(1)
+            await frame.wait_for_turn()
+            await trio.sleep(0.1)
         finally:
-            budget.release(6)
+            frame.release()
 
     async def work() -> None:
         async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(hold)
+            nursery.start_soon(budget.run)
+            async with trio.open_nursery() as holders:
+                for _ in range(3):
+                    holders.start_soon(hold)
+            nursery.cancel_scope.cancel()
 
     def look() -> None:
         assert budget.used == 0
-        assert not budget._acquire_lock.locked()
+        budget.check_invariants()
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
 

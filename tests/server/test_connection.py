@@ -73,10 +73,11 @@ from upr_protocol.wire import (
     StreamReply,
     decode,
 )
+from upr_protocol.wire.frame import pack_header
 from upr_server.app import Server
 from upr_server.config import Config
 from upr_server.net.credit import CREDIT_BYTES_MIN
-from upr_server.net.frame_budget import BUDGET_BYTES
+from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
 from upr_server.runtime import System
 from upr_server.storage.api import Store
 from upr_server.storage.simulated import SimulatedStore
@@ -648,15 +649,42 @@ async def test_a_peer_that_takes_nothing_is_dropped(
 async def test_a_peer_that_was_not_listened_to_is_not_called_silent(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Its large frame waits for others to end, five idle intervals long, and is not read."""
+    """Its frame waits while others take all memory for frames, five idle intervals long, and is not
+    read."""
     server = make_server()
+    budget = server.connections.resources.frame_budget
+    others = [UnfinishedFrame(budget, "", lambda reason: None) for _ in range(256)]
     async with connected(server, idle_interval_s=1) as peer:
         await peer.open()
-        await server.connections.resources.frame_budget.acquire(BUDGET_BYTES)
+        for other in others:
+            other.hold(BUDGET_BYTES // len(others), trio.current_time(), is_new=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.mutate, sets(b"k", value=bytes(2_000_000)))
             await trio.sleep(5)
-            server.connections.resources.frame_budget.release(BUDGET_BYTES)
+            assert budget.is_short
+            for other in others:
+                other.release()
+
+
+async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_for(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    server = make_server()
+    budget = server.connections.resources.frame_budget
+    async with connected(server, idle_interval_s=3600) as peer, trio.open_nursery() as nursery:
+        nursery.start_soon(budget.run)
+        await peer.open()
+        await peer.stream.send_all(pack_header(Mutate.opcode, 0, 0, 99, 1024 * 1024, 0))
+        await peer.stream.send_all(bytes(500_000))
+        await trio.testing.wait_all_tasks_blocked()
+        assert budget.used >= 500_000
+        began_at = trio.current_time()
+        error = await peer.hear(Error)
+        assert error.status == Status.TOO_SLOW
+        assert "524288 bytes" in error.sentence
+        assert trio.current_time() - began_at <= FRAME_TIMEOUT_S + 10
+        assert budget.used == 0
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

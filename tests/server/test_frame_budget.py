@@ -1,68 +1,229 @@
-"""The budget for large frames under way."""
+"""The budget for frames under way."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import pytest
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 
-from upr_server.net.frame_budget import FrameBudget, frame_timeout_s
+from upr_server.net.frame_budget import (
+    FRAME_BYTES_PER_S_MIN,
+    FRAME_TIMEOUT_S,
+    SHORT_BYTES_PER_S_MIN,
+    FrameBudget,
+    UnfinishedFrame,
+)
+
+ONE: Final = "192.0.2.1"
+OTHER: Final = "192.0.2.2"
+MIB: Final = 1024 * 1024
 
 
-async def test_takes_what_fits_at_once() -> None:
-    budget = FrameBudget(100)
-    await budget.acquire(60)
-    await budget.acquire(40)
-    assert budget.used == 100
+class _Frames:
+    """A budget, and frames of connections that note why they were dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self.budget = FrameBudget(limit)
+        self.dropped: dict[str, str] = {}
+
+    def begin(
+        self, name: str, nbytes: int, now: float = 0.0, address: str = ONE
+    ) -> UnfinishedFrame:
+        frame = UnfinishedFrame(
+            self.budget, address, lambda reason: self.dropped.update({name: reason})
+        )
+        frame.hold(nbytes, now, is_new=True)
+        return frame
+
+    def progress(self, frame: UnfinishedFrame, count: int, now: float) -> None:
+        frame.read(count, now)
+        frame.hold(frame.nbytes + count, now, is_new=False)
 
 
-async def test_waits_for_room_and_is_served_in_order(nursery: trio.Nursery) -> None:
-    budget = FrameBudget(100)
-    await budget.acquire(60)
-    served: list[int] = []
+def test_counts_what_frames_hold() -> None:
+    frames = _Frames(100)
+    first = frames.begin("first", 60)
+    second = frames.begin("second", 20)
+    frames.progress(first, 10, 1.0)
+    assert frames.budget.used == 90
+    first.hold(5, 2.0, is_new=True)
+    assert frames.budget.used == 25
+    second.release()
+    second.release()
+    assert frames.budget.used == 5
 
-    async def take(count: int) -> None:
-        await budget.acquire(count)
-        served.append(count)
 
-    nursery.start_soon(take, 70)
+def test_a_frame_that_stops_is_dropped_after_the_timeout_however_short_it_is() -> None:
+    frames = _Frames(100)
+    frames.begin("header", 8)
+    frames.budget.sweep(FRAME_TIMEOUT_S)
+    assert not frames.dropped
+    frames.budget.sweep(FRAME_TIMEOUT_S + 0.1)
+    assert frames.dropped.keys() == {"header"}
+    assert "8 bytes" in frames.dropped["header"]
+    assert (frames.budget.used, frames.budget.dropped) == (0, 1)
+
+
+def test_a_byte_now_and_then_does_not_keep_a_frame() -> None:
+    frames = _Frames(100)
+    trickle = frames.begin("trickle", 1)
+    for second in range(5, 35, 5):
+        frames.budget.sweep(second)
+        frames.progress(trickle, 1, second)
+    frames.budget.sweep(35)
+    assert frames.dropped.keys() == {"trickle"}
+
+
+def test_a_frame_that_keeps_the_slowest_rate_is_never_dropped() -> None:
+    frames = _Frames(1 << 30)
+    slow = frames.begin("slow", 1)
+    for second in range(1, 1000):
+        frames.progress(slow, FRAME_BYTES_PER_S_MIN, second)
+        frames.budget.sweep(second)
+    assert not frames.dropped
+
+
+def test_what_was_sent_quickly_buys_no_time_to_pause() -> None:
+    frames = _Frames(1 << 30)
+    burst = frames.begin("burst", 1)
+    frames.progress(burst, 30_000_000, 0.1)
+    frames.budget.sweep(FRAME_TIMEOUT_S + 0.2)
+    assert frames.dropped.keys() == {"burst"}
+
+
+def test_time_in_which_the_server_does_not_read_does_not_count() -> None:
+    frames = _Frames(100)
+    unread = frames.begin("unread", 8)
+    unread.read(8, 1.0)
+    frames.budget.sweep(1000.0)
+    unread.hold(16, 1000.0, is_new=False)
+    frames.budget.sweep(1000.0 + FRAME_TIMEOUT_S - 1.1)
+    assert not frames.dropped
+
+
+def test_another_frame_begins_without_the_lag_of_the_one_before() -> None:
+    frames = _Frames(100)
+    frame = frames.begin("frame", 8)
+    frame.read(8, 29.0)
+    frame.hold(8, 29.0, is_new=True)
+    frames.budget.sweep(50.0)
+    assert not frames.dropped
+
+
+def test_while_memory_is_short_the_frames_furthest_behind_go_until_it_is_not() -> None:
+    frames = _Frames(100)
+    frames.begin("stopped first", 40, 0.0)
+    frames.begin("stopped later", 40, 1.0)
+    busy = frames.begin("busy", 10, 2.0)
+    frames.budget.sweep(3.0)
+    assert not frames.dropped
+    frames.progress(busy, 20, 3.0)
+    assert frames.budget.is_short
+    frames.budget.sweep(3.0)
+    assert frames.dropped.keys() == {"stopped first"}
+
+
+def test_while_memory_is_short_a_trickle_is_not_enough() -> None:
+    frames = _Frames(4 * MIB)
+    trickle = frames.begin("trickle", 2, 0.0)
+    good = frames.begin("good", 4 * MIB, 0.0)
+    for step in range(1, 7):
+        frames.progress(trickle, 1, step * 0.1)
+        frames.progress(good, SHORT_BYTES_PER_S_MIN // 10 + 1, step * 0.1)
+        frames.budget.sweep(step * 0.1)
+        assert not frames.dropped or step == 6
+    assert frames.dropped.keys() == {"trickle"}
+    assert frames.budget.is_short
+
+
+def test_far_above_the_limit_the_frame_that_exceeds_its_share_most_goes() -> None:
+    frames = _Frames(100)
+    frames.begin("small", 20, address=ONE)
+    frames.begin("large", 80, address=ONE)
+    frames.begin("alone", 60, address=OTHER)
+    frames.budget.sweep(0.0)
+    assert frames.dropped.keys() == {"large"}
+    assert "short of memory" in frames.dropped["large"]
+
+
+def test_addresses_share_equally_and_then_their_connections() -> None:
+    frames = _Frames(120)
+    many = [frames.begin(f"{number}", 1, address=ONE) for number in range(6)]
+    alone = frames.begin("alone", 1, address=OTHER)
+    assert [frames.budget.share(frame) for frame in many] == [10] * 6
+    assert frames.budget.share(alone) == 60
+
+
+async def test_those_above_their_share_wait_and_the_first_goes_on(nursery: trio.Nursery) -> None:
+    frames = _Frames(100)
+    first = frames.begin("first", 70)
+    second = frames.begin("second", 60)
+    small = frames.begin("small", 10)
+    went_on: list[str] = []
+
+    async def wait(name: str, frame: UnfinishedFrame) -> None:
+        await frame.wait_for_turn()
+        went_on.append(name)
+
+    for name, frame in (("first", first), ("second", second), ("small", small)):
+        nursery.start_soon(wait, name, frame)
     await trio.testing.wait_all_tasks_blocked()
-    # It would fit, but it came later.
-    nursery.start_soon(take, 10)
+    assert sorted(went_on) == ["first", "small"]
+    first.hold(0, 1.0, is_new=True)
     await trio.testing.wait_all_tasks_blocked()
-    assert served == []
-    budget.release(60)
-    await trio.testing.wait_all_tasks_blocked()
-    assert served == [70, 10]
-    assert budget.used == 80
+    assert went_on[2:] == ["second"]
 
 
-async def test_a_frame_above_the_limit_is_let_in_alone() -> None:
-    budget = FrameBudget(100)
-    await budget.acquire(500)
+async def test_a_frame_that_is_dropped_while_it_waits_waits_no_more(nursery: trio.Nursery) -> None:
+    frames = _Frames(100)
+    frames.begin("first", 200)
+    second = frames.begin("second", 90)
+    nursery.start_soon(second.wait_for_turn)
+    await trio.testing.wait_all_tasks_blocked()
+    second.release()
+    with trio.fail_after(1):
+        await trio.testing.wait_all_tasks_blocked()
+    assert not nursery.child_tasks
+
+
+async def test_cancelled_while_it_waits_it_holds_what_it_did(nursery: trio.Nursery) -> None:
+    frames = _Frames(100)
+    frames.begin("first", 70)
+    second = frames.begin("second", 60)
     with pytest.raises(trio.TooSlowError), trio.fail_after(0):
-        await budget.acquire(1)
-    budget.release(500)
-    await budget.acquire(1)
+        await second.wait_for_turn()
+    assert frames.budget.used == 130
+    second.release()
+    assert frames.budget.used == 70
 
 
-async def test_cancelled_it_took_nothing_and_lets_the_next_pass(nursery: trio.Nursery) -> None:
-    budget = FrameBudget(100)
-    await budget.acquire(100)
-    scope = trio.CancelScope()
-
-    async def give_up() -> None:
-        with scope:
-            await budget.acquire(50)
-
-    nursery.start_soon(give_up)
-    await trio.testing.wait_all_tasks_blocked()
-    scope.cancel()
-    await trio.testing.wait_all_tasks_blocked()
-    assert budget.used == 100
-    budget.release(100)
-    await budget.acquire(100)
+async def test_it_looks_more_often_while_memory_is_short(
+    autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    frames = _Frames(100)
+    nursery.start_soon(frames.budget.run)
+    frames.begin("stopped", 60, trio.current_time())
+    await trio.sleep(1)
+    assert not frames.dropped
+    frames.begin("another", 60, trio.current_time())
+    await trio.sleep(0.2)
+    assert frames.dropped.keys() == {"stopped"}
+    await trio.sleep(FRAME_TIMEOUT_S + 10)
+    assert frames.dropped.keys() == {"stopped", "another"}
 
 
-def test_the_deadline_grows_with_the_frame() -> None:
-    assert frame_timeout_s(32 * 1024 * 1024) == 60 + 512
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), st.booleans()), max_size=40))
+def test_agrees_with_a_sum_over_all_frames(steps: list[tuple[int, int, bool]]) -> None:
+    frames = _Frames(100)
+    by_number = [frames.begin(f"{n}", 0, address=(ONE, OTHER)[n % 2]) for n in range(5)]
+    for now, (number, nbytes, is_new) in enumerate(steps):
+        by_number[number].read(1, now)
+        by_number[number].hold(nbytes, now, is_new=is_new)
+        frames.budget.check_invariants()
+        frames.budget.sweep(now)
+        frames.budget.check_invariants()
+        assert frames.budget.used <= 125

@@ -147,14 +147,21 @@ class Session(SessionContext):
                 yield message
 
     def fail(self, status: Status, sentence: str) -> None:
-        """Queues an `Error` and ends the session. Does nothing when it is over already."""
+        """Queues an `Error` and ends the session. What has arrived of a frame is forgotten at once:
+        the peer may be long in taking the error. Does nothing when the session is over already."""
         if self.state is not SessionState.CLOSED:
             self.send(Error(sentence[:_SENTENCE_MAX], ADVICE.get(status, ""), status=status))
+            self._frames.clear()
 
     @property
     def buffered(self) -> int:
         """Bytes received that are not yet a whole frame."""
         return self._frames.buffered
+
+    @property
+    def unfinished_frame_bytes(self) -> int:
+        """The memory that holds what has arrived of a frame that is not whole, in bytes."""
+        return self._frames.held_bytes
 
     @property
     def unfinished_body_bytes(self) -> int:

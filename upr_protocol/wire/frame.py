@@ -145,6 +145,13 @@ class FrameBuffer:
         return len(self._data) - self._offset + self._body_filled
 
     @property
+    def held_bytes(self) -> int:
+        """The memory that holds what is not yet a frame, in bytes: more than `buffered`, because a
+        body's memory is made before all of it has arrived."""
+        body = self._body
+        return len(self._data) - self._offset + (0 if body is None else len(body))
+
+    @property
     def unfinished_body_bytes(self) -> int:
         """The length of the body that has begun and not ended; 0 between bodies."""
         return self._header.length if self._header is not None else 0
@@ -193,6 +200,11 @@ class FrameBuffer:
             offset += count
         if self._body is not None:
             self._data, self._offset = data, offset
+
+    def clear(self) -> None:
+        """Forgets what has arrived. Nothing is to be received after that."""
+        self._header, self._body, self._body_filled = None, None, 0
+        self._data, self._offset = b"", 0
 
     def next_frame(self) -> tuple[Header, Buffer] | None:
         """The next frame, or None when more bytes are needed.

@@ -10,10 +10,10 @@ from upr_protocol.session import ServerSession
 
 REPLIES_BYTES_MAX: Final = 1024 * 1024
 """Answers that may wait for a peer to take them. Above it the next request waits, until the peer
-reads or the send deadline passes. This, queued requests (`QUEUED_REQUESTS_MAX`) and a large frame
-that waits for its turn (`frame_budget`) are the only cases in which a connection is not read. The
-acknowledgements and barriers of a peer that reads, keeps below that many requests for what is on
-disk, and sends no frame above 1 MiB, always get through."""
+reads or the send deadline passes. This, queued requests (`QUEUED_REQUESTS_MAX`) and an unfinished
+frame while memory for frames is short (`frame_budget`) are the only cases in which a connection is
+not read. The acknowledgements and barriers of a peer that reads, and keeps below that many requests
+for what is on disk, get through before the frames that it begins after them."""
 
 QUEUED_REQUESTS_MAX: Final = 16
 """Requests of one connection that may wait in queues (`partition_request_queue`), of all partitions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -17,7 +16,7 @@ from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.transport import SCRATCH_BYTES, read_some, write_now, write_rest
 from upr_protocol.wire import CloseStream, Error, Message
 from upr_server.engine import BucketError
-from upr_server.net.frame_budget import LARGE_FRAME_BYTES, frame_timeout_s
+from upr_server.net.frame_budget import UnfinishedFrame
 from upr_server.net.request_context import Handler, RequestContext
 from upr_server.net.resources import ServerResources
 
@@ -79,9 +78,10 @@ class Connection:
         self._unwritten: Sequence[Buffer] = ()
         """What the socket has not taken yet."""
         self._opened_at = trio.current_time()
-        self._frame_bytes = 0
-        """What the frame that is arriving has of the budget for large ones."""
-        self._frame_deadline = math.inf
+        self._frame = UnfinishedFrame(
+            resources.frame_budget, peer.rpartition(":")[0], self._drop_frame
+        )
+        """What is held of the frame that is arriving."""
         self._is_unread = False
         """Whether it is the server that does not read, though nothing is being written."""
         self._is_silent = False
@@ -117,7 +117,7 @@ class Connection:
                 await self._write()
                 nursery.cancel_scope.cancel()
         finally:
-            self._release_frame()
+            self._frame.release()
             self.context.close()
 
     async def _close_gracefully(self) -> None:
@@ -137,24 +137,17 @@ class Connection:
     async def _read(self, scope: trio.CancelScope) -> None:
         session = self.session
         while True:
-            count = await self._read_some()
-            if count is None:
-                session.fail(
-                    Status.TOO_SLOW,
-                    f"{session.unfinished_body_bytes} bytes take too long to arrive",
-                )
-                self.wake()
-                return
+            count = await read_some(self._stream, session, self._resources.scratch)
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
                 scope.cancel()
                 return
             self._bytes_in += count
             now = session.now
+            self._frame.read(count, now)
+            message = None
             try:
                 for message in session.events():
-                    # Whatever frame was under way has ended.
-                    self._release_frame()
                     steps = self._handle(message)
                     if steps is not None:
                         await self._finish_handling(message, steps)
@@ -175,17 +168,11 @@ class Connection:
             self._write_replies()
             if session.state is SessionState.CLOSED:
                 return
-            if session.unfinished_body_bytes > LARGE_FRAME_BYTES and not self._frame_bytes:
-                await self._reserve_frame(session.unfinished_body_bytes)
-
-    async def _read_some(self) -> int | None:
-        """How many bytes came; None when a large frame takes too long."""
-        scratch = self._resources.scratch
-        if self._frame_deadline == math.inf:
-            return await read_some(self._stream, self.session, scratch)
-        with trio.move_on_at(self._frame_deadline):
-            return await read_some(self._stream, self.session, scratch)
-        return None
+            held_bytes = session.unfinished_frame_bytes
+            if held_bytes or self._frame.nbytes:
+                self._frame.hold(held_bytes, trio.current_time(), is_new=message is not None)
+                if held_bytes and self._resources.frame_budget.is_short:
+                    await self._wait_for_frame_memory()
 
     def _write_replies(self) -> None:
         """Writes answers at once, where they are all there is to write; else leaves them to the
@@ -200,19 +187,20 @@ class Connection:
                 return
         self.wake()
 
-    async def _reserve_frame(self, length: int) -> None:
-        """Reserves memory for a large frame whose header has come, before more of it is read."""
+    async def _wait_for_frame_memory(self) -> None:
         self._is_unread = True
-        await self._resources.frame_budget.acquire(length)
+        await self._frame.wait_for_turn()
         self._is_unread = False
-        self._frame_bytes = length
-        self._frame_deadline = trio.current_time() + frame_timeout_s(length)
 
-    def _release_frame(self) -> None:
-        if self._frame_bytes:
-            self._resources.frame_budget.release(self._frame_bytes)
-            self._frame_bytes = 0
-            self._frame_deadline = math.inf
+    def _drop_frame(self, reason: str) -> None:
+        log.warning(
+            "unfinished frame dropped; closing connection",
+            peer=self.peer,
+            identity=self.session.client_identity,
+            reason=reason,
+        )
+        self.session.fail(Status.TOO_SLOW, reason)
+        self.wake()
 
     async def _wait_for_backlog(self) -> None:
         self._is_unread = True

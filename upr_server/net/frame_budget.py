@@ -1,57 +1,211 @@
-"""Memory for frames that have begun and not ended: one budget for all connections."""
+"""Memory for frames that have begun and not ended: one budget for all connections.
+
+What counts is the memory that a connection holds, not the length that a header announces. A peer
+that sends the header of a 32 MiB frame and falls silent takes nothing from others.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import trio
 
 from upr_protocol.concurrency import Notifier
 
-LARGE_FRAME_BYTES: Final = 1024 * 1024
-"""Frames up to this length are not counted: 10,000 connections in the middle of one are what the
-limit on connections is for."""
-
 BUDGET_BYTES: Final = 256 * 1024 * 1024
-"""Eight frames of the largest size. The next one waits, unread, for one of them to end."""
+"""Eight frames of the largest size. Above it memory is short: connections with more than their
+share are not read, and frames that make no progress are dropped."""
 
-FRAME_TIMEOUT_S: Final = 60.0
-FRAME_BYTES_PER_S_MIN: Final = 64 * 1024
-"""A large frame that comes more slowly than this, and takes longer than the timeout, is given up:
-it keeps others from their turn."""
+_HARD_FACTOR: Final = 1.25
+"""Above the budget times this, frames are dropped though they make progress."""
+
+FRAME_TIMEOUT_S: Final = 30.0
+"""How far a frame may fall behind the slowest rate. A frame that has begun and stops is dropped
+after this time, whatever idle interval its sender asked for."""
+
+FRAME_BYTES_PER_S_MIN: Final = 16 * 1024
+"""The slowest rate at which a frame may arrive: that of a bad mobile network."""
+
+SHORT_TIMEOUT_S: Final = 0.5
+"""The same while memory is short: longer than a lost packet takes to be sent again."""
+
+SHORT_BYTES_PER_S_MIN: Final = 1024 * 1024
+"""The same while memory is short: the largest frame then has about half a minute."""
+
+_SWEEP_S: Final = 10.0
+_SHORT_SWEEP_S: Final = 0.1
+"""How often frames are looked at: all of them, so not after each read. 10,000 take some 3 ms."""
 
 
-def frame_timeout_s(length: int) -> float:
-    """How long a large frame of `length` bytes may take to arrive."""
-    return FRAME_TIMEOUT_S + length / FRAME_BYTES_PER_S_MIN
+class UnfinishedFrame:
+    """What one connection holds of a frame that has begun and not ended.
+
+    Its *lag* is by how many seconds it is behind the slowest rate at which a frame may arrive. Only
+    time counts in which the server waits for the peer. What arrives makes up for lag; nobody can
+    be ahead, so a peer cannot send much at once and then pause for long.
+
+    Args:
+        budget: The budget.
+        address: The peer's address, without its port.
+        drop: Ends the connection, and releases what it holds; is told why.
+
+    Attributes:
+        address: See above.
+        drop: See above.
+        nbytes: Bytes of memory that the connection holds; 0 between frames.
+    """
+
+    __slots__ = ("_budget", "_is_reading", "_lag_s", "_since", "address", "drop", "nbytes")
+
+    def __init__(self, budget: FrameBudget, address: str, drop: Callable[[str], None]) -> None:
+        self.address = address
+        self.drop = drop
+        self.nbytes = 0
+        self._budget = budget
+        self._lag_s = 0.0
+        self._since = 0.0
+        self._is_reading = False
+
+    def read(self, count: int, now: float) -> None:
+        """`count` bytes came at `now`. What they mean is looked at next, and takes its time."""
+        if self.nbytes:
+            rate = SHORT_BYTES_PER_S_MIN if self._budget.is_short else FRAME_BYTES_PER_S_MIN
+            self._lag_s = max(0.0, self.lag_s(now) - count / rate)
+            self._is_reading = False
+
+    def hold(self, nbytes: int, now: float, *, is_new: bool) -> None:
+        """The connection holds so many bytes of a frame, and is read from `now` on.
+
+        Args:
+            nbytes: How many; 0 when no frame has begun.
+            now: The time.
+            is_new: Whether it is another frame than the one before.
+        """
+        if is_new:
+            self._lag_s = 0.0
+        self._since = now
+        self._is_reading = nbytes > 0
+        self._budget.change(self, nbytes, is_new=is_new)
+
+    async def wait_for_turn(self) -> None:
+        """Waits while memory is short and others come first. On cancellation it is as before."""
+        self._is_reading = False
+        await self._budget.wait_for_turn(self)
+        self._since = trio.current_time()
+        self._is_reading = True
+
+    def release(self) -> None:
+        """The connection holds nothing any more."""
+        self._is_reading = False
+        self._budget.change(self, 0, is_new=True)
+
+    def lag_s(self, now: float) -> float:
+        """By how many seconds it is behind."""
+        return self._lag_s + (now - self._since if self._is_reading else 0.0)
 
 
 class FrameBudget:
-    """Bytes that large frames under way may hold together; first come, first served.
+    """Bytes that frames under way may hold together.
+
+    While more are held than the limit, memory is short. Then
+
+    - a frame that falls behind is dropped, the one furthest behind first;
+    - a connection that holds more than its share is not read. Addresses have equal shares of the
+      limit, and the connections of an address have equal shares of that. The frame that began first
+      is read in any case, so that frames come to their ends.
 
     Args:
-        limit: How many.
+        limit: How many bytes.
+
+    Attributes:
+        used: Bytes that frames hold.
+        dropped: How many frames were dropped.
     """
 
     def __init__(self, limit: int = BUDGET_BYTES) -> None:
-        self._limit = limit
-        self._acquire_lock = trio.StrictFIFOLock()
-        self._freed = Notifier()
         self.used = 0
-        """Bytes acquired and not released."""
+        self.dropped = 0
+        self._limit = limit
+        self._hard_limit = int(limit * _HARD_FACTOR)
+        self._frames: dict[UnfinishedFrame, None] = {}
+        """Those that hold something, in the order in which they began."""
+        self._count_by_address: Counter[str] = Counter()
+        self._is_exceeded = Notifier()
+        """Notified when the limit, or the limit times `_HARD_FACTOR`, begins to be exceeded."""
+        self._changed = Notifier()
 
-    async def acquire(self, count: int) -> None:
-        """Takes `count` bytes, when it is this task's turn and there are as many.
+    @property
+    def is_short(self) -> bool:
+        """Whether more is held than the limit."""
+        return self.used > self._limit
 
-        On cancellation nothing was taken.
-        """
-        async with self._acquire_lock:
-            while self.used and self.used + count > self._limit:
-                await self._freed.wait()
-            self.used += count
+    def change(self, frame: UnfinishedFrame, nbytes: int, *, is_new: bool) -> None:
+        """`frame` holds `nbytes` from now on. O(1)."""
+        was_short, used_before = self.is_short, self.used
+        self.used += nbytes - frame.nbytes
+        if frame.nbytes and (is_new or not nbytes):
+            self._remove(frame)
+        frame.nbytes = nbytes
+        if nbytes and frame not in self._frames:
+            self._frames[frame] = None
+            self._count_by_address[frame.address] += 1
+        if was_short:
+            self._changed.notify()
+        if used_before <= self._limit < self.used or used_before <= self._hard_limit < self.used:
+            self._is_exceeded.notify()
 
-    def release(self, count: int) -> None:
-        """Releases `count` bytes."""
-        self.used -= count
-        assert self.used >= 0, "more was released than acquired"
-        self._freed.notify()
+    def _remove(self, frame: UnfinishedFrame) -> None:
+        del self._frames[frame]
+        self._count_by_address[frame.address] -= 1
+        if not self._count_by_address[frame.address]:
+            del self._count_by_address[frame.address]
+
+    def share(self, frame: UnfinishedFrame) -> int:
+        """How many bytes `frame` may hold while memory is short, and still be read. O(1)."""
+        return self._limit // len(self._count_by_address) // self._count_by_address[frame.address]
+
+    async def wait_for_turn(self, frame: UnfinishedFrame) -> None:
+        """Waits while memory is short and `frame`, which holds something, has more than its share
+        and is not the first."""
+        while self.is_short and frame.nbytes and frame is not next(iter(self._frames)):
+            if frame.nbytes <= self.share(frame):
+                return
+            await self._changed.wait()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when a rule of this class does not hold. O(n)."""
+        assert all(frame.nbytes for frame in self._frames)
+        assert self.used == sum(frame.nbytes for frame in self._frames)
+        assert self._count_by_address == Counter(frame.address for frame in self._frames)
+
+    async def run(self) -> None:
+        """Drops frames that fall behind, until cancelled."""
+        while True:
+            with trio.move_on_after(_SHORT_SWEEP_S if self.is_short else _SWEEP_S):
+                await self._is_exceeded.wait()
+            self.sweep(trio.current_time())
+
+    def sweep(self, now: float) -> None:
+        """Drops the frames that are too far behind at `now`. O(n log n) for n frames."""
+        frames = sorted(self._frames, key=lambda frame: frame.lag_s(now), reverse=True)
+        for frame in frames:
+            if frame.lag_s(now) > (SHORT_TIMEOUT_S if self.is_short else FRAME_TIMEOUT_S):
+                self._drop(frame, "the rest takes too long to arrive")
+        if self.used <= self._hard_limit:
+            return
+        for frame in sorted(self._frames, key=self._excess, reverse=True):
+            self._drop(frame, "the server is short of memory for frames")
+            if not self.is_short:
+                return
+
+    def _excess(self, frame: UnfinishedFrame) -> float:
+        """How many times its share a frame holds."""
+        return frame.nbytes / self.share(frame) if self.share(frame) else math.inf
+
+    def _drop(self, frame: UnfinishedFrame, reason: str) -> None:
+        self.dropped += 1
+        frame.drop(f"an unfinished frame takes {frame.nbytes} bytes of memory, and {reason}")
+        frame.release()

@@ -161,6 +161,7 @@ class ConnectionServer:
                 "connections": len(self.connections),
                 "connections_refused": self._refused,
                 "frame_bytes_under_way": resources.frame_budget.used,
+                "frames_dropped": resources.frame_budget.dropped,
             },
             "buckets": {
                 bucket.name: {**bucket.statistics(), **catalog.disks[bucket].statistics()}
