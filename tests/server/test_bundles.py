@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 
 import pytest
 import trio
@@ -22,8 +23,9 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Bundle, Chunk, Mutation, Run, plain_chunk
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
-from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, RunResult, Stats, StatsReply
-from upr_server.net.handlers.publishing import SLICE_ROWS
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
+from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, RunResult
+from upr_server.net.handlers.publishing import RUN_COST, SLICE_COST
 from upr_server.net.replies import OrderedReply
 from upr_server.storage.calls import FindItems
 from upr_server.storage.simulated import SimulatedStore
@@ -125,33 +127,33 @@ async def test_nothing_of_an_answered_bundle_waits_for_a_garbage_collection() ->
             gc.enable()
 
 
-async def test_a_bundle_of_many_rows_lets_others_have_their_turn() -> None:
+async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
     """Between its slices; and nothing else of its own peer is handled before it is done."""
-    async with (
-        serving(SimulatedStore(), 64) as server,
-        speaking(server) as publisher,
-        speaking(server) as other,
-    ):
-        rows = SLICE_ROWS // 2
+    runs = 512
+    rows = BUNDLE_MUTATIONS_MAX // runs
+    async with serving(SimulatedStore(), runs) as server, speaking(server) as publisher:
         keys = [b"%d" % number for number in range(rows)]
         chunk = plain_chunk(keys, [b"v"] * rows)
-        parts = [(PartitionId(number), chunk) for number in range(64)]
+        parts = [(PartitionId(number), chunk) for number in range(runs)]
         partitions = server.catalog.bucket("b").partitions
-        # What the bucket had taken in when the other connection was answered.
-        seen: list[int] = []
+        # What the bucket had taken in at each turn of another task.
+        totals = [0]
 
-        async def ask() -> None:
-            while not seen or seen[-1] < 64 * rows:
-                await other.say(Stats("", opaque=other.opaque()))
-                await other.hear(StatsReply)
-                seen.append(sum(partition.high_seq for partition in partitions))
+        async def watch() -> None:
+            while totals[-1] < BUNDLE_MUTATIONS_MAX:
+                await trio.lowlevel.checkpoint()
+                totals.append(sum(partition.high_seq for partition in partitions))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
+            nursery.start_soon(watch)
             opaque = await say(publisher, bundle_of(*parts))
-            await publisher.say(Get((b"0",), partition=PartitionId(63), opaque=publisher.opaque()))
-        assert len([total for total in seen if 0 < total < 64 * rows]) > 3, seen
+            await publisher.say(
+                Get((b"0",), partition=PartitionId(runs - 1), opaque=publisher.opaque())
+            )
+        slice_rows = rows * -(-SLICE_COST // (RUN_COST + rows))
+        # Each task runs once in each step of the loop, in any order: twice in a row at most.
+        assert max(after - before for before, after in pairwise(totals)) <= 2 * slice_rows
         reply = await answer_to(publisher, opaque)
         assert isinstance(reply, MutateReply)
-        assert [run.last_seq for run in reply.runs] == [rows] * 64
+        assert [run.last_seq for run in reply.runs] == [rows] * runs
         assert (await publisher.hear(GetReply)).chunk.value(0) == b"v"

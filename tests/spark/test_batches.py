@@ -23,6 +23,7 @@ from upr_protocol.client.core.unanswered_batches import IN_FLIGHT_DEFAULT
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_protocol.spark.batches import (
     COUNTERS_MAX,
     ENCODED_ROW_BYTES,
@@ -204,8 +205,9 @@ def test_chunks_that_expect_a_cas_are_short() -> None:
     assert sizes(sets, cas=[0] * (FALLIBLE_MAX + 1)) == {0: [FALLIBLE_MAX + 1]}
 
 
-def test_chunks_that_cannot_fail_are_as_long_as_they_were() -> None:
-    assert sizes([Operation.SET, Operation.DELETE] * 10_000) == {0: [20_000]}
+def test_chunks_that_cannot_fail_are_as_long_as_a_bundle_may_be() -> None:
+    rows = sizes([Operation.SET, Operation.DELETE] * BUNDLE_MUTATIONS_MAX)
+    assert rows == {0: [BUNDLE_MUTATIONS_MAX] * 2}
 
 
 def worst_answer(*, counted: int = 0, failed: int = 0) -> int:

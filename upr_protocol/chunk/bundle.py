@@ -13,7 +13,7 @@ from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import encode_columns
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_protocol.limits import BUNDLE_RUNS_MAX
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
 
 
 class Run(NamedTuple):
@@ -52,8 +52,8 @@ class Bundle:
         bounds: Where each run begins in the chunk, and where the last ends.
 
     Raises:
-        ChunkError: There is no run or there are too many, a run has no rows, the runs' rows are not
-            those of the chunk, or the partitions do not rise.
+        ChunkError: There is no run or there are too many, a run has no rows, there are too many
+            rows, the runs' rows are not those of the chunk, or the partitions do not rise.
     """
 
     __slots__ = ("bounds", "chunk", "runs")
@@ -66,6 +66,10 @@ class Bundle:
         bounds = tuple(accumulate(counts, initial=0))
         if min(counts) < 1:
             raise ChunkError("a run of a bundle has no rows")
+        if bounds[-1] > BUNDLE_MUTATIONS_MAX:
+            raise ChunkError(
+                f"a bundle has at most {BUNDLE_MUTATIONS_MAX} mutations, not {bounds[-1]}"
+            )
         if bounds[-1] != chunk.count:
             raise ChunkError(
                 f"the runs of a bundle have {bounds[-1]} rows, and its chunk has {chunk.count}"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from upr_protocol.chunk import Chunk, encoded_bytes, published_chunk
 from upr_protocol.hashing import partitions_of
 from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 
 ENCODED_ROW_BYTES: Final = encoded_bytes(8, 0, 0) // 8 + 1
 """What a row takes in a chunk beside its key and value, about."""
@@ -122,7 +123,7 @@ def _rows_max(operations: NDArray[np.uint8], cas: NDArray[np.uint64]) -> int:
         return COUNTERS_MAX
     if cas.any() or not np.isin(operations, _CANNOT_FAIL).all():
         return FALLIBLE_MAX
-    return len(operations)
+    return BUNDLE_MUTATIONS_MAX
 
 
 def _sizes(column: pa.Array) -> NDArray[np.int64]:

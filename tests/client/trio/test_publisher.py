@@ -18,6 +18,7 @@ from upr_protocol.chunk import plain_chunk
 from upr_protocol.client import Failure, PublishError, WriterIdentity, connect, publisher
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_protocol.wire import Message, Mutate
 
 URL = "upr://fake/b"
@@ -403,7 +404,7 @@ async def test_a_refusal_and_a_lost_connection_together(
     assert server.contents() == {b"n": b"200", b"k": b"199"}
 
 
-async def test_a_chunk_of_an_unknown_partition_or_longer_than_a_frame_is_not_added(
+async def test_a_chunk_of_an_unknown_partition_or_longer_than_allowed_is_not_added(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
@@ -413,6 +414,10 @@ async def test_a_chunk_of_an_unknown_partition_or_longer_than_a_frame_is_not_add
         half = bytes(17 * 1024 * 1024)
         with pytest.raises(ServerError) as caught:
             await sink.publish(PartitionId(0), plain_chunk([b"a", b"b"], [half, half]))
+        assert caught.value.status is Status.TOO_LARGE
+        keys = [b"a"] * (BUNDLE_MUTATIONS_MAX + 1)
+        with pytest.raises(ServerError, match="4097 operations, the limit is 4096") as caught:
+            await sink.publish(PartitionId(0), plain_chunk(keys, keys))
         assert caught.value.status is Status.TOO_LARGE
         await sink.publish(PartitionId(0), plain_chunk([b"a"], [b"1"]))
     assert sink.statistics().batches == 1

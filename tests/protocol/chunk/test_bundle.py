@@ -10,7 +10,7 @@ from tests.protocol.strategies import U32, U64, bundles, mutations
 from upr_protocol.chunk import Bundle, Chunk, ChunkBuilder, Mutation, Run, plain_chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PARTITIONS_END, PartitionId
-from upr_protocol.limits import BUNDLE_RUNS_MAX
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
 
 ROWS = st.lists(mutations(stored=False), min_size=1, max_size=6)
 RUNS = st.dictionaries(st.integers(0, PARTITIONS_END - 1), ROWS, min_size=1, max_size=5)
@@ -84,6 +84,8 @@ def test_the_largest_number_of_runs_is_allowed() -> None:
         ([run_of(number, 1) for number in range(BUNDLE_RUNS_MAX + 1)], 1025, "not 1025"),
         ([run_of(1, 0)], 0, "no rows"),
         ([run_of(1, 2), run_of(2, 0)], 2, "no rows"),
+        ([run_of(1, BUNDLE_MUTATIONS_MAX + 1)], 4097, "at most 4096 mutations, not 4097"),
+        ([run_of(1, 4000), run_of(2, 97)], 4097, "at most 4096 mutations, not 4097"),
         ([run_of(1, 2)], 3, "have 2 rows, and its chunk has 3"),
         ([run_of(1, 2), run_of(2, 2)], 3, "have 4 rows, and its chunk has 3"),
         ([run_of(2, 1), run_of(1, 1)], 2, "order of their partitions"),

@@ -10,7 +10,7 @@ from upr_protocol.chunk import Buffer, Chunk, ChunkBuilder
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Operation, PartitionId
-from upr_protocol.limits import CHUNK_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 BATCH_MUTATIONS: Final = 1_024
 """With more operations, what a bundle costs beside them hardly matters."""
@@ -37,7 +37,7 @@ class BatchLimits:
 
     mutations: int = attrs.field(
         default=BATCH_MUTATIONS,
-        validator=[attrs.validators.ge(1), attrs.validators.le(CHUNK_MUTATIONS_MAX)],
+        validator=[attrs.validators.ge(1), attrs.validators.le(BUNDLE_MUTATIONS_MAX)],
     )
     nbytes: int = attrs.field(default=BATCH_BYTES, validator=attrs.validators.le(BATCH_BYTES_LIMIT))
     linger_s: float = 0.005

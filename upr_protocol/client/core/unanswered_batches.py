@@ -35,7 +35,7 @@ from upr_protocol.client.core.retry import Backoff, is_retryable
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
-from upr_protocol.limits import FRAME_BODY_BYTES_MAX, REQUESTS_OPEN_MAX
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, FRAME_BODY_BYTES_MAX, REQUESTS_OPEN_MAX
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import Message, Mutate, MutateReply, Refusal
 
@@ -254,7 +254,8 @@ class UnansweredBatches:
         """Adds a batch; `NodeBatches.send` sends it. O(1).
 
         Raises:
-            ServerError: The chunk is empty, or longer than a frame; nothing was added.
+            ServerError: The chunk is empty, longer than a frame, or has more operations than a
+                bundle may have; nothing was added.
         """
         if not chunk.count:
             raise ServerError(Status.BAD_ARGUMENT, "the batch has no operations")
@@ -262,6 +263,12 @@ class UnansweredBatches:
             raise ServerError(
                 Status.TOO_LARGE,
                 f"the batch has {chunk.nbytes} bytes, the limit is {CHUNK_BYTES_MAX}: split it",
+            )
+        if chunk.count > BUNDLE_MUTATIONS_MAX:
+            raise ServerError(
+                Status.TOO_LARGE,
+                f"the batch has {chunk.count} operations, the limit is {BUNDLE_MUTATIONS_MAX}: "
+                "split it",
             )
         chained = self.writer.next_chain(partition, chunk)
         counter = self.writer.next_counter(partition)

@@ -213,7 +213,7 @@ class Publisher:
 
         Args:
             partition: The partition of every key in it.
-            chunk: The operations; at most 32 MiB with its frame.
+            chunk: The operations: at most 4,096, and 32 MiB with their frame.
             on_answer: Called once it is answered.
 
         Raises:

@@ -31,8 +31,8 @@ from upr_server.net.replies import (
 )
 from upr_server.net.request_context import RequestContext, not_active_error
 
-SLICE_ROWS: Final = 4096
-"""Rows applied before others have their turn: at about 0.5 µs each, 2 ms."""
+SLICE_COST: Final = 4096
+"""What is done before others have their turn, in plain rows: at about 0.5 µs each, 2 ms."""
 
 RUN_COST: Final = 48
 """What a run costs beside its rows, in plain rows."""
@@ -126,7 +126,7 @@ class _BundleRequest(OrderedReply):
             order.add(self)
         rows = 0
         for index, batch in enumerate(self._batches):
-            if rows >= SLICE_ROWS:
+            if rows >= SLICE_COST:
                 yield
                 rows = 0
             self._start(index)
