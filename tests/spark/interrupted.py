@@ -20,8 +20,9 @@ from pyspark.sql.types import StructType
 from tests.spark.conftest import SPARK_OPTIONS
 from upr_protocol.client import BlockingClient
 from upr_protocol.spark import UprDataSource
+from upr_protocol.spark.publication import WriteCounts
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
-from upr_protocol.spark.writer import BatchWriter, WriteCounts
+from upr_protocol.spark.writer import BatchWriter
 
 ROWS = 20_000
 GO_PORT = "upr.test.port"

@@ -18,11 +18,12 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.session import ServerSession
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
+from upr_protocol.spark.publication import writer_id
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.slices import ReadTask, Slice
 from upr_protocol.spark.write_options import WriteOptions
-from upr_protocol.spark.writer import WriteTask, writer_id
+from upr_protocol.spark.writer import WriteTask
 
 PAIR = types.StructType(
     [types.StructField(name, types.StringType()) for name in ("key", "value")],

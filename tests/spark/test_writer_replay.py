@@ -23,8 +23,9 @@ from upr_protocol.client.operator import (
     wait_caught_up,
 )
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.publication import WriteCounts, attempt_of, writer_id
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
-from upr_protocol.spark.writer import WriteCounts, WriteTask, attempt_of, writer_id
+from upr_protocol.spark.writer import WriteTask
 
 NewBucket = Callable[..., str]
 
@@ -65,7 +66,7 @@ def test_what_is_too_old_to_tell_is_passed_over(new_bucket: NewBucket) -> None:
 def test_what_is_too_old_to_tell_is_vouched_for_by_what_is_not(new_bucket: NewBucket) -> None:
     url = new_bucket(1)
     run(url, 1)
-    with pytest.raises(PipelineError, match=r"UPR_REPLAY_DIFFERS.*is another than"):
+    with pytest.raises(PipelineError, match=r"UPR_REPLAY_DIFFERS.*differs from"):
         run(url, 2, value="w")
     with pytest.raises(PipelineError, match=r"UPR_REPLAY_DIFFERS.*fewer rows"):
         run(url, 3, 10)

@@ -30,7 +30,9 @@ connection was lost, ends the write if its answer is not there any more."""
 FALLIBLE_MAX: Final = 4000
 """Rows of a chunk without counters that can fail one by one: 2 bytes for each that does."""
 
-_COUNT: Final = (Operation.INCREMENT, Operation.DECREMENT)
+COUNTERS: Final = (Operation.INCREMENT, Operation.DECREMENT)
+"""Operations whose second effect is not that of the first."""
+
 _CANNOT_FAIL: Final = (Operation.SET, Operation.DELETE)
 
 Column = tuple[NDArray[np.int64], NDArray[np.uint8]]
@@ -87,43 +89,81 @@ def chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId,
         rows: Rows as `rows.encode` gives them.
         partitions: How many partitions the bucket has.
     """
-    homes = partitions_of(*_octets(rows.column("key")), partitions)
-    if partitions > 1:
-        order = np.argsort(homes, kind="stable")
-        rows = rows.take(pa.array(order))
-    counts = np.bincount(homes, minlength=partitions)
-    ends = np.cumsum(counts).tolist()
-    keys, values = _octets(rows.column("key")), _octets(rows.column("value"))
-    operations = rows.column("op").to_numpy()
-    others = {
-        argument: rows.column(name).to_numpy()
-        for argument, name in (("cas", "cas"), ("flags", "flags"), ("expiries", "expiry"))
-        if name in rows.schema.names
-    }
-    for partition in np.flatnonzero(counts).tolist():
-        end = ends[partition]
-        begin = end - int(counts[partition])
-        rows_max = _rows_max(operations[begin:end], others.get("cas", operations[:0])[begin:end])
-        for first in range(begin, end, rows_max):
-            last = min(first + rows_max, end)
-            yield (
-                PartitionId(partition),
-                published_chunk(
-                    *_slice(keys, first, last),
-                    *_slice(values, first, last),
-                    operations[first:last].data,
-                    **{argument: column[first:last].data for argument, column in others.items()},
-                ),
-            )
+    ordered = SortedRows(rows, partitions)
+    for partition in ordered.partitions():
+        for bound in ordered.bounds(partition):
+            yield partition, ordered.chunk(*bound)
 
 
-def _rows_max(operations: NDArray[np.uint8], cas: NDArray[np.uint64]) -> int:
-    """How many of a partition's rows a chunk may have."""
-    if np.isin(operations, _COUNT).any():
-        return COUNTERS_MAX
-    if cas.any() or not np.isin(operations, _CANNOT_FAIL).all():
-        return FALLIBLE_MAX
-    return BUNDLE_MUTATIONS_MAX
+class SortedRows:
+    """Rows sorted by partition, from which chunks are cut. The rows of a partition stay in order.
+
+    Args:
+        rows: Rows as `rows.encode` gives them.
+        partitions: How many partitions the bucket has.
+    """
+
+    def __init__(self, rows: pa.RecordBatch, partitions: int) -> None:
+        homes = partitions_of(*_octets(rows.column("key")), partitions)
+        if partitions > 1:
+            order = np.argsort(homes, kind="stable")
+            rows = rows.take(pa.array(order))
+        self._counts = np.bincount(homes, minlength=partitions)
+        self._ends = np.cumsum(self._counts)
+        self._keys, self._values = _octets(rows.column("key")), _octets(rows.column("value"))
+        self._operations = rows.column("op").to_numpy()
+        self._others = {
+            argument: rows.column(name).to_numpy()
+            for argument, name in (("cas", "cas"), ("flags", "flags"), ("expiries", "expiry"))
+            if name in rows.schema.names
+        }
+
+    def partitions(self) -> list[PartitionId]:
+        """The partitions that have rows."""
+        return [PartitionId(partition) for partition in np.flatnonzero(self._counts).tolist()]
+
+    def bounds(self, partition: PartitionId, bytes_max: int = 0) -> Iterator[tuple[int, int]]:
+        """Where the chunks of a partition begin and end, among all rows.
+
+        Args:
+            partition: The partition.
+            bytes_max: What a chunk of several rows may have; 0 for any number.
+        """
+        end = int(self._ends[partition])
+        begin = end - int(self._counts[partition])
+        rows_max = self._rows_max(begin, end)
+        while begin < end:
+            last = min(begin + rows_max, end)
+            if bytes_max:
+                room = bytes_max - ENCODED_ROW_BYTES * (last - begin)
+                last = max(begin + 1, min(last, self._within(begin, last, room)))
+            yield begin, last
+            begin = last
+
+    def _rows_max(self, begin: int, end: int) -> int:
+        """How many of these rows a chunk may have."""
+        operations = self._operations[begin:end]
+        if np.isin(operations, COUNTERS).any():
+            return COUNTERS_MAX
+        cas = self._others.get("cas", self._operations[:0])[begin:end]
+        if cas.any() or not np.isin(operations, _CANNOT_FAIL).all():
+            return FALLIBLE_MAX
+        return BUNDLE_MUTATIONS_MAX
+
+    def _within(self, begin: int, end: int, room: int) -> int:
+        """Where so many bytes of keys and values end that begin at a row."""
+        (key_offsets, _), (value_offsets, _) = self._keys, self._values
+        nbytes = key_offsets[begin : end + 1] + value_offsets[begin : end + 1]
+        return begin + int(np.searchsorted(nbytes, nbytes[0] + room, side="right")) - 1
+
+    def chunk(self, first: int, end: int) -> Chunk:
+        """The published chunk of some rows."""
+        return published_chunk(
+            *_slice(self._keys, first, end),
+            *_slice(self._values, first, end),
+            self._operations[first:end].data,
+            **{argument: column[first:end].data for argument, column in self._others.items()},
+        )
 
 
 def _sizes(column: pa.Array) -> NDArray[np.int64]:

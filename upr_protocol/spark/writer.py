@@ -18,18 +18,17 @@ tasks that it heard of last in each partition: what is run again after more of t
 
 There is a chain for each of the bucket's partitions: rows that the second run lacks are noticed in
 those partitions that it writes to, and in no other.
+
+A batch of a stream may also run again in other tasks. Rows whose second effect would count are
+therefore published by the driver: `prepared_rows`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -40,59 +39,23 @@ from pyspark.sql.datasource import (
 )
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.client import BlockingClient, WriterIdentity
-from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.unanswered_batches import Batch
+from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
-from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status
-from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.ids import PartitionId
 from upr_protocol.spark.batches import Gathering, chunks
-from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.options import idle_interval_s
+from upr_protocol.spark.prepared_rows import PreparedRows, RowSpool, commit_rows
+from upr_protocol.spark.publication import (
+    Publication,
+    WriteCounts,
+    attempt_of,
+    rows_refused,
+    writer_id,
+)
 from upr_protocol.spark.rows import RejectedRow, encode
 from upr_protocol.spark.write_options import WriteOptions
 
-EXAMPLES_MAX: Final = 5
-"""Rows that an error names."""
-
-EXAMPLE_BYTES_MAX: Final = 60
-"""Of each of them."""
-
-WRITE_BUFFER_BYTES: Final = 16 * 1024 * 1024
-"""What a task has on its way."""
-
-_CANNOT_FAIL: Final = bytes((Operation.SET, Operation.DELETE))
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WriteCounts(WriterCommitMessage):
-    """What a task, or all of them, wrote.
-
-    Attributes:
-        rows: Rows that were written, or were done already.
-        failed: Rows that were refused, and are among the dead letters.
-        nbytes: What was sent, without what was sent again.
-    """
-
-    rows: int = 0
-    failed: int = 0
-    nbytes: int = 0
-
-    @classmethod
-    def sum(cls, messages: Iterable[WriterCommitMessage | None]) -> WriteCounts:
-        """All of them together."""
-        counts = [message for message in messages if isinstance(message, WriteCounts)]
-        return cls(
-            sum(message.rows for message in counts),
-            sum(message.failed for message in counts),
-            sum(message.nbytes for message in counts),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows written, {self.failed} refused, {self.nbytes} bytes"
 
 
 class WriteTask:
@@ -106,171 +69,82 @@ class WriteTask:
 
     def __init__(self, options: WriteOptions, writer_id: bytes, attempt: int) -> None:
         self._options = options
-        self._writer = WriterIdentity.of_task(writer_id, attempt)
-        self._letters = None
-        if options.dead_letter_path is not None:
-            self._letters = DeadLetters(options.dead_letter_path, writer_id.hex(), attempt)
-        self._rows = self._failed = self._nbytes = 0
-        # Partitions whose newest answer is that the batch is too old to tell.
-        self._not_vouched: set[PartitionId] = set()
+        self._writer_id = writer_id
+        self._attempt = attempt
 
     def write(self, rows: Iterator[pa.RecordBatch]) -> WriteCounts:
-        """Writes all rows.
+        """Publishes all rows.
 
         Raises:
             PipelineError: It cannot go on. What was written stays.
         """
-        options = self._options
-        client = BlockingClient(
-            options.address,
-            identity="upr:spark-writer",
-            retry_timeout_s=options.timeout_s,
-            idle_interval_s=idle_interval_s(options.timeout_s),
-            # While the server lives and is only short of memory, it is waited for.
-            credit_timeout_s=math.inf,
-            durability=options.durability,
-            copies=options.copies,
-        )
-        try:
-            client.connect()
-            batches = self._batches(rows, client.partition_count)
-            client.publish_each(
-                batches, self._answered, writer=self._writer, buffer_bytes=WRITE_BUFFER_BYTES
-            )
-            if self._not_vouched:
-                raise _differs("the task has fewer rows than when it was run before")
-            if self._letters is not None:
-                self._letters.finish()
-        except BrokenError as error:
-            raise PipelineError(
-                "UPR_UNREACHABLE",
-                f"{error}; the server was waited for for {options.timeout_s} s "
-                "(timeoutSeconds). Run the write again when it is there",
-            ) from error
-        except ServerError as error:
-            raise PipelineError("UPR_REFUSED", str(error)) from error
-        finally:
-            client.close()
-            if self._letters is not None:
-                self._letters.abandon()
-        return WriteCounts(self._rows, self._failed, self._nbytes)
+        with Publication(self._options, self._writer_id, self._attempt) as publication:
+            self._publish_rows(publication, _encoded(rows, self._options, publication.refuse))
+            return publication.finish()
+
+    def write_or_prepare(
+        self, rows: Iterator[pa.RecordBatch], query: str
+    ) -> WriteCounts | PreparedRows:
+        """Publishes all rows, but prepares those of keys with increments or decrements.
+
+        Args:
+            rows: The rows of the task.
+            query: The ID of the stream's query.
+
+        Raises:
+            PipelineError: It cannot go on. What was written stays.
+        """
+        if self._options.operation is not None:
+            return self.write(rows)
+        rejected: list[RejectedRow] = []
+        with RowSpool() as spool:
+            for encoded in _encoded(rows, self._options, self._rejecting(rejected)):
+                spool.add(encoded)
+            if not spool.has_counters:
+                return self._publish(rejected, spool.others())
+            prepared = spool.counters()
+            written = self._publish([], spool.others())
+            return PreparedRows(query, prepared, tuple(rejected), written)
+
+    def _rejecting(self, rejected: list[RejectedRow]) -> Callable[[list[RejectedRow]], None]:
+        def reject(bad: list[RejectedRow]) -> None:
+            if bad and self._options.dead_letter_path is None:
+                raise rows_refused(bad, 0)
+            rejected.extend(bad)
+
+        return reject
+
+    def _publish(self, rejected: list[RejectedRow], rows: Iterator[pa.RecordBatch]) -> WriteCounts:
+        with Publication(self._options, self._writer_id, self._attempt) as publication:
+            publication.refuse(rejected)
+            self._publish_rows(publication, rows)
+            return publication.finish()
+
+    def _publish_rows(self, publication: Publication, rows: Iterable[pa.RecordBatch]) -> None:
+        partitions = publication.connect()
+        writer = WriterIdentity.of_task(self._writer_id, self._attempt)
+        publication.publish(self._batches(rows, partitions), writer)
 
     def _batches(
-        self, rows: Iterator[pa.RecordBatch], partitions: int
+        self, rows: Iterable[pa.RecordBatch], partitions: int
     ) -> Iterator[tuple[PartitionId, Chunk]]:
         gathering = Gathering(self._options.batch_bytes)
-        for batch in rows:
-            encoded, bad = encode(batch, self._options)
-            self._refuse(bad)
+        for encoded in rows:
             for enough in gathering.add(encoded):
                 yield from chunks(enough, partitions)
         for rest in gathering.finish():
             yield from chunks(rest, partitions)
 
-    def _answered(self, batch: Batch) -> None:
-        chunk = batch.chunk
-        self._nbytes += chunk.nbytes
-        if batch.refusal is Status.TOKEN_TOO_OLD and _cannot_fail(chunk):
-            self._not_vouched.add(batch.partition)
-            self._rows += chunk.count
-            return
-        if batch.refusal is not None:
-            raise _refused(batch, batch.refusal)
-        self._not_vouched.discard(batch.partition)
-        assert batch.result is not None
-        bad = [
-            _rejected_row(chunk, index, status_of(status))
-            for index, status in batch.result.failures
-            # What was to be deleted and is not there is as it should be.
-            if status != Status.NOT_FOUND or chunk.operations[index] != Operation.DELETE
-        ]
-        self._rows += chunk.count - len(bad)
-        self._refuse(bad)
 
-    def _refuse(self, bad: list[RejectedRow]) -> None:
-        if not bad:
-            return
-        self._failed += len(bad)
-        if self._letters is not None:
-            self._letters.add(bad)
-            return
-        examples = "; ".join(_described(row) for row in bad[:EXAMPLES_MAX])
-        more = f"; and {len(bad) - EXAMPLES_MAX} more" if len(bad) > EXAMPLES_MAX else ""
-        raise PipelineError(
-            "UPR_ROWS_REFUSED",
-            f"{len(bad)} rows of a batch were refused, after {self._rows} that were written: "
-            f"{examples}{more}. Correct them, or have them put aside: "
-            '.option("onError", "deadLetter").option("deadLetterPath", "/a/folder")',
-        )
-
-
-def _cannot_fail(chunk: Chunk) -> bool:
-    """Whether every row of a batch has its effect, if the batch has."""
-    return not chunk.operations.tobytes().translate(None, _CANNOT_FAIL) and not any(
-        chunk.cas.tobytes()
-    )
-
-
-def _refused(batch: Batch, status: Status) -> PipelineError:
-    where = f"batch {batch.counter} of the task in partition {batch.partition}"
-    if status is Status.SUPERSEDED:
-        return PipelineError("UPR_SUPERSEDED", f"{where} was refused: {ADVICE[status]}")
-    if status is Status.REPLAY_DIFFERS:
-        return _differs(f"{where} is another than when the task was run before")
-    if status is Status.TOKEN_TOO_OLD:
-        return PipelineError(
-            "UPR_REPLAY_TOO_OLD",
-            f"{where} was done when the task was run before, and which of its rows failed is not "
-            "known any more. Write with operation upsert or delete, or in more tasks (repartition) "
-            "or smaller batches of the stream",
-        )
-    return PipelineError("UPR_REFUSED", f"{where} was refused: {ServerError(status)}")
-
-
-def _differs(what: str) -> PipelineError:
-    return PipelineError(
-        "UPR_REPLAY_DIFFERS",
-        f"{what}. Make the rows and their order the same each time: write from a table or a "
-        "checkpoint (DataFrame.checkpoint), without random numbers, the time of day, or an order "
-        "that a shuffle leaves open",
-    )
-
-
-def _rejected_row(chunk: Chunk, index: int, status: Status) -> RejectedRow:
-    return RejectedRow(
-        status,
-        ADVICE.get(status, ""),
-        Operation(chunk.operations[index]).name.lower(),
-        chunk.key(index),
-        chunk.value(index),
-    )
-
-
-def _described(row: RejectedRow) -> str:
-    key = "null" if row.key is None else repr(row.key[:EXAMPLE_BYTES_MAX])
-    cut = "…" if row.key is not None and len(row.key) > EXAMPLE_BYTES_MAX else ""
-    return f"{row.operation} of {key}{cut}: {row.status.name} ({row.reason})"
-
-
-def writer_id(job: bytes, task: int) -> bytes:
-    """What stands for a task at the server, in each of its runs.
-
-    Args:
-        job: What the task is a part of.
-        task: Its Spark partition.
-    """
-    data = job + task.to_bytes(4, "little")
-    return blake2b(data, digest_size=WRITER_ID_BYTES, person=b"upr spark").digest()
-
-
-def attempt_of(started_s: int, task_attempt: int) -> int:
-    """The number of one run of a task: higher than those of the runs before it.
-
-    Args:
-        started_s: When the driver began with the write, in seconds since 1970.
-        task_attempt: Spark's number of the run, which rises for as long as its application runs.
-    """
-    return (started_s << 32) | (task_attempt & 0xFFFF_FFFF)
+def _encoded(
+    rows: Iterable[pa.RecordBatch],
+    options: WriteOptions,
+    reject: Callable[[list[RejectedRow]], None],
+) -> Iterator[pa.RecordBatch]:
+    for batch in rows:
+        encoded, bad = encode(batch, options)
+        reject(bad)
+        yield encoded
 
 
 def _context() -> TaskContext:
@@ -320,7 +194,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
     """Writes the batches of a stream.
 
     A batch that is run again, by a retry or after a restart, has no second effect, as long as its
-    rows are the same. Nothing is undone when one fails.
+    rows are the same. What a failed batch has written stays.
 
     Args:
         options: What the write is told.
@@ -330,8 +204,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._options = options
         self._started_s = int(time.time())
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts:
-        """Writes the rows of one task of a batch."""
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts | PreparedRows:
+        """Writes the rows of one task of a batch, or prepares them for `commit`."""
         context = _context()
         query = context.getLocalProperty("sql.streaming.queryId")
         batch = context.getLocalProperty("streaming.sql.batchId")
@@ -346,15 +220,24 @@ class StreamWriter(DataSourceStreamArrowWriter):
             writer_id(f"{query}/{batch}".encode(), context.partitionId()),
             attempt_of(self._started_s, context.taskAttemptId()),
         )
-        return task.write(iterator)
+        return task.write_or_prepare(iterator, query)
 
     def commit(
         self,
         messages: list[WriterCommitMessage | None],
         batchId: int,  # noqa: N803  Spark's name
     ) -> None:
-        """Every task of a batch has written: says how much."""
-        counts = WriteCounts.sum(messages)
+        """Every task of a batch has succeeded: publishes what they have prepared.
+
+        Raises:
+            PipelineError: It cannot go on. What was written stays.
+        """
+        prepared = [message for message in messages if isinstance(message, PreparedRows)]
+        counts = WriteCounts.sum(messages + [message.written for message in prepared])
+        if prepared:
+            attempt = attempt_of(self._started_s, 0)
+            committed = commit_rows(self._options, batchId, prepared, attempt)
+            counts = WriteCounts.sum([counts, committed])
         _log.info("wrote batch %d to %s: %s", batchId, self._options.address, counts)
 
     def abort(

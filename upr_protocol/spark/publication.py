@@ -1,0 +1,273 @@
+"""Publishing the rows of a write: every batch under a token, every answer judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from types import TracebackType
+from typing import Final, Self
+
+from pyspark.sql.datasource import WriterCommitMessage
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.client import BlockingClient, WriterIdentity
+from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.unanswered_batches import Batch
+from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
+from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status
+from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.spark.dead_letter import DeadLetters
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.options import idle_interval_s
+from upr_protocol.spark.rows import RejectedRow
+from upr_protocol.spark.write_options import WriteOptions
+
+EXAMPLES_MAX: Final = 5
+"""Rows that an error names."""
+
+EXAMPLE_BYTES_MAX: Final = 60
+"""The bytes of a key that an error shows."""
+
+WRITE_BUFFER_BYTES: Final = 16 * 1024 * 1024
+"""Bytes that a publication has unsent or unanswered, at most."""
+
+_CANNOT_FAIL: Final = bytes((Operation.SET, Operation.DELETE))
+
+
+@dataclass(frozen=True)
+class WriteCounts(WriterCommitMessage):
+    """What a task, or all of them, wrote.
+
+    Attributes:
+        rows: Rows that were written, or were done already.
+        failed: Rows that were refused, and are among the dead letters.
+        nbytes: What was sent, without what was sent again.
+    """
+
+    rows: int = 0
+    failed: int = 0
+    nbytes: int = 0
+
+    @classmethod
+    def sum(cls, messages: Iterable[WriterCommitMessage | None]) -> WriteCounts:
+        """All of them together."""
+        counts = [message for message in messages if isinstance(message, WriteCounts)]
+        return cls(
+            sum(message.rows for message in counts),
+            sum(message.failed for message in counts),
+            sum(message.nbytes for message in counts),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows written, {self.failed} refused, {self.nbytes} bytes"
+
+
+class Publication:
+    """Publishes the batches of one run of a task, or of one commit.
+
+    A context manager. On an error it leaves no file of dead letters behind; what was published
+    stays.
+
+    Args:
+        options: The options of the write.
+        name: Names the task or the commit, the same in each run; 16 bytes. The file of its dead
+            letters is called by it.
+        attempt: Rises from one run to the next.
+    """
+
+    def __init__(self, options: WriteOptions, name: bytes, attempt: int) -> None:
+        self._options = options
+        self._client = BlockingClient(
+            options.address,
+            identity="upr:spark-writer",
+            retry_timeout_s=options.timeout_s,
+            idle_interval_s=idle_interval_s(options.timeout_s),
+            # A live server that is short of memory is worth waiting for.
+            credit_timeout_s=math.inf,
+            durability=options.durability,
+            copies=options.copies,
+        )
+        self._letters = None
+        if options.dead_letter_path is not None:
+            self._letters = DeadLetters(options.dead_letter_path, name.hex(), attempt)
+        self._rows = self._failed = self._nbytes = 0
+        # Partitions whose newest answer is that the batch is too old to tell.
+        self._not_vouched: set[PartitionId] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._client.close()
+        if self._letters is not None:
+            self._letters.abandon()
+        if isinstance(error, BrokenError):
+            raise PipelineError(
+                "UPR_UNREACHABLE",
+                f"{error}; the write waited {self._options.timeout_s} s for the server "
+                "(timeoutSeconds). Run the write again when the server is there",
+            ) from error
+        if isinstance(error, ServerError):
+            raise PipelineError("UPR_REFUSED", str(error)) from error
+
+    def connect(self) -> int:
+        """Connects.
+
+        Returns:
+            The bucket's number of partitions.
+        """
+        self._client.connect()
+        return self._client.partition_count
+
+    def publish(self, batches: Iterable[tuple[PartitionId, Chunk]], writer: WriterIdentity) -> None:
+        """Publishes batches, and waits until all are answered.
+
+        Args:
+            batches: Taken as there is room.
+            writer: The same in each run, with the same batches.
+
+        Raises:
+            PipelineError: A batch or a row was refused.
+        """
+        self._client.publish_each(
+            batches, self._answered, writer=writer, buffer_bytes=WRITE_BUFFER_BYTES
+        )
+        if self._not_vouched:
+            raise _differs("the task has fewer rows than when it was run before")
+
+    def finish(self) -> WriteCounts:
+        """Puts the dead letters in place.
+
+        Returns:
+            What was written.
+        """
+        if self._letters is not None:
+            self._letters.finish()
+        return WriteCounts(self._rows, self._failed, self._nbytes)
+
+    def _answered(self, batch: Batch) -> None:
+        chunk = batch.chunk
+        self._nbytes += chunk.nbytes
+        if batch.refusal is Status.TOKEN_TOO_OLD and _cannot_fail(chunk):
+            self._not_vouched.add(batch.partition)
+            self._rows += chunk.count
+            return
+        if batch.refusal is not None:
+            raise _refused(batch, batch.refusal)
+        self._not_vouched.discard(batch.partition)
+        assert batch.result is not None
+        bad = [
+            _rejected_row(chunk, index, status_of(status))
+            for index, status in batch.result.failures
+            # What was to be deleted and is not there is as it should be.
+            if status != Status.NOT_FOUND or chunk.operations[index] != Operation.DELETE
+        ]
+        self._rows += chunk.count - len(bad)
+        self.refuse(bad)
+
+    def refuse(self, bad: list[RejectedRow]) -> None:
+        """Puts refused rows among the dead letters.
+
+        Raises:
+            PipelineError: There are such rows, and the write has no folder for them.
+        """
+        if not bad:
+            return
+        self._failed += len(bad)
+        if self._letters is not None:
+            self._letters.add(bad)
+            return
+        raise rows_refused(bad, self._rows)
+
+
+def rows_refused(bad: list[RejectedRow], written: int) -> PipelineError:
+    """The error of a write that fails on refused rows.
+
+    Args:
+        bad: The refused rows; some.
+        written: Rows that were written before.
+    """
+    examples = "; ".join(_described(row) for row in bad[:EXAMPLES_MAX])
+    more = f"; and {len(bad) - EXAMPLES_MAX} more" if len(bad) > EXAMPLES_MAX else ""
+    return PipelineError(
+        "UPR_ROWS_REFUSED",
+        f"{len(bad)} rows of a batch were refused, after {written} that were written: "
+        f"{examples}{more}. Correct them, or have them put aside: "
+        '.option("onError", "deadLetter").option("deadLetterPath", "/a/folder")',
+    )
+
+
+def _cannot_fail(chunk: Chunk) -> bool:
+    """Whether every row of a batch has its effect, if the batch has."""
+    return not chunk.operations.tobytes().translate(None, _CANNOT_FAIL) and not any(
+        chunk.cas.tobytes()
+    )
+
+
+def _refused(batch: Batch, status: Status) -> PipelineError:
+    where = f"batch {batch.counter} of the task in partition {batch.partition}"
+    if status is Status.SUPERSEDED:
+        return PipelineError("UPR_SUPERSEDED", f"{where} was refused: {ADVICE[status]}")
+    if status is Status.REPLAY_DIFFERS:
+        return _differs(f"{where} differs from what the task sent when it ran before")
+    if status is Status.TOKEN_TOO_OLD:
+        return PipelineError(
+            "UPR_REPLAY_TOO_OLD",
+            f"{where} was done when the task was run before, and which of its rows failed is not "
+            "known any more. Write with operation upsert or delete, or in more tasks (repartition) "
+            "or smaller batches of the stream",
+        )
+    return PipelineError("UPR_REFUSED", f"{where} was refused: {ServerError(status)}")
+
+
+def _differs(what: str) -> PipelineError:
+    return PipelineError(
+        "UPR_REPLAY_DIFFERS",
+        f"{what}. Make the rows and their order the same each time: write from a table or a "
+        "checkpoint (DataFrame.checkpoint), without random numbers, the time of day, or an order "
+        "that a shuffle leaves open",
+    )
+
+
+def _rejected_row(chunk: Chunk, index: int, status: Status) -> RejectedRow:
+    return RejectedRow(
+        status,
+        ADVICE.get(status, ""),
+        Operation(chunk.operations[index]).name.lower(),
+        chunk.key(index),
+        chunk.value(index),
+    )
+
+
+def _described(row: RejectedRow) -> str:
+    key = "null" if row.key is None else repr(row.key[:EXAMPLE_BYTES_MAX])
+    cut = "…" if row.key is not None and len(row.key) > EXAMPLE_BYTES_MAX else ""
+    return f"{row.operation} of {key}{cut}: {row.status.name} ({row.reason})"
+
+
+def writer_id(job: bytes, task: int) -> bytes:
+    """What stands for a task at the server, in each of its runs.
+
+    Args:
+        job: What the task is a part of.
+        task: Its Spark partition.
+    """
+    data = job + task.to_bytes(4, "little")
+    return blake2b(data, digest_size=WRITER_ID_BYTES, person=b"upr spark").digest()
+
+
+def attempt_of(started_s: int, task_attempt: int) -> int:
+    """The number of one run of a task: higher than those of the runs before it.
+
+    Args:
+        started_s: When the driver began with the write, in seconds since 1970.
+        task_attempt: Spark's number of the run, which rises for as long as its application runs.
+    """
+    return (started_s << 32) | (task_attempt & 0xFFFF_FFFF)
