@@ -42,7 +42,9 @@ from upr_protocol.ids import (
     SeqNo,
     SnapshotKind,
 )
+from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 from upr_protocol.session import ClientSession, ServerSession, Session
+from upr_protocol.session.rules import CREDIT_MESSAGES, WINDOW_MESSAGES
 from upr_protocol.session.states import SESSION, STREAM, STREAM_INPUTS, StreamState
 from upr_protocol.wire import (
     HEADER_BYTES,
@@ -74,6 +76,7 @@ from upr_protocol.wire import (
 from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
+from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}
 """Messages that carry the opaque of the `Stream` that opened theirs."""
@@ -133,6 +136,12 @@ def size(value: int) -> str:
 def one_line(text: str) -> str:
     """`text` without its line breaks."""
     return " ".join(text.split())
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """Words as a sentence lists them."""
+    *others, final = words
+    return f"{', '.join(others)} {last} {final}" if others else final
 
 
 def link(kind: type[Message]) -> str:
@@ -345,10 +354,16 @@ def message_section(kind: type[Message]) -> str:
         f"opaque {opaque_field(kind)}",
         f"status {kind.status_meaning}",
     ]
+    allowances = [
+        f"takes its whole frame from the {allowance}"
+        for allowance, kinds in (("window", WINDOW_MESSAGES), ("credit", CREDIT_MESSAGES))
+        if kind in kinds
+    ]
     facts = [
         f"opcode `{kind.opcode:#04x}`, said by {sender}",
         f"body of at most {size(kind.body_bytes_max)}",
         f"header: {', '.join(header)}",
+        *allowances,
     ]
     if asked_by:
         facts.append(f"answers {', '.join(asked_by)}")
@@ -384,6 +399,100 @@ def opaque_field(kind: type[Message]) -> str:
     if kind is Refusal or any(kind in other.answers for other in MESSAGES.values()):
         return "its request's"
     return "0"
+
+
+# --- sentences that follow from declarations and rules --------------------------------------------
+
+
+def allowance_sentence(kinds: Sequence[type[Message]], allowance: str) -> str:
+    """Which frames count for the window, or for the credit."""
+    names = listed([f"`{kind.__name__}`" for kind in kinds])
+    verb = "take their whole frames" if len(kinds) > 1 else "takes its whole frame"
+    return f"{names} {verb} from {allowance}, header counted; no other message does."
+
+
+def opcodes_sentence() -> str:
+    """How opcodes tell who says a message."""
+    kinds = MESSAGES.values()
+    assert all(kind.opcode < 0x80 for kind in kinds if kind.sender is Role.CLIENT)
+    assert all(kind.opcode >= 0x80 for kind in kinds if kind.sender is Role.SERVER)
+    both = [f"`{kind.__name__}`" for kind in kinds if kind.sender is Role.EITHER]
+    of_their_own = {
+        f"`{answer.__name__}`"
+        for kind in kinds
+        for answer in kind.answers
+        if answer.opcode != kind.opcode | 0x80
+    }
+    return (
+        f"The client's opcodes lie below 0x80, and so do those of {listed(both)}, which either "
+        "side says; the server's others lie from 0x80 on. An answer's opcode is its request's with "
+        f"the high bit set, but {listed(sorted(of_their_own))} answer requests of other opcodes "
+        "too, and `Refusal` answers any."
+    )
+
+
+def map_fields() -> str:
+    """The fields of a partition map's document."""
+    parts = []
+    for kind, title in (
+        (PartitionMap, "The map:"),
+        (Assignment, "The assignment of one partition; what has its default is left out:"),
+        (
+            HistoryPoint,
+            "A point in a history; its numbers have 64 bits, and are **decimal text**:",
+        ),
+    ):
+        texts = attributes(kind)
+        rows = [
+            (f"`{json_name}`", json_type(kind, name), texts[name])
+            for name, json_name in zip(
+                kind.__struct_fields__, kind.__struct_encode_fields__, strict=True
+            )
+        ]
+        parts.append(f"{title}\n\n{table(('field', 'type', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+def json_type(kind: type, name: str) -> str:
+    """The type of a map's field in its document."""
+    if kind is HistoryPoint:
+        return "text, a decimal number"
+    hint = typing.get_type_hints(kind)[name]
+    if hint in (int, str):
+        return "a number" if hint is int else "text"
+    if typing.get_origin(hint) is dict:
+        return "an object from text to text"
+    if typing.get_origin(hint) is tuple:
+        return "an array of assignments"
+    return "a point in a history"
+
+
+EXAMPLE_MAP: Final = PartitionMap(
+    bucket="flights",
+    revision=7,
+    nodes={"a": "10.0.0.1:12000", "b": "10.0.0.2:12000"},
+    partitions=(
+        Assignment(active="a", replicas={"b": ""}),
+        Assignment(
+            active="b",
+            replicas={"a": ""},
+            failover_revision=7,
+            promotion_point=HistoryPoint(HistoryId(0x1122334455667788), SeqNo(1200)),
+        ),
+    ),
+)
+"""A bucket of two partitions on two nodes, after a failover of the second partition."""
+
+
+def map_example() -> str:
+    """The example's document, broken into lines."""
+    document = EXAMPLE_MAP.encode()
+    for before in ('"revision"', '"nodes"', '"partitions"', '{"active":"b"'):
+        document = document.replace(before, "\n " + before, 1)
+    return fenced(document, "json")
+
+
+# --- chunks, enumerations, codes and limits -------------------------------------------------------
 
 
 def chunk_layout() -> str:
@@ -666,6 +775,14 @@ def blocks() -> dict[str, str]:
         "reasons": table(("reason", "sentence"), reasons),
         "message_index": table(message_head, index_rows()),
         "messages": "\n\n".join(map(message_section, MESSAGES.values())),
+        "opcodes": opcodes_sentence(),
+        "window_messages": allowance_sentence(WINDOW_MESSAGES, "it"),
+        "credit_messages": allowance_sentence(CREDIT_MESSAGES, "it"),
+        "batches_max": number(BATCHES_MAX),
+        "writers_max": number(WRITERS_MAX),
+        "answers_bytes_max": size(ANSWERS_BYTES_MAX),
+        "map_fields": map_fields(),
+        "map_example": map_example(),
         "chunk": chunk_layout(),
         "empty_chunk_bytes": str(encoded_bytes(0, 0, 0)),
         "chunk_example": chunk_example(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -12,26 +13,35 @@ from docs.generate_protocol import (
     OF_A_STREAM,
     PROSE,
     STATUS_RANGES,
+    allowance_sentence,
     blocks,
     document,
     example_conversation,
     main,
 )
+from tests.kit.peer import peer
 from upr_protocol.errors import Status
 from upr_protocol.ids import NO_PARTITION
 from upr_protocol.limits import HANDSHAKE_BODY_BYTES_MAX
 from upr_protocol.session import SessionState
+from upr_protocol.session.rules import CREDIT_MESSAGES, WINDOW_MESSAGES
 from upr_protocol.session.states import SESSION, STREAM, stream_input
 from upr_protocol.wire import (
     MESSAGES,
     FrameBuffer,
     Message,
+    Noop,
     Open,
     PartitionStart,
     Refusal,
     Role,
+    Stats,
+    StatsReply,
     decode,
 )
+from upr_server.app import running_server
+from upr_server.config import BucketConfig, Config
+from upr_server.storage.simulated import SimulatedStore
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PROTOCOL: Final = ROOT / "docs" / "protocol.md"
@@ -142,6 +152,71 @@ def test_open_may_be_refused_and_nothing_else_is_said_meanwhile() -> None:
     row = SESSION[SessionState.OPENING]
     assert row[Refusal] is SessionState.READY
     assert Open not in row
+
+
+# Sentences that follow from the rules.
+
+
+def test_what_takes_from_the_window_is_read_from_the_rules() -> None:
+    text = document()
+    for kinds, sentence in (
+        (
+            WINDOW_MESSAGES,
+            "`PartitionChunk` and `PartitionSnapshot` take their whole frames from it",
+        ),
+        (CREDIT_MESSAGES, "`Mutate` takes its whole frame from it"),
+    ):
+        assert sentence in allowance_sentence(kinds, "it")
+        assert sentence in text
+        for kind in MESSAGES.values():
+            section = text.partition(f"\n### {kind.__name__}\n")[2].partition("\n### ")[0]
+            allowance = "window" if kinds is WINDOW_MESSAGES else "credit"
+            fact = f"- takes its whole frame from the {allowance}\n"
+            assert (fact in section) == (kind in kinds)
+    assert allowance_sentence((Noop,), "it").startswith("`Noop` takes its whole frame from it")
+
+
+async def test_the_statistics_are_those_that_a_server_gives() -> None:
+    config = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
+    async with (
+        running_server(config, SimulatedStore()) as server,
+        peer("127.0.0.1", server.port, "b") as client,
+    ):
+        answers = []
+        for bucket in ("b", ""):
+            await client.send(Stats(bucket, opaque=client.opaque()))
+            answers.append(json.loads((await client.expect(StatsReply)).json))
+    of_bucket, of_server = answers
+    section = document().partition("### Statistics")[2].partition("\n### ")[0]
+    bucket_table, server_table = section.split("An answer about the server has these")
+    on_a_node_with_a_map = {"node", "revision", "is_confirmed", "follows"}
+    lists = {"disk.log", "disk.index", "leases.leases"}
+    assert names_in(bucket_table) - on_a_node_with_a_map == field_names(of_bucket, lists)
+    assert names_in(server_table) == field_names(
+        {name: group for name, group in of_server.items() if name != "buckets"}, {"connections"}
+    )
+    for connection in of_server["connections"]:
+        assert all(f"`{name}`" in server_table for name in connection)
+    of_same_bucket = field_names(of_server["buckets"]["b"], lists)
+    assert of_same_bucket == field_names(of_bucket, lists) - {"bucket"}
+
+
+def names_in(text: str) -> set[str]:
+    """The names in the first column of a table."""
+    cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+
+
+def field_names(fields: dict[str, Any], whole: set[str], prefix: str = "") -> set[str]:
+    """The names of fields, with those of groups; the ones in `whole` are taken as they are."""
+    names: set[str] = set()
+    for name, value in fields.items():
+        path = prefix + name
+        if isinstance(value, dict) and path not in whole:
+            names |= field_names(value, whole, f"{path}.")
+        else:
+            names.add(path)
+    return names
 
 
 # The architecture page names modules: a reader opens them.

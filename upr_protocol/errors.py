@@ -106,7 +106,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.END_REACHED: "nothing to do: the stream is complete",
     Status.STREAM_CLOSED: "nothing to do: the client asked for it",
     Status.STATE_CHANGED: "reload the partition map, then open a new connection",
-    Status.ROLLBACK_NEEDED: "reconnect and request the stream again; the reply names the ceiling",
+    Status.ROLLBACK_NEEDED: "request the stream again, now or on another connection",
     Status.BACKFILL_FAILED: "begin again; if it happens again, read the server's log",
     Status.TOO_SLOW: "read faster, ask for fewer partitions, and send frames without pauses",
     Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
@@ -120,7 +120,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.MALFORMED: "follow the layouts in docs/protocol.md",
     Status.OPAQUE_IN_USE: "give each open request an opaque of its own",
     Status.FLOW_CONTROL: "stay within the granted window and credit",
-    Status.IDLE: "send NOOP within the idle interval",
+    Status.IDLE: "send Hello at once, and Noop when silent for the idle interval",
     Status.TOO_MANY: "stay within the counts in `HelloReply`",
     Status.INTERNAL: "the server failed unexpectedly; read its log",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -21,6 +21,7 @@ from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
 NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 _PORT: Final = re.compile(r"[0-9]{1,5}")
+_NUMBER: Final = re.compile(r"[0-9]{1,20}")
 
 
 class PartitionMapError(UprError, ValueError):
@@ -46,6 +47,12 @@ _JSON_NAMES: Final = {
     "promotion_point": "floor",
 }
 """Names in the JSON document, where they differ: nodes keep maps on disk."""
+
+_POINTS: Final = (_JSON_NAMES["continues_from"], _JSON_NAMES["promotion_point"])
+"""The fields of an assignment that are history points, as the document names them."""
+
+REVISION_MAX: Final = (1 << 53) - 1
+"""The highest number that every reader of JSON knows exactly."""
 
 
 class Assignment(
@@ -157,8 +164,17 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return [self.nodes[name] for name in self.partitions[partition].replicas]
 
     def encode(self) -> str:
-        """The map as JSON. Equal maps give equal texts."""
-        return msgspec.json.encode(self).decode()
+        """The map as JSON. Equal maps give equal texts.
+
+        The numbers of a history point are decimal text there: they need 64 bits, and many readers
+        of JSON have 53.
+        """
+        fields = msgspec.to_builtins(self)
+        for assignment in fields["partitions"]:
+            for name in _POINTS:
+                if name in assignment:
+                    assignment[name] = {key: str(value) for key, value in assignment[name].items()}
+        return msgspec.json.encode(fields).decode()
 
     @classmethod
     def decode(cls, document: str | bytes) -> PartitionMap:
@@ -168,7 +184,9 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             PartitionMapError: The document is not a valid map; the message says where.
         """
         try:
-            partition_map = msgspec.json.decode(document, type=cls)
+            fields = msgspec.json.decode(document)
+            _read_points(fields)
+            partition_map = msgspec.convert(fields, cls)
         except (msgspec.DecodeError, UnicodeError) as error:
             raise PartitionMapError(f"not a partition map: {error}") from error
         partition_map.check()
@@ -178,8 +196,8 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Raises `PartitionMapError` if the map contradicts itself or exceeds a limit."""
         if not 1 <= len(self.bucket.encode()) <= BUCKET_NAME_BYTES_MAX:
             raise PartitionMapError(f"{self.bucket!r} is not a bucket's name")
-        if not 1 <= self.revision < 1 << 63:
-            raise PartitionMapError(f"a revision is 1 or more, not {self.revision}")
+        if not 1 <= self.revision <= REVISION_MAX:
+            raise PartitionMapError(f"a revision is 1 to {REVISION_MAX}, not {self.revision}")
         if not 1 <= len(self.nodes) <= NODES_MAX:
             raise PartitionMapError(f"a map names 1 to {NODES_MAX} nodes, not {len(self.nodes)}")
         if not 1 <= len(self.partitions) <= PARTITIONS_MAX:
@@ -243,6 +261,21 @@ def _check_sources(assignment: Assignment) -> None:
         if source not in rooted and source not in roots:
             raise PartitionMapError(f"{source} does not hold the partition, but is followed")
         rooted |= path
+
+
+def _read_points(fields: Any) -> None:
+    """Turns the text in history points into numbers, in place. What has another shape than a map is
+    left as it is: the conversion says what is wrong with it."""
+    partitions = fields.get("partitions") if isinstance(fields, dict) else None
+    if not isinstance(partitions, list):
+        return
+    for assignment in partitions:
+        for name in _POINTS:
+            point = assignment.get(name) if isinstance(assignment, dict) else None
+            if isinstance(point, dict):
+                for key, value in point.items():
+                    if isinstance(value, str) and _NUMBER.fullmatch(value):
+                        point[key] = int(value)
 
 
 def newest(maps: Iterable[PartitionMap]) -> PartitionMap | None:

@@ -252,6 +252,12 @@ EFFECTS: Final[Mapping[type[Message], Callable[[SessionContext, Any, int], None]
 }
 """What a message that may be said does to the session, on either side."""
 
+WINDOW_MESSAGES: Final = tuple(kind for kind, effect in EFFECTS.items() if effect is _use_window)
+"""The messages whose frames count for the window, whole. The protocol document names these."""
+
+CREDIT_MESSAGES: Final = tuple(kind for kind, effect in EFFECTS.items() if effect is _use_credit)
+"""The messages whose frames count for the credit, whole."""
+
 
 @attrs.frozen
 class Rule:

@@ -112,8 +112,7 @@ class Seqnos(Message, frozen=True):
 
 
 class AwaitReply(Message, frozen=True):
-    """The sequence number is as durable as asked for. The refusals are `HISTORY_CHANGED` and
-    `TIMED_OUT`."""
+    """The sequence number is as durable as asked for."""
 
     opcode = 0x95
     sender = Role.SERVER
@@ -125,7 +124,10 @@ class AwaitReply(Message, frozen=True):
 
 
 class Await(Message, frozen=True):
-    """Waits until a sequence number is as durable as asked for."""
+    """Waits until a sequence number is as durable as asked for. Refused with `HISTORY_CHANGED` in
+    another history, also when it changes meanwhile; with `TIMED_OUT` when the time is over; with
+    `BAD_ARGUMENT` for a number that the partition has not given yet, or a replicated level with no
+    copies; with `TOO_FEW_REPLICAS`; and with `NOT_MY_PARTITION` where the server is not active."""
 
     opcode = 0x15
     sender = Role.CLIENT

@@ -187,7 +187,8 @@ def _structs(layout: str, count: int) -> Struct:
 
 
 class Credit(U64Message, frozen=True):
-    """The client may send so many more bytes of `Mutate` frames, headers counted."""
+    """Allows the client so many more bytes of the frames that take from its credit, headers
+    counted."""
 
     opcode = 0x92
     sender = Role.SERVER

@@ -185,7 +185,8 @@ class Barrier(Message, frozen=True):
 
 
 class Ack(U64Message, frozen=True):
-    """So many more bytes of `PartitionChunk` frames, headers counted, were handled."""
+    """Gives back bytes of the window: the client has handled so many more bytes of the frames that
+    take from it, headers counted."""
 
     opcode = 0x0D
     sender = Role.CLIENT
