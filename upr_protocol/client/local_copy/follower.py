@@ -28,6 +28,7 @@ from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
+from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
@@ -151,13 +152,10 @@ async def keep_local_copy(
         async with consume_with_planner(
             address,
             file,
+            ClusterOptions(TrioOptions(identity, dial=dial), retry_timeout_s, draw=draw),
             partitions=partitions,
             resume=file.state,
             end=end,
-            identity=identity,
-            retry_timeout_s=retry_timeout_s,
-            dial=dial,
-            draw=draw,
         ) as (consumer, planner):
             copy = LocalCopyFollower(consumer, planner, file, commit_limits or SaveLimits())
             try:

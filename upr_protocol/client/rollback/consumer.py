@@ -22,6 +22,7 @@ from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
+from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, load_resume_state
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
@@ -186,15 +187,12 @@ async def consume_with_rollback(
         async with consume_with_planner(
             address,
             keys_file,
+            ClusterOptions(TrioOptions(identity, dial=dial), retry_timeout_s, draw=draw),
             partitions=partitions,
             start=start,
             resume=state if store is None else store,
             end=end,
-            identity=identity,
-            retry_timeout_s=retry_timeout_s,
             save_limits=save_limits,
-            dial=dial,
-            draw=draw,
         ) as (consumer, planner):
             yield RollbackConsumer(consumer, planner, keys_file, restarts)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Literal, Self
@@ -21,17 +21,15 @@ from upr_protocol.client.core.events import (
     Undone,
 )
 from upr_protocol.client.core.key_lookup import Item
-from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
 from upr_protocol.client.trio.client import connect
-from upr_protocol.client.trio.connection import TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions
 from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, Resume, open_consumer
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
-from upr_protocol.transport import Dial
 
 
 class RollbackIterator(ABC):
@@ -108,25 +106,19 @@ class RollbackIterator(ABC):
 
 async def _read_newest(
     address: Address,
-    options: TrioOptions,
-    retry: RetryState,
+    options: ClusterOptions,
     partition: PartitionId,
     keys: Sequence[bytes],
     history_id: HistoryId,
 ) -> tuple[list[Item | None], SeqNo]:
     """A `ReadNewest` over connections of its own, which retries."""
+    retry = options.new_retry_state()
     while True:
         try:
             async with connect(
-                address,
-                identity=options.identity,
-                idle_interval_s=options.idle_interval_s,
-                connect_timeout_s=options.connect_timeout_s,
-                dial=options.dial,
+                address, identity=options.connection.identity, dial=options.connection.dial
             ) as client:
-                newest = await client.get_from(partition, keys, history_id)
-            retry.progress()
-            return newest
+                return await client.get_from(partition, keys, history_id)
         except UprError as error:
             await trio.sleep(retry.wait_s(error, trio.current_time()))
 
@@ -135,21 +127,16 @@ async def _read_newest(
 async def consume_with_planner(
     address: Address,
     received_keys: ReceivedKeysSource,
+    options: ClusterOptions,
     *,
     partitions: Sequence[int] | None,
     start: Literal["beginning", "now"] = "beginning",
     resume: Resume,
     end: End,
-    identity: str,
-    retry_timeout_s: float,
     save_limits: SaveLimits | None = None,
-    dial: Dial,
-    draw: Callable[[], float],
 ) -> AsyncIterator[tuple[Consumer, RollbackPlanner]]:
     """A consumer whose undo callback is a planner over `received_keys`; see `consume`."""
-    options = TrioOptions(identity=identity, dial=dial)
-    retry = RetryState(retry_timeout_s, draw)
-    planner = RollbackPlanner(received_keys, partial(_read_newest, address, options, retry))
+    planner = RollbackPlanner(received_keys, partial(_read_newest, address, options))
     subscription = Subscription(
         checked_partitions(partitions), start == "now", end=end, with_logs=True, has_undo=True
     )
@@ -160,9 +147,6 @@ async def consume_with_planner(
         options,
         resume=resume,
         undo=planner.choose_target,
-        by_map=True,
-        retry_timeout_s=retry_timeout_s,
         save_limits=save_limits,
-        draw=draw,
     ) as consumer:
         yield consumer, planner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
@@ -33,8 +32,7 @@ from upr_protocol.client.core.key_lookup import (
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
-from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background
 from upr_protocol.errors import RemoteProtocolError
@@ -296,9 +294,8 @@ async def connect(
         connect_timeout_s=connect_timeout_s,
         dial=dial,
     )
-    dispatcher = RequestDispatcher(address, credit_timeout_s, retry_timeout_s, random.random)
-    dispatcher.connections = ClusterConnections(
-        address, options, dispatcher, retry_timeout_s=retry_timeout_s, by_map=by_map
+    dispatcher = RequestDispatcher(
+        address, ClusterOptions(options, retry_timeout_s, by_map), credit_timeout_s
     )
     async with background() as nursery:
         nursery.start_soon(dispatcher.run)

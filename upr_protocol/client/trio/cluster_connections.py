@@ -9,8 +9,7 @@ less often.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
 import attrs
@@ -21,9 +20,9 @@ from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.trio.connection import (
+    ClusterOptions,
     Connection,
     ConnectionHandler,
-    TrioOptions,
     open_connection,
 )
 from upr_protocol.client.trio.map_refresher import MapRefresher, MapRequest
@@ -116,12 +115,9 @@ class ClusterConnections(Generic[H]):
 
     Args:
         address: Where to begin.
-        options: How to connect.
+        options: How to reach the nodes.
         owner: Says which partitions need a node, and uses the nodes.
-        retry_timeout_s: How long to go on without a node for a partition that is waited for.
         state: The state that a node must hold a partition in.
-        by_map: Whether to follow the partition map; otherwise everything goes to `address`.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
         opened: The partitions whose histories the owner needs; empty for all.
 
     Attributes:
@@ -134,23 +130,22 @@ class ClusterConnections(Generic[H]):
     def __init__(
         self,
         address: Address,
-        options: TrioOptions,
+        options: ClusterOptions,
         owner: ConnectionsOwner[H],
         *,
-        retry_timeout_s: float,
         state: PartitionState = PartitionState.ACTIVE,
-        by_map: bool = True,
-        draw: Callable[[], float] = random.random,
         opened: tuple[PartitionId, ...] = (),
     ) -> None:
-        self.metadata = ClusterMetadata(address, by_map=by_map)
+        self.metadata = ClusterMetadata(address, by_map=options.by_map)
         self.last_failure = ""
         self.located = trio.Event()
-        self._options = options
+        self._options = options.connection
         self._owner = owner
         self._opened = opened
-        self._router = PartitionRouter(self.metadata, state, retry_timeout_s, draw)
-        self._refresher = MapRefresher(self.metadata, options, draw, self._learn_map)
+        self._router = PartitionRouter(self.metadata, state, options.retry_timeout_s, options.draw)
+        self._refresher = MapRefresher(
+            self.metadata, options.connection, options.draw, self._learn_map
+        )
         self._error: UprError | None = None
         self._nursery: trio.Nursery | None = None
         self._nodes: list[_Node[H]] = []

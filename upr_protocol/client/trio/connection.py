@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
@@ -12,6 +13,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.options import ConnectionOptions
 from upr_protocol.concurrency import Notifier, background
@@ -51,6 +53,28 @@ class TrioOptions(ConnectionOptions):
     """
 
     dial: Dial = dial_tcp
+
+
+@attrs.frozen
+class ClusterOptions:
+    """How to reach the nodes of a bucket.
+
+    Attributes:
+        connection: How to connect to each of them.
+        retry_timeout_s: How long to go on without a node for a partition that is waited for.
+        by_map: Whether to follow the partition map; otherwise everything goes to the user's
+            address.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+    """
+
+    connection: TrioOptions
+    retry_timeout_s: float
+    by_map: bool = True
+    draw: Callable[[], float] = random.random
+
+    def new_retry_state(self) -> RetryState:
+        """The retry state of one more node."""
+        return RetryState(self.retry_timeout_s, self.draw)
 
 
 class ConnectionHandler(Protocol):

@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Final, Literal, Self, TypeVar
 
 import attrs
@@ -21,17 +20,16 @@ from upr_protocol.client.core.delivery_tracker import (
 )
 from upr_protocol.client.core.events import BarrierReached, Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
-from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import TrioOptions
-from upr_protocol.client.trio.streams import ConsumerStreams
+from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.streams import ConsumerStreams, EndOfStreamsError
 from upr_protocol.concurrency import background
-from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.errors import ClosedError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import (
@@ -67,10 +65,6 @@ _TURN_S: Final = 0.001
 
 _LAST_SAVE_S: Final = 10.0
 """The longest that the save on leaving may take."""
-
-
-class _EndOfStreamsError(UprError):
-    """Every stream has ended for good."""
 
 
 @attrs.frozen
@@ -168,7 +162,7 @@ class Consumer:
             while (event := self._hand_out_next()) is None:
                 await self._wait()
             return event
-        except _EndOfStreamsError:
+        except EndOfStreamsError:
             pass
         finally:
             self._iterating = False
@@ -308,22 +302,15 @@ class Consumer:
     # The life of a consumer; `open_consumer` leads it.
 
     async def _run(self) -> None:
-        error: UprError = _EndOfStreamsError("every stream has ended")
-        try:
-            await self._streams.connections.run()
-        except UprError as failure:
-            error = failure
-        self._streams.queue.end(error)
-        if isinstance(error, _EndOfStreamsError):
+        await self._streams.run()
+        error = self._streams.queue.error
+        if error is None or isinstance(error, EndOfStreamsError):
             error = ClosedError("every stream has ended")
         self._barriers.end(error)
-        self._streams.opened.set()
 
     async def _start(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._run)
-        await self._streams.opened.wait()
-        if not self._streams.state.connection_count:
-            await self._streams.queue.wait()  # raises why there was no connection
+        await self._streams.wait_opened()
 
     async def _leave(self) -> None:
         self._barriers.end(ClosedError("the consumer was closed"))
@@ -373,32 +360,15 @@ async def open_consumer(
     consumer_class: type[C],
     address: Address,
     subscription: Subscription,
-    options: TrioOptions,
+    options: ClusterOptions,
     *,
     resume: Resume,
     undo: UndoCallback | None,
-    by_map: bool,
-    retry_timeout_s: float,
     save_limits: SaveLimits | None,
-    draw: Callable[[], float],
 ) -> AsyncIterator[C]:
     """A consumer of some class; see `consume`."""
     state, store = await load_resume_state(resume, address.with_bucket().bucket)
-    connect = partial(
-        ClusterConnections,
-        address,
-        options,
-        retry_timeout_s=retry_timeout_s,
-        state=subscription.state,
-        by_map=by_map,
-        draw=draw,
-        opened=subscription.partitions,
-    )
-    streams = ConsumerStreams(
-        SubscriptionState(subscription, state.copy()),
-        lambda: RetryState(retry_timeout_s, draw),
-        connect,
-    )
+    streams = ConsumerStreams(address, options, SubscriptionState(subscription, state.copy()))
     consumer = consumer_class(address, streams, state, store, save_limits or SaveLimits(), undo)
     async with background() as nursery:
         await consumer._start(nursery)  # noqa: SLF001
@@ -489,12 +459,14 @@ async def consume(
         Consumer,
         Address.parse(target) if isinstance(target, str) else target,
         subscription,
-        TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial),
+        ClusterOptions(
+            TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial),
+            retry_timeout_s,
+            by_map,
+            draw,
+        ),
         resume=resume,
         undo=undo,
-        by_map=by_map,
-        retry_timeout_s=retry_timeout_s,
         save_limits=save_limits,
-        draw=draw,
     ) as consumer:
         yield consumer

@@ -14,7 +14,7 @@ from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import Connection
+from upr_protocol.client.trio.connection import ClusterOptions, Connection
 from upr_protocol.client.trio.request_channel import PendingReply, RequestChannel
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
@@ -68,40 +68,33 @@ class RequestDispatcher:
 
     Args:
         address: The address that the user gave.
+        options: How to reach the nodes. `retry_timeout_s` is how long a request waits for the node
+            of its partition.
         credit_timeout_s: How long a change waits for a server that grants no credit.
-        retry_timeout_s: How long a request waits for the node of its partition.
-        draw: Gives numbers in [0, 1), for the waits between connections.
 
     Attributes:
         address: See above.
-        draw: See above.
-        connections: The connections; set by whoever makes the dispatcher.
+        draw: Gives numbers in [0, 1), for the waits between connections.
+        connections: The connections to all nodes.
         opened: Set once the first connection is made, or could not be made.
         error: Why no request can be made any more; None while it can.
         partition_count: The bucket's; 0 when no bucket was opened.
     """
 
-    connections: ClusterConnections[NodeChannel]
-
-    def __init__(
-        self,
-        address: Address,
-        credit_timeout_s: float,
-        retry_timeout_s: float,
-        draw: Callable[[], float],
-    ) -> None:
+    def __init__(self, address: Address, options: ClusterOptions, credit_timeout_s: float) -> None:
         self.address = address
-        self.draw = draw
+        self.draw = options.draw
         self.opened = trio.Event()
         self.error: UprError | None = None
         self.partition_count = 0
         self._credit_timeout_s = credit_timeout_s
-        self._retry_timeout_s = retry_timeout_s
+        self._retry_timeout_s = options.retry_timeout_s
         self._channels: list[NodeChannel] = []
         self._channel_of: dict[PartitionId, NodeChannel | None] = {}
         self._requests_before = 0
         self._is_lost = False
         self._changed = Notifier()
+        self.connections = ClusterConnections(address, options, self)
 
     async def run(self) -> None:
         """Keeps the connections for as long as that is of use. Cancelled, it closes them."""

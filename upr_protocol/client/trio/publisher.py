@@ -17,7 +17,7 @@ from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, Batch
 from upr_protocol.client.core.calls import over_quota
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
 from upr_protocol.client.core.results import BatchResult, Failure
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.unanswered_batches import (
     BUFFER_BYTES_DEFAULT,
     IN_FLIGHT_DEFAULT,
@@ -28,8 +28,7 @@ from upr_protocol.client.core.unanswered_batches import (
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.trio.client import Client
-from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
 from upr_protocol.client.trio.publisher_nodes import PublisherNodes
 from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
@@ -429,14 +428,8 @@ async def publisher(
     if writer is None:
         writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
     unanswered = UnansweredBatches(writer, publish_options, draw)
-    nodes = PublisherNodes(unanswered, lambda: RetryState(retry_timeout_s, draw))
-    nodes.connections = ClusterConnections(
-        address.with_bucket(),
-        options,
-        nodes,
-        retry_timeout_s=retry_timeout_s,
-        by_map=by_map,
-        draw=draw,
+    nodes = PublisherNodes(
+        address.with_bucket(), ClusterOptions(options, retry_timeout_s, by_map, draw), unanswered
     )
     batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
     sink = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)

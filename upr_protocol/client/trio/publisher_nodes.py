@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 
 import trio
 
+from upr_protocol.address import Address
 from upr_protocol.client.core.results import is_wrong_node
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import Connection
+from upr_protocol.client.trio.connection import ClusterOptions, Connection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
@@ -82,12 +83,13 @@ class PublisherNodes:
     """A `NodePublisher` for each node that the partition map names.
 
     Args:
+        address: Where to begin; it names the bucket.
+        options: How to reach the nodes.
         unanswered: The batches.
-        new_retry_state: Makes the retry state of each node.
 
     Attributes:
         unanswered: See above.
-        connections: The connections; set by whoever makes this.
+        connections: The connections to all nodes.
         on_done: Called with each batch that is answered, or refused for good; set by the publisher.
         is_finished: Whether it sends nothing more.
         error: Why.
@@ -96,11 +98,10 @@ class PublisherNodes:
         send_later: Notified when a node has batches to send at some later time.
     """
 
-    connections: ClusterConnections[NodePublisher]
     on_done: Callable[[Batch], None]
 
     def __init__(
-        self, unanswered: UnansweredBatches, new_retry_state: Callable[[], RetryState]
+        self, address: Address, options: ClusterOptions, unanswered: UnansweredBatches
     ) -> None:
         self.unanswered = unanswered
         self.is_finished = False
@@ -108,9 +109,10 @@ class PublisherNodes:
         self.connection_count = 0
         self.partition_count = 0
         self.send_later = Notifier()
-        self._new_retry_state = new_retry_state
+        self._new_retry_state = options.new_retry_state
         self._publishers: list[NodePublisher] = []
         self._changed = Notifier()
+        self.connections = ClusterConnections(address, options, self)
 
     # What the connections call; `ConnectionsOwner` documents it.
 

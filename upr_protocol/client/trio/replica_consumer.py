@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.subscription import Subscription, checked_partitions
-from upr_protocol.client.trio.connection import TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, UndoCallback, open_consumer
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.transport import Dial
@@ -62,12 +62,11 @@ async def consume_as_replica(
         ReplicaConsumer,
         Address.parse(target),
         subscription,
-        TrioOptions(identity=identity, dial=dial),
+        ClusterOptions(
+            TrioOptions(identity=identity, dial=dial), retry_timeout_s, by_map=False, draw=draw
+        ),
         resume=resume,
         undo=undo,
-        by_map=False,
-        retry_timeout_s=retry_timeout_s,
         save_limits=save_limits,
-        draw=draw,
     ) as consumer:
         yield consumer

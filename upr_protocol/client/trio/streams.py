@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import trio
 
+from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import Connection
+from upr_protocol.client.trio.connection import ClusterOptions, Connection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
@@ -23,6 +24,10 @@ from upr_protocol.wire import MapReply, Message, ReplicaAck, StreamReply
 DELIVERIES_MAX: Final = 4096
 """Deliveries that may wait for the application. The windows bound the chunks; this bounds the
 rest."""
+
+
+class EndOfStreamsError(UprError):
+    """Every stream has ended for good."""
 
 
 class DeliveryQueue:
@@ -191,29 +196,51 @@ class ConsumerStreams:
     """The streams of all nodes, with one queue.
 
     Args:
+        address: Where to begin.
+        options: How to reach the nodes.
         state: How far the subscription is.
-        new_retry_state: Gives each node's.
-        connect: Makes the connections that this owns.
 
     Attributes:
         queue: The deliveries that the application has not taken.
-        opened: Set when the first connection is made.
+        opened: Set when the first connection is made, or could not be made.
         state: See above.
         connections: The connections to all nodes.
     """
 
-    def __init__(
-        self,
-        state: SubscriptionState,
-        new_retry_state: Callable[[], RetryState],
-        connect: Callable[[ConsumerStreams], ClusterConnections[NodeStreams]],
-    ) -> None:
+    def __init__(self, address: Address, options: ClusterOptions, state: SubscriptionState) -> None:
         self.queue = DeliveryQueue()
         self.opened = trio.Event()
         self.state = state
-        self._new_retry_state = new_retry_state
+        self._new_retry_state = options.new_retry_state
         self._nodes: list[NodeStreams] = []
-        self.connections = connect(self)
+        self.connections = ClusterConnections(
+            address,
+            options,
+            self,
+            state=state.subscription.state,
+            opened=state.subscription.partitions,
+        )
+
+    async def run(self) -> None:
+        """Keeps the streams going until they have ended for good, or going on is of no use. The
+        queue is told why."""
+        error: UprError = EndOfStreamsError("every stream has ended")
+        try:
+            await self.connections.run()
+        except UprError as failure:
+            error = failure
+        self.queue.end(error)
+        self.opened.set()
+
+    async def wait_opened(self) -> None:
+        """Waits for the first connection.
+
+        Raises:
+            UprError: No node could be reached, or none has the bucket.
+        """
+        await self.opened.wait()
+        if not self.state.connection_count:
+            await self.queue.wait()  # raises why there was no connection
 
     # What the connections call; `ConnectionsOwner` documents it.
 
