@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType
 
 import pytest
 
 from tests.kit.mirror import Mirror
+from tests.kit.process import eventually
 from tests.kit.threaded import ThreadedFake, trio_thread
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.client import (
@@ -41,9 +43,9 @@ from upr_protocol.errors import (
     ServerError,
     Status,
 )
-from upr_protocol.ids import Durability, Operation, PartitionId
+from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
-from upr_protocol.wire import Message, Mutate, Stats
+from upr_protocol.wire import Message, Mutate, Noop, Stats
 
 URL = "upr://fake/b"
 
@@ -69,7 +71,7 @@ def client(fake: ThreadedFake, url: str = URL, **more: object) -> BlockingClient
 
 
 def consumer(fake: ThreadedFake, **more: object) -> BlockingConsumer:
-    return BlockingConsumer(URL, dial=fake.dial, sleep=lambda _: None, **more)  # type: ignore[arg-type]
+    return BlockingConsumer(URL, dial=fake.dial, **more)  # type: ignore[arg-type]
 
 
 def test_keys(fake: ThreadedFake) -> None:
@@ -449,54 +451,122 @@ def test_a_closed_consumer(fake: ThreadedFake) -> None:
 
 
 def test_connect_waits_for_a_server_that_is_down(fake: ThreadedFake) -> None:
-    away = [OSError("refused"), OSError("refused")]
-    waits: list[float] = []
+    refusals = [OSError("refused"), OSError("refused")]
 
     def dial(address: Address, timeout_s: float) -> socket.socket:
-        if away:
-            raise away.pop()
+        if refusals:
+            raise refusals.pop()
         return fake.dial(address, timeout_s)
 
     fill(fake, 10)
     mirror = Mirror()
-    with BlockingConsumer(URL, end="now", dial=dial, sleep=waits.append) as following:
+    with BlockingConsumer(URL, end="now", dial=dial) as following:
         following.connect()
+        assert not refusals
         for event in following:
             mirror.apply(event)
     assert mirror.contents == fake.server.contents()
-    assert len(waits) == 2
-    away.append(OSError("refused"))
+    refusals.append(OSError("refused"))
     with (
         pytest.raises(BrokenError, match="refused"),
-        BlockingConsumer(URL, dial=dial, sleep=waits.append) as following,
+        BlockingConsumer(URL, dial=dial) as following,
     ):
         next(following)
     with pytest.raises(ClosedError):
         following.connect()
 
 
-def test_polling_without_waiting_does_not_shorten_the_backoff(
-    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("upr_protocol.client.blocking.streams.time", clock)
-    monkeypatch.setattr("upr_protocol.client.blocking.consumer.time", clock)
-    fake.server.put(b"k", b"v")
-    with BlockingConsumer(URL, dial=fake.dial, sleep=sleep, draw=lambda: 1.0) as following:
-        assert next(following) is not None
-        fake.down = True
-        fake.cut()
-        dialled = fake.dialled
-        while now < 10.0:
-            following.next_event(timeout_s=0.0)
-            sleep(0.0001)
-        assert 2 <= fake.dialled - dialled < 20
+def test_an_event_asked_for_again_connects_after_a_failure(fake: ThreadedFake) -> None:
+    fill(fake, 1)
+    fake.down = True
+    with consumer(fake, end="now") as following:
+        with pytest.raises(BrokenError):
+            next(following)
         fake.down = False
-        while not isinstance(following.next_event(timeout_s=1.0), Completed):
-            assert now < 60.0
+        assert any(isinstance(event, ChunkReceived) for event in following)
+
+
+def test_a_consumer_goes_on_after_its_connection_was_cut(fake: ThreadedFake) -> None:
+    fill(fake, 10)
+    mirror = Mirror()
+    with consumer(fake) as following:
+        mirror.apply(next(following))
+        fake.cut()
+        fill(fake, 20)
+        following.barrier(b"end")
+        for event in following:
+            mirror.apply(event)
+            if isinstance(event, BarrierReached):
+                break
+    assert mirror.contents == fake.server.contents()
+    assert fake.dialled == 2
+
+
+def test_a_busy_program_keeps_its_connection_alive(fake: ThreadedFake) -> None:
+    async def wait_for_a_noop() -> None:
+        (connection,) = fake.server.connections
+        await eventually(lambda: connection.counts[Noop] > 0, "the client says that it is alive")
+
+    with consumer(fake, idle_interval_s=1) as following:
+        following.connect()
+        fake.thread.run(wait_for_a_noop)
+    assert fake.dialled == 1
+
+
+def test_an_application_that_undoes_is_asked_to(fake: ThreadedFake) -> None:
+    fill(fake, 50)
+    with consumer(fake, end="now") as stream:
+        assert [event for event in stream if isinstance(event, SnapshotEnd)]
+        state = stream.resume_state
+    fake.server.partitions[1].fail_over(99, 3)
+    asked: list[tuple[int, int]] = []
+
+    def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        asked.append((partition, ceiling))
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return SeqNo(0)
+
+    with consumer(fake, resume=state, end="now", undo=undo) as stream:
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+        rollbacks = [event for event in stream if isinstance(event, RolledBack)]
+    assert asked == [(1, 3), (1, 3)]
+    assert [(event.partition, event.ceiling, event.to) for event in rollbacks] == [(1, 3, 0)]
+
+
+class InterruptedByAlarmError(Exception):
+    """What a signal's handler raises, as that of Ctrl-C raises KeyboardInterrupt."""
+
+
+def test_ctrl_c_while_it_waits_loses_no_event(fake: ThreadedFake) -> None:
+    interrupted = 0
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if frame is not None and frame.f_code.co_name == "wait":
+            interrupted += 1
+            raise InterruptedByAlarmError
+
+    mirror = Mirror()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+    try:
+        with consumer(fake) as following:
+            while interrupted < 20:
+                fill(fake, interrupted)
+                with suppress(InterruptedByAlarmError):
+                    while True:
+                        event = following.next_event()
+                        assert event is not None
+                        mirror.apply(event)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            following.barrier(b"end")
+            for event in following:
+                mirror.apply(event)
+                if isinstance(event, BarrierReached):
+                    break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert mirror.contents == fake.server.contents()

@@ -283,11 +283,9 @@ class BlockingClient(KeyOperations[WriteResult]):
             end=end,
             identity=self.options.identity,
             retry_timeout_s=self._retry_timeout_s,
-            idle_interval_s=self.options.idle_interval_s,
             connect_timeout_s=self.options.connect_timeout_s,
             dial=self.options.dial,
             draw=self._draw,
-            sleep=self._sleep,
         )
 
     # Publishing.

@@ -9,33 +9,48 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Self
 
 from upr_protocol.address import Address
-from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
-from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
 from upr_protocol.client.blocking.streams import BlockingStreams
-from upr_protocol.client.core.delivery_tracker import DeliveryTracker, RollbackRequest, SaveLimits
+from upr_protocol.client.blocking.trio_thread import dial_in_thread
+from upr_protocol.client.core.delivery_tracker import (
+    Delivery,
+    DeliveryTracker,
+    RollbackRequest,
+    SaveLimits,
+)
 from upr_protocol.client.core.events import Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
-from upr_protocol.client.core.routing import PartitionRouter
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore
-from upr_protocol.errors import ClosedError, UprError
-from upr_protocol.ids import PartitionState
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, WINDOW_BYTES_DEFAULT
+from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.streams import ConsumerStreams
+from upr_protocol.errors import ClosedError
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import (
+    HANDSHAKE_TIMEOUT_S,
+    IDLE_INTERVAL_S_DEFAULT,
+    WINDOW_BYTES_DEFAULT,
+)
 from upr_protocol.transport import SocketDial, dial_socket
+
+BlockingUndoCallback = Callable[[PartitionId, SeqNo, str], SeqNo]
+"""An `UndoCallback` that blocks. It is called in the thread that asks for the next event."""
 
 
 class BlockingConsumer:
     """`Consumer` for programs that block: an iterator of events. Threads must not share one.
 
-    By asking for the next event the application acknowledges the one before. Between two calls the
-    connection is not read: a program that is busy for longer than twice `idle_interval_s` loses the
-    connection, and goes on with a new one.
+    By asking for the next event the application acknowledges the one before. Its connections are
+    those of the Trio client, in a thread of their own: they are read, up to the window, and kept
+    alive while the program is busy with something else.
 
-    The arguments are those of `consume`, but that `resume` is a state or a file's path, rollbacks
-    start at 0, and `sleep` waits for so many seconds.
+    Leave the context, or call `close`, to end the thread. After an error other than `OSError` the
+    consumer cannot go on, unless it was never connected: make a new one.
+
+    The arguments are those of `consume`, but that `resume` is a state or a file's path, and `undo`
+    blocks.
 
     Raises:
         AddressError: The URL is malformed, or names no bucket.
@@ -53,47 +68,55 @@ class BlockingConsumer:
         state: PartitionState = PartitionState.ACTIVE,
         end: End = None,
         lease_id: int = 0,
+        undo: BlockingUndoCallback | None = None,
         by_map: bool = True,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         identity: str = IDENTITY_DEFAULT,
         retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
         save_limits: SaveLimits | None = None,
-        idle_interval_s: int = BLOCKING_IDLE_INTERVAL_S,
+        idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
         connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         dial: SocketDial = dial_socket,
         draw: Callable[[], float] = random.random,
-        sleep: Callable[[float], None] = time.sleep,  # noqa: TID251  there is no event to wait for
     ) -> None:
-        address = Address.parse(target) if isinstance(target, str) else target
-        self.address = address.with_bucket()
+        address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
+        self.address = address
         self._store = FileStore(resume) if isinstance(resume, str | os.PathLike) else None
         saved = self._store.load_now() if self._store else resume
         assert not isinstance(saved, str | os.PathLike)
         processed = ResumeState(address.bucket) if saved is None else saved.copy()
         processed.check_bucket(address.bucket)
         subscription = Subscription(
-            checked_partitions(partitions), start == "now", state, end, lease_id
+            checked_partitions(partitions),
+            start == "now",
+            state,
+            end,
+            lease_id,
+            has_undo=undo is not None,
         )
-        self._state = SubscriptionState(subscription, processed.copy())
-        connections = BlockingClusterConnections(
-            self.address,
-            SocketOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial),
+        options = ClusterOptions(
+            TrioOptions(
+                identity,
+                window_bytes,
+                idle_interval_s,
+                connect_timeout_s,
+                dial_in_thread(dial, connect_timeout_s),
+            ),
+            retry_timeout_s,
+            by_map,
             draw,
-            state=state,
-            by_map=by_map,
-            opened=subscription.partitions,
         )
+        received = SubscriptionState(subscription, processed.copy())
         self._streams = BlockingStreams(
-            self._state,
-            connections,
-            RetryState(retry_timeout_s, draw),
-            PartitionRouter(connections.metadata, state, retry_timeout_s, draw),
+            lambda: ConsumerStreams(address, options, received), window_bytes
         )
         self._tracker = DeliveryTracker(
             processed, save_limits or SaveLimits(), self._streams.acknowledge, time.monotonic()
         )
-        self._connecting = RetryState(retry_timeout_s, draw)
-        self._sleep = sleep
+        self._connecting = options.new_retry_state()
+        self._undo = undo
+        self._rollback: Delivery | None = None
+        """A rollback that has to be undone, or saved as pending, before anything else."""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -116,24 +139,21 @@ class BlockingConsumer:
         self.save()
 
     def connect(self) -> None:
-        """Connects, if there is no connection, and retries for `retry_timeout_s`. Without this call
-        the first event asked for connects, and a server that cannot be reached then is an error
-        at once.
+        """Connects, if it was not connected yet, and retries for `retry_timeout_s`. Without this
+        call the first event asked for connects, and a server that cannot be reached then is an
+        error at once.
 
         Raises:
             BrokenError: The server could not be reached for too long.
             ServerError: The server refused the bucket.
             ClosedError: The consumer was closed.
         """
-        while not self._closed:
-            try:
-                self._streams.connect()
-            except UprError as error:
-                self._sleep(self._connecting.wait_s(error, time.monotonic()))
-            else:
-                self._connecting.progress()
-                return
-        raise ClosedError("the consumer was closed")
+        self._check_open()
+        self._streams.connect(self._connecting)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the consumer was closed")
 
     # Events.
 
@@ -149,13 +169,14 @@ class BlockingConsumer:
     @property
     def done(self) -> bool:
         """Whether every stream has ended for good, and every event was handed out."""
-        return self._state.is_finished and not self._streams.deliveries
+        return self._streams.is_finished and self._rollback is None
 
     def next_event(self, timeout_s: float | None = None) -> Event | None:
         """The next event; acknowledges the one before.
 
         Args:
-            timeout_s: How long to wait; by default as long as it takes.
+            timeout_s: How long to wait; by default as long as it takes. Ctrl-C meanwhile loses no
+                event.
 
         Returns:
             None if there was none in time, or if `done`.
@@ -165,45 +186,63 @@ class BlockingConsumer:
             BrokenError: The server could not be reached for too long.
             ClosedError: The consumer was closed.
         """
-        if self._closed:
-            raise ClosedError("the consumer was closed")
+        self._check_open()
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        tracker = self._tracker
-        tracker.finish()
+        self._tracker.finish()
         while True:
             self._save_when_due()
-            if self._streams.deliveries:
-                delivery = self._streams.deliveries.popleft()
-                event = delivery.event
-                assert not isinstance(event, RollbackRequest)  # there is no undo callback
-                if isinstance(event, RolledBack):
-                    tracker.begin_rollback(event)
-                    self.save()
-                if event is not None:
-                    tracker.hand_out(delivery, event)
-                    return event
-                tracker.finish_delivery(delivery)
-            elif self._state.is_finished:
+            event = self._hand_out_next()
+            if event is not None:
+                return event
+            if self._streams.is_finished:
                 self.save()
                 return None
-            elif not self._receive(deadline):
+            if not (self._streams.has_deliveries or self._receive(deadline)):
                 return None
 
-    def _receive(self, deadline: float) -> bool:
-        """Receives some messages.
+    def _hand_out_next(self) -> Event | None:
+        """Hands out the event of the next delivery, if there is one and it has one."""
+        delivery = self._streams.take() if self._rollback is None else self._rollback
+        if delivery is None:
+            return None
+        if isinstance(delivery.event, RollbackRequest | RolledBack):
+            # Kept until it is undone: after an exception the next call does it again.
+            self._rollback = delivery
+            delivery = self._roll_back(delivery.event, delivery)
+            self._rollback = None
+        event = delivery.event
+        assert not isinstance(event, RollbackRequest)
+        if event is None:
+            self._tracker.finish_delivery(delivery)
+        else:
+            self._tracker.hand_out(delivery, event)
+        return event
 
-        Returns:
-            Whether there is an event, or time left to wait for one.
-        """
+    def _roll_back(self, event: RollbackRequest | RolledBack, delivery: Delivery) -> Delivery:
+        """Has a rollback undone, before anything that arrived meanwhile."""
+        self._tracker.begin_rollback(event)
+        self.save()
+        if isinstance(event, RolledBack):
+            return delivery
+        assert self._undo is not None
+        to = self._undo(event.partition, event.ceiling, event.reason)
+        return self._streams.rolled_back(event.partition, to)
+
+    def _receive(self, deadline: float) -> bool:
+        """Waits for deliveries, or until the state is to be saved; whether to go on."""
         due_at = self._tracker.schedule.due_at if self._store else deadline
-        idle_s = self._streams.receive(min(deadline, due_at))
-        if idle_s:
-            self._sleep(idle_s)
-            self._streams.idle_time_over()
-        return time.monotonic() < deadline or bool(self._streams.deliveries)
+        self._streams.receive(max(0.0, min(deadline, due_at) - time.monotonic()))
+        return self._streams.has_deliveries or time.monotonic() < deadline
 
     def barrier(self, cookie: bytes) -> None:
-        """Sends a barrier; `BarrierReached` with its cookie will be among the events."""
+        """Sends a barrier; `BarrierReached` with its cookie will be among the events. Connects, if
+        it was not connected yet.
+
+        Raises:
+            LocalProtocolError: 64 barriers are open, or this one is.
+            BrokenError: It could not connect.
+        """
+        self._check_open()
         self._streams.send_barrier(cookie)
 
     # The resume state.
@@ -213,6 +252,11 @@ class BlockingConsumer:
         """A copy of the resume state as it is once the event in hand is processed; see
         `Consumer.resume_state`."""
         return self._tracker.state_after_current()
+
+    @property
+    def processed_state(self) -> ResumeState:
+        """A copy of the resume state without the event in hand. O(partitions)."""
+        return self._tracker.state.copy()
 
     def save(self) -> None:
         """Acknowledges the event in hand and saves now, if there is a file.

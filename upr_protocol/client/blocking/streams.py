@@ -1,239 +1,170 @@
-"""The streams of a consumer that blocks, of all nodes."""
+"""A consumer's streams in a thread of their own, for a caller that blocks.
+
+Deliveries cross between the threads many at a time, and so do acknowledgements: a crossing costs
+about as much as a chunk does.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
+from typing import Final
 
-import attrs
+import trio
 
-from upr_protocol.address import Address
-from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
-from upr_protocol.client.blocking.connection import BlockingConnection, step_any
+from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.client.core.delivery_tracker import Delivery
-from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, RetryState
-from upr_protocol.client.core.routing import PartitionRouter
-from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
-from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.core.retry import RetryState
+from upr_protocol.client.trio.streams import ConsumerStreams, EndOfStreamsError
 from upr_protocol.errors import UprError
-from upr_protocol.ids import PartitionId
-from upr_protocol.session.states import SNAPSHOT_MESSAGES
-from upr_protocol.wire import StreamReply
+from upr_protocol.ids import PartitionId, SeqNo
+
+_DELIVERIES_MAX: Final = 256
+"""Deliveries that cross at once."""
+
+_WINDOW_SHARE: Final = 4
+"""At most this part of the window crosses at once. The acknowledgements go back with the next
+crossing; meanwhile the server sends the rest of the window."""
 
 
-@attrs.define(eq=False)
-class _Node:
-    """The streams of one node.
+class _StreamsInThread:
+    """The half that lives in the thread. It does not refer to the other half, so that a consumer
+    that nobody uses any more ends its thread.
 
     Attributes:
-        address: Where the node is.
-        follower: Turns messages into deliveries.
-        connection: The connection that the follower uses; None while there is none.
-        waits_until: When to connect again after a failure; None when there was none.
+        deliveries: The deliveries that have crossed. The caller takes them while it has no call in
+            the thread.
+        acknowledged: The deliveries that the application has processed since the last crossing.
+        is_finished: Whether every stream has ended for good, and every delivery has crossed.
     """
 
-    address: Address
-    follower: StreamFollower
-    connection: BlockingConnection | None = None
-    waits_until: float | None = None
+    def __init__(self, new_streams: Callable[[], ConsumerStreams], bytes_max: int) -> None:
+        self.deliveries: deque[Delivery] = deque()
+        self.acknowledged: list[Delivery] = []
+        self.is_finished = False
+        self._new_streams = new_streams
+        self._bytes_max = bytes_max
+        self._streams: ConsumerStreams | None = None
+
+    async def connect(self, nursery: trio.Nursery) -> None:
+        """Connects, unless that was done. A cancelled call goes on in the next one."""
+        if self._streams is None:
+            self._streams = self._new_streams()
+            nursery.start_soon(self._streams.run)
+        try:
+            await self._streams.wait_opened()
+        except UprError:
+            self._streams = None
+            raise
+
+    async def connect_with_retries(self, nursery: trio.Nursery, retry: RetryState) -> None:
+        while True:
+            try:
+                await self.connect(nursery)
+            except UprError as error:
+                await trio.sleep(retry.wait_s(error, trio.current_time()))
+            else:
+                retry.progress()
+                return
+
+    async def receive(self, nursery: trio.Nursery, timeout_s: float) -> None:
+        await self.connect(nursery)
+        streams, queue = self._connected(), self._connected().queue
+        acknowledged, self.acknowledged = self.acknowledged, []
+        for delivery in acknowledged:
+            streams.acknowledge(delivery)
+        try:
+            with trio.move_on_after(timeout_s):
+                await queue.wait()
+        except EndOfStreamsError:
+            self.is_finished = True
+        nbytes = 0
+        while len(self.deliveries) < _DELIVERIES_MAX and nbytes < self._bytes_max:
+            taken = queue.take()
+            if taken is None:
+                break
+            self.deliveries.append(taken)
+            nbytes += taken.nbytes
+        self.is_finished |= streams.state.is_finished and not len(queue)
+
+    async def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        return self._connected().rolled_back(partition, to)
+
+    async def send_barrier(self, nursery: trio.Nursery, cookie: bytes) -> None:
+        await self.connect(nursery)
+        self._connected().send_barrier(cookie)
+
+    def _connected(self) -> ConsumerStreams:
+        assert self._streams is not None
+        return self._streams
 
 
 class BlockingStreams:
-    """The streams of all nodes.
+    """The streams of all nodes. The thread starts with the first call that connects.
 
     Args:
-        state: How far the subscription is.
-        connections: The connections to all nodes.
-        retry: Says how long to go on without anything from any node.
-        router: Chooses the node of each partition.
-
-    Attributes:
-        deliveries: The deliveries that the application has not taken.
+        new_streams: Makes streams that were not connected yet.
+        window_bytes: How many bytes of a node may be in flight or wait for the application.
     """
 
-    def __init__(
-        self,
-        state: SubscriptionState,
-        connections: BlockingClusterConnections,
-        retry: RetryState,
-        router: PartitionRouter,
-    ) -> None:
-        self.deliveries: deque[Delivery] = deque()
-        self._state = state
-        self._connections = connections
-        self._retry = retry
-        self._router = router
-        # The first node is at the user's address, wherever partitions turn out to be.
-        first = connections.metadata.address
-        self._nodes = {first: _Node(first, StreamFollower(state))}
-        self._idle_until = 0.0
-        """When the idle time that `receive` gave last is over."""
-        self._revision = 0
-        """The revision of the map that the router used last."""
+    def __init__(self, new_streams: Callable[[], ConsumerStreams], window_bytes: int) -> None:
+        self._in_thread = _StreamsInThread(new_streams, window_bytes // _WINDOW_SHARE)
+        self._thread: TrioThread | None = None
 
-    def connect(self) -> None:
-        """Connects to any node, if there is no connection.
+    @property
+    def thread(self) -> TrioThread:
+        """The thread; starts it."""
+        if self._thread is None:
+            self._thread = TrioThread()
+        return self._thread
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every stream has ended for good, and `take` gave every delivery."""
+        return self._in_thread.is_finished and not self._in_thread.deliveries
+
+    @property
+    def has_deliveries(self) -> bool:
+        """Whether `take` would give a delivery."""
+        return bool(self._in_thread.deliveries)
+
+    def connect(self, retry: RetryState) -> None:
+        """Connects to any node, if that was not done yet.
 
         Raises:
-            UprError: No node can be reached; the reason of the last attempt.
+            UprError: No node could be reached, and `retry` gives up.
         """
-        self._connections.to_any_node()
+        self.thread.run(self._in_thread.connect_with_retries, self.thread.nursery, retry)
 
     def close(self) -> None:
         """Closes all connections."""
-        self._connections.close()
+        if self._thread is not None:
+            self._thread.close()
 
-    def acknowledge(self, delivery: Delivery) -> None:
-        """The application has processed a delivery."""
-        for node in self._nodes.values():
-            node.follower.acknowledge(delivery)
+    def take(self) -> Delivery | None:
+        """The next delivery that has crossed, if there is one."""
+        deliveries = self._in_thread.deliveries
+        return deliveries.popleft() if deliveries else None
 
-    def send_barrier(self, cookie: bytes) -> None:
-        """Sends a barrier through all nodes."""
-        self._state.barriers.open_barrier(cookie)
-        for node in self._nodes.values():
-            node.follower.send_barriers()
-
-    # Receiving.
-
-    def receive(self, deadline: float) -> float:
-        """Receives from all nodes, until something came or the deadline is over.
-
-        Returns:
-            For how many seconds no node can be listened to; call `idle_time_over` after them.
+    def receive(self, timeout_s: float) -> None:
+        """Waits until there is a delivery, every stream has ended, or the time is over. Ctrl-C
+        loses none.
 
         Raises:
-            UprError: Going on is of no use.
+            UprError: Going on is of no use; or there was no connection yet, and none can be made.
         """
-        self._route()
-        now = time.monotonic()
-        connected: list[_Node] = []
-        for node in list(self._nodes.values()):
-            if node.waits_until is None or node.waits_until <= now:
-                self._guard(node, partial(self._connect, node, connected))
-        if self._state.is_finished:
-            self._connections.close()
-            return 0.0
-        wakes_at = self._next_wake_up(now)
-        if not connected and not self.deliveries:
-            if any(node.waits_until is None for node in self._nodes.values()):
-                return 0.0  # a node was added just now
-            self._idle_until = max(now + 0.001, min(deadline, wakes_at))
-            return self._idle_until - now
-        if not self.deliveries:
-            connections = [node.connection for node in connected if node.connection is not None]
-            step_any(connections, min(deadline, wakes_at))
-        for node in connected:
-            if self._nodes.get(node.address) is node and node.connection is not None:
-                self._guard(node, partial(self._take_messages, node, node.connection))
-        if self._state.is_finished:
-            self._connections.close()
-        return 0.0
+        self.thread.run(self._in_thread.receive, self.thread.nursery, timeout_s)
 
-    def _next_wake_up(self, now: float) -> float:
-        """When something has to be tried again, although no node sends anything."""
-        waits = [node.waits_until for node in self._nodes.values() if node.waits_until is not None]
-        wakes_at = min((*waits, self._router.next_retry_at(now)))
-        return min(wakes_at, now + MAP_WAIT_S_MAX) if self._router.has_unplaced else wakes_at
+    def acknowledge(self, delivery: Delivery) -> None:
+        """The application has processed a delivery: its node may send as many bytes again. The
+        server hears of it at the next crossing."""
+        if delivery.nbytes:
+            self._in_thread.acknowledged.append(delivery)
 
-    def idle_time_over(self) -> None:
-        """The idle time that `receive` gave is over. A node may have to wait for longer: the
-        caller's deadline ends no wait."""
-        for node in self._nodes.values():
-            if node.waits_until is not None and node.waits_until <= self._idle_until:
-                node.waits_until = None
+    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        """The application has rolled back to `to`; see `ConsumerStreams.rolled_back`."""
+        return self.thread.run(self._in_thread.rolled_back, partition, to)
 
-    def _guard(self, node: _Node, function: Callable[[], None]) -> None:
-        """Does something with a node. After a failure it is done again in a while."""
-        try:
-            function()
-            return
-        except UprError as failure:
-            error = failure
-        node.follower.disconnected()
-        node.connection = None
-        self._connections.lost(node.address)
-        if not self._connections.was_connected:
-            raise error
-        now = time.monotonic()
-        node.waits_until = now + self._retry.wait_s(error, now)
-        self._connections.refresh()
-
-    def _connect(self, node: _Node, connected: list[_Node]) -> None:
-        """Makes sure that a node is connected, and adds it to `connected`."""
-        node.waits_until = None
-        connection = self._connections.to_node(node.address)
-        if node.connection is not connection:
-            node.follower.disconnected()
-            self.deliveries.extend(node.follower.learn_partitions(connection.handshake))
-            self._route()
-            if self._nodes.get(node.address) is not node:
-                return  # the bucket is on several nodes, as it turned out, and not on this one
-            node.connection = connection
-            node.follower.connected(connection.session, connection.handshake)
-        # A partition that was added since may have met a failure without any message.
-        self._react(node.follower)
-        connected.append(node)
-
-    def _take_messages(self, node: _Node, connection: BlockingConnection) -> None:
-        while (message := connection.take()) is not None:
-            self.deliveries.extend(node.follower.receive(message))
-            if isinstance(message, PROGRESS_MESSAGES):
-                self._retry.progress()
-            elif isinstance(message, StreamReply) and not message.status:
-                self._router.succeeded(message.partition)
-            if type(message) not in SNAPSHOT_MESSAGES:
-                self._react(node.follower)
-        if connection.failure is not None:
-            raise connection.failure
-
-    def _react(self, follower: StreamFollower) -> None:
-        """Acts on what a follower has concluded."""
-        refused_streams, follower.refused_streams = follower.refused_streams, []
-        for refused in refused_streams:
-            if self._connections.metadata.is_single_node:
-                raise refused.error  # there is no other node to try meanwhile
-            self._router.refused(refused.partition, refused.error, time.monotonic())
-            self._connections.refresh(refused.map_revision)
-        if follower.failure is not None:
-            raise follower.failure
-
-    # Where partitions are.
-
-    def _route(self) -> None:
-        """Places each partition with the node that the map names, and drops nodes without one."""
-        if self._state.partitions is None:
-            return
-        now, metadata = time.monotonic(), self._connections.metadata
-        placements = self._place(now)
-        if self._router.has_unplaced or metadata.is_stale:
-            self._connections.refresh()
-            if metadata.revision != self._revision:
-                placements = self._place(now)
-        error = self._router.timed_out(self._state.remaining.__contains__, now)
-        if error is not None:
-            raise error
-        for partition, address in placements.items():
-            if address is not None and address not in self._nodes:
-                self._nodes[address] = _Node(address, StreamFollower(self._state))
-            for node in self._nodes.values():
-                if node.address != address:
-                    node.follower.remove_partition(partition)
-            if address is not None:
-                self._nodes[address].follower.add_partition(partition)
-        needed = set(placements.values())
-        for address in [address for address in self._nodes if address not in needed]:
-            self._nodes.pop(address).follower.disconnected()
-            self._connections.drop(address)
-
-    def _place(self, now: float) -> Mapping[PartitionId, Address | None]:
-        revision = self._connections.metadata.revision
-        if revision != self._revision:
-            self._revision = revision
-            self._router.map_changed()
-        remaining = self._state.remaining
-        return self._router.route(
-            sorted(remaining), self._connections.down, remaining.__contains__, now
-        )
+    def send_barrier(self, cookie: bytes) -> None:
+        """Sends a barrier through all nodes; see `ConsumerStreams.send_barrier`."""
+        self.thread.run(self._in_thread.send_barrier, self.thread.nursery, cookie)
