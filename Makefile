@@ -30,13 +30,15 @@ WORKERS ?= 2
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
 # Simulated clusters: make simulate SEEDS=2000 FIRST=500; one with its story: make simulate SEED=123;
-# with a bug put in: make simulate BUG=collapses_past_a_cursor
+# of one situation: make simulate PROFILE=diverged; with a bug put in, in the situation that it needs:
+# make simulate BUG=collapse_under_cursor
 SEEDS ?= 500
 FIRST ?= 0
 SEED ?=
+PROFILE ?=
 BUG ?=
 SIMULATED = $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST) $(if $(BUG),--until-found)) \
-	$(if $(BUG),--bug $(BUG))
+	$(if $(PROFILE),--profile $(PROFILE)) $(if $(BUG),--bug $(BUG))
 # Seconds for each target of the fuzzer, and one of them alone: make fuzz TIME=600 TARGET=server
 TIME ?= 60
 TARGET ?=

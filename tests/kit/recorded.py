@@ -4,7 +4,7 @@ same to them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from typing import Final
 
@@ -269,6 +269,9 @@ class RecordedConsumer:
         state: What the partitions must be where it reads them.
         pause_s: How long it takes over each event, on average.
         keeps: How often it keeps what it has, beside how often it is told something.
+        by_map: Whether it reads each partition at the node that has it by the bucket's map; else it
+            reads all of `partitions` at the node that `url` names.
+        partitions: What it reads; None for everything.
     """
 
     def __init__(
@@ -283,11 +286,15 @@ class RecordedConsumer:
         pause_s: float,
         keeps: float = 0.05,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
+        by_map: bool = True,
+        partitions: Sequence[PartitionId] | None = None,
         dial: Dial = dial_tcp,
         sleep: Sleep = trio.sleep,
     ) -> None:
         self.name = name
         self._url = url
+        self._by_map = by_map
+        self._partitions = partitions
         self._dial = dial
         self._sleep = sleep
         self._history = history
@@ -335,11 +342,15 @@ class RecordedConsumer:
         while True:
             await self._sleep(self._chance.random())
             try:
-                await self.catch_up_from(Kept(ResumeState(Address.parse(self._url).bucket)))
+                await self.read_all()
             except UprError as error:
                 if isinstance(error, LocalProtocolError):
                     raise
                 self._history.add(Said(self.name, f"{error}"))
+
+    async def read_all(self) -> None:
+        """From nothing to what there is now."""
+        await self.catch_up_from(Kept(ResumeState(Address.parse(self._url).bucket)))
 
     async def catch_up_from(self, saved: Kept) -> None:
         """Goes on from what it had at some time, to what there is now."""
@@ -367,6 +378,8 @@ class RecordedConsumer:
             end=end,  # type: ignore[arg-type]
             undo=self._undo if self._undoes else None,
             window_bytes=self._window_bytes,
+            by_map=self._by_map,
+            partitions=self._partitions,
             identity=f"consumer:{self.name}",
             retry_timeout_s=20.0,
             dial=self._dial,

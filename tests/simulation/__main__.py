@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +20,7 @@ import attrs
 
 from tests.simulation.bugs import BUGS
 from tests.simulation.node import first_of
+from tests.simulation.profiles import PROFILES
 from tests.simulation.scenario import Outcome, run_seed
 from tests.simulation.story import digest, story
 
@@ -26,6 +28,9 @@ FAILOVERS_MIN: Final = 3.0
 ACKNOWLEDGED_MIN: Final = 50.0
 FAULTS_MIN: Final = 6.0
 """What a seed must come to on average: a run with less has shown nothing."""
+
+GENERAL: Final = "general"
+"""The mix of all faults, in place of a profile."""
 
 PROGRESS_S: Final = 5.0
 
@@ -54,6 +59,7 @@ class Totals:
     events: int = 0
     virtual_s: float = 0.0
     violations: list[Outcome] = attrs.field(factory=list)
+    without_effect: Counter[str] = attrs.field(factory=Counter)
 
     def add(self, one: Outcome) -> None:
         """One seed more."""
@@ -61,6 +67,7 @@ class Totals:
         for name in ("failovers", "acknowledged", "faults", "restarts", "rollbacks", "events"):
             setattr(self, name, getattr(self, name) + getattr(one, name))
         self.virtual_s += one.virtual_s
+        self.without_effect.update(one.without_effect)
         if one.violation:
             self.violations.append(one)
 
@@ -85,8 +92,14 @@ class Totals:
         )
 
 
-def outcome_of(bug: str, seed: int) -> Outcome:
-    """One seed, perhaps with a bug. One in which time stands still is a violation, too."""
+def outcome_of(bug: str, profile: str, seed: int) -> Outcome:
+    """One seed, perhaps with a bug. One in which time stands still is a violation, too.
+
+    Args:
+        bug: The planted bug's name; empty for none.
+        profile: The profile's name; empty for the general mix.
+        seed: The seed.
+    """
 
     def stop(_number: int, _frame: object) -> None:
         raise SpinsError(f"I11: after {PATIENCE_S} s of processor time it is not over")
@@ -95,8 +108,8 @@ def outcome_of(bug: str, seed: int) -> Outcome:
     signal.setitimer(signal.ITIMER_PROF, PATIENCE_S)
     found: Outcome | None = None
     try:
-        with BUGS[bug]() if bug else nullcontext():
-            found = run_seed(seed)[0]
+        with BUGS[bug].plant() if bug else nullcontext():
+            found = run_seed(seed, PROFILES.get(profile))[0]
     except* SpinsError as errors:
         found = Outcome(seed, str(first_of(errors)), "I11")
     finally:
@@ -105,13 +118,13 @@ def outcome_of(bug: str, seed: int) -> Outcome:
     return found
 
 
-def outcomes(seeds: Sequence[int], processes: int, bug: str) -> Iterator[Outcome]:
+def outcomes(seeds: Sequence[int], processes: int, bug: str, profile: str) -> Iterator[Outcome]:
     """What becomes of many seeds, in any order."""
     if processes == 1:
-        yield from map(partial(outcome_of, bug), seeds)
+        yield from map(partial(outcome_of, bug, profile), seeds)
         return
     with pool_of(processes) as pool:
-        yield from pool.imap_unordered(partial(outcome_of, bug), seeds)
+        yield from pool.imap_unordered(partial(outcome_of, bug, profile), seeds)
 
 
 def pool_of(processes: int) -> Pool:
@@ -126,15 +139,18 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def run_many(first: int, count: int, processes: int, bug: str, *, until_found: bool) -> int:
+def run_many(
+    first: int, count: int, processes: int, bug: str, profile: str, *, until_found: bool
+) -> int:
     """Runs seeds; the exit code."""
+    repeated = (f" PROFILE={profile}" if profile else "") + (f" BUG={bug}" if bug else "")
     totals, began = Totals(), time.monotonic()
     said_at = began
-    for one in outcomes(range(first, first + count), processes, bug):
+    for one in outcomes(range(first, first + count), processes, bug, profile):
         totals.add(one)
         if one.violation:
             say(f"seed {one.seed}: {one.violation:.400}")
-            say(f"  repeat it: make simulate SEED={one.seed}" + (f" BUG={bug}" if bug else ""))
+            say(f"  repeat it: make simulate SEED={one.seed}{repeated}")
             if until_found:
                 break
         if time.monotonic() - said_at > PROGRESS_S:
@@ -150,19 +166,21 @@ def run_many(first: int, count: int, processes: int, bug: str, *, until_found: b
     say(
         f"{totals}; {took_s:.0f} s on {processes} cores, {totals.seeds / took_s:.2f} seeds a second"
     )
+    for kind, times in totals.without_effect.most_common():
+        say(f"{kind} had no effect {times:,} times")
     if totals.violations:
         return VIOLATED
     why = totals.void()
-    if why and count > 1:
+    if why and count > 1 and not profile:
         say(f"the run is void: {why}")
         return VOID
     return 0
 
 
-def run_one(seed: int, bug: str) -> int:
+def run_one(seed: int, bug: str, profile: str) -> int:
     """Runs a seed, and tells its story; the exit code."""
-    with BUGS[bug]() if bug else nullcontext():
-        outcome, history = run_seed(seed)
+    with BUGS[bug].plant() if bug else nullcontext():
+        outcome, history = run_seed(seed, PROFILES.get(profile))
     for line in story(history):
         say(line)
     say(f"\nseed {seed}: {outcome}\ndigest {digest(history)}")
@@ -181,14 +199,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="one seed, with its story")
     parser.add_argument("--bug", default="", choices=["", *BUGS], help="with this bug put in")
+    parser.add_argument(
+        "--profile",
+        default="",
+        choices=["", GENERAL, *PROFILES],
+        help=f"the situation that seeds make; {GENERAL} if not given, or that of the bug",
+    )
     parser.add_argument("--until-found", action="store_true", help="end with the first violation")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args(arguments)
+    profile = given.profile or (BUGS[given.bug].profile.name if given.bug else "")
+    if profile == GENERAL:
+        profile = ""
     try:
         if given.seed is not None:
-            return run_one(given.seed, given.bug)
+            return run_one(given.seed, given.bug, profile)
         return run_many(
-            given.first, given.seeds, given.processes, given.bug, until_found=given.until_found
+            given.first,
+            given.seeds,
+            given.processes,
+            given.bug,
+            profile,
+            until_found=given.until_found,
         )
     except KeyboardInterrupt:
         say("interrupted")

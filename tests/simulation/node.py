@@ -188,9 +188,10 @@ class Node:
             self.directory.disks[name] = log, SimulatedDisk()
 
     def rot(self) -> bool:
-        """A bit of its disk flips; whether there was any."""
-        self.is_rotten = flip(self.directory, self.chance)
-        return self.is_rotten
+        """Bits of its disk flip; whether it had anything on disk."""
+        has_flipped = flip(self.directory, self.chance)
+        self.is_rotten |= has_flipped
+        return has_flipped
 
     def _expected(self) -> type[StorageError]:
         """What a server may die of."""

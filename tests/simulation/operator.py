@@ -101,11 +101,11 @@ class SimulatedOperator:
                     await trio.sleep(0.1)
         return given
 
-    async def fail_over(self, victim: str, *, lose: bool = False) -> None:
+    async def fail_over(self, victim: str, *, to: str = "", lose: bool = False) -> None:
         """Replaces a node that is gone."""
         await self._do(
             f"failover of {victim}",
-            partial(fail_over, self._operator(), all_of=victim, lose_acknowledged=lose),
+            partial(fail_over, self._operator(), all_of=victim, to=to, lose_acknowledged=lose),
             Fault(f"failover from {victim}", () if lose else REPLICATED),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,8 @@ from tests.simulation.mix import Mix
 from tests.simulation.network import Network, taken_at_once
 from tests.simulation.node import BUCKET, Node, ServerDiedError, first_of, observed
 from tests.simulation.operator import NotSettledError, SimulatedOperator
+from tests.simulation.profiles import Profile
+from tests.simulation.situations import SITUATIONS
 from tests.simulation.world import EPOCH_S, Chance, JumpingClock, run_in_world
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
@@ -48,6 +51,7 @@ class Outcome:
     Attributes:
         violation: What was broken; empty for nothing.
         promise: Which promise: `I5`, for instance.
+        without_effect: How often a kind of fault could not do what it is for.
     """
 
     seed: int
@@ -60,6 +64,7 @@ class Outcome:
     rollbacks: int = 0
     events: int = 0
     virtual_s: float = 0.0
+    without_effect: Counter[str] = attrs.field(factory=Counter)
 
 
 class Cluster:
@@ -68,21 +73,26 @@ class Cluster:
     Args:
         seed: The seed.
         clock: The world's.
+        profile: The situation that it is to make; None for the general mix.
 
     Attributes:
         history: What happened.
         outcome: What is counted.
     """
 
-    def __init__(self, seed: int, clock: JumpingClock) -> None:
+    def __init__(self, seed: int, clock: JumpingClock, profile: Profile | None = None) -> None:
         self.chance = Chance(seed)
         self.history = History(trio.current_time)
         self.outcome = Outcome(seed)
-        kinds = [name for name in FAULTS if name != COPY_COMES_BACK]
-        mix = Mix.drawn(self.chance.of("mix"), kinds)
-        self._has_readers = seed % READERS_EVERY == 2 and mix.has_replicas
-        if self._has_readers:
-            mix = mix.for_readers(COPY_COMES_BACK)
+        if profile is None:
+            kinds = [name for name in FAULTS if name != COPY_COMES_BACK and name not in SITUATIONS]
+            mix = Mix.drawn(self.chance.of("mix"), kinds)
+            self._has_readers = seed % READERS_EVERY == 2 and mix.has_replicas
+            if self._has_readers:
+                mix = mix.for_readers(COPY_COMES_BACK)
+        else:
+            mix = profile.draw(self.chance.of("mix"))
+            self._has_readers = profile.has_readers
         self.mix = mix
         self.history.add(Said("seed", f"{seed}: {mix}"))
         self.network = Network(clock, self.chance.of("network"), mix.delay_s, mix.jitter_s)
@@ -300,12 +310,12 @@ class Cluster:
                 )
 
 
-def run_seed(seed: int) -> tuple[Outcome, History]:
-    """One seed, from its beginning to its verdict."""
+def run_seed(seed: int, profile: Profile | None = None) -> tuple[Outcome, History]:
+    """One seed of a profile, or of the general mix, from its beginning to its verdict."""
     clusters: list[Cluster] = []
 
     async def main(clock: JumpingClock) -> None:
-        cluster = Cluster(seed, clock)
+        cluster = Cluster(seed, clock, profile)
         clusters.append(cluster)
         try:
             with trio.fail_after(3600.0):
@@ -325,6 +335,7 @@ def run_seed(seed: int) -> tuple[Outcome, History]:
     outcome, history = cluster.outcome, cluster.history
     if cluster.faults is not None:
         outcome.faults, outcome.restarts = cluster.faults.count, cluster.faults.restarts
+        outcome.without_effect = cluster.faults.without_effect
     outcome.failovers = cluster.operator.failovers
     outcome.acknowledged = sum(one.acknowledged for one in cluster.publishers)
     outcome.rollbacks = sum(one.rollbacks for one in cluster.consumers)

@@ -1,22 +1,19 @@
-"""Faults put into server, replica and client on purpose, one at a time: the simulation is worth
-what it finds of them.
+"""Bugs planted in server, replica and client, one at a time. The simulation is worth as much as it
+finds of them.
 
-Each is a context manager, named for what it does; `BUGS` has them all.
+Each is named after what the broken code does; `BUGS` has them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Final
 
 from tests.simulation.bugs import disk, engine, failover, streams
+from tests.simulation.bugs.planted_bug import PlantedBug
 
-Bug = Callable[[], AbstractContextManager[None]]
-
-BUGS: Final[dict[str, Bug]] = {
-    bug.__name__: bug for module in (disk, engine, failover, streams) for bug in module.BUGS
+BUGS: Final[dict[str, PlantedBug]] = {
+    bug.name: bug for module in (disk, engine, failover, streams) for bug in module.BUGS
 }
 """By name."""
 
-__all__ = ["BUGS", "Bug"]
+__all__ = ["BUGS", "PlantedBug"]

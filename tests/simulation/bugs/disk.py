@@ -1,12 +1,20 @@
-"""Bugs around the disk."""
+"""Bugs in storage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
+from tests.simulation.bugs.planted_bug import planted
+from tests.simulation.profiles import (
+    CRASHES,
+    DIVERGED,
+    FAILING_DISKS,
+    LARGE_HISTORIES,
+    ROTTEN_DISKS,
+)
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SeqNo
@@ -22,9 +30,9 @@ from upr_server.storage.online.leases import LeaseBook
 from upr_server.storage.records import CHUNK_HEAD
 
 
-@contextmanager
-def acknowledges_before_the_commit() -> Iterator[None]:
-    """`persisted` is answered at once."""
+@planted(CRASHES)
+def acknowledge_before_commit() -> Iterator[None]:
+    """The server acknowledges `persisted` writes before they are on disk."""
 
     def call_when_persisted(
         _self: Flusher, _partition: Partition, _seq: SeqNo, call: Callable[[bool], None]
@@ -35,9 +43,9 @@ def acknowledges_before_the_commit() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def goes_on_after_a_failed_fsync() -> Iterator[None]:
-    """A commit that failed is taken for done."""
+@planted(FAILING_DISKS)
+def ignore_failed_fsync() -> Iterator[None]:
+    """The server ignores a failed commit and continues."""
     real: Any = Store.ask
 
     async def ask(self: Store, call: Any) -> Any:
@@ -56,10 +64,10 @@ def goes_on_after_a_failed_fsync() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def acknowledges_what_was_behind_a_failure() -> Iterator[None]:
-    """What stood in line behind a commit that failed is acknowledged, if it was done; found by the
-    simulation."""
+@planted(FAILING_DISKS)
+def acknowledge_after_failed_commit() -> Iterator[None]:
+    """Requests that are queued behind a failed commit are carried out and acknowledged. The
+    simulation found this fault."""
     real: Any = Store.ask
 
     async def ask(self: Store, call: Any) -> Any:
@@ -76,9 +84,9 @@ def acknowledges_what_was_behind_a_failure() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def skips_the_checksum() -> Iterator[None]:
-    """What is read from disk is not looked at."""
+@planted(ROTTEN_DISKS)
+def skip_checksums() -> Iterator[None]:
+    """The server does not verify checksums of what it reads from disk."""
 
     def parse_chunk(_key: bytes, value: Buffer) -> Chunk:
         return Chunk(memoryview(value)[CHUNK_HEAD.size :])
@@ -98,9 +106,9 @@ def skips_the_checksum() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def records_the_log_only_at_snapshot_ends() -> Iterator[None]:
-    """A replica keeps its master's log to itself until a snapshot is complete."""
+@planted(DIVERGED)
+def record_failover_log_late() -> Iterator[None]:
+    """A replica stores its source's failover log only when a snapshot is complete."""
     end_snapshot: Any = ReceivedSnapshots.end_snapshot
     pending: dict[int, FailoverLog] = {}
 
@@ -118,9 +126,9 @@ def records_the_log_only_at_snapshot_ends() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def takes_a_ceiling_for_a_state() -> Iterator[None]:
-    """A replica goes back to just the number that it is told."""
+@planted(DIVERGED)
+def roll_back_into_snapshot() -> Iterator[None]:
+    """A replica rolls back to the ceiling that it was told, though that lies inside a snapshot."""
 
     def find_snapshot_end(
         _self: ChunkLog, _partition: int, ceiling: SeqNo, floor: SeqNo
@@ -131,19 +139,19 @@ def takes_a_ceiling_for_a_state() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def compacts_under_a_backfill() -> Iterator[None]:
-    """What somebody reads is compacted all the same, without its lease."""
+@planted(LARGE_HISTORIES)
+def compact_leased_range() -> Iterator[None]:
+    """Compaction ignores the leases of backfills."""
     with replaced(LeaseBook, "ranges", lambda _self: []):
         yield
 
 
 BUGS: Final = (
-    acknowledges_before_the_commit,
-    goes_on_after_a_failed_fsync,
-    acknowledges_what_was_behind_a_failure,
-    skips_the_checksum,
-    records_the_log_only_at_snapshot_ends,
-    takes_a_ceiling_for_a_state,
-    compacts_under_a_backfill,
+    acknowledge_before_commit,
+    ignore_failed_fsync,
+    acknowledge_after_failed_commit,
+    skip_checksums,
+    record_failover_log_late,
+    roll_back_into_snapshot,
+    compact_leased_range,
 )

@@ -1,13 +1,14 @@
-"""Bugs in what is kept in memory."""
+"""Bugs in the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
+from tests.simulation.bugs.planted_bug import planted
+from tests.simulation.profiles import DIVERGED, FAILOVERS, RESETS, SLOW_CONSUMERS
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
 from upr_server.engine.eviction import KeyEviction
@@ -19,9 +20,9 @@ from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
 
 
-@contextmanager
-def ends_a_snapshot_one_early() -> Iterator[None]:
-    """The last change of a snapshot is left out."""
+@planted(FAILOVERS)
+def drop_last_row_of_snapshot() -> Iterator[None]:
+    """A cursor leaves out the last row of each snapshot."""
     read: Any = Cursor.next
 
     def next_item(self: Cursor) -> Any:
@@ -36,9 +37,9 @@ def ends_a_snapshot_one_early() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def collapses_past_a_cursor() -> Iterator[None]:
-    """Snapshots are collapsed in which somebody reads."""
+@planted(FAILOVERS)
+def collapse_under_cursor() -> Iterator[None]:
+    """Snapshots are collapsed while cursors read them."""
 
     def run_to_collapse(
         entries: Sequence[SnapshotEntry], entry: SnapshotEntry, *, shortest: bool = False
@@ -53,18 +54,18 @@ def collapses_past_a_cursor() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def evicts_an_unindexed_key() -> Iterator[None]:
-    """Keys are forgotten that the disk's index does not know yet."""
+@planted(SLOW_CONSUMERS)
+def evict_unindexed_key() -> Iterator[None]:
+    """The key table evicts keys that the disk's index does not have yet."""
     # A new number each time: a sweep begins only when more may be forgotten than before.
     numbers = count(SEQ_MAX // 2)
     with replaced(KeyEviction, "pinned", property(lambda _self: next(numbers))):
         yield
 
 
-@contextmanager
-def forgets_its_answers() -> Iterator[None]:
-    """A batch that is sent again has its effect again."""
+@planted(RESETS)
+def apply_repeated_batch() -> Iterator[None]:
+    """A batch that a publisher sends again is applied again."""
     with (
         replaced(RepeatedBatches, "is_new", lambda *_: True),
         replaced(RepeatedBatches, "answer_unless_new", lambda *_: None),
@@ -72,16 +73,16 @@ def forgets_its_answers() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def forgets_answers_on_replicas() -> Iterator[None]:
-    """A replica does not keep what publishers were answered."""
+@planted(RESETS)
+def lose_replicated_answers() -> Iterator[None]:
+    """A replica does not store the answers that publishers were given."""
     with replaced(RepeatedBatches, "add_received", lambda *_: None):
         yield
 
 
-@contextmanager
-def counts_itself_as_a_replica() -> Iterator[None]:
-    """What is to be replicated is acknowledged before a replica has it."""
+@planted(DIVERGED)
+def acknowledge_before_replication() -> Iterator[None]:
+    """`replicated` writes are acknowledged before a replica has them."""
 
     def reached(_self: ReplicaProgress, _copies: int, *, persisted: bool = False) -> SeqNo:
         del persisted
@@ -92,10 +93,10 @@ def counts_itself_as_a_replica() -> Iterator[None]:
 
 
 BUGS: Final = (
-    ends_a_snapshot_one_early,
-    collapses_past_a_cursor,
-    evicts_an_unindexed_key,
-    forgets_its_answers,
-    forgets_answers_on_replicas,
-    counts_itself_as_a_replica,
+    drop_last_row_of_snapshot,
+    collapse_under_cursor,
+    evict_unindexed_key,
+    apply_repeated_batch,
+    lose_replicated_answers,
+    acknowledge_before_replication,
 )

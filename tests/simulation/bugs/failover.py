@@ -1,12 +1,23 @@
-"""Bugs around who is active, and in which history."""
+"""Bugs in failover and takeover: which node is active, and in which history."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
+from tests.simulation.bugs.planted_bug import planted
+from tests.simulation.profiles import (
+    DIVERGED,
+    FAILOVERS,
+    HANDOVERS,
+    MOVING_COPIES,
+    OLD_HISTORIES,
+    REFILLING,
+    REFUSED_FAILOVERS,
+    RESTARTED_LEADERS,
+    RESTARTED_SOURCES,
+)
 from upr_protocol.client.operator import Operator
 from upr_protocol.client.operator.handback import Handback
 from upr_protocol.client.operator.plan import PartitionCopy
@@ -21,9 +32,9 @@ from upr_server.runtime import System
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 
-@contextmanager
-def forgets_the_failover_entry() -> Iterator[None]:
-    """A new active goes on in the history of the old one."""
+@planted(DIVERGED)
+def omit_failover_entry() -> Iterator[None]:
+    """A new active node continues the history of the old one."""
 
     def same_log(partition: Partition, *_arguments: Any, **_options: Any) -> Any:
         return partition.failover_log
@@ -32,9 +43,9 @@ def forgets_the_failover_entry() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def reuses_a_history_id() -> Iterator[None]:
-    """There are four history IDs."""
+@planted(FAILOVERS)
+def reuse_history_ids() -> Iterator[None]:
+    """There are only four history IDs."""
 
     def new_id(self: System) -> HistoryId:
         return HistoryId(1 + self.random_bits(2))
@@ -43,24 +54,24 @@ def reuses_a_history_id() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def promotes_the_highest_number() -> Iterator[None]:
-    """Who has the highest number becomes active, whatever its history."""
+@planted(OLD_HISTORIES)
+def promote_highest_seq() -> Iterator[None]:
+    """A failover compares copies by sequence number and ignores their histories."""
     with replaced(PartitionCopy, "has_all_of", lambda self, other: self.high_seq >= other.high_seq):
         yield
 
 
-@contextmanager
-def promotes_who_is_being_filled() -> Iterator[None]:
-    """A replica that began again from nothing counts as if it had what it once acknowledged; found
-    by the simulation."""
+@planted(REFILLING)
+def promote_refilling_replica() -> Iterator[None]:
+    """A failover promotes a replica that began again from nothing, though it once acknowledged
+    more. The simulation found this fault."""
     with replaced(PartitionCopy, "contains", lambda _self, _point: True):
         yield
 
 
-@contextmanager
-def is_active_at_once_after_a_restart() -> Iterator[None]:
-    """A node that was active is so again when it is back, and asks nobody."""
+@planted(REFUSED_FAILOVERS)
+def stay_active_after_restart() -> Iterator[None]:
+    """A restarted node is active again without asking another node."""
     restore: Any = PartitionMaps.restore
 
     def restore_as_before(
@@ -78,9 +89,9 @@ def is_active_at_once_after_a_restart() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def takes_writes_while_it_hands_over() -> Iterator[None]:
-    """Who hands over goes on until it hears that another is active."""
+@planted(HANDOVERS)
+def accept_writes_during_handover() -> Iterator[None]:
+    """The source of a takeover accepts writes until it hears that the target is active."""
     become: Any = Partition.become
 
     def become_later(self: Partition, state: PartitionState, failover_log: Any) -> None:
@@ -92,9 +103,9 @@ def takes_writes_while_it_hands_over() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def trusts_a_lost_memory() -> Iterator[None]:
-    """A node that was killed while it was active takes what it has on disk for all that it gave."""
+@planted(RESTARTED_LEADERS)
+def trust_lost_memory() -> Iterator[None]:
+    """A node that was killed while it was active becomes active again with what it has on disk."""
 
     def state_in(assignment: Assignment, node: str, _suspect_since: Any) -> PartitionState:
         return assignment.state_of(node)
@@ -103,10 +114,10 @@ def trusts_a_lost_memory() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def is_trusted_once_it_was_fenced() -> Iterator[None]:
-    """A node that has lost its memory is active again with a map that puts back what was before a
-    failover that failed; found by the simulation."""
+@planted(REFUSED_FAILOVERS)
+def trust_fenced_node() -> Iterator[None]:
+    """A suspect node becomes active when a refused failover restores the old assignments. The
+    simulation found this fault."""
 
     def is_still_suspect(assignment: Assignment, node: str, _suspect_since: Any) -> bool:
         return assignment.active == node
@@ -115,26 +126,26 @@ def is_trusted_once_it_was_fenced() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def hands_over_what_it_doubts() -> Iterator[None]:
-    """A node that was killed while a takeover waited hands over as if it had all that it gave
-    others; found by the simulation."""
+@planted(RESTARTED_SOURCES)
+def hand_over_after_crash() -> Iterator[None]:
+    """A node that was killed during a takeover hands over without having everything that it gave to
+    others. The simulation found this fault."""
     with replaced(roles, "check_hand_over", lambda *_: None):
         yield
 
 
-@contextmanager
-def gives_up_what_another_took_in() -> Iterator[None]:
-    """A takeover that goes on from one that was interrupted does not look at who became active by
-    that, and what he acknowledged is rolled back; found by the simulation."""
+@planted(HANDOVERS)
+def discard_interrupted_takeover() -> Iterator[None]:
+    """A takeover that resumes an interrupted one does not look for a node that became active. What
+    that node acknowledged is rolled back. The simulation found this fault."""
     with replaced(Handback, "copies_ahead", lambda _self: {}):
         yield
 
 
-@contextmanager
-def goes_on_where_another_was_active() -> Iterator[None]:
-    """A takeover that goes on from one that was interrupted keeps the history; found by the
-    simulation."""
+@planted(HANDOVERS)
+def continue_shared_history() -> Iterator[None]:
+    """A takeover that resumes an interrupted one continues the history, though another node may
+    have been active in it. The simulation found this fault."""
 
     def continued_history(
         self: Handback, _partition: Any, point: HistoryPoint
@@ -145,10 +156,10 @@ def goes_on_where_another_was_active() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def asks_only_the_first_node() -> Iterator[None]:
-    """An operator takes the word of the first node that answers, though it has nothing; found by
-    the simulation."""
+@planted(MOVING_COPIES)
+def trust_first_node() -> Iterator[None]:
+    """An operator believes the first node that answers, though it may have lost its disk. The
+    simulation found this fault."""
 
     async def entry_report(self: Operator) -> NodeReport:
         for address in self.address.each():
@@ -162,16 +173,16 @@ def asks_only_the_first_node() -> Iterator[None]:
 
 
 BUGS: Final = (
-    asks_only_the_first_node,
-    gives_up_what_another_took_in,
-    goes_on_where_another_was_active,
-    hands_over_what_it_doubts,
-    is_trusted_once_it_was_fenced,
-    forgets_the_failover_entry,
-    reuses_a_history_id,
-    promotes_the_highest_number,
-    promotes_who_is_being_filled,
-    is_active_at_once_after_a_restart,
-    takes_writes_while_it_hands_over,
-    trusts_a_lost_memory,
+    trust_first_node,
+    discard_interrupted_takeover,
+    continue_shared_history,
+    hand_over_after_crash,
+    trust_fenced_node,
+    omit_failover_entry,
+    reuse_history_ids,
+    promote_highest_seq,
+    promote_refilling_replica,
+    stay_active_after_restart,
+    accept_writes_during_handover,
+    trust_lost_memory,
 )

@@ -1,15 +1,16 @@
-"""Bugs in streams, and where they go on."""
+"""Bugs in streams: where they start, resume and end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
 
 from tests.simulation.bugs.patch import replaced
+from tests.simulation.bugs.planted_bug import planted
+from tests.simulation.profiles import DIVERGED, FAILOVERS, MOVING_COPIES, ROLLBACKS, SLOW_CONSUMERS
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker
@@ -23,9 +24,9 @@ from upr_server.storage.online.backfill import Backfill
 from upr_server.storage.online.partition_reader import PartitionReader
 
 
-@contextmanager
-def goes_on_where_the_histories_parted() -> Iterator[None]:
-    """Nobody is told to roll back."""
+@planted(DIVERGED)
+def never_roll_back() -> Iterator[None]:
+    """The server never tells anyone to roll back."""
 
     def decide(*arguments: Any) -> Any:
         found = decide_start(*arguments)
@@ -38,10 +39,10 @@ def goes_on_where_the_histories_parted() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def takes_the_larger_without_its_conditions() -> Iterator[None]:
-    """Who was cut in a snapshot goes on behind what he has of it: whoever it was that sent it,
-    however far the server has come, and whatever ends the first snapshot that is sent."""
+@planted(DIVERGED)
+def resume_inside_any_snapshot() -> Iterator[None]:
+    """A consumer that was cut inside a snapshot resumes at the last row that it has, under any
+    server and any history. The first snapshot that it gets then may end at any sequence number."""
 
     def decide(server: FailoverLog, high: SeqNo, purge: SeqNo, client: Position) -> Any:
         common = client.log.up_to(client.last_complete).current == server.current
@@ -53,10 +54,9 @@ def takes_the_larger_without_its_conditions() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def drops_a_cursor_and_says_nothing() -> Iterator[None]:
-    """Who was slow, and was dropped, goes on with what memory has: of all that was freed it is
-    given the last change."""
+@planted(SLOW_CONSUMERS)
+def lose_rows_after_cursor_drop() -> Iterator[None]:
+    """A slow consumer whose cursor was dropped gets only the last row of what left memory."""
     read: Any = PartitionReader._from_memory
     take: Any = Backfill.take
     of_dropped: list[Backfill] = []
@@ -81,10 +81,10 @@ def drops_a_cursor_and_says_nothing() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def leaves_streams_open_when_it_becomes_active() -> Iterator[None]:
-    """Streams go on in a history that their consumers have not heard of; found by the
-    simulation."""
+@planted(FAILOVERS)
+def keep_streams_after_promotion() -> Iterator[None]:
+    """Streams stay open when a replica becomes active, and continue in a history that their
+    consumers do not know. The simulation found this fault."""
     end_streams: Any = ConnectionServer.end_streams
 
     def end_some(
@@ -97,17 +97,17 @@ def leaves_streams_open_when_it_becomes_active() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def forgets_that_it_is_going_back() -> Iterator[None]:
-    """An application that is killed when it has gone back, and before it could say so, is taken to
-    have what it had."""
+@planted(ROLLBACKS)
+def omit_rollback_marker() -> Iterator[None]:
+    """A consumer does not save that a rollback has begun. If it is killed before the rollback is
+    reported, it resumes as if it still had what it undid."""
     with replaced(DeliveryTracker, "begin_rollback", lambda *_: None):
         yield
 
 
-@contextmanager
-def takes_a_part_for_a_whole() -> Iterator[None]:
-    """A client resumes behind what it has of a snapshot as if that was all of it."""
+@planted(DIVERGED)
+def complete_partial_snapshot() -> Iterator[None]:
+    """A client resumes inside a snapshot as if it had all of the snapshot."""
 
     def received(
         position: Position, _history_id: HistoryId, _end: SeqNo, through: SeqNo
@@ -118,10 +118,10 @@ def takes_a_part_for_a_whole() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def takes_any_copy_for_now() -> Iterator[None]:
-    """What a node said of a partition when it greeted is "now", whatever it was for it then: a copy
-    that was left behind, or had yet to be filled."""
+@planted(MOVING_COPIES)
+def end_at_any_copy() -> Iterator[None]:
+    """A consumer that asks for `now` takes the end from any copy that a node has, even one that was
+    left behind or is still being filled."""
     decide_bounds: Any = SubscriptionState.decide_bounds
 
     def decide_by_any_node(self: SubscriptionState, partition: PartitionId, handshake: Any) -> bool:
@@ -138,11 +138,11 @@ def takes_any_copy_for_now() -> Iterator[None]:
 
 
 BUGS: Final = (
-    goes_on_where_the_histories_parted,
-    takes_the_larger_without_its_conditions,
-    drops_a_cursor_and_says_nothing,
-    leaves_streams_open_when_it_becomes_active,
-    forgets_that_it_is_going_back,
-    takes_a_part_for_a_whole,
-    takes_any_copy_for_now,
+    never_roll_back,
+    resume_inside_any_snapshot,
+    lose_rows_after_cursor_drop,
+    keep_streams_after_promotion,
+    omit_rollback_marker,
+    complete_partial_snapshot,
+    end_at_any_copy,
 )

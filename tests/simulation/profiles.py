@@ -1,0 +1,188 @@
+"""Focused mixes: a small cluster, few kinds of fault, and each of them often.
+
+The general mix has everything, each now and then. It finds what nobody thought of, but a planted
+bug that needs one situation may need hundreds of its seeds. A profile makes that situation in
+most seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any, Final
+
+import attrs
+
+from tests.kit.history import ALL_LEVELS, Level
+from tests.simulation.mix import Mix
+
+_SMALL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "partitions": (1, 2),
+    "has_replicas": (True,),
+    "quota_bytes": (64 * 1024 * 1024,),
+    "value_bytes": (20,),
+    "undo_mutations": (20, 200),
+    "purge_age_s": (3.0, 30.0),
+    "delay_s": (0.0005, 0.005),
+    "jitter_s": (0.0, 0.001),
+    "disk_s": (0.001, 0.01),
+    "pause_s": (0.1, 0.2),
+    "pauses_s": ((0.0, 0.01),),
+    "faults": (3,),
+    "gap_s": (0.3, 0.6),
+}
+"""What a profile draws from where it says nothing else."""
+
+
+@attrs.frozen
+class Profile:
+    """What the seeds of a profile have in common.
+
+    Attributes:
+        name: Its name.
+        weights: How often each kind of fault comes, beside the others. Other kinds do not come.
+        levels: The levels of durability that a publisher may ask for.
+        settings: The values that a field of `Mix` may have.
+        has_readers: Whether there are consumers that ask again and again for everything up to now.
+    """
+
+    name: str
+    weights: Mapping[str, float]
+    levels: tuple[Level, ...] = ALL_LEVELS
+    settings: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
+    has_readers: bool = False
+
+    def draw(self, chance: Random) -> Mix:
+        """The mix of one seed."""
+        options = {**_SMALL, **self.settings}
+        return Mix(
+            weights=dict(self.weights),
+            **{
+                "levels": (chance.choice(self.levels), chance.choice(self.levels)),
+                **{field: chance.choice(values) for field, values in options.items()},
+            },
+        )
+
+
+CRASHES: Final = Profile(
+    "crashes",
+    {"crash": 1.0},
+    levels=("persisted", "replicated_persisted"),
+    settings={"has_replicas": (False,), "partitions": (3,), "disk_s": (0.1,), "faults": (5,)},
+)
+"""Each partition has one copy, and machines lose what is in memory only."""
+
+FAILOVERS: Final = Profile("failovers", {"fail_over": 1.0}, settings={"faults": (4,)})
+"""The active node is killed, and another takes its place."""
+
+LOST_COPIES: Final = Profile(
+    "lost_copies",
+    {"fail_over": 1.0},
+    levels=("replicated", "replicated_persisted"),
+    settings={"faults": (4,), "delay_s": (0.05,), "jitter_s": (0.05,)},
+)
+"""Replicas lag, and the active node is killed: what they had not acknowledged is gone."""
+
+HANDOVERS: Final = Profile("handovers", {"take_over": 1.0}, settings={"delay_s": (0.05,)})
+"""Nodes take over from each other while publishers write."""
+
+RESETS: Final = Profile("resets", {"resets": 2.0, "fail_over": 1.0}, settings={"faults": (5,)})
+"""Connections break, so that publishers send batches again; then another node becomes active."""
+
+FAILING_DISKS: Final = Profile(
+    "failing_disks",
+    {"disk_fails": 1.0},
+    levels=("persisted", "replicated_persisted"),
+    settings={"faults": (4,), "pause_s": (0.1,)},
+)
+"""Commits fail, with more changes queued behind them."""
+
+LOST_INDEXES: Final = Profile("lost_indexes", {"crash": 1.0, "restart": 1.0})
+"""Nodes restart, some of them without their index."""
+
+SLOW_CONSUMERS: Final = Profile(
+    "slow_consumers",
+    {"consumer_crashes": 2.0, "fail_over": 1.0},
+    settings={
+        "quota_bytes": (1024 * 1024,),
+        "value_bytes": (60_000, 200_000),
+        "pauses_s": ((0.3, 3.0),),
+        "faults": (5,),
+    },
+)
+"""Memory is short, so that consumers are dropped and read from disk."""
+
+LARGE_HISTORIES: Final = Profile(
+    "large_histories",
+    {"consumer_crashes": 1.0, "crash": 1.0},
+    settings={"faults": (8,), "disk_s": (0.01,), "value_bytes": (200,)},
+)
+"""Consumers read from disk while the log is compacted."""
+
+MOVING_COPIES: Final = Profile(
+    "moving_copies",
+    {"copy_comes_back": 1.0},
+    settings={"partitions": (2,), "value_bytes": (20_000,), "faults": (3,)},
+    has_readers=True,
+)
+"""Copies are removed, added again and made active, while consumers read up to now."""
+
+_ONCE: Final = {"disk_s": (0.001, 0.01), "faults": (1,), "pause_s": (0.1,), "partitions": (1,)}
+
+_LEAD_AND_FOLLOW: Final = {"levels": (("replicated_persisted", "memory"),)}
+ROTTEN_DISKS: Final = Profile(
+    "rotten_disks",
+    {"disk_rots": 1.0},
+    settings={"faults": (1,), "gap_s": (1.0, 2.0), "value_bytes": (200,)},
+)
+
+DIVERGED: Final = Profile(
+    "diverged",
+    {"diverge": 1.0},
+    settings={**_ONCE, **_LEAD_AND_FOLLOW, "value_bytes": (200,), "pauses_s": ((0.0, 0.01),)},
+)
+RESTARTED_LEADERS: Final = Profile(
+    "restarted_leaders", {"restart_leader": 1.0}, levels=("replicated",), settings=_ONCE
+)
+RESTARTED_SOURCES: Final = Profile(
+    "restarted_sources",
+    {"take_over_from_restarted": 1.0},
+    settings={**_ONCE, "delay_s": (0.05,), "faults": (3,)},
+)
+REFUSED_FAILOVERS: Final = Profile(
+    "refused_failovers", {"refuse_failover": 1.0}, levels=("replicated",), settings=_ONCE
+)
+OLD_HISTORIES: Final = Profile(
+    "old_histories",
+    {"return_from_old_history": 1.0},
+    settings={**_ONCE, "levels": (("replicated", "memory"), ("replicated_persisted", "persisted"))},
+)
+REFILLING: Final = Profile(
+    "refilling", {"fail_over_while_refilling": 1.0}, settings={**_ONCE, **_LEAD_AND_FOLLOW}
+)
+ROLLBACKS: Final = Profile("rollbacks", {"interrupt_rollback": 1.0}, settings={**_ONCE})
+
+PROFILES: Final = {
+    profile.name: profile
+    for profile in (
+        CRASHES,
+        FAILOVERS,
+        LOST_COPIES,
+        HANDOVERS,
+        RESETS,
+        FAILING_DISKS,
+        LOST_INDEXES,
+        SLOW_CONSUMERS,
+        LARGE_HISTORIES,
+        MOVING_COPIES,
+        ROTTEN_DISKS,
+        DIVERGED,
+        RESTARTED_LEADERS,
+        RESTARTED_SOURCES,
+        REFUSED_FAILOVERS,
+        OLD_HISTORIES,
+        REFILLING,
+        ROLLBACKS,
+    )
+}
+"""By name."""

@@ -1,0 +1,229 @@
+"""Situations in which a cluster depends on one rule: sequences of faults that chance seldom makes.
+
+Each is given the faults of a seed, for what they can do to machines and links, and names the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from tests.simulation.network import Link
+from tests.simulation.node import Node
+from upr_protocol.ids import PartitionState
+
+if TYPE_CHECKING:
+    from tests.simulation.faults import Faults
+
+_POLL_S: Final = 0.01
+
+
+async def diverge(faults: Faults) -> None:
+    """The active node writes on without its replicas and is killed. A replica becomes active at a
+    lower sequence number, so everyone else has to roll back, some of them into a snapshot.
+
+    Consumers are cut off first, and then get one long snapshot, slowly.
+    """
+    source, *others = faults.roles()
+    await _write_for_a_while(faults)
+    consumers = faults.links([source.name], [consumer.name for consumer in faults.consumers])
+    with _slow_disk(faults, source):
+        _cut_all(consumers)
+        await trio.sleep(faults.draw.uniform(0.5, 1.0))
+        with _cut(faults, [source.name], _names(others)):
+            await trio.sleep(faults.draw.uniform(0.3, 1.0))
+            faults.mend(consumers)
+            for link in consumers:
+                link.bytes_per_s = 2000
+            await trio.sleep(faults.draw.uniform(0.2, 1.0))
+            await faults.kill(source)
+    faults.mend(consumers)
+    await faults.operator.fail_over(source.name)
+    await faults.start(source)
+    await trio.sleep(faults.draw.uniform(0.5, 2.0))
+
+
+async def restart_leader(faults: Faults) -> None:
+    """The active node is killed and comes back at once. Its replicas may have what it lost."""
+    source, *_ = faults.roles()
+    with _slow_disk(faults, source):
+        await _write_for_a_while(faults)
+        await faults.kill(source)
+    await faults.start(source)
+
+
+async def take_over_from_restarted(faults: Faults) -> None:
+    """The source of a takeover is killed and comes back after the operator has looked at it, and
+    before it is told to hand over. It must refuse: it no longer knows what it gave to others."""
+    source, target, _ = faults.roles()
+    with _slow_disk(faults, source):
+        await _write_for_a_while(faults)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(faults.operator.take_over, source.name, target.name)
+            await trio.sleep(faults.draw.uniform(2, 12) * faults.mix.delay_s)
+            await faults.kill(source)
+            source.wear.delay_s = faults.mix.disk_s
+            await faults.start(source)
+
+
+async def refuse_failover(faults: Faults) -> None:
+    """The active node is killed and comes back. A failover to a replica that lags is refused, and
+    the old assignments are restored. The restarted node must not take them for its own."""
+    source, _, behind = faults.roles()
+    await _write_for_a_while(faults)
+    with _cut(faults, [source.name], [behind.name]):
+        with _slow_disk(faults, source):
+            await trio.sleep(faults.draw.uniform(0.5, 1.0))
+            await faults.kill(source)
+        await faults.start(source)
+        await _until(faults, lambda: bool(source.held), "the node serves again")
+        await faults.operator.fail_over(source.name, to=behind.name)
+        await trio.sleep(faults.draw.uniform(0.2, 1.0))
+
+
+async def return_from_old_history(faults: Faults) -> None:
+    """A node comes back with a longer but older history, as the node that replaced it is killed.
+    The sequence number does not say who has everything: the history does."""
+    source, *others = faults.roles()
+    await _write_for_a_while(faults)
+    links = faults.links([source.name], _names(others))
+    _cut_all(links)
+    await trio.sleep(faults.draw.uniform(2.0, 4.0))
+    await faults.kill(source)
+    await faults.operator.fail_over(source.name)
+    await faults.start(source)
+    await trio.sleep(faults.draw.uniform(0.5, 1.0))
+    newer = faults.leader()
+    if newer is not source:
+        await faults.kill(newer)
+        await faults.operator.fail_over(newer.name)
+        await faults.start(newer)
+    faults.mend(links)
+
+
+async def fail_over_while_refilling(faults: Faults) -> None:
+    """A node becomes active, and is killed while the others have rolled back and not caught up.
+    They acknowledged more than they have now, so none of them may become active."""
+    source, target, behind = faults.roles()
+    await _write_for_a_while(faults)
+    links = faults.links([behind.name], [source.name, target.name])
+    with _slow_disk(faults, source):
+        _cut_all(links)
+        await trio.sleep(faults.draw.uniform(0.5, 1.0))
+        with _cut(faults, [source.name], [target.name]):
+            await trio.sleep(faults.draw.uniform(0.5, 1.5))
+            await faults.kill(source)
+    await faults.operator.fail_over(source.name)
+    if faults.leader() is target:
+        highs = {partition.id: partition.high_seq for partition in target.held}
+        await faults.start(source)
+        await _until(
+            faults,
+            lambda: any(
+                partition.state is PartitionState.REPLICA
+                and partition.high_seq < highs[partition.id]
+                for partition in source.held
+            ),
+            "the old active node has rolled back",
+        )
+        refill = faults.links([source.name], [target.name])
+        _cut_all(refill)
+        await faults.kill(target)
+        await faults.operator.fail_over(target.name)
+        await faults.start(target)
+        faults.mend(refill)
+    else:
+        faults.had_no_effect(f"{target.name} is not active")
+    faults.mend(links)
+    await faults.start(source)
+
+
+async def interrupt_rollback(faults: Faults) -> None:
+    """A consumer rolls back and is killed before it has said so. It then meets the node whose
+    changes it undid, which is still active by its own map, and would let it continue."""
+    source, *others = faults.roles()
+    consumer = faults.consumers[0]
+    away = faults.links([source.name], [*_names(others), "op", consumer.name])
+    await trio.sleep(faults.draw.uniform(0.5, 1.5))
+    others_away = faults.links([consumer.name], _names(others))
+    # The consumer has more than the replicas when the source is cut off from it, too.
+    _cut_all(faults.links([source.name], [*_names(others), "op"]))
+    await trio.sleep(faults.draw.uniform(0.3, 1.0))
+    _cut_all(away)
+    count = len(consumer.undone)
+    await faults.operator.fail_over(source.name)
+    # The consumer's connections would only time out.
+    faults.network.break_all(faults.draw)
+    if await _until(faults, lambda: len(consumer.undone) > count, "the consumer has rolled back"):
+        consumer.crash()
+        _cut_all(others_away)
+        faults.mend(faults.links([source.name], [consumer.name]))
+        await trio.sleep(faults.draw.uniform(2.0, 4.0))
+    faults.mend([*away, *others_away])
+    await faults.hear_of_failover(source)
+
+
+# Helpers.
+
+
+async def _write_for_a_while(faults: Faults) -> None:
+    await trio.sleep(faults.draw.uniform(1.0, 2.0))
+
+
+@contextmanager
+def _slow_disk(faults: Faults, node: Node) -> Iterator[None]:
+    """A commit takes so long that a snapshot on disk has several changes of one key."""
+    node.wear.delay_s = max(0.2, faults.mix.disk_s)
+    try:
+        yield
+    finally:
+        node.wear.delay_s = faults.mix.disk_s
+
+
+def _names(nodes: list[Node]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def _cut_all(links: list[Link]) -> None:
+    for link in links:
+        link.cut()
+
+
+@contextmanager
+def _cut(faults: Faults, some: list[str], others: list[str]) -> Iterator[None]:
+    """Cuts both ways between hosts, for as long as the context."""
+    links = faults.links(some, others)
+    _cut_all(links)
+    try:
+        yield
+    finally:
+        faults.mend(links)
+
+
+async def _until(faults: Faults, condition: Callable[[], bool], what: str) -> bool:
+    """Waits for a condition; whether it came true in time. If not, the fault has no effect."""
+    with trio.move_on_after(20.0):
+        await trio.lowlevel.checkpoint()
+        while not condition():  # noqa: ASYNC110  nodes tell nobody
+            await trio.sleep(_POLL_S)
+        return True
+    faults.had_no_effect(f"not reached: {what}")
+    return False
+
+
+SITUATIONS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
+    situation.__name__: situation
+    for situation in (
+        diverge,
+        restart_leader,
+        take_over_from_restarted,
+        refuse_failover,
+        return_from_old_history,
+        fail_over_while_refilling,
+        interrupt_rollback,
+    )
+}
+"""By name."""
