@@ -106,6 +106,9 @@ def test_types_of_keys_and_values(spark: SparkSession, new_bucket: NewBucket) ->
         "CAST(1.50 AS DECIMAL(10, 2))": b"1.50",
         "CAST(0.1 AS DOUBLE)": b"0.1",
         "CAST(1.5 AS FLOAT)": b"1.5",
+        "5": b"5",
+        "5.0D": b"5.0",
+        "double('NaN')": b"NaN",
         "true": b"true",
         "DATE'2024-01-31'": b"2024-01-31",
         "TIMESTAMP'2024-01-31 12:00:00.000005Z'": b"2024-01-31T12:00:00.000005Z",
@@ -137,10 +140,14 @@ def test_flags_expiry_and_cas(spark: SparkSession, new_bucket: NewBucket) -> Non
         first, second = client.get_many(["a", "b"])
     assert first is not None
     assert second is not None
-    assert (first.value, first.flags, first.expiry) == (b'{"n":1.5}', 7, int(late.timestamp()))
-    assert (second.value, second.flags, second.expiry) == (b'{"n":null}', 0, 0)
+    assert (first.value, first.flags, first.expiry) == (
+        b'{"key":"a","n":1.5}',
+        7,
+        int(late.timestamp()),
+    )
+    assert (second.value, second.flags, second.expiry) == (b'{"key":"b","n":null}', 0, 0)
     changed = [("a", "x", first.cas + 1), ("b", "y", second.cas)]
-    with pytest.raises(PySparkException, match=r"UPR_ROWS_REFUSED.*set of b'a': CAS_MISMATCH"):
+    with pytest.raises(PySparkException, match=r"UPR_ROWS_REFUSED.*upsert of b'a': CAS_MISMATCH"):
         write(
             spark.createDataFrame(changed, "key string, value string, c long").coalesce(1),
             url,
@@ -162,9 +169,14 @@ def test_rows_that_are_refused_fail_the_write(spark: SparkSession, new_bucket: N
         write(frame(spark, 20).coalesce(1), url, operation="insert")
     text = str(caught.value)
     assert "[UPR_ROWS_REFUSED]" in text
-    assert "add of b'key-" in text
-    assert ": EXISTS (use set or replace" in text
-    with pytest.raises(PySparkException, match=r"UPR_ROWS_REFUSED.*1 rows .*set of null: BAD_KEY"):
+    assert "insert of b'key-" in text
+    assert ": EXISTS (the key exists; write with upsert or replace" in text
+    # The sentence comes before anything that fills a screen.
+    assert text.index("[UPR_ROWS_REFUSED]") < 400
+    assert "Traceback (most recent call last)" not in text
+    with pytest.raises(
+        PySparkException, match=r"UPR_ROWS_REFUSED.*1 rows .*upsert of null: BAD_KEY"
+    ):
         write(spark.sql("SELECT CAST(NULL AS STRING) AS key, 'v' AS value"), url)
 
 
@@ -185,7 +197,7 @@ def test_dead_letters(spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
     assert contents(url) == items(20)
     found = spark.read.parquet(str(folder)).collect()
     assert sorted((row.status, row.operation, row.key, row.value) for row in found if row.key) == [
-        ("EXISTS", "add", bytearray(key), bytearray(value))
+        ("EXISTS", "insert", bytearray(key), bytearray(value))
         for key, value in sorted(items(10).items())
     ]
     assert [row.reason for row in found if row.key is None] == ["the key is null"]

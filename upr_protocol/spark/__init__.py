@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-try:
-    from upr_protocol.spark.source import UprDataSource
-except ModuleNotFoundError as error:
-    if error.name not in ("numpy", "pyarrow", "pyspark"):
-        raise
-    raise ModuleNotFoundError(
-        f"the data source `upr` needs PySpark: pip install 'upr[spark]' ({error})", name=error.name
-    ) from error
+from upr_protocol.spark.versions import check_versions
+
+check_versions()
+
+from upr_protocol.spark.source import UprDataSource  # noqa: E402  an older PySpark fails inside
 
 __all__ = ["UprDataSource"]

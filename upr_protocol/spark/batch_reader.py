@@ -13,7 +13,7 @@ from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient, explained
-from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.errors import OptionError, PipelineError, sentence_first
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
@@ -39,6 +39,7 @@ class BatchReader(DataSourceReader):
         self._schema = schema
         self._lease_id = lease_id
 
+    @sentence_first()
     def partitions(self) -> Sequence[InputPartition]:
         """Pins what is to be read, and packs it into tasks.
 

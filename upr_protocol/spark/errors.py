@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from upr_protocol.errors import UprError
 
 
@@ -29,3 +34,21 @@ class OptionError(PipelineError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self).removeprefix(f"[{self.code}] "),)
+
+
+@contextmanager
+def sentence_first() -> Iterator[None]:
+    """Has a `PipelineError` reach Spark's user as its sentence, without Python's traceback.
+
+    Spark's workers send the traceback before the error's text, 20 lines of it, unless a variable of
+    their environment says otherwise (`spark.sql.execution.pyspark.udf.hideTraceback.enabled` sets
+    it for all errors). A worker ends after an exception, so that setting it here lasts no longer
+    than this error. In processes that are not Spark's workers nothing is set.
+    """
+    try:
+        yield
+    except PipelineError:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        if spec is not None and spec.name.startswith("pyspark."):
+            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+        raise

@@ -25,7 +25,7 @@ from upr_protocol.spark.driver_client import (
     explained,
     new_lease_id,
 )
-from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.errors import PipelineError, sentence_first
 from upr_protocol.spark.offset import Offset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
@@ -74,6 +74,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         return self._plan
 
+    @sentence_first()
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
         """Where a new query begins."""
         if self._initial is None:
@@ -88,6 +89,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return ReadMaxBytes(self._options.max_bytes)
         return ReadAllAvailable()
 
+    @sentence_first()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Where the batch ends that begins at `start`."""
         before = self._offset(start)
@@ -101,14 +103,17 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise explained(error, self._options.address) from error
         return start if end is before else end.to_json()
 
+    @sentence_first()
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """How far the server is, for the query's progress."""
         return self._planner.latest().to_json()
 
+    @sentence_first()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """The query is to end at what there is now."""
         self._planner.stop_at_current_end()
 
+    @sentence_first()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks that read a batch, for the first time or again."""
         before, after = self._offset(start), self._offset(end)
@@ -188,6 +193,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The rows of one task."""
         return read_task(partition, self._options, self._schema)  # type: ignore[arg-type]
 
+    @sentence_first()
     def commit(self, end: dict[str, Any]) -> None:
         """The batch that ends there is done with."""
         self._planner.committed(self._offset(end))

@@ -20,7 +20,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark.driver_client import explained
-from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.errors import PipelineError, sentence_first
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import RecordBatchBuilder, SnapshotColumns, sized
@@ -36,12 +36,13 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
         PipelineError: They cannot be read, or are not there any more.
     """
     columns = RecordBatchBuilder(schema)
-    for part in task.slices:
-        if part.marker is not None:
-            yield columns.of_marker(part.partition, part.marker)
-    slices = {part.partition: part for part in task.slices if part.start < part.end}
-    if slices:
-        yield from sized(_batches(slices, task.lease_id, options, columns))
+    with sentence_first():
+        for part in task.slices:
+            if part.marker is not None:
+                yield columns.of_marker(part.partition, part.marker)
+        slices = {part.partition: part for part in task.slices if part.start < part.end}
+        if slices:
+            yield from sized(_batches(slices, task.lease_id, options, columns))
 
 
 def _batches(

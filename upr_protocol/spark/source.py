@@ -9,6 +9,7 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from upr_protocol.spark.driver_client import new_lease_id
+from upr_protocol.spark.errors import sentence_first
 
 if TYPE_CHECKING:
     from upr_protocol.spark.batch_reader import BatchReader
@@ -31,6 +32,7 @@ class UprDataSource(DataSource):
         """The name that `format` is given."""
         return "upr"
 
+    @sentence_first()
     def schema(self) -> StructType:
         """The columns of a read; a user's `.schema(...)` chooses among them."""
         from upr_protocol.spark.read_options import ReadOptions
@@ -38,6 +40,7 @@ class UprDataSource(DataSource):
 
         return default_schema(ReadOptions.parse(self.options, streaming=None))
 
+    @sentence_first()
     def reader(self, schema: StructType) -> BatchReader:
         """Reads what is there."""
         from upr_protocol.spark.batch_reader import BatchReader
@@ -45,6 +48,7 @@ class UprDataSource(DataSource):
 
         return BatchReader(ReadOptions.parse(self.options), schema, self._lease_id)
 
+    @sentence_first()
     def streamReader(self, schema: StructType) -> MicroBatchReader:  # noqa: N802  Spark's name
         """Streams what changes."""
         from upr_protocol.spark.micro_batch_reader import MicroBatchReader
@@ -52,6 +56,7 @@ class UprDataSource(DataSource):
 
         return MicroBatchReader(ReadOptions.parse(self.options, streaming=True), schema)
 
+    @sentence_first()
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Writes a DataFrame."""
         from upr_protocol.spark.write_options import WriteOptions
@@ -59,6 +64,7 @@ class UprDataSource(DataSource):
 
         return BatchWriter(WriteOptions.parse(self.options, schema, overwrite=overwrite))
 
+    @sentence_first()
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         """Writes the batches of a stream."""
         from upr_protocol.spark.write_options import WriteOptions

@@ -43,7 +43,7 @@ from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark.batches import Gathering, chunks
-from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.errors import PipelineError, sentence_first
 from upr_protocol.spark.prepared_rows import PreparedRows, RowSpool, commit_rows
 from upr_protocol.spark.publication import (
     Publication,
@@ -167,6 +167,7 @@ class BatchWriter(DataSourceArrowWriter):
         self._job = os.urandom(WRITER_ID_BYTES)
         self._started_s = int(time.time())
 
+    @sentence_first()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts:
         """Writes the rows of one task; its second run has no second effect."""
         context = _context()
@@ -204,6 +205,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._options = options
         self._started_s = int(time.time())
 
+    @sentence_first()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts | PreparedRows:
         """Writes the rows of one task of a batch, or prepares them for `commit`."""
         context = _context()
@@ -222,6 +224,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         )
         return task.write_or_prepare(iterator, query)
 
+    @sentence_first()
     def commit(
         self,
         messages: list[WriterCommitMessage | None],
