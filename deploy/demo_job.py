@@ -65,11 +65,12 @@ def write(spark: SparkSession, path: str, url: str) -> int:
     flights = spark.read.csv(path, header=True, nullValue="NA", mode="FAILFAST").where(
         "tailnum <> ''"
     )
-    rows = by_departure(flights).withColumn("key", F.col("tailnum"))
     (
-        rows.write.format("upr")
+        by_departure(flights)
+        .write.format("upr")
         .mode("append")
         .option("url", url)
+        .option("keyColumn", "tailnum")
         .option("valueColumn", "*")
         .option("durability", "persisted")
         .option("batchBytes", str(BATCH_BYTES))

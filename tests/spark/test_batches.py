@@ -261,13 +261,26 @@ MOMENT = dt.datetime(2024, 1, 31, 12, 0, 0, 5, dt.UTC)
         ([[(1, Decimal("1.50"))]], pa.map_(pa.int32(), pa.decimal128(9, 2)), [b'{"1":1.50}']),
         ([[{"a": None}, None]], pa.list_(pa.struct({"a": pa.int8()})), [b'[{"a":null},null]']),
         ([None], pa.null(), [None]),
+        ([5e-4, 1e7, -0.0, 9999999.0], pa.float64(), [b"5.0E-4", b"1.0E7", b"-0.0", b"9999999.0"]),
+        ([16777216.0, 3.4e38], pa.float32(), [b"1.6777216E7", b"3.4E38"]),
+        (
+            [[float("nan"), -float("inf"), 5.0]],
+            pa.list_(pa.float64()),
+            [b'["NaN","-Infinity",5.0]'],
+        ),
+        (
+            [['a"\\\n\x01ä'], None],
+            pa.large_list(pa.string()),
+            ['["a\\"\\\\\\n\\u0001ä"]'.encode(), None],
+        ),
+        ([{}, None], pa.struct([]), [b"{}", None]),
     ],
 )
 def test_the_text_of_each_type(
     values: list[Any], kind: pa.DataType, expected: list[bytes | None] | None
 ) -> None:
     special: dict[pa.DataType, list[bytes | None]] = {
-        pa.float64(): [b"1", b"0.1", b"1e+20", b"nan", b"inf"],
+        pa.float64(): [b"1.0", b"0.1", b"1.0E20", b"NaN", b"Infinity"],
         pa.struct({"a": pa.int8(), "b": pa.binary()}): [b'{"a":1,"b":"AA=="}'],
         pa.map_(pa.string(), pa.timestamp("us", "Asia/Tokyo")): [
             b'{"k":"2024-01-31T12:00:00.000005Z"}'
@@ -279,12 +292,98 @@ def test_the_text_of_each_type(
     assert texts(sliced).to_pylist() == expected
 
 
+JSON_VALUES = {
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.bool_(): st.booleans(),
+    pa.string(): st.text(st.characters(codec="utf-8"), max_size=8),
+}
+
+
+def json_columns(depth: int = 2) -> st.SearchStrategy[tuple[pa.DataType, st.SearchStrategy[Any]]]:
+    """Types whose values Python's own `json` writes the same, and their values."""
+    simple = st.sampled_from(list(JSON_VALUES.items()))
+    if not depth:
+        return simple
+    below = json_columns(depth - 1)
+    lists = below.map(lambda pair: (pa.list_(pair[0]), st.lists(pair[1] | st.none(), max_size=3)))
+    structs = st.lists(below, min_size=1, max_size=3).map(
+        lambda pairs: (
+            pa.struct([pa.field(f"f{n}", kind) for n, (kind, _) in enumerate(pairs)]),
+            st.fixed_dictionaries(
+                {f"f{n}": values | st.none() for n, (_, values) in enumerate(pairs)}
+            ),
+        )
+    )
+    return simple | lists | structs
+
+
+@given(st.data())
+def test_json_is_what_is_written_row_by_row(data: st.DataObject) -> None:
+    kind, values = data.draw(json_columns())
+    rows = data.draw(st.lists(values | st.none(), max_size=6))
+    expected = [json.dumps({"c": row}, ensure_ascii=False, separators=(",", ":")) for row in rows]
+    first = data.draw(st.integers(0, len(rows)))
+    column = pa.array(rows, kind).slice(first)
+    found = [json.loads(text) for text in objects([column], ["c"]).to_pylist()]
+    assert found == [json.loads(text) for text in expected[first:]]
+
+
 def test_an_object_of_several_columns() -> None:
     found = objects([pa.array([1, None]), pa.array(["x", "y"])], ["a", "b"])
     assert [json.loads(text) for text in found.to_pylist()] == [
         {"a": 1, "b": "x"},
         {"a": None, "b": "y"},
     ]
+
+
+def test_keys_of_nested_fields_and_of_several_columns() -> None:
+    inner = types.StructType([types.StructField("y,z", types.StringType())])
+    schema = types.StructType(
+        [
+            types.StructField("a.b", types.IntegerType()),
+            types.StructField("St", inner),
+            types.StructField("value", types.StringType()),
+        ]
+    )
+    nested = pa.array([{"y,z": "k"}, None], pa.struct({"y,z": pa.string()}))
+    batch = pa.record_batch(
+        [pa.array([1, 2], pa.int32()), nested, pa.array(["v", "w"])], names=["a.b", "St", "value"]
+    )
+
+    def keys(**given: str) -> tuple[list[bytes], int]:
+        wanted = WriteOptions.parse({"url": URL, **given}, schema, overwrite=False)
+        rows, bad = encode(batch, wanted)
+        return rows.column("key").to_pylist(), len(bad)
+
+    assert keys(keyColumn="`a.b`") == keys(keyColumn="a.b") == ([b"1", b"2"], 0)
+    assert keys(keyColumn="st.`y,z`") == ([b"k"], 1)
+    assert keys(keyColumn="`a.b`, St.`y,z`", keySeparator="/") == ([b"1/k"], 1)
+    rows, _ = encode(
+        batch,
+        WriteOptions.parse(
+            {"url": URL, "keyColumn": "a.b", "valueColumn": "St.`y,z`, `a.b`"},
+            schema,
+            overwrite=False,
+        ),
+    )
+    assert rows.column("value").to_pylist() == [
+        b'{"y,z":"k","a.b":1}',
+        b'{"y,z":null,"a.b":2}',
+    ]
+    for text in ("`a.b", "St.", "St..y", "a,,b", "", "St.`y,z`.x"):
+        with pytest.raises(OptionError, match="keyColumn"):
+            keys(keyColumn=text)
+
+
+def test_columns_without_a_text_are_refused() -> None:
+    variant = types.VariantType()
+    for kind in (variant, types.ArrayType(types.StructType([types.StructField("v", variant)]))):
+        schema = types.StructType(
+            [types.StructField("key", types.StringType()), types.StructField("v", kind)]
+        )
+        for column in ("v", "*"):
+            with pytest.raises(OptionError, match=r"the column v .*variant.*to_json"):
+                WriteOptions.parse({"url": URL, "valueColumn": column}, schema, overwrite=False)
 
 
 # Rows that cannot be written.
@@ -390,16 +489,14 @@ def test_numbers_out_of_range_and_times() -> None:
 
 def test_options_as_they_are_by_default() -> None:
     found = options()
-    assert (found.operation, found.key_column, found.value_columns) == (
-        Operation.SET,
-        "key",
-        ("value",),
-    )
+    assert (found.operation, found.key_columns) == (Operation.SET, (("key",),))
+    assert found.value_columns == (("value",),)
     assert (found.durability, found.value_is_object) == (Durability.PERSISTED, False)
-    assert options("KEY string, Value int").key_column == "KEY"
+    assert options("KEY string, Value int").key_columns == (("KEY",),)
     several = options("key string, op string, a int, b int", operation="apply", valueColumn="*")
-    assert (several.value_columns, several.value_is_object) == (("a", "b"), True)
-    assert options("key string, a int, b int", valueColumn="b, a").value_columns == ("b", "a")
+    assert (several.value_columns, several.value_is_object) == ((("key",), ("a",), ("b",)), True)
+    swapped = options("key string, a int, b int", valueColumn="b, a")
+    assert swapped.value_columns == (("b",), ("a",))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_the_defaults_are_as_told() -> None:
             given[name] = said
     write = WriteOptions.parse({**URL, **given}, ROWS, overwrite=False)
     assert write == WriteOptions.parse(URL, ROWS, overwrite=False)
-    assert len(given) == 7
+    assert len(given) == 8
 
 
 def test_every_operation_column_and_code_is_in_it() -> None:

@@ -71,8 +71,8 @@ def test_submitted_to_spark(new_bucket: NewBucket, tmp_path: Path) -> None:
     assert loaded.stdout.splitlines()[-1].startswith("2 rows written, 1 failed")
     found = contents(url)
     assert {key: stored.value for key, stored in found.items()} == {
-        b"N1": b'{"seats":"10"}',
-        b"N2": b'{"seats":"20"}',
+        b"N1": b'{"tailnum":"N1","seats":"10"}',
+        b"N2": b'{"tailnum":"N2","seats":"20"}',
     }
 
 

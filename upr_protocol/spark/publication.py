@@ -22,7 +22,7 @@ from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.rows import RejectedRow
-from upr_protocol.spark.write_options import WriteOptions
+from upr_protocol.spark.write_options import WriteOptions, operation_word
 
 EXAMPLES_MAX: Final = 5
 """Rows that an error names."""
@@ -32,6 +32,12 @@ EXAMPLE_BYTES_MAX: Final = 60
 
 WRITE_BUFFER_BYTES: Final = 16 * 1024 * 1024
 """Bytes that a publication has unsent or unanswered, at most."""
+
+_ADVICE: Final = {
+    Status.EXISTS: "the key exists; write with upsert or replace",
+    Status.NOT_FOUND: "the key does not exist; write with upsert or insert",
+}
+"""Advice in the words of Spark's options, where the server's names other operations."""
 
 _CANNOT_FAIL: Final = bytes((Operation.SET, Operation.DELETE))
 
@@ -164,7 +170,7 @@ class Publication:
         self._not_vouched.discard(batch.partition)
         assert batch.result is not None
         bad = [
-            _rejected_row(chunk, index, status_of(status))
+            _rejected_row(chunk, index, status_of(status), self._options)
             for index, status in batch.result.failures
             # What was to be deleted and is not there is as it should be.
             if status != Status.NOT_FOUND or chunk.operations[index] != Operation.DELETE
@@ -236,11 +242,11 @@ def _differs(what: str) -> PipelineError:
     )
 
 
-def _rejected_row(chunk: Chunk, index: int, status: Status) -> RejectedRow:
+def _rejected_row(chunk: Chunk, index: int, status: Status, options: WriteOptions) -> RejectedRow:
     return RejectedRow(
         status,
-        ADVICE.get(status, ""),
-        Operation(chunk.operations[index]).name.lower(),
+        _ADVICE.get(status) or ADVICE.get(status, ""),
+        operation_word(Operation(chunk.operations[index]), options.operation),
         chunk.key(index),
         chunk.value(index),
     )

@@ -16,7 +16,7 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import Operation
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_protocol.spark.texts import TEXT, objects, texts
-from upr_protocol.spark.write_options import WriteOptions
+from upr_protocol.spark.write_options import ColumnPath, WriteOptions, operation_word
 
 Mask = NDArray[np.bool_]
 
@@ -98,7 +98,7 @@ def encode(
     """
     problems = _Problems(batch.num_rows)
     operations = _operations(batch, options, problems)
-    keys = texts(_column(batch, options.key_column))
+    keys = _keys(batch, options)
     key_bytes = _lengths(keys)
     problems.add(_nulls(keys), Status.BAD_KEY, "the key is null")
     problems.add(
@@ -122,18 +122,33 @@ def encode(
     problem_rows = problems.bad()
     if not problem_rows:
         return rows, []
-    names_of_operations = [Operation(number).name.lower() for number in operations]
     bad = [
         RejectedRow(
-            status, reason, names_of_operations[index], keys[index].as_py(), values[index].as_py()
+            status,
+            reason,
+            operation_word(Operation(operations[index]), options.operation),
+            keys[index].as_py(),
+            values[index].as_py(),
         )
         for index, status, reason in problem_rows
     ]
     return rows.filter(pa.array(problems.good)), bad
 
 
-def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    return batch.column(batch.schema.get_field_index(name))
+def _column(batch: pa.RecordBatch, path: ColumnPath) -> pa.Array:
+    column = batch.column(batch.schema.get_field_index(path[0]))
+    for name in path[1:]:
+        # A field is null where its struct is.
+        column = column.flatten()[column.type.get_field_index(name)]
+    return column
+
+
+def _keys(batch: pa.RecordBatch, options: WriteOptions) -> pa.Array:
+    """The keys; null where one of their columns is."""
+    parts = [texts(_column(batch, path)) for path in options.key_columns]
+    if len(parts) == 1:
+        return parts[0]
+    return pc.binary_join_element_wise(*parts, pa.scalar(options.key_separator.encode(), TEXT))
 
 
 def _nulls(column: pa.Array) -> Mask:
@@ -175,9 +190,9 @@ def _values(
     nothing = pa.scalar(b"", TEXT)
     if options.operation is Operation.DELETE:
         return pa.repeat(nothing, batch.num_rows)
-    columns = [_column(batch, name) for name in options.value_columns]
+    columns = [_column(batch, path) for path in options.value_columns]
     if options.value_is_object:
-        values = objects(columns, options.value_columns)
+        values = objects(columns, [path[-1] for path in options.value_columns])
     else:
         values = texts(columns[0])
     deletes = operations == Operation.DELETE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Final, Self
 from urllib.parse import unquote, urlsplit
@@ -14,7 +15,7 @@ from upr_protocol.client import Address
 from upr_protocol.ids import Durability, Operation
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import Options
-from upr_protocol.spark.texts import SIMPLE_TYPES
+from upr_protocol.spark.texts import has_text
 
 APPLY: Final = "apply"
 
@@ -35,12 +36,30 @@ BATCH_BYTES_MAX: Final = 16 * 1024 * 1024
 
 TIMEOUT_S_DEFAULT: Final = 600
 
+KEY_SEPARATOR_DEFAULT: Final = ":"
+"""As `upr load` has it."""
+
 _OF_STREAMS: Final = frozenset({"checkpointlocation", "queryname"})
 """Options that a stream has for Spark itself."""
 
 _DURABILITIES: Final = {level.name.lower().replace("_", "-"): level for level in Durability}
 _REPLICATED: Final = (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED)
 COPIES_MAX: Final = 255
+
+
+def operation_word(operation: Operation, given: Operation | None) -> str:
+    """What a user calls an operation.
+
+    Args:
+        operation: The operation.
+        given: That of all rows, which the option `operation` names; None where a column does.
+    """
+    words = {named: word for word, named in OPERATIONS.items()} if given is not None else {}
+    return words.get(operation, operation.name.lower())
+
+
+ColumnPath = tuple[str, ...]
+"""A column, or a field of a struct: the name of the column, then those of the fields."""
 
 
 @attrs.frozen
@@ -51,7 +70,8 @@ class WriteOptions:
         address: The server and the bucket.
         operation: What is done with every row; None when a column says it.
         operation_column: That column.
-        key_column: The column of the keys.
+        key_columns: The column of the keys, or those whose texts are joined.
+        key_separator: The text between them.
         value_columns: The column of the values, or those that a JSON object is made of.
         value_is_object: Whether it is made.
         flags_column: The column of the flags; None for all 0.
@@ -66,13 +86,14 @@ class WriteOptions:
 
     address: Address
     operation: Operation | None
-    operation_column: str | None
-    key_column: str
-    value_columns: tuple[str, ...]
+    operation_column: ColumnPath | None
+    key_columns: tuple[ColumnPath, ...]
+    key_separator: str
+    value_columns: tuple[ColumnPath, ...]
     value_is_object: bool
-    flags_column: str | None
-    expiry_column: str | None
-    cas_column: str | None
+    flags_column: ColumnPath | None
+    expiry_column: ColumnPath | None
+    cas_column: ColumnPath | None
     durability: Durability
     copies: int
     dead_letter_path: str | None
@@ -102,14 +123,15 @@ class WriteOptions:
         columns = _Columns(schema)
         address = bag.address()
         operation = bag.choice("operation", "upsert", (*OPERATIONS, APPLY))
-        operation_column = bag.text("operationColumn", None)
+        operation_text = bag.text("operationColumn", None)
+        operation_column = None
         if operation == APPLY:
             operation_column = columns.named(
-                "operationColumn", operation_column or "op", (types.StringType,), "text"
+                "operationColumn", operation_text or "op", (types.StringType,), "text"
             )
-        elif operation_column is not None:
+        elif operation_text is not None:
             raise OptionError('operationColumn goes with .option("operation", "apply")')
-        key_column = columns.named("keyColumn", bag.text("keyColumn", "key"))
+        keys = columns.several("keyColumn", bag.text("keyColumn", "key"))
         flags = columns.optional("flagsColumn", bag, (types.IntegralType,), "a whole number")
         expiry = columns.optional(
             "expiryColumn",
@@ -119,22 +141,20 @@ class WriteOptions:
         )
         cas = columns.optional("casColumn", bag, (types.IntegralType,), "a whole number")
         value_text = bag.text("valueColumn", "value")
-        values: tuple[str, ...] = ()
+        values: tuple[ColumnPath, ...] = ()
         if operation == "delete":
             pass
         elif value_text.strip() == "*":
-            other = {key_column, operation_column, flags, expiry, cas}
-            values = tuple(name for name in schema.fieldNames() if name not in other)
+            values = columns.all_but({operation_column, flags, expiry, cas})
         else:
-            values = tuple(
-                columns.named("valueColumn", name.strip()) for name in value_text.split(",")
-            )
+            values = columns.several("valueColumn", value_text)
         durability = _DURABILITIES[bag.choice("durability", "persisted", _DURABILITIES)]
         parsed = cls(
             address,
             OPERATIONS.get(operation),
             operation_column,
-            key_column,
+            keys,
+            bag.text("keySeparator", KEY_SEPARATOR_DEFAULT),
             values,
             value_text.strip() == "*" or len(values) > 1,
             flags,
@@ -179,41 +199,130 @@ def _dead_letter_path(bag: Options) -> str | None:
 
 
 class _Columns:
-    """The columns of what is written, found by name as Spark finds them."""
+    """The columns of what is written, found by name as Spark finds them: `a`, `a.b` for a field of
+    a struct, and names with a dot or a comma between back-quotes."""
 
     def __init__(self, schema: StructType) -> None:
-        self._types = {field.name: field.dataType for field in schema}
+        self._schema = schema
 
     def optional(
         self, option: str, bag: Options, kinds: tuple[type[DataType], ...], what: str
-    ) -> str | None:
+    ) -> ColumnPath | None:
         """The column that an option names, if it was given."""
-        name = bag.text(option, None)
-        return None if name is None else self.named(option, name, kinds, what)
+        text = bag.text(option, None)
+        return None if text is None else self.named(option, text, kinds, what)
 
     def named(
-        self,
-        option: str,
-        name: str,
-        kinds: tuple[type[DataType], ...] = SIMPLE_TYPES,
-        what: str = "of a type that has a text; cast it to string",
-    ) -> str:
-        """The column's own spelling."""
-        column = name if name in self._types else self._alike(name)
-        if column is None:
-            raise OptionError(
-                f"there is no column {name}; name one with {option}: {_listed(self._types)}"
-            )
-        kind = self._types[column]
+        self, option: str, text: str, kinds: tuple[type[DataType], ...], what: str
+    ) -> ColumnPath:
+        """The column that a text names, which must be of one of some types."""
+        paths = self._paths(option, text)
+        if len(paths) != 1:
+            raise OptionError(f"the option {option} is {text!r}, which names {len(paths)} columns")
+        kind = self._type_of(option, paths[0])
         if not isinstance(kind, kinds):
-            raise OptionError(
-                f"the column {column} ({option}) is {kind.simpleString()}, and not {what}"
-            )
-        return column
+            raise _wrong_type(option, paths[0], kind, what)
+        return paths[0]
 
-    def _alike(self, name: str) -> str | None:
-        same = [column for column in self._types if column.lower() == name.lower()]
-        return same[0] if len(same) == 1 else None
+    def several(self, option: str, text: str) -> tuple[ColumnPath, ...]:
+        """The columns that a text names, which must have a text."""
+        paths = self._paths(option, text)
+        for path in paths:
+            self._check_text(option, path)
+        return paths
+
+    def all_but(self, other: set[ColumnPath | None]) -> tuple[ColumnPath, ...]:
+        """All columns but some."""
+        paths = tuple((name,) for name in self._schema.fieldNames() if (name,) not in other)
+        for path in paths:
+            self._check_text("valueColumn", path)
+        if not paths:
+            raise OptionError("the option valueColumn is *, and there is no column for a value")
+        return paths
+
+    def _check_text(self, option: str, path: ColumnPath) -> None:
+        kind = self._type_of(option, path)
+        if not has_text(kind):
+            raise _wrong_type(
+                option, path, kind, "of a type that has a text: cast it to string, or use to_json"
+            )
+
+    def _paths(self, option: str, text: str) -> tuple[ColumnPath, ...]:
+        if text in self._schema.fieldNames():
+            return ((text,),)
+        return tuple(self._resolved(option, path) for path in parse_columns(option, text))
+
+    def _resolved(self, option: str, path: ColumnPath) -> ColumnPath:
+        """The same path in the columns' own spelling."""
+        names: list[str] = []
+        kind: DataType = self._schema
+        for part in path:
+            fields = kind.fieldNames() if isinstance(kind, StructType) else []
+            alike = [name for name in fields if name.lower() == part.lower()]
+            name = part if part in fields else alike[0] if len(alike) == 1 else None
+            if name is None:
+                where = f" in {spelled(tuple(names))}" if names else ""
+                raise OptionError(
+                    f"there is no column {part}{where}; name one with {option}: {_listed(fields)}"
+                )
+            assert isinstance(kind, StructType)
+            names.append(name)
+            kind = kind[name].dataType
+        return tuple(names)
+
+    def _type_of(self, option: str, path: ColumnPath) -> DataType:
+        kind: DataType = self._schema
+        for name in path:
+            assert isinstance(kind, StructType), f"{option} was resolved"
+            kind = kind[name].dataType
+        return kind
+
+
+def parse_columns(option: str, text: str) -> list[ColumnPath]:
+    """The columns that a text names: names with dots between fields and commas between columns.
+
+    Args:
+        option: The option, for the error.
+        text: A name that has a dot or a comma stands between back-quotes; a back-quote in it is
+            doubled.
+
+    Raises:
+        OptionError: It does not name columns.
+    """
+    paths: list[ColumnPath] = []
+    names: list[str] = []
+    at = 0
+    for token in _NAME.finditer(text):
+        if token.start() != at:
+            break
+        at = token.end()
+        quoted, plain, after = token.groups()
+        names.append(plain if quoted is None else quoted.replace("``", "`"))
+        if after != ".":
+            paths.append(tuple(names))
+            names = []
+        if not after:
+            break
+    if at != len(text) or names or not paths:
+        raise OptionError(
+            f"the option {option} is {text!r}; what it takes is like a, b.c, `name with . or ,`"
+        )
+    return paths
+
+
+_NAME: Final = re.compile(r"\s*(?:`((?:[^`]|``)+)`|([^`.,\s](?:[^`.,]*[^`.,\s])?))\s*([.,]|$)")
+"""A name, and what follows it."""
+
+
+def spelled(path: ColumnPath) -> str:
+    """A column as a user would write it."""
+    return ".".join(f"`{name}`" if set(name) & set(".,`") else name for name in path)
+
+
+def _wrong_type(option: str, path: ColumnPath, kind: DataType, what: str) -> OptionError:
+    return OptionError(
+        f"the column {spelled(path)} ({option}) is {kind.simpleString()}, and not {what}"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
