@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.indexer.pure.test_keys import compare
 from tests.kit.process import eventually
 from upr_protocol.client import Address, Client, ReceivedKeysLimits
@@ -18,7 +20,7 @@ from upr_server.indexer.pipeline import Work
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
 from upr_server.indexer.pure.extractor import Extractor, decode_value
 from upr_server.indexer.pure.keys import decode_parts
-from upr_server.indexer.query import Query
+from upr_server.indexer.query import Answer, Query
 from upr_server.storage.simulated import SimulatedStore
 
 BUCKET = "b"
@@ -93,8 +95,14 @@ def name_of(text: str) -> IndexName:
 async def scan(indexer: Indexer, name: str, **query: Any) -> list[tuple[list[Any], str]]:
     """Keys and documents' keys, of all pages."""
     request = Query(**{"consistency": "now", "limit": 10_000, **query})
-    answer = await indexer.scanner.scan(name_of(name), request)
+    answer = await ask(indexer, name, request)
     return [(entry.key, entry.id) for entry in answer.entries]
+
+
+async def ask(indexer: Indexer, name: str, query: Query) -> Answer:
+    """The answer to a query, as it goes over HTTP."""
+    async with indexer.scanner.scan(name_of(name), query) as answer:
+        return msgspec.json.decode(b"".join(answer.pieces()), type=Answer)
 
 
 def by_brute_force(

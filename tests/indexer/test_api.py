@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,11 +15,23 @@ import pytest
 import trio
 
 from tests.indexer.kit import a_server, an_indexer, until_ready
-from upr_protocol.client import Client, IndexClient, IndexerError, WriteResult, connect
+from tests.kit.process import eventually
+from upr_protocol.client import (
+    Client,
+    IndexClient,
+    IndexerError,
+    IndexPage,
+    WriteResult,
+    connect,
+    publisher,
+)
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
+from upr_server.indexer import app, scanner
+from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.pool import PIECE_BYTES, SCAN_BYTES
 from upr_server.indexer.query import Query
 from upr_server.runtime import ListenError
 
@@ -31,7 +43,8 @@ DESIGN = {"indexes": {"city": {"key": ["city"]}, "both": {"key": ["city", "n"]}}
 class Site:
     """A server, an indexer and a client of each."""
 
-    def __init__(self, client: Client, indexer: Indexer, asking: IndexClient) -> None:
+    def __init__(self, url: str, client: Client, indexer: Indexer, asking: IndexClient) -> None:
+        self.url = url
         self.client = client
         self.indexer = indexer
         self.asking = asking
@@ -56,7 +69,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         serving(indexer, "127.0.0.1:0") as url,
     ):
         with IndexClient(url) as asking:
-            site = Site(client, indexer, asking)
+            site = Site(server.url("b"), client, indexer, asking)
             await site.ask(asking.create, "d", DESIGN)
             for number in range(20):
                 value = {"city": "ab"[number % 2], "n": number}
@@ -149,6 +162,125 @@ async def test_scans_are_refused_when_memory_is_short(site: Site) -> None:
     assert (error.code, error.retry_after_s) == ("overloaded", 1.0)
     site.indexer.pool.release(8 * 1024 * 1024)
     assert len((await site.ask(site.asking.scan, "d/city")).entries) == 20
+
+
+MUCH: Final[dict[str, Any]] = {"prefix": ["c" * 100]}
+
+
+async def write_much(site: Site) -> None:
+    """Documents that come to some 750 kB of entries."""
+    async with publisher(site.url) as writer:
+        for number in range(5000):
+            await writer.set(f"m{number:04}", json.dumps({"city": "c" * 100, "n": number}))
+
+
+class Reader:
+    """A client that reads an answer when it is told to, on the far side of the HTTP server.
+
+    Attributes:
+        body: What it has read.
+        pieces: In how many pieces.
+        status: Of the answer; 0 before there is one.
+        has_answer: Set when there is something to read.
+        may_read: Set when it reads.
+    """
+
+    def __init__(self, indexer: Indexer, query: Any) -> None:
+        self._application = application(indexer)
+        self._query = json.dumps(query).encode()
+        self.body = b""
+        self.pieces = 0
+        self.status = 0
+        self.has_answer = trio.Event()
+        self.may_read = trio.Event()
+
+    async def run(self) -> None:
+        """Asks."""
+
+        async def receive() -> Any:
+            await trio.lowlevel.checkpoint()
+            return {"type": "http.request", "body": self._query, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                return
+            self.has_answer.set()
+            await self.may_read.wait()
+            self.body += message["body"]
+            self.pieces += 1
+
+        path = "/v1/indexes/d/both/scan"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        await self._application(scope, receive, send)
+
+
+async def test_an_answer_counts_until_it_is_sent_and_is_made_in_pieces(site: Site) -> None:
+    """Clients that do not read: the pool refuses more of them, and is free again at their end."""
+    pool = site.indexer.pool
+    await write_much(site)
+    expected = await site.ask(site.asking.scan, "d/both", consistency="now", **MUCH)
+    await eventually(lambda: pool.scan_bytes == 0, "the answer was sent")
+    readers: list[Reader] = []
+    query = {**MUCH, "limit": 10_000}
+    async with trio.open_nursery() as nursery:
+        while not readers or readers[-1].status == 200:
+            readers.append(Reader(site.indexer, query))
+            nursery.start_soon(readers[-1].run)
+            await readers[-1].has_answer.wait()
+            assert pool.scan_bytes <= pool.nbytes
+        assert readers[-1].status == 503
+        assert pool.scan_bytes > pool.nbytes - SCAN_BYTES
+        for reader in readers:
+            reader.may_read.set()
+    assert b"overloaded" in readers.pop().body
+    assert pool.scan_bytes == 0
+    assert len(readers) > 5
+    for reader in readers:
+        page = msgspec.json.decode(reader.body, type=IndexPage)
+        assert page.entries[: len(expected.entries)] == expected.entries
+        assert [entry.key[1] for entry in page.entries] == list(range(5000))
+        assert not page.continuation
+        assert reader.pieces > 10
+        assert len(reader.body) / reader.pieces < 4 * PIECE_BYTES
+
+
+async def test_a_connection_whose_client_does_not_read_is_closed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "SEND_TIMEOUT_S", 0.1)
+    pool = site.indexer.pool
+    await write_much(site)
+    await site.ask(site.asking.scan, "d/both", consistency="now", **MUCH)
+    await eventually(lambda: pool.scan_bytes == 0, "the answer was sent")
+    body = json.dumps({**MUCH, "limit": 10_000}).encode()
+    head = (
+        f"POST /v1/indexes/d/both/scan HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    async with serving(site.indexer, "127.0.0.1:0") as url:
+        with trio.socket.socket() as idle:
+            idle.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, 4096)
+            await idle.connect(("127.0.0.1", urlsplit(url).port))
+            await idle.send(head.encode() + body)
+            await eventually(lambda: pool.scan_bytes > 0, "the answer is on its way")
+            await eventually(lambda: pool.scan_bytes == 0, "the connection was closed")
+
+
+async def test_an_answer_with_long_keys_is_continued(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        value = json.dumps({"city": "x" * 200, "n": number})
+        await site.client.set("k" * 200 + str(number), value)
+    page = await site.ask(site.asking.scan, "d/both", consistency="now", limit=10_000)
+    assert len(page.entries) == 60
+    whole = [entry.id for entry in page.entries]
+    monkeypatch.setattr(scanner, "ANSWER_BYTES_MAX", 2000)
+    page = await site.ask(site.asking.scan, "d/both", limit=10_000)
+    assert 1 < len(page.entries) < 60
+    assert page.continuation
+    every = await site.ask(lambda: list(site.asking.scan_all("d/both", limit=10_000)))
+    assert [entry.id for entry in every] == whole
 
 
 async def test_openapi_describes_every_route(site: Site) -> None:

@@ -95,7 +95,7 @@ async def server(network: MemoryNetwork, autojump_clock: MockClock) -> AsyncIter
 def whole(server: Server, indexer: Indexer) -> None:
     """Nobody holds anything of an indexer, nor of its server."""
     check(server)
-    assert indexer.pool._scans == 0
+    assert indexer.pool.scan_bytes == 0
     assert indexer.pool.used == 0
     assert not any(index.readers for index in indexer.definitions._indexes.values())
 

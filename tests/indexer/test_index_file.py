@@ -14,7 +14,13 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
-from upr_server.indexer.index_file import IndexFile, IndexFileError, KeyRange, NotSettledError
+from upr_server.indexer.index_file import (
+    IndexFile,
+    IndexFileError,
+    KeyRange,
+    NotSettledError,
+    entries_bytes,
+)
 from upr_server.indexer.mark import Mark
 
 LOG = FailoverLog.of([(7, 0)])
@@ -140,6 +146,10 @@ def test_ranges_are_read_in_both_directions(file: IndexFile) -> None:
     assert (result.entries, result.more) == (every, False)
     assert result.timestamps == {0: (7, 5)}
     assert file.scan(KeyRange(), 4).more
+    two_entries = entries_bytes(every[:2])
+    for bytes_max, count in (two_entries, 2), (two_entries - 1, 1), (1, 1), (10**6, len(every)):
+        result = file.scan(KeyRange(), 9, bytes_max=bytes_max)
+        assert (result.entries, result.more) == (every[:count], count < len(every))
 
 
 def test_inside_a_snapshot_an_index_is_not_settled(file: IndexFile) -> None:

@@ -14,6 +14,7 @@ import trio.lowlevel
 from tests.indexer.kit import (
     a_server,
     an_indexer,
+    ask,
     by_brute_force,
     define,
     name_of,
@@ -62,9 +63,7 @@ async def test_documents_are_found_as_soon_as_they_are_written(tmp_path: Path) -
         await client.delete("k2")
         assert (["z"], "k1") in await scan(indexer, "d/city")
         assert "k2" not in [key for _, key in await scan(indexer, "d/city")]
-        counted = await indexer.scanner.scan(
-            name_of("d/city"), Query(count=True, consistency="now")
-        )
+        counted = await ask(indexer, "d/city", Query(count=True, consistency="now"))
         assert counted.count == 29
         assert not counted.timestamps
 
@@ -78,8 +77,8 @@ async def test_a_count_tells_how_far_each_partition_was_if_asked(tmp_path: Path)
         await define(client, "d", {"city": CITY})
         await client.set("k1", '{"city": "a"}')
         await until_ready(indexer, "d/city")
-        counted = await indexer.scanner.scan(
-            name_of("d/city"), Query(count=True, timestamps=True, consistency="now")
+        counted = await ask(
+            indexer, "d/city", Query(count=True, timestamps=True, consistency="now")
         )
         assert counted.count == 1
         # The document, and the design document.
@@ -101,7 +100,7 @@ async def test_fields_that_contradict_each_other_are_refused(
         await define(client, "d", {"city": CITY})
         await until_ready(indexer, "d/city")
         with pytest.raises(QueryError) as refused:
-            await indexer.scanner.scan(name_of("d/city"), query)
+            await ask(indexer, "d/city", query)
         assert refused.value.place == place
 
 

@@ -20,7 +20,7 @@ from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
 from upr_server.indexer.pipeline import QUEUE_BATCHES_MAX, Pipeline, worker_thread
-from upr_server.indexer.pool import STREAM_SHARE, MemoryPool, OverloadedError
+from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.scanner import NotFreshError
 
@@ -123,12 +123,18 @@ async def test_the_pool() -> None:
     pool.reserve(POOL_BYTES * 3 // 4)
     assert not pool.has_room(STREAM_SHARE)
     with (
-        pool.reserve_for_scan(),
-        pool.reserve_for_scan(),
+        pool.reserve_for_scan() as scan,
         pytest.raises(OverloadedError),
         pool.reserve_for_scan(),
     ):
         raise AssertionError("there was room")
+    assert pool.scan_bytes == 0
+    # Once it is known what a scan holds, others have the rest.
+    with pool.reserve_for_scan() as scan:
+        scan.reduce_to(POOL_BYTES // 4 - SCAN_BYTES)
+        with pool.reserve_for_scan():
+            assert pool.used + pool.scan_bytes == POOL_BYTES
+    assert pool.scan_bytes == 0
     waited = trio.Event()
 
     async def wait() -> None:

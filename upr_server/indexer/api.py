@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
+import trio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from upr_protocol.errors import UprError
 from upr_server.indexer.definitions import NoIndexError
@@ -20,7 +23,7 @@ from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
 from upr_server.indexer.query import Query, QueryError
-from upr_server.indexer.scanner import BuildingError, NotFreshError
+from upr_server.indexer.scanner import BuildingError, NotFreshError, Scanner
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 """The largest body of a request: design documents and queries are small."""
@@ -55,13 +58,15 @@ def _failure(error: UprError) -> Response:
     return _json(Failures(Failure(code, str(error), place, retry_after_s)), status, headers)
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+ResponseT = TypeVar("ResponseT", bound=Response | None)
 
 
-def _answering(handler: Handler) -> Handler:
+def _answering(
+    handler: Callable[[Request], Awaitable[ResponseT]],
+) -> Callable[[Request], Awaitable[ResponseT | Response]]:
     """Turns what a handler raises into an error response."""
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: Request) -> ResponseT | Response:
         try:
             return await handler(request)
         except UprError as error:
@@ -120,16 +125,36 @@ class _Handlers:
     async def index(self, request: Request) -> Response:
         return _json(await self._scanner.status(_name(request)))
 
-    async def scan(self, request: Request) -> Response:
+    async def openapi(self, _request: Request) -> Response:
+        return _json(openapi())
+
+
+class _Scan:
+    """Scans, as an ASGI application: a scan holds its memory until its answer is sent."""
+
+    def __init__(self, scanner: Scanner) -> None:
+        self._scanner = scanner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        response = await _answering(partial(self._scan, send=send))(request)
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _scan(self, request: Request, send: Send) -> None:
         body = await _body(request)
         try:
             query = msgspec.json.decode(body or b"{}", type=Query)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise QueryError("body", str(error)) from error
-        return _json(await self._scanner.scan(_name(request), query))
-
-    async def openapi(self, _request: Request) -> Response:
-        return _json(openapi())
+        async with self._scanner.scan(_name(request), query) as answer:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            pieces = answer.pieces()
+            # Each piece is sent before the next one is made.
+            while (piece := await trio.to_thread.run_sync(next, pieces, None)) is not None:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _name(request: Request) -> IndexName:
@@ -151,6 +176,6 @@ def application(indexer: Indexer) -> Starlette:
             Route("/v1/designs/{design:path}", _answering(handlers.drop), methods=["DELETE"]),
             Route("/v1/indexes", _answering(handlers.indexes), methods=["GET"]),
             Route(index, _answering(handlers.index), methods=["GET"]),
-            Route(index + "/scan", _answering(handlers.scan), methods=["POST"]),
+            Route(index + "/scan", _Scan(indexer.scanner), methods=["POST"]),
         ]
     )

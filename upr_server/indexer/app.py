@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final
 
 import hypercorn
 import structlog
@@ -16,6 +18,10 @@ from upr_server.indexer.api import application
 from upr_server.indexer.config import Config
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.runtime import open_listeners, run_until_signal
+
+SEND_TIMEOUT_S: Final = 10.0
+"""A connection whose peer takes nothing for so long is closed. Its answer counts in the pool until
+then, and a stop waits for it."""
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +35,12 @@ async def serving(indexer: Indexer, listen: str) -> AsyncIterator[str]:
     """
     settings = hypercorn.Config()
     async with open_listeners(listen) as listeners:
+        for listener in listeners:
+            # Its connections inherit this. Hypercorn sends without a deadline of its own, and
+            # shielded from cancellation.
+            listener.socket.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000)
+            )
         settings.bind = [f"fd://{listener.socket.detach()}" for listener in listeners]
     settings.errorlog = logging.getLogger("hypercorn.error")
     settings.graceful_timeout = 1.0

@@ -29,9 +29,13 @@ from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark, timestamp
+from upr_server.indexer.pool import ANSWER_BYTES_MAX
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024 * 1024
 """How large an index may become: addresses, not disk."""
+
+ENTRY_OVERHEAD_BYTES: Final = 48
+"""What an entry that was read takes in memory beside its own bytes."""
 
 _Tree = Any
 """lmdb does not tell what its trees are called."""
@@ -94,6 +98,11 @@ class ScanResult:
     entries: list[bytes]
     more: bool
     timestamps: Timestamps
+
+
+def entries_bytes(entries: Sequence[bytes]) -> int:
+    """What entries take in memory. O(entries)."""
+    return sum(map(len, entries)) + ENTRY_OVERHEAD_BYTES * len(entries)
 
 
 class IndexFile:
@@ -231,6 +240,7 @@ class IndexFile:
         key_range: KeyRange,
         limit: int,
         *,
+        bytes_max: int = ANSWER_BYTES_MAX,
         settled: bool = True,
         with_timestamps: bool = False,
     ) -> ScanResult:
@@ -239,6 +249,8 @@ class IndexFile:
         Args:
             key_range: Which ones.
             limit: How many at most.
+            bytes_max: The result ends before the entry that would exceed so many bytes in all, as
+                `entries_bytes` counts them; it has one entry at least.
             settled: Whether every partition must be in a state that the server had.
             with_timestamps: Whether to tell how far each partition was.
 
@@ -248,9 +260,10 @@ class IndexFile:
         """
         with self._read(settled) as transaction:
             entries: list[bytes] = []
-            more = False
+            more, nbytes = False, 0
             for entry in _entries(transaction, self._main, key_range):
-                if len(entries) == limit:
+                nbytes += len(entry) + ENTRY_OVERHEAD_BYTES
+                if len(entries) == limit or (entries and nbytes > bytes_max):
                     more = True
                     break
                 entries.append(entry)

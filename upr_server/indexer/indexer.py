@@ -106,6 +106,7 @@ class Indexer:
             "pool_bytes": self.pool.nbytes,
             "pool_used": self.pool.used,
             "pool_peak": self.pool.peak,
+            "scan_bytes": self.pool.scan_bytes,
             "scans_refused": self.pool.refused,
             "queued_batches": self.pipeline.length + self.definitions.queued_batches,
             "mutations": self.pipeline.mutations,

@@ -15,8 +15,17 @@ STREAM_SHARE: Final = 0.75
 BUILD_SHARE: Final = 0.5
 """Above this share the streams of new indexes pause: they must leave room for the running ones."""
 
-SCAN_BYTES: Final = 1024 * 1024
-"""What a scan counts for: its entries, as bytes and as JSON."""
+ANSWER_BYTES_MAX: Final = 1024 * 1024
+"""The most entries that one answer holds, in bytes; a continuation gives more."""
+
+PIECE_BYTES: Final = 32 * 1024
+"""An answer becomes JSON in pieces of about so many bytes of entries, one at a time."""
+
+SCAN_OVERHEAD_BYTES: Final = 8 * PIECE_BYTES
+"""What a scan takes beside its entries: a piece as Python objects, as JSON, and on its way."""
+
+SCAN_BYTES: Final = ANSWER_BYTES_MAX + SCAN_OVERHEAD_BYTES
+"""What a scan counts for until it is known what it has found."""
 
 RETRY_AFTER_S: Final = 1.0
 """When a refused scan may come again: queues move by the second."""
@@ -34,6 +43,24 @@ class OverloadedError(UprError):
         super().__init__("the indexer is short of memory; try again in a second")
 
 
+class ScanReservation:
+    """What one scan has reserved of a pool.
+
+    Attributes:
+        nbytes: How many bytes.
+    """
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self._pool = pool
+        self.nbytes = SCAN_BYTES
+        pool.scan_bytes += SCAN_BYTES
+
+    def reduce_to(self, nbytes: int) -> None:
+        """Gives back what is not needed, now that it is known how much is. O(1)."""
+        self._pool.scan_bytes -= self.nbytes - nbytes
+        self.nbytes = nbytes
+
+
 class MemoryPool:
     """Counts bytes. Streams wait for room; scans are refused when it is full.
 
@@ -47,13 +74,14 @@ class MemoryPool:
     Attributes:
         nbytes: The pool's size.
         used: Bytes that queues have reserved.
+        scan_bytes: Bytes that scans have reserved: until their answers are sent.
         peak: The most that queues ever had reserved.
         refused: How many scans were refused.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.used = self.peak = self.refused = self._scans = 0
+        self.used = self.peak = self.refused = self.scan_bytes = 0
         self._released = Notifier()
 
     def reserve(self, nbytes: int) -> None:
@@ -76,17 +104,17 @@ class MemoryPool:
         await self._released.wait_until(lambda: self.has_room(share))
 
     @contextmanager
-    def reserve_for_scan(self) -> Iterator[None]:
-        """Reserves the memory of one scan for as long as the context.
+    def reserve_for_scan(self) -> Iterator[ScanReservation]:
+        """Reserves the memory of one scan for as long as the context: until its answer is sent.
 
         Raises:
             OverloadedError: The pool is full.
         """
-        if self.used + (self._scans + 1) * SCAN_BYTES > self.nbytes:
+        if self.used + self.scan_bytes + SCAN_BYTES > self.nbytes:
             self.refused += 1
             raise OverloadedError
-        self._scans += 1
+        reservation = ScanReservation(self)
         try:
-            yield
+            yield reservation
         finally:
-            self._scans -= 1
+            reservation.reduce_to(0)

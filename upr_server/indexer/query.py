@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -11,11 +12,18 @@ import msgspec
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PARTITIONS_END, HistoryId, PartitionId, SeqNo
 from upr_server.indexer.freshness import RequiredWrites
-from upr_server.indexer.index_file import KeyRange, ScanResult, Timestamps
+from upr_server.indexer.index_file import (
+    ENTRY_OVERHEAD_BYTES,
+    KeyRange,
+    ScanResult,
+    Timestamps,
+    entries_bytes,
+)
+from upr_server.indexer.pool import PIECE_BYTES
 from upr_server.indexer.pure.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
 
 LIMIT_MAX: Final = 10_000
-"""The most entries of one answer; a continuation gives more."""
+"""The most entries of one answer; a continuation gives more. Long keys make it fewer."""
 
 LIMIT_DEFAULT: Final = 100
 
@@ -72,7 +80,8 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         low: Where to begin; not together with `prefix`.
         high: Where to end; not together with `prefix`.
         descending: Whether the highest key comes first.
-        limit: How many entries at most; 100 by default. Not together with `count`.
+        limit: How many entries at most; 100 by default. An answer with long keys has fewer, and a
+            continuation. Not together with `count`.
         continuation: What an answer gave, for what comes behind it.
         count: Whether to count the entries and not to give them.
         consistency: `any`: as the index is. `at_least`: with the changes in `written`. `now`: with
@@ -194,19 +203,47 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     timestamps: dict[int, tuple[str, int]] = {}
 
 
-def answer(result: ScanResult, part_count: int) -> Answer:
-    """The answer with a scan's result."""
-    return Answer(
-        [_entry(data, part_count) for data in result.entries],
-        base64.urlsafe_b64encode(result.entries[-1]).decode() if result.more else "",
-        None,
-        _timestamps(result.timestamps),
-    )
+class ScanAnswer:
+    """What a scan found, and the JSON that says it, an `Answer`.
 
+    Args:
+        result: What it found.
+        part_count: How many parts the index's keys have.
+        count: How many entries there are, when only that was asked.
 
-def count_answer(count: int, timestamps: Timestamps) -> Answer:
-    """The answer with a count."""
-    return Answer(count=count, timestamps=_timestamps(timestamps))
+    Attributes:
+        nbytes: The memory that its entries take.
+    """
+
+    def __init__(self, result: ScanResult, part_count: int, count: int | None = None) -> None:
+        self._entries = result.entries
+        self._part_count = part_count
+        self.nbytes = entries_bytes(result.entries)
+        self._rest = Answer(
+            [],
+            base64.urlsafe_b64encode(result.entries[-1]).decode() if result.more else "",
+            count,
+            _timestamps(result.timestamps),
+        )
+
+    def pieces(self) -> Iterator[bytes]:
+        """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
+        the entries would take many times the memory."""
+        rest = msgspec.json.encode(self._rest)
+        if not self._entries:
+            yield rest
+            return
+        # The rest is an object of its own: what stands behind its opening brace goes on here.
+        tail = b"]}" if rest == b"{}" else b"]," + rest[1:]
+        head = b'{"entries":['
+        start = nbytes = 0
+        for end, data in enumerate(self._entries, 1):
+            nbytes += len(data) + ENTRY_OVERHEAD_BYTES
+            is_last = end == len(self._entries)
+            if nbytes >= PIECE_BYTES or is_last:
+                entries = [_entry(each, self._part_count) for each in self._entries[start:end]]
+                yield head + msgspec.json.encode(entries)[1:-1] + (tail if is_last else b"")
+                head, start, nbytes = b",", end, 0
 
 
 def _timestamps(timestamps: Timestamps) -> dict[int, tuple[str, int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Literal
 
@@ -13,11 +13,11 @@ import trio
 from upr_protocol.errors import UprError
 from upr_server.indexer.definitions import Definitions, Index, NoIndexError
 from upr_server.indexer.freshness import Barriers, RequiredWrites, has_writes
-from upr_server.indexer.index_file import KeyRange, NotSettledError
+from upr_server.indexer.index_file import KeyRange, NotSettledError, ScanResult
 from upr_server.indexer.pipeline import Pipeline
-from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, MemoryPool
 from upr_server.indexer.pure.definition import IndexName
-from upr_server.indexer.query import LIMIT_DEFAULT, Answer, Query, answer, count_answer
+from upr_server.indexer.query import LIMIT_DEFAULT, Query, ScanAnswer
 from upr_server.indexer.stream import IndexerStream
 
 
@@ -114,8 +114,10 @@ class Scanner:
             behind,
         )
 
-    async def scan(self, name: IndexName, query: Query) -> Answer:
-        """Answers a query.
+    @asynccontextmanager
+    async def scan(self, name: IndexName, query: Query) -> AsyncIterator[ScanAnswer]:
+        """Answers a query. The answer counts in the pool for as long as the context: leave it when
+        the answer is sent.
 
         Raises:
             NoIndexError: No index has this name, or it was dropped meanwhile.
@@ -129,25 +131,32 @@ class Scanner:
         query.check()
         key_range = query.range(len(index.definition.key))
         writes = query.required_writes()
-        with self._pool.reserve_for_scan():
-            with trio.move_on_after(query.timeout_s) as scope:
-                if not index.file.is_built:
-                    raise BuildingError(name)
-                if query.consistency == "now":
-                    # Not while the index is read: a stream that stands still brings no barrier, and
-                    # the index could not be dropped.
-                    await self._barriers.wait()
-                with index.reading():
-                    return await self._scan(index, query, key_range, writes)
-            assert scope.cancelled_caught
-            raise NotFreshError(
-                f"the index {name} is still behind after {query.timeout_s:g} s; ask again, or with "
-                "a higher timeout_s"
-            )
+        with self._pool.reserve_for_scan() as reservation:
+            answer = await self._answer(index, query, key_range, writes)
+            reservation.reduce_to(answer.nbytes + SCAN_OVERHEAD_BYTES)
+            yield answer
+
+    async def _answer(
+        self, index: Index, query: Query, key_range: KeyRange, writes: RequiredWrites
+    ) -> ScanAnswer:
+        with trio.move_on_after(query.timeout_s) as scope:
+            if not index.file.is_built:
+                raise BuildingError(index.name)
+            if query.consistency == "now":
+                # Not while the index is read: a stream that stands still brings no barrier, and the
+                # index could not be dropped.
+                await self._barriers.wait()
+            with index.reading():
+                return await self._scan(index, query, key_range, writes)
+        assert scope.cancelled_caught
+        raise NotFreshError(
+            f"the index {index.name} is still behind after {query.timeout_s:g} s; ask again, or "
+            "with a higher timeout_s"
+        )
 
     async def _scan(
         self, index: Index, query: Query, key_range: KeyRange, writes: RequiredWrites
-    ) -> Answer:
+    ) -> ScanAnswer:
         await self._wait(index, partial(has_writes, index.file, writes))
         while index.is_defined:
             rounds = self._pipeline.rounds
@@ -168,17 +177,19 @@ class Scanner:
         await self._pipeline.applied.wait_until(lambda: not index.is_defined or condition())
 
 
-def _read(index: Index, query: Query, key_range: KeyRange) -> Answer:
+def _read(index: Index, query: Query, key_range: KeyRange) -> ScanAnswer:
     settled = query.consistency != "any"
+    part_count = len(index.definition.key)
     if query.count:
         count, timestamps = index.file.count(
             key_range, settled=settled, with_timestamps=query.timestamps
         )
-        return count_answer(count, timestamps)
+        return ScanAnswer(ScanResult([], more=False, timestamps=timestamps), part_count, count)
     result = index.file.scan(
         key_range,
         query.limit or LIMIT_DEFAULT,
+        bytes_max=ANSWER_BYTES_MAX,
         settled=settled,
         with_timestamps=query.timestamps,
     )
-    return answer(result, len(index.definition.key))
+    return ScanAnswer(result, part_count)
