@@ -265,7 +265,7 @@ def test_results_are_in_order_though_connections_are_cut(fake: ThreadedFake) -> 
             mutations.append(Mutation(Operation.ADD, key, b"x"))
         else:
             mutations.append(Mutation(Operation.INCREMENT, key, CounterDelta(1, 1).encode()))
-    fake.budgets = iter([4000, *(rng.randrange(5000) for _ in range(20))])
+    fake.budgets = iter([4000, *(rng.randrange(1500, 5000) for _ in range(4))])
     with client(fake, draw=rng.random) as kv:
         results = kv.apply(mutations)
     assert len(results) == len(mutations)

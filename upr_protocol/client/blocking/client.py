@@ -1,4 +1,4 @@
-"""The client for programs that block: scripts, workers of other frameworks. No Trio, no threads."""
+"""The client for programs that block: scripts, workers of other frameworks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
 from upr_protocol.address import Address
@@ -14,7 +15,8 @@ from upr_protocol.client.blocking.cluster_connections import BlockingClusterConn
 from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
 from upr_protocol.client.blocking.consumer import BlockingConsumer
 from upr_protocol.client.blocking.dispatcher import BlockingDispatcher
-from upr_protocol.client.blocking.publish_run import PublishRun
+from upr_protocol.client.blocking.publisher import BlockingPublisher
+from upr_protocol.client.blocking.trio_thread import dial_in_thread
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import (
     BucketInfo,
@@ -38,17 +40,13 @@ from upr_protocol.client.core.results import BatchResult, Failure, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
-from upr_protocol.client.core.unanswered_batches import (
-    BUFFER_BYTES_DEFAULT,
-    Batch,
-    PublishOptions,
-    UnansweredBatches,
-)
+from upr_protocol.client.core.unanswered_batches import BUFFER_BYTES_DEFAULT, Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
+from upr_protocol.client.trio.publisher import publisher as trio_publisher
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.transport import SocketDial, dial_socket
 from upr_protocol.wire import LeaseAction
 
@@ -63,7 +61,9 @@ class BlockingClient(KeyOperations[WriteResult]):
 
     It connects when it is first used, and anew after the connection was lost. A request during
     which it is lost raises `BrokenError`, and may have been carried out or not. `publish`,
-    `publish_all`, `publish_each` and `apply` send again instead, and have exactly one effect.
+    `publish_all`, `publish_each` and `apply` send again instead, and have exactly one effect. They
+    have connections of their own, in a thread, which sends and receives while the program makes the
+    next batch; it stays until `close`, for the writer that was used last.
 
     Args:
         url: `upr://host:port/bucket`; without the bucket, for the calls about buckets only.
@@ -116,6 +116,8 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._draw = draw
         self._sleep = sleep
         self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
+        self._publisher: BlockingPublisher | None = None
+        self._publisher_key: tuple[WriterIdentity, int] | None = None
         self._connections = BlockingClusterConnections(self.address, self.options, draw)
         self._dispatcher = BlockingDispatcher(self._connections, timeout_s, credit_timeout_s, sleep)
 
@@ -129,6 +131,7 @@ class BlockingClient(KeyOperations[WriteResult]):
     def close(self) -> None:
         """Closes the connections; the client cannot be used any more. Closing again does
         nothing."""
+        self._close_publisher()
         self._dispatcher.close()
 
     def connect(self) -> None:
@@ -367,21 +370,47 @@ class BlockingClient(KeyOperations[WriteResult]):
             BrokenError: The server could not be reached for too long.
         """
         self._dispatcher.check_open()
-        options = PublishOptions(
-            buffer_bytes=buffer_bytes,
-            retry_timeout_s=self._retry_timeout_s,
-            durability=self._durability,
-            copies=self._copies,
+        publisher = self._publisher_of(self._writer if writer is None else writer, buffer_bytes)
+        try:
+            publisher.publish_each(batches, on_answer)
+        except BaseException:
+            # It may hold batches that nobody waits for any more.
+            self._close_publisher()
+            raise
+
+    def _publisher_of(self, writer: WriterIdentity, buffer_bytes: int) -> BlockingPublisher:
+        """The publisher that was used last if it is of this writer, or else a new one."""
+        if self._publisher is not None and self._publisher_key == (writer, buffer_bytes):
+            return self._publisher
+        self._close_publisher()
+        options = self.options
+        self._publisher_key = (writer, buffer_bytes)
+        self._publisher = BlockingPublisher(
+            partial(
+                trio_publisher,
+                self.address,
+                identity=options.identity,
+                # Less than when the caller waits: there is room for several bundles at once then.
+                buffer_bytes=buffer_bytes * 3 // 4,
+                durability=self._durability,
+                copies=self._copies,
+                on_failure=_ignore,
+                credit_timeout_s=self._credit_timeout_s,
+                retry_timeout_s=self._retry_timeout_s,
+                idle_interval_s=min(options.idle_interval_s, IDLE_INTERVAL_S_DEFAULT),
+                connect_timeout_s=options.connect_timeout_s,
+                dial=dial_in_thread(options.dial, options.connect_timeout_s),
+                writer=writer,
+                draw=self._draw,
+            ),
+            buffer_bytes,
         )
-        run = PublishRun(
-            self._connections,
-            UnansweredBatches(self._writer if writer is None else writer, options, self._draw),
-            RetryState(self._retry_timeout_s, self._draw),
-            on_answer,
-            self._sleep,
-        )
-        if run.run(iter(batches), self._timeout_s, self._credit_timeout_s):
-            raise calls.over_quota(self.address, self._credit_timeout_s)
+        return self._publisher
+
+    def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            publisher, self._publisher = self._publisher, None
+            publisher.close()
 
     def apply(
         self, mutations: Iterable[Mutation], *, writer: WriterIdentity | None = None
@@ -406,3 +435,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         operations = OperationBatches(mutations, self.partition_count)
         self.publish_each(operations.batches(), operations.answered, writer=writer)
         return operations.results()
+
+
+def _ignore(_: Failure) -> None:
+    """`on_answer` tells of failures."""

@@ -18,7 +18,7 @@ from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
 from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.wire import GetMap, MapReply, Message
+from upr_protocol.wire import GetMap, MapReply
 
 _MAP_TIMEOUT_S: Final = 1.0
 """How long one node may take to tell its map."""
@@ -31,34 +31,18 @@ class BlockingClusterConnections:
         address: Where to begin.
         options: How to connect.
         draw: Gives numbers in [0, 1), for the waits between rounds of asking for the map.
-        state: The state that a node must hold a partition in.
-        by_map: Whether to follow the partition map; otherwise everything goes to `address`.
-        opened: The partitions whose histories the caller needs; empty for all.
 
     Attributes:
         metadata: The client's view of the cluster.
-        was_connected: Whether any node was ever reached.
-        down: The nodes that could not be reached, or whose connection was lost.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        options: SocketOptions,
-        draw: Callable[[], float],
-        *,
-        state: PartitionState = PartitionState.ACTIVE,
-        by_map: bool = True,
-        opened: tuple[PartitionId, ...] = (),
-    ) -> None:
-        self.metadata = ClusterMetadata(address, by_map=by_map)
+    def __init__(self, address: Address, options: SocketOptions, draw: Callable[[], float]) -> None:
+        self.metadata = ClusterMetadata(address)
         # By address; a lost one stays until it is replaced.
         self._connections: dict[Address, BlockingConnection] = {}
-        self.was_connected = False
         self._options = options
-        self._state = state
-        self._opened = opened
-        self.down: set[Address] = set()
+        # The nodes that could not be reached.
+        self._down: set[Address] = set()
         self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
         self._next_round_at = 0.0
 
@@ -102,13 +86,12 @@ class BlockingClusterConnections:
 
     def _connect(self, host: Address) -> BlockingConnection:
         try:
-            connection = BlockingConnection(host, self._options, self._opened)
+            connection = BlockingConnection(host, self._options)
         except UprError:
-            self.down.add(host)
+            self._down.add(host)
             raise
-        self.down.discard(host)
+        self._down.discard(host)
         self._connections[host] = connection
-        self.was_connected = True
         self.metadata.note_revision(connection.handshake.map_revision)
         if self.metadata.is_stale:
             self._ask_map(connection)
@@ -116,23 +99,11 @@ class BlockingClusterConnections:
 
     def holder(self, partition: PartitionId) -> Address | None:
         """The node to use for a partition; None while the map names none."""
-        return self.metadata.choose_holder(partition, self._state, down=self.down)
+        return self.metadata.choose_holder(partition, PartitionState.ACTIVE, down=self._down)
 
     def explain_no_holder(self, partition: PartitionId) -> str:
         """A sentence for a partition that no node holds; empty when one does."""
-        return self.metadata.explain_no_holder(partition, self._state)
-
-    def drop(self, address: Address) -> None:
-        """Closes the connection to a node that is not needed any more."""
-        for host in address.each():
-            connection = self._connections.pop(host, None)
-            if connection is not None:
-                connection.close()
-
-    def lost(self, address: Address) -> None:
-        """The connection to a node is over."""
-        self.drop(address)
-        self.down.add(address)
+        return self.metadata.explain_no_holder(partition, PartitionState.ACTIVE)
 
     # The map.
 
@@ -140,15 +111,12 @@ class BlockingClusterConnections:
         opaque = connection.session.new_opaque()
         connection.session.send(GetMap(self.metadata.address.bucket, opaque=opaque))
         deadline = self._options.clock() + _MAP_TIMEOUT_S
-        others: list[Message] = []
         while (message := connection.receive(deadline)) is not None:
             if message.opaque == opaque:
                 partition_map = partition_map_of(message) if isinstance(message, MapReply) else None
                 if partition_map is not None:
                     self.metadata.update(partition_map)
-                break
-            others.append(message)
-        connection.put_back(others)
+                return
 
     def refresh(self, map_revision: int = 0) -> float:
         """Asks every node for its map, unless that was done just now. The newest map counts. A
@@ -178,6 +146,6 @@ class BlockingClusterConnections:
                 break
         if metadata.revision > revision:
             self._waits.reset()
-            self.down.clear()
+            self._down.clear()
         self._next_round_at = clock() + self._waits.next_wait_s()
         return self._next_round_at

@@ -5,8 +5,8 @@ from __future__ import annotations
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import attrs
@@ -23,7 +23,6 @@ from upr_protocol.errors import (
     ServerError,
     UprError,
 )
-from upr_protocol.ids import PartitionId
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.session import SessionState
 from upr_protocol.transport import (
@@ -59,20 +58,18 @@ class SocketOptions(ConnectionOptions):
 class BlockingConnection:
     """A connection on which the handshake is done.
 
-    No task runs in the background: `step` writes what is queued, reads what has arrived and keeps
-    the connection alive. While nobody calls it, nobody reads.
+    No task runs in the background: `receive` writes what is queued, reads what has arrived and
+    keeps the connection alive. While nobody calls it, nobody reads.
 
     Args:
         address: Where to connect to.
         options: How to connect.
-        partitions: The partitions whose histories the caller needs; empty for all.
 
     Attributes:
         session: The session.
         handshake: The server's first answers.
         failure: Why the connection is over; None while it is not.
         socket: The connection's socket.
-        clock: Tells the time in seconds.
 
     Raises:
         BrokenError: It could not connect, or the connection broke during the handshake.
@@ -80,11 +77,9 @@ class BlockingConnection:
         RemoteProtocolError: The peer does not speak the protocol.
     """
 
-    def __init__(
-        self, address: Address, options: SocketOptions, partitions: tuple[PartitionId, ...] = ()
-    ) -> None:
-        self.clock = options.clock
-        deadline = self.clock() + options.connect_timeout_s
+    def __init__(self, address: Address, options: SocketOptions) -> None:
+        self._clock = options.clock
+        deadline = self._clock() + options.connect_timeout_s
         try:
             self.socket = options.dial(address, options.connect_timeout_s)
         except OSError as error:
@@ -92,18 +87,18 @@ class BlockingConnection:
         self.socket.setblocking(False)
         self._scratch = new_scratch()
         self._writing: Sequence[Buffer] = ()
-        self._written_at = self.clock()
+        self._written_at = self._clock()
         self._silent_s = 0.0
         """How long callers have read since the last bytes arrived."""
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
-        self.session = options.session(self.clock())
-        self.handshake = Handshake(self.session, address.bucket, partitions)
+        self.session = options.session(self._clock())
+        self.handshake = Handshake(self.session, address.bucket)
         try:
             while not self.handshake.done:
-                if self.clock() >= deadline:
+                if self._clock() >= deadline:
                     self._fail(BrokenError(f"{address} did not answer in time"))
-                self.step(deadline)
+                self._step(deadline)
         except BaseException:
             self.socket.close()
             raise
@@ -118,94 +113,57 @@ class BlockingConnection:
             BrokenError, ServerError, RemoteProtocolError: The connection is over.
         """
         while not self._inbox:
-            is_last = self.clock() >= deadline
-            self.step(deadline)
+            is_last = self._clock() >= deadline
+            self._step(deadline)
             if is_last and not self._inbox:
                 return None
         return self._inbox.popleft()
 
-    def take(self) -> Message | None:
-        """The next message that was read already; None without one."""
-        return self._inbox.popleft() if self._inbox else None
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether `take` would give a message."""
-        return bool(self._inbox)
-
-    def put_back(self, messages: Sequence[Message]) -> None:
-        """Gives back messages that are for another caller."""
-        self._inbox.extendleft(reversed(messages))
-
-    def step(self, deadline: float) -> None:
+    def _step(self, deadline: float) -> None:
         """Writes and reads what is possible now. Waits for either until the deadline, which may be
-        in the past.
-
-        Raises:
-            BrokenError, ServerError, RemoteProtocolError: The connection is over.
-        """
-        if self.failure is None:
-            step_any([self], deadline)
+        in the past."""
         if self.failure is not None:
             raise self.failure
-
-    # For `step_any`. An error ends the connection, and is kept in `failure`.
-
-    def resume_reading(self) -> None:
-        """A caller is back. Without a caller nothing was read: for the idle timeout, only silence
-        during a read counts."""
-        self.session.keep_alive.received(self.clock() - self._silent_s)
-
-    def prepare(self, now: float) -> tuple[int, float]:
-        """Writes what is queued.
-
-        Returns:
-            The events to poll for, and until when at most.
-        """
-        events, until = 0, now
-        with self._keep_failure():
-            if not self.session.tick(now):
-                self._fail(BrokenError("idle timeout: the server was silent for too long"))
-            self._write()
-            events, until = select.POLLIN, max(self.session.keep_alive.next_check(), now + 0.001)
-            if self._writing:
-                events |= select.POLLOUT
-                until = min(until, self._written_at + SEND_TIMEOUT_S)
-        return events, until
-
-    def handle(self, events: int, waited_s: float) -> bool:
-        """Reads if the socket is readable; whether anything was read."""
-        if not events & ~select.POLLOUT:
-            self._silent_s += waited_s
-            is_late = self._writing and self.clock() >= self._written_at + SEND_TIMEOUT_S
-            if is_late and not events:
-                with self._keep_failure():
-                    self._fail(BrokenError("send timeout: the server stopped reading"))
-            return False
-        self._silent_s = 0.0
-        with self._keep_failure():
-            self._read()
-            return True
-        return False
-
-    @contextmanager
-    def _keep_failure(self) -> Iterator[None]:
+        # A caller is back. Without a caller nothing was read: for the idle timeout, only silence
+        # during a read counts.
+        self.session.keep_alive.received(self._clock() - self._silent_s)
         try:
-            yield
+            while not self._poll_once(deadline):
+                pass
         except RemoteProtocolError as error:
             with suppress(OSError):
                 self._write()  # the session has queued an `Error`: send what goes of it
-            with suppress(UprError):
-                self._fail(error)
-        except UprError:
-            assert self.failure is not None
+            self._fail(error)
         except OSError as error:
-            with suppress(UprError):
-                self._fail(BrokenError(f"the connection was lost: {error}"))
+            self._fail(BrokenError(f"the connection was lost: {error}"))
+
+    def _poll_once(self, deadline: float) -> bool:
+        """Writes, waits once, and reads; whether something was read or the deadline is over."""
+        now = self._clock()
+        if not self.session.tick(now):
+            self._fail(BrokenError("idle timeout: the server was silent for too long"))
+        self._write()
+        events = select.POLLIN
+        until = min(deadline, max(self.session.keep_alive.next_check(), now + 0.001))
+        if self._writing:
+            events |= select.POLLOUT
+            until = min(until, self._written_at + SEND_TIMEOUT_S)
+        poll = select.poll()
+        poll.register(self.socket, events)
+        ready = dict(poll.poll(max(0.0, until - now) * 1000)).get(self.socket.fileno(), 0)
+        after = self._clock()
+        if ready & ~select.POLLOUT:
+            self._silent_s = 0.0
+            self._read()
+            return True
+        self._silent_s += after - now
+        if self._writing and not ready and after >= self._written_at + SEND_TIMEOUT_S:
+            self._fail(BrokenError("send timeout: the server stopped reading"))
+        return after >= deadline
 
     def _read(self) -> None:
         try:
-            count = read_available(self.socket.fileno(), self.session, self._scratch, self.clock())
+            count = read_available(self.socket.fileno(), self.session, self._scratch, self._clock())
         except BlockingIOError:
             return
         if not count:
@@ -224,7 +182,7 @@ class BlockingConnection:
 
     def _write(self) -> None:
         """Writes as much as the socket takes at once."""
-        now = self.clock()
+        now = self._clock()
         while True:
             if not self._writing:
                 self._writing = self.session.take_outgoing(now)
@@ -250,13 +208,13 @@ class BlockingConnection:
         nothing."""
         if self.failure is not None:
             return
-        deadline = self.clock() + _CLOSE_TIMEOUT_S
+        deadline = self._clock() + _CLOSE_TIMEOUT_S
         with suppress(OSError, UprError):
             if self.session.state is not SessionState.CLOSED:
                 self.session.send(Close())
             while True:
                 self._write()
-                left_s = deadline - self.clock()
+                left_s = deadline - self._clock()
                 if not self._writing or left_s <= 0:
                     break
                 poll = select.poll()
@@ -264,36 +222,3 @@ class BlockingConnection:
                 poll.poll(left_s * 1000)
         with suppress(ClosedError):
             self._fail(ClosedError("the connection was closed here"))
-
-
-def step_any(connections: Sequence[BlockingConnection], deadline: float) -> None:
-    """Does for several connections what `BlockingConnection.step` does for one: waits until a
-    message has arrived on any of them, or one of them is over, or the deadline. Each one's
-    `failure` says whether it is over."""
-    if any(connection.has_messages for connection in connections):
-        deadline = 0.0
-    live = [connection for connection in connections if connection.failure is None]
-    for connection in live:
-        connection.resume_reading()
-    while live and all(connection.failure is None for connection in live):
-        if not _poll_once(live, deadline):
-            return
-
-
-def _poll_once(connections: Sequence[BlockingConnection], deadline: float) -> bool:
-    """Waits once; whether nothing was read and there is time to wait again."""
-    now = connections[0].clock()
-    poll, until = select.poll(), deadline
-    for connection in connections:
-        events, connection_until = connection.prepare(now)
-        until = min(until, connection_until)
-        if connection.failure is None:
-            poll.register(connection.socket, events)
-    ready = dict(poll.poll(max(0.0, until - now) * 1000))
-    after = connections[0].clock()
-    was_read = False
-    for connection in connections:
-        if connection.failure is None:
-            events = ready.get(connection.socket.fileno(), 0)
-            was_read |= connection.handle(events, after - now)
-    return not was_read and after < deadline

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
@@ -203,7 +204,24 @@ def dial_in_thread(dial: SocketDial, timeout_s: float) -> Dial:
         return dial_tcp
 
     async def dial_stream(address: Address) -> trio.abc.Stream:
-        connection = await trio.to_thread.run_sync(dial, address, timeout_s, abandon_on_cancel=True)
+        dialled: list[socket.socket] = []
+        is_abandoned = False
+
+        def connect() -> socket.socket:
+            connection = dial(address, timeout_s)
+            dialled.append(connection)
+            if is_abandoned:
+                connection.close()
+            return connection
+
+        try:
+            connection = await trio.to_thread.run_sync(connect, abandon_on_cancel=True)
+        except trio.Cancelled:
+            # Whichever of the two threads comes second closes the socket.
+            is_abandoned = True
+            for connection in dialled:
+                connection.close()
+            raise
         connection.setblocking(False)
         return trio.SocketStream(trio.socket.from_stdlib_socket(connection))
 

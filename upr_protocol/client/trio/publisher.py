@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -220,6 +220,43 @@ class Publisher:
                 quota and no credit arrived in time: it was added.
             BrokenError: The server could not be reached for too long.
         """
+        batch = self._add_batch(partition, chunk, on_answer)
+        self._nodes.send()
+        await self._wait_until(self._has_room)
+        return batch
+
+    def publish_nowait(
+        self,
+        batches: Iterable[tuple[PartitionId, Chunk]],
+        on_answer: Callable[[Batch], None] | None = None,
+    ) -> None:
+        """Adds published chunks without waiting for room: the caller bounds them, with
+        `wait_for_room`.
+
+        Args:
+            batches: Partitions and chunks, as for `publish`.
+            on_answer: Called with each batch once it is answered.
+
+        Raises:
+            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: this batch and later ones were not added.
+            BrokenError: The server could not be reached for too long.
+        """
+        for partition, chunk in batches:
+            self._add_batch(partition, chunk, on_answer)
+        self._nodes.send()
+
+    async def wait_for_room(self) -> None:
+        """Waits until less than `buffer_bytes` are unsent or unanswered.
+
+        Raises:
+            ServerError: The bucket is over its quota and no credit arrived in time.
+            BrokenError: The server could not be reached for too long.
+        """
+        await self._wait_until(self._has_room)
+
+    def _add_batch(
+        self, partition: PartitionId, chunk: Chunk, on_answer: Callable[[Batch], None] | None
+    ) -> Batch:
         nodes = self._nodes
         if nodes.error is not None:
             raise nodes.error
@@ -228,10 +265,7 @@ class Publisher:
                 Status.BAD_ARGUMENT,
                 f"the bucket has partitions 0 to {nodes.partition_count - 1}, not {partition}",
             )
-        batch = self._unanswered.add(partition, chunk, on_answer)
-        nodes.send()
-        await self._wait_until(self._has_room)
-        return batch
+        return self._unanswered.add(partition, chunk, on_answer)
 
     async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> BatchResult:
         """Adds a published chunk and waits for its answer.

@@ -1,0 +1,136 @@
+"""Publishing in programs that block: the Trio client's publisher, in a thread of its own.
+
+Batches cross to the thread a bundle at a time and without waiting. The caller waits only for room,
+and at the end. Answered batches lie in a queue until the caller looks, between two bundles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import trio
+
+from upr_protocol.chunk import Chunk
+from upr_protocol.client.blocking.trio_thread import TrioThread
+from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS
+from upr_protocol.client.core.unanswered_batches import Batch
+from upr_protocol.client.trio.publisher import Publisher
+from upr_protocol.errors import UprError
+from upr_protocol.ids import PartitionId
+
+
+class _PublisherInThread:
+    """The half that lives in the thread. It does not refer to the other half, so that a client that
+    nobody uses any more ends its thread.
+
+    Attributes:
+        answered: The batches that are answered, for the caller to take from the left.
+    """
+
+    def __init__(self, new_publisher: Callable[[], AbstractAsyncContextManager[Publisher]]) -> None:
+        self.answered: deque[Batch] = deque()
+        self._new_publisher = new_publisher
+        self._publisher: Publisher | None = None
+        self._error: UprError | None = None
+        self._opened = trio.Event()
+
+    async def run(self) -> None:
+        try:
+            async with self._new_publisher() as self._publisher:
+                self._opened.set()
+                await trio.sleep_forever()
+        except UprError as error:
+            self._error = error
+            self._opened.set()
+
+    async def wait_opened(self) -> None:
+        await self._opened.wait()
+        self._usable()
+
+    def publish(self, batches: Sequence[tuple[PartitionId, Chunk]]) -> None:
+        try:
+            self._usable().publish_nowait(batches, self.answered.append)
+        except UprError as error:
+            self._error = error  # the caller meets it when it waits
+
+    async def wait_for_room(self) -> None:
+        await self._usable().wait_for_room()
+        self._usable()
+
+    async def flush(self) -> None:
+        await self._usable().flush()
+        self._usable()
+
+    def _usable(self) -> Publisher:
+        if self._error is not None:
+            raise self._error
+        assert self._publisher is not None
+        return self._publisher
+
+
+class BlockingPublisher:
+    """A `Publisher` for callers that block. After an exception, close it and make a new one.
+
+    Args:
+        new_publisher: Makes the publisher, which calls nobody back for failures.
+        buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
+    """
+
+    def __init__(
+        self,
+        new_publisher: Callable[[], AbstractAsyncContextManager[Publisher]],
+        buffer_bytes: int,
+    ) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._unanswered_bytes = 0
+        self._thread = TrioThread()
+        self._in_thread = _PublisherInThread(new_publisher)
+        self._thread.run_soon(self._thread.nursery.start_soon, self._in_thread.run)
+
+    def close(self) -> None:
+        """Closes the connections. Batches without an answer may be carried out or not."""
+        self._thread.close()
+
+    def publish_each(
+        self,
+        batches: Iterable[tuple[PartitionId, Chunk]],
+        on_answer: Callable[[Batch], None],
+    ) -> None:
+        """Publishes all batches and waits until they are answered; see
+        `BlockingClient.publish_each`."""
+        self._thread.run(self._in_thread.wait_opened)
+        source = iter(batches)
+        while bundle := self._next_bundle(source):
+            self._thread.run_soon(self._in_thread.publish, bundle)
+            self._report(on_answer)
+            if self._unanswered_bytes >= self._buffer_bytes:
+                self._thread.run(self._in_thread.wait_for_room)
+                self._report(on_answer)
+        self._thread.run(self._in_thread.flush)
+        self._report(on_answer)
+
+    def _next_bundle(
+        self, source: Iterator[tuple[PartitionId, Chunk]]
+    ) -> list[tuple[PartitionId, Chunk]]:
+        """As many batches as fill a bundle; fewer, or none, at the end of the source."""
+        bundle: list[tuple[PartitionId, Chunk]] = []
+        rows = nbytes = 0
+        while rows < BATCH_MUTATIONS and nbytes < BATCH_BYTES:
+            batch = next(source, None)
+            if batch is None:
+                break
+            bundle.append(batch)
+            rows += batch[1].count
+            nbytes += batch[1].nbytes
+        self._unanswered_bytes += nbytes
+        return bundle
+
+    def _report(self, on_answer: Callable[[Batch], None]) -> None:
+        """Tells the caller of the batches that are answered."""
+        answered = self._in_thread.answered
+        while answered:
+            batch = answered.popleft()
+            self._unanswered_bytes -= batch.chunk.nbytes
+            on_answer(batch)
