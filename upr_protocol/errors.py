@@ -68,6 +68,7 @@ class Status(IntEnum):
     IDLE = 137
     TOO_MANY = 138
     INTERNAL = 139
+    COOKIE_IN_USE = 140
 
 
 ADVICE: Final[dict[Status, str]] = {
@@ -119,6 +120,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.OUT_OF_TURN: "follow the state table in docs/protocol.md",
     Status.MALFORMED: "follow the layouts in docs/protocol.md",
     Status.OPAQUE_IN_USE: "give each open request an opaque of its own",
+    Status.COOKIE_IN_USE: "give each open barrier a cookie of its own",
     Status.FLOW_CONTROL: "stay within the granted window and credit",
     Status.IDLE: "send Hello at once, and Noop when silent for the idle interval",
     Status.TOO_MANY: "stay within the counts in `HelloReply`",

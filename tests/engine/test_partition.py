@@ -115,13 +115,42 @@ def test_cas_follow_the_clock_and_never_go_back() -> None:
 
 def test_an_invalid_chunk_has_no_effect() -> None:
     partition = new_partition()
-    for rows in ([request(SET), Mutation(SET, b"")], [request(SET), request(INCREMENT)]):
-        with pytest.raises(ChunkError):
-            send(partition, *rows)
+    with pytest.raises(ChunkError):
+        send(partition, request(SET), request(INCREMENT))
     with pytest.raises(ChunkError):
         send(partition, request(Operation.EXPIRE))
     assert partition.high_seq == 0
     assert get_item(partition, b"k") is None
+
+
+@given(
+    st.lists(
+        st.builds(
+            Mutation,
+            st.sampled_from([SET, ADD, Operation.DELETE]),
+            st.sampled_from([b"", b"a", b"b", b"k" * KEY_BYTES_MAX, b"k" * (KEY_BYTES_MAX + 1)]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_a_key_of_a_wrong_length_fails_alone(rows: list[Mutation]) -> None:
+    partition, other = new_partition(), new_partition()
+    result = send(partition, *rows)
+    good = [index for index, row in enumerate(rows) if 1 <= len(row.key) <= KEY_BYTES_MAX]
+    bad = {index: Status.BAD_KEY for index in range(len(rows)) if index not in good}
+    failures = dict(result.failures)
+    assert {index: failures[index] for index in bad} == bad
+    # The others fare as if the bad ones had never been there.
+    if good:
+        expected = send(other, *[rows[index] for index in good])
+        assert {good[row]: status for row, status in expected.failures} == {
+            index: status for index, status in failures.items() if index not in bad
+        }
+    assert partition.high_seq == other.high_seq
+    for key in {row.key for row in rows if 1 <= len(row.key) <= KEY_BYTES_MAX}:
+        assert get_item(partition, key) == get_item(other, key)
+    partition.check_invariants()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Bundle, Chunk, Mutation, Run, plain_chunk
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
-from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, RunResult
 from upr_server.net.handlers.publishing import RUN_COST, SLICE_COST
 from upr_server.net.replies import OrderedReply
@@ -50,6 +50,25 @@ async def publish(peer: Peer, bundle: Bundle, writer: bytes = bytes(16)) -> Muta
     reply = await answer_to(peer, await say(peer, bundle, writer))
     assert isinstance(reply, MutateReply)
     return reply
+
+
+async def test_a_bad_key_or_value_fails_alone_also_when_it_is_sent_again() -> None:
+    rows = [(b"a", b"1"), (b"", b"2"), (b"k" * 251, b"3"), (b"b", bytes(VALUE_BYTES_MAX + 1))]
+    plain = Chunk.build([Mutation(Operation.SET, key, value) for key, value in rows])
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        bundle = bundle_of((P0, plain), (P1, sets(b"c")), counter=1)
+        reply = await publish(peer, bundle, WRITER)
+        assert [(run.status, run.first_seq, run.last_seq) for run in reply.runs] == [
+            (Status.OK, 1, 1),
+            (Status.OK, 1, 1),
+        ]
+        assert reply.failures == (
+            (1, Status.BAD_KEY),
+            (2, Status.BAD_KEY),
+            (3, Status.TOO_LARGE),
+        )
+        again = await publish(peer, bundle, WRITER)
+        assert (again.runs, again.failures) == (reply.runs, reply.failures)
 
 
 async def test_each_run_has_its_numbers_and_failures_are_named_by_rows_of_the_bundle() -> None:

@@ -25,6 +25,7 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_protocol.limits import (
+    GET_KEYS_MAX,
     HANDSHAKE_TIMEOUT_S,
     IDLE_INTERVAL_S_DEFAULT,
     SEND_TIMEOUT_S,
@@ -273,7 +274,8 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
             return Await(history_id, SeqNo(seq), 0, durability, partition=P0, opaque=opaque)
 
         for request, status in (
-            (Mutate(Bundle.of_one(P0, sets(b"")), opaque=92), Status.BAD_ARGUMENT),
+            (Get((), partition=P0, opaque=91), Status.BAD_ARGUMENT),
+            (Get((b"k",) * (GET_KEYS_MAX + 1), partition=P0, opaque=92), Status.BAD_ARGUMENT),
             (Get((b"k",), other, partition=P0, opaque=93), Status.HISTORY_CHANGED),
             (waiting(ours, 1, replicated), Status.TOO_FEW_REPLICAS),
             (waiting(ours, 1, persisted), Status.TIMED_OUT),
@@ -296,6 +298,21 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
         assert (await peer.hear(AwaitReply)).seq == 1
         await peer.say(Stats("b", opaque=100))
         assert '"items":1' in (await peer.hear(StatsReply)).json
+
+
+async def test_a_bad_key_that_is_asked_for_has_no_item_and_says_why() -> None:
+    async with connected(make_server()) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"k"))
+        keys = (b"", b"k", b"l", b"k" * 251)
+        await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
+        reply = await peer.hear(GetReply)
+        assert [(row.op, row.key, row.seq, row.flags) for row in reply.chunk] == [
+            (Operation.DELETE, b"", 0, Status.BAD_KEY),
+            (Operation.SET, b"k", 1, 0),
+            (Operation.DELETE, b"l", 0, 0),
+            (Operation.DELETE, b"k" * 251, 0, Status.BAD_KEY),
+        ]
 
 
 async def test_a_long_answer_is_cut_and_goes_on() -> None:

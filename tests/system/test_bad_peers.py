@@ -273,9 +273,6 @@ IN_AN_OPEN_BUCKET: Final[dict[str, tuple[Status, Sequence[Message]]]] = {
     "more acknowledged than sent": (Status.FLOW_CONTROL, (Go(), Ack(8))),
     "a cookie of no bytes": (Status.MALFORMED, (Go(), Barrier(b""))),
     "a cookie of 65 bytes": (Status.MALFORMED, (Go(), Barrier(bytes(65)))),
-    "no keys": (Status.TOO_MANY, (Get((), partition=P0, opaque=100),)),
-    "4,097 keys": (Status.TOO_MANY, (Get((b"key",) * 4097, partition=P0, opaque=100),)),
-    "a key of 251 bytes": (Status.MALFORMED, (Get((bytes(251),), partition=P0, opaque=100),)),
     "a position that cannot be": (Status.MALFORMED, (_stream(MORE_COMPLETE_THAN_RECEIVED),)),
     "a stream twice": (Status.OUT_OF_TURN, (_stream(), _stream(opaque=101))),
     "an opaque that a stream has": (
@@ -301,7 +298,7 @@ async def test_too_many_barriers() -> None:
     async with attacked(items=1000, value_bytes=1000) as server:
         for status, said in (
             (Status.TOO_MANY, cookies),
-            (Status.OPAQUE_IN_USE, [b"twice", b"twice"]),
+            (Status.COOKIE_IN_USE, [b"twice", b"twice"]),
         ):
             async with peer(server.host, server.port, greeted=False) as bad:
                 await bad.greet(window_bytes=WINDOW_BYTES_MIN)

@@ -21,7 +21,7 @@ from upr_protocol.chunk.layout import (
     offsets_of,
 )
 from upr_protocol.chunk.mutation import Mutation
-from upr_protocol.errors import ChunkError
+from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import (
     DESIGN_PREFIX,
     PUBLISHED_OPERATIONS,
@@ -45,6 +45,10 @@ _SENTENCES: Final = {
     Defect.VALUE_ORDER: "the value offsets decrease",
     Defect.VALUE_LENGTH: f"a value is longer than {VALUE_BYTES_MAX} bytes",
 }
+
+
+_NOT_PUBLISHED: Final = "the chunk holds an operation that no publisher may send"
+_NUMBERED: Final = "a published chunk has no sequence numbers"
 
 
 @lru_cache(maxsize=16)
@@ -201,12 +205,47 @@ class Chunk(Columns):
         Raises:
             ChunkError: Offsets, lengths, operations or limits are wrong, or a number is set.
         """
-        flags = self._checked(
-            PUBLISHED_OPERATIONS, "the chunk holds an operation that no publisher may send"
-        )
+        flags = self._checked(PUBLISHED_OPERATIONS, _NOT_PUBLISHED)
         if self.start or self.end or flags & HAS_SEQS:
-            raise ChunkError("a published chunk has no sequence numbers")
+            raise ChunkError(_NUMBERED)
         return flags
+
+    def published_misfits(self) -> dict[int, Status]:
+        """Checks a published chunk as `published_flags` does, but for the lengths of single keys
+        and values. O(count), and slow: for chunks that `published_flags` refuses.
+
+        Returns:
+            By row, `BAD_KEY` or `TOO_LARGE`.
+
+        Raises:
+            ChunkError: Another rule is broken.
+        """
+        try:
+            check(self._view, PUBLISHED_OPERATIONS, KEY_BYTES_MAX, VALUE_BYTES_MAX, DESIGN_PREFIX)
+        except ChunkDefectError as error:
+            if error.defect not in (Defect.KEY_LENGTH, Defect.VALUE_LENGTH):
+                raise ChunkError(_SENTENCES.get(error.defect, _NOT_PUBLISHED)) from None
+        keys, values = self.key_offsets.tolist(), self.value_offsets.tolist()
+        for offsets, total, span, order in (
+            (keys, self.key_length, Defect.KEY_SPAN, Defect.KEY_ORDER),
+            (values, self.value_length, Defect.VALUE_SPAN, Defect.VALUE_ORDER),
+        ):
+            if offsets[0] or offsets[-1] != total:
+                raise ChunkError(_SENTENCES[span])
+            if sorted(offsets) != offsets:
+                raise ChunkError(_SENTENCES[order])
+        if self.operations.tobytes().translate(None, PUBLISHED_OPERATIONS):
+            raise ChunkError(_NOT_PUBLISHED)
+        if self.start or self.end or any(self.seqs):
+            raise ChunkError(_NUMBERED)
+        misfits = {}
+        for row, (begin, end) in enumerate(pairwise(values)):
+            if end - begin > VALUE_BYTES_MAX:
+                misfits[row] = Status.TOO_LARGE
+        for row, (begin, end) in enumerate(pairwise(keys)):
+            if not 1 <= end - begin <= KEY_BYTES_MAX:
+                misfits[row] = Status.BAD_KEY
+        return misfits
 
     def check_published(self) -> list[bytes]:
         """Checks a published chunk as `published_flags` does, and returns its keys. O(count)."""

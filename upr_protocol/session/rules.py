@@ -15,12 +15,10 @@ import attrs
 from upr_protocol.errors import ProtocolError, Status
 from upr_protocol.limits import (
     COOKIE_BYTES_MAX,
-    GET_KEYS_MAX,
     HANDSHAKE_BODY_BYTES_MAX,
     IDENTITY_BYTES_MAX,
     IDLE_INTERVAL_S_MAX,
     IDLE_INTERVAL_S_MIN,
-    KEY_BYTES_MAX,
     WINDOW_BYTES_MIN,
 )
 from upr_protocol.session.context import SessionContext
@@ -33,7 +31,6 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     Credit,
-    Get,
     Hello,
     HelloReply,
     Message,
@@ -107,14 +104,10 @@ def _check_stream(_context: SessionContext, message: Stream) -> None:
             and partial.start <= position.highest_received <= partial.end
         )
     if not is_consistent:
-        raise ProtocolError(f"Stream: the position contradicts itself: {position}")
-
-
-def _check_get(_context: SessionContext, message: Get) -> None:
-    if not 1 <= len(message.keys) <= GET_KEYS_MAX:
-        raise ProtocolError(f"Get: must ask for 1 to {GET_KEYS_MAX} keys", Status.TOO_MANY)
-    if not all(1 <= len(key) <= KEY_BYTES_MAX for key in message.keys):
-        raise ProtocolError(f"Get: a key must be 1 to {KEY_BYTES_MAX} bytes")
+        raise ProtocolError(
+            f"Stream: highest_received is {position.highest_received}, which does not fit "
+            f"last_complete, {position.last_complete}, and the partial snapshot"
+        )
 
 
 def _check_mutate(context: SessionContext, _message: Mutate) -> None:
@@ -144,7 +137,7 @@ def _check_barrier(context: SessionContext, message: Barrier) -> None:
     if not 1 <= len(cookie) <= COOKIE_BYTES_MAX:
         raise ProtocolError(f"Barrier: a cookie must be 1 to {COOKIE_BYTES_MAX} bytes")
     if cookie in context.barriers:
-        raise ProtocolError(f"Barrier: cookie {cookie!r} is still in use", Status.OPAQUE_IN_USE)
+        raise ProtocolError(f"Barrier: cookie {cookie.hex()} is still in use", Status.COOKIE_IN_USE)
     if len(context.barriers) >= context.agreed.open_barriers_max:
         raise ProtocolError(
             f"Barrier: {len(context.barriers)} barriers are open already", Status.TOO_MANY
@@ -155,7 +148,8 @@ def _check_barrier_reply(context: SessionContext, message: BarrierReply) -> None
     oldest = next(iter(context.barriers), None)
     if message.cookie != oldest:
         raise ProtocolError(
-            f"BarrierReply to {message.cookie!r}; the oldest open barrier is {oldest!r}"
+            f"BarrierReply with cookie {message.cookie.hex()}; the oldest open barrier has "
+            f"{'none' if oldest is None else oldest.hex()}"
         )
 
 
@@ -187,7 +181,6 @@ CHECKS: Final[Mapping[type[Message], Callable[[SessionContext, Any], None]]] = {
     Hello: _check_hello,
     HelloReply: _check_hello_reply,
     Stream: _check_stream,
-    Get: _check_get,
     Mutate: _check_mutate,
     PartitionChunk: _check_chunk,
     PartitionSnapshot: _check_chunk,

@@ -10,8 +10,24 @@ import construct as cs
 from upr_protocol.chunk import Buffer
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
-from upr_protocol.wire.columns import octets, pack_text, row, text, tuple_of, unpack_text
-from upr_protocol.wire.message import CONTROL, DATA, STREAMING, Message, Role, check_end
+from upr_protocol.wire.columns import (
+    LayoutError,
+    octets,
+    pack_text,
+    row,
+    text,
+    tuple_of,
+    unpack_text,
+)
+from upr_protocol.wire.message import (
+    CONTROL,
+    DATA,
+    STREAMING,
+    Message,
+    Role,
+    check_end,
+    unpack_whole,
+)
 
 _ENDS: Final = Struct("<QQQ")
 _MAP: Final = Struct("<QI")
@@ -149,7 +165,7 @@ class PartitionAnswers(Message, frozen=True):
         rows = []
         (count,) = _U32.unpack_from(body)
         if count * _ANSWER.size > len(body):
-            raise ValueError(f"{count} rows in {len(body)} bytes")
+            raise LayoutError(f"a body of {len(body)} bytes cannot hold {count} rows")
         offset = _U32.size
         for _ in range(count):
             writer, counter, seq, length = _ANSWER.unpack_from(body, offset)
@@ -186,4 +202,4 @@ class ReplicaAck(Message, frozen=True):
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        return _ENDS.unpack(body)
+        return unpack_whole(_ENDS, body)

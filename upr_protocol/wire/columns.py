@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from itertools import chain
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import construct as cs
 
@@ -13,6 +13,26 @@ from upr_protocol.chunk import Bundle, Chunk, Run
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.limits import FAILOVER_ENTRIES_MAX
+
+
+class LayoutError(ValueError):
+    """A body does not fit its message's layout. The text is a sentence for the peer."""
+
+
+E = TypeVar("E", bound=IntEnum)
+
+
+def member_of(kind: type[E], value: int) -> E:
+    """The member of an enumeration with this value.
+
+    Raises:
+        LayoutError: The enumeration does not have it.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise LayoutError(f"{value} is not a value of {kind.__name__}") from None
+
 
 CHUNK: Final = cs.ExprAdapter(
     cs.GreedyBytes, lambda data, _: Chunk(data), lambda chunk, _: bytes(chunk)
@@ -49,7 +69,9 @@ def row(**fields: Any) -> Any:
 
 def member(kind: type[IntEnum], integer: Any = cs.Int8ul) -> Any:
     """A member of the enumeration `kind`."""
-    return cs.ExprAdapter(integer, lambda value, _: kind(value), lambda value, _: int(value))
+    return cs.ExprAdapter(
+        integer, lambda value, _: member_of(kind, value), lambda value, _: int(value)
+    )
 
 
 BUNDLE: Final = cs.ExprAdapter(
@@ -76,8 +98,11 @@ BUNDLE: Final = cs.ExprAdapter(
 
 def _decode_log(pairs: tuple[tuple[int, int], ...], _: Any) -> FailoverLog:
     if len(pairs) > FAILOVER_ENTRIES_MAX:
-        raise ValueError(f"a failover log of {len(pairs)} entries; at most {FAILOVER_ENTRIES_MAX}")
-    return FailoverLog.of(pairs)
+        raise LayoutError(f"a failover log of {len(pairs)} entries; at most {FAILOVER_ENTRIES_MAX}")
+    try:
+        return FailoverLog.of(pairs)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
 
 
 LOG: Final = cs.ExprAdapter(
@@ -103,19 +128,24 @@ def _position_of(
     partial_end: int,
     log: FailoverLog,
 ) -> Position:
+    if highest_received < last_complete:
+        raise LayoutError(
+            f"highest_received is {highest_received}, below last_complete, which is {last_complete}"
+        )
     partial = None
     if partial_history:
         partial = PartialSnapshot(
             HistoryId(partial_history), SeqNo(partial_start), SeqNo(partial_end)
         )
         if not partial_start <= highest_received <= partial_end:
-            raise ValueError("highest_received is outside the partial snapshot")
+            raise LayoutError(
+                f"highest_received is {highest_received}, outside the partial snapshot "
+                f"({partial_start}, {partial_end}]"
+            )
     elif highest_received != last_complete:
-        raise ValueError(
+        raise LayoutError(
             "highest_received is above last_complete, but no partial snapshot is named"
         )
-    if highest_received < last_complete:
-        raise ValueError("highest_received is below last_complete")
     return Position(log, SeqNo(last_complete), SeqNo(highest_received), partial)
 
 
@@ -163,7 +193,7 @@ def unpack_text(body: bytes, offset: int) -> tuple[str, int]:
     (length,) = _COUNT.unpack_from(body, offset)
     end = offset + 2 + length
     if len(body) < end:
-        raise ValueError(f"{end - len(body)} bytes are missing")
+        raise LayoutError("the body ends inside a text")
     return body[offset + 2 : end].decode(), end
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import construct as cs
 
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, BucketFate, EventKind
-from upr_protocol.wire.columns import member, octets, row, text, tuple_of
+from upr_protocol.wire.columns import LayoutError, member, octets, row, text, tuple_of
 from upr_protocol.wire.message import CONTROL, Message, Role
 
 
 def _decode_kinds(value: int, _: Any) -> EventKind:
     if not 0 < value <= ALL_KINDS:
-        raise ValueError(f"{value} is not a set of kinds of events")
+        raise LayoutError(f"{value} is not a sum of kinds of events, 1 to {int(ALL_KINDS)}")
     return EventKind(value)
 
 

@@ -14,6 +14,7 @@ from upr_protocol.wire.columns import (
     LOG,
     POSITION,
     member,
+    member_of,
     pack_log,
     pack_position,
     pack_text,
@@ -196,7 +197,7 @@ class PartitionLog(Message, frozen=True):
         state, high, persisted, purge = _PARTITION.unpack_from(data)
         log, end = unpack_log(data, _PARTITION.size)
         check_end(data, end)
-        return PartitionState(state), high, persisted, purge, log
+        return member_of(PartitionState, state), high, persisted, purge, log
 
 
 class Opened(Message, frozen=True):
@@ -312,7 +313,7 @@ class Stream(Message, frozen=True):
         state, end_seq, lease_id, with_answers = _STREAM.unpack_from(data)
         position, end = unpack_position(data, _STREAM.size)
         check_end(data, end)
-        state = PartitionState(state)
+        state = member_of(PartitionState, state)
         return state, position, end_seq, lease_id, with_answers
 
 

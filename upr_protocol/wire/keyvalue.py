@@ -19,7 +19,8 @@ _GET_REPLY: Final = Struct("<QI4x")
 
 class GetReply(Message, frozen=True):
     """The items asked for, in order: an existing one as a `SET` with its sequence number and CAS, a
-    missing one as a `DELETE` with sequence number 0. When not all fit one frame, `next_index` is
+    missing one as a `DELETE` with sequence number 0. The flags of a `DELETE` are 0, or `BAD_KEY`
+    where the key is empty or too long. When not all fit one frame, `next_index` is
     the first key without an answer; ask again from there."""
 
     opcode = 0x93
@@ -62,7 +63,9 @@ class Get(Message, frozen=True):
     answers = (GetReply,)
     layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history expected, or 0",
-        "keys" / tuple_of(octets(cs.Int8ul)) * "1 to 4,096 keys",
+        "keys"
+        / tuple_of(octets(cs.Int8ul))
+        * "1 to 4,096 keys; another number is refused with `BAD_ARGUMENT`",
     )
 
     keys: tuple[bytes, ...]

@@ -16,6 +16,7 @@ from crc32c import crc32c
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import NO_PARTITION, PartitionId
+from upr_protocol.wire.columns import LayoutError
 from upr_protocol.wire.frame import pack_header, padding
 
 _U64: Final = Struct("<Q")
@@ -29,6 +30,9 @@ _UNREADABLE: Final = (
     IndexError,
 )
 """What reading a body raises when the body is not what it should be."""
+
+_TRUNCATED: Final = (StructError, cs.StreamError, IndexError)
+"""What reading raises where the body ends before the layout does."""
 
 SMALL_BYTES: Final = 1024
 """A body up to this is sent in one piece with its header: a copy costs less than another piece."""
@@ -153,7 +157,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
                 *cls.unpack_body(body), partition=partition, opaque=opaque, status=status
             )
         except _UNREADABLE as error:
-            raise RemoteProtocolError(f"{cls.__name__} cannot be read: {error}") from error
+            raise RemoteProtocolError(f"{cls.__name__}: {_reason(error)}") from error
         return message
 
     def frame(self) -> list[Buffer]:
@@ -178,17 +182,40 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return [header, *pieces, pad] if pad else [header, *pieces]
 
 
+def _reason(error: Exception) -> str:
+    """Why a body cannot be read, in a sentence for a peer that knows nothing of Python."""
+    if isinstance(error, LayoutError | ChunkError):
+        return str(error)
+    if isinstance(error, _TRUNCATED):
+        return "the body ends inside a field"
+    if isinstance(error, UnicodeError | cs.StringError):
+        return "a text is not UTF-8"
+    return "a field has a value that the layout does not allow"
+
+
 def check_end(body: Buffer, end: int) -> None:
     """Checks that a message that takes `end` bytes fills `body`, but for the padding.
 
     Raises:
-        ValueError: It does not.
+        LayoutError: It does not.
     """
     rest = bytes(body[end : end + 8])
     if len(body) < end:
-        raise ValueError(f"{end - len(body)} bytes are missing")
+        raise LayoutError(f"{end - len(body)} bytes are missing at the end of the body")
     if len(rest) > 7 or any(rest):
-        raise ValueError(f"{len(body) - end} bytes too many")
+        raise LayoutError(
+            f"{len(body) - end} bytes follow the fields; only padding, 0 to 7 zeros, may"
+        )
+
+
+def unpack_whole(layout: Struct, body: Buffer) -> tuple[Any, ...]:
+    """The fields of a body that is one structure, and nothing else but padding.
+
+    Raises:
+        LayoutError: The body has another length.
+    """
+    check_end(body, layout.size)
+    return layout.unpack_from(body)
 
 
 _FIELDS: dict[type[Message], tuple[str, ...]] = {}
@@ -212,4 +239,4 @@ class U64Message(Message, frozen=True):
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        return _U64.unpack(body)
+        return unpack_whole(_U64, body)

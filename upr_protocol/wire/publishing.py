@@ -14,7 +14,7 @@ from upr_protocol.chunk import Buffer, Bundle, Chunk, Run
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_RUNS_MAX, FRAME_BODY_BYTES_MAX
-from upr_protocol.wire.columns import BUNDLE, member, row, tuple_of
+from upr_protocol.wire.columns import BUNDLE, member, member_of, row, tuple_of
 from upr_protocol.wire.message import DATA, Message, Role, U64Message, check_end
 
 _MUTATE: Final = Struct("<16sQBB2xI")
@@ -177,7 +177,7 @@ class Mutate(Message, frozen=True):
         # A tuple at once: CPython 3.11 crashes when its garbage collector finds such an iterator.
         runs = tuple(map(Run._make, _RUN.iter_unpack(view[_MUTATE.size : chunk_at])))
         bundle = Bundle(Chunk(view[chunk_at:]), runs)
-        return bundle, writer, Durability(durability), copies, attempt
+        return bundle, writer, member_of(Durability, durability), copies, attempt
 
 
 @lru_cache(maxsize=128)

@@ -10,7 +10,7 @@ import construct as cs
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
-from upr_protocol.wire.columns import CHUNK, member, octets, row, tuple_of
+from upr_protocol.wire.columns import CHUNK, member, member_of, octets, row, tuple_of
 from upr_protocol.wire.frame import pack_header
 from upr_protocol.wire.message import (
     AFTER_HANDSHAKE,
@@ -22,6 +22,7 @@ from upr_protocol.wire.message import (
     U64Message,
     allowed_in,
     check_end,
+    unpack_whole,
 )
 
 _START: Final = Struct("<QQQQB?6x")
@@ -67,8 +68,8 @@ class PartitionStart(Message, frozen=True):
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        history_id, start, end, purge_seq, kind, may_repeat = _START.unpack(body)
-        kind = SnapshotKind(kind)
+        history_id, start, end, purge_seq, kind, may_repeat = unpack_whole(_START, body)
+        kind = member_of(SnapshotKind, kind)
         return history_id, start, end, purge_seq, kind, may_repeat
 
 

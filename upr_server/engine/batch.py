@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, Chunk, CounterDelta, Mutation
+from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import DESIGN_PREFIX, SeqNo
 from upr_server.engine.operations import COUNTS
 from upr_server.engine.publisher_answers import WriterToken
 
 
 class CheckedChunk:
-    """A published chunk that keeps the rules, with what one look at whole columns tells.
+    """A published chunk, with what one look at whole columns tells. It keeps the rules, but for
+    keys and values of a wrong length: each such row fails alone.
 
     Args:
         chunk: The chunk.
@@ -19,7 +22,8 @@ class CheckedChunk:
     Attributes:
         chunk: The chunk.
         keys: Its keys.
-        is_unconditional: Whether each mutation is a `SET` that expects no CAS.
+        misfits: The rows that fail for the length of their key or value, each with the reason.
+        is_unconditional: Whether each mutation is a `SET` that expects no CAS, and none fails.
         may_expire: Whether any mutation has an expiry time.
         may_hold_designs: Whether any key may be a design document's.
 
@@ -27,14 +31,19 @@ class CheckedChunk:
         ChunkError: The chunk breaks a rule of published chunks.
     """
 
-    __slots__ = ("chunk", "is_unconditional", "keys", "may_expire", "may_hold_designs")
+    __slots__ = ("chunk", "is_unconditional", "keys", "may_expire", "may_hold_designs", "misfits")
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
-        self.keys = chunk.check_published()
-        self.is_unconditional = chunk.is_unconditional
+        self.misfits: Mapping[int, Status] = {}
+        try:
+            self.keys = chunk.check_published()
+        except ChunkError:
+            self.misfits = chunk.published_misfits()
+            self.keys = chunk.keys()
+        self.is_unconditional = chunk.is_unconditional and not self.misfits
         self.may_expire = chunk.may_expire
-        if not self.is_unconditional:
+        if not chunk.is_unconditional:
             _check_counters(chunk)
         key_bytes = chunk.key_bytes.tobytes()
         # The search for one byte is thirty times as fast, and mostly finds nothing.
@@ -96,10 +105,16 @@ class MutationBatch:
         return chunk.rows(self.low, self.high, SeqNo(0), SeqNo(0))
 
     @cached_property
+    def misfits(self) -> Mapping[int, Status]:
+        """Which of its rows fail for the length of their key or value, by place in the batch."""
+        misfits = self.columns.misfits
+        return {row - self.low: misfits[row] for row in misfits if self.low <= row < self.high}
+
+    @cached_property
     def rows(self) -> list[Mutation] | None:
-        """Its mutations, one by one; None when each of them is a `SET` that expects no CAS. Such a
-        batch cannot fail, whatever the keys hold."""
-        if self.columns.is_unconditional or self.chunk.is_unconditional:
+        """Its mutations, one by one; None when each of them is a `SET` that expects no CAS and has
+        a key and value of right lengths. Such a batch cannot fail, whatever the keys hold."""
+        if self.columns.is_unconditional or (self.chunk.is_unconditional and not self.misfits):
             return None
         return list(self.chunk)
 

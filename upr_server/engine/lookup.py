@@ -10,6 +10,7 @@ import msgspec
 
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
+from upr_protocol.limits import KEY_BYTES_MAX
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
@@ -217,6 +218,11 @@ class ItemLookup:
         if (seq and item.seq != seq) or (needs_value and not item.cas):
             return NOT_FETCHED
         return item
+
+
+def is_key(key: bytes) -> bool:
+    """Whether an item can have this key."""
+    return 1 <= len(key) <= KEY_BYTES_MAX
 
 
 def is_plain_set(operation: Mutation) -> bool:

@@ -30,6 +30,7 @@ from upr_server.engine.lookup import (
     Fetched,
     FetchRequest,
     ItemLookup,
+    is_key,
     is_plain_set,
 )
 from upr_server.engine.memory_account import MemoryAccount
@@ -197,7 +198,10 @@ class Partition:
             or not self.repeated_batches.is_new(batch)
         ):
             return []
-        return self._lookup.missing_for_operations(batch.rows, now, fetched)
+        rows: Sequence[Mutation] = batch.rows
+        if batch.misfits:
+            rows = [row for index, row in enumerate(rows) if index not in batch.misfits]
+        return self._lookup.missing_for_operations(rows, now, fetched)
 
     def mutate(
         self, batch: MutationBatch, *, now: float, fetched: Fetched = NOTHING_FETCHED
@@ -228,7 +232,7 @@ class Partition:
         if batch.rows is None:
             result = self._set_all(batch, now)
         else:
-            result = self._apply(batch.rows, now, fetched)
+            result = self._apply(batch.rows, batch.misfits, now, fetched)
         if token is not None:
             if batch.chain or batch.attempt:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
@@ -262,12 +266,17 @@ class Partition:
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )
 
-    def _apply(self, rows: list[Mutation], now: float, fetched: Fetched) -> MutateResult:
+    def _apply(
+        self, rows: list[Mutation], misfits: Mapping[int, Status], now: float, fetched: Fetched
+    ) -> MutateResult:
         first_seq, first_cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
         seq, cas = first_seq, first_cas
         failures: list[tuple[int, Status]] = []
         counters: list[tuple[int, int]] = []
         for index, operation in enumerate(rows):
+            if misfits and index in misfits:
+                failures.append((index, misfits[index]))
+                continue
             item = None
             if not is_plain_set(operation):
                 item = self._lookup.item_for(operation, now, fetched)
@@ -444,7 +453,7 @@ class Partition:
         self, keys: Sequence[bytes], now: float, fetched: Fetched = NOTHING_FETCHED
     ) -> list[FetchRequest]:
         """What must be read from disk before `get` of these keys. O(keys)."""
-        return self._lookup.missing_for_get(keys, now, fetched)
+        return self._lookup.missing_for_get(list(filter(is_key, keys)), now, fetched)
 
     def get(
         self,
@@ -467,11 +476,15 @@ class Partition:
 
         Returns:
             A `SET` with its number for each item, a `DELETE` with number 0 for each key that has
-            none. Its range is (0, high number]; its numbers are in no order.
+            none; in its flags is `BAD_KEY` where no item can have the key. Its range is (0, high
+            number]; its numbers are in no order.
         """
         builder = ChunkBuilder()
         bytes_left = bytes_max
         for key in keys:
+            if not is_key(key):
+                builder.append(Operation.DELETE, key, flags=Status.BAD_KEY)
+                continue
             row = self._lookup.find(key, now, fetched)
             if row is NOT_FETCHED:
                 assert len(builder), "the caller must ask first what is missing"

@@ -29,12 +29,10 @@ from upr_protocol.ids import SeqNo
 from upr_protocol.limits import (
     COOKIE_BYTES_MAX,
     FRAME_BODY_BYTES_MAX,
-    GET_KEYS_MAX,
     HANDSHAKE_BODY_BYTES_MAX,
     IDENTITY_BYTES_MAX,
     IDLE_INTERVAL_S_MAX,
     IDLE_INTERVAL_S_MIN,
-    KEY_BYTES_MAX,
     OPEN_BARRIERS_MAX,
     REQUESTS_OPEN_MAX,
     WINDOW_BYTES_MIN,
@@ -227,7 +225,7 @@ def test_a_cookie_may_be_used_again_once_it_came_back() -> None:
     pair.to_client()
     assert not pair.client.barriers
     pair.client_says(Barrier(b"cookie"))
-    refused_by_both(pair.client, pair.server, Barrier(b"cookie"), Status.OPAQUE_IN_USE)
+    refused_by_both(pair.client, pair.server, Barrier(b"cookie"), Status.COOKIE_IN_USE)
 
 
 @pytest.mark.parametrize("cookie", [b"", b"x" * (COOKIE_BYTES_MAX + 1)])
@@ -321,21 +319,6 @@ def test_a_bucket_may_be_opened_after_another_was_refused() -> None:
     pair.client_says(Open("other", opaque=9))
     pair.server_says(Opened(1, 1, opaque=9))
     assert pair.client.state is pair.server.state is SessionState.OPEN
-
-
-@pytest.mark.parametrize(
-    ("message", "status"),
-    [
-        (Get((), opaque=1), Status.TOO_MANY),
-        (Get((b"k",) * (GET_KEYS_MAX + 1), opaque=1), Status.TOO_MANY),
-        (Get((b"k", b""), opaque=1), Status.MALFORMED),
-        (Get((b"k" * (KEY_BYTES_MAX + 1),), opaque=1), Status.MALFORMED),
-    ],
-)
-def test_keys_that_are_asked_for_keep_to_the_limits(message: Get, status: Status) -> None:
-    pair = Pair.in_state(SessionState.OPEN)
-    pair.client_says(Get((b"k" * KEY_BYTES_MAX,) * GET_KEYS_MAX, opaque=2))
-    refused_by_both(pair.client, pair.server, message, status)
 
 
 # The greeting.

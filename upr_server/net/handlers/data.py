@@ -10,6 +10,7 @@ import trio
 
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import GET_KEYS_MAX
 from upr_protocol.wire import (
     Await,
     AwaitReply,
@@ -33,6 +34,11 @@ GET_REPLY_BYTES: Final = 1024 * 1024
 
 def get(context: RequestContext, request: Get) -> None:
     """Reads keys."""
+    if not 1 <= len(request.keys) <= GET_KEYS_MAX:
+        raise ServerError(
+            Status.BAD_ARGUMENT,
+            f"a Get names 1 to {GET_KEYS_MAX} keys, not {len(request.keys)}",
+        )
     partition = context.partition(request.partition)
     context.submit(partition, _KeysRequest(context, request, partition))
 
@@ -57,8 +63,8 @@ class _KeysRequest:
         if request.history_id not in (0, history_id):
             raise ServerError(
                 Status.HISTORY_CHANGED,
-                f"partition {partition.id} is in history {history_id:x}, "
-                f"not {request.history_id:x}",
+                f"partition {partition.id} is in history {history_id:016x}, "
+                f"not {request.history_id:016x}",
             )
         now = context.time()
         missing = partition.missing_keys(request.keys, now, fetched)

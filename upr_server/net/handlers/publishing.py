@@ -42,6 +42,13 @@ CONDITIONAL_ROW_COST: Final = 8
 
 _NO_WRITER: Final = bytes(16)
 
+_SENTENCES: Final = {
+    Status.SUPERSEDED: "a later attempt of this writer has reached the partition",
+    Status.TOKEN_TOO_OLD: "the partition has forgotten the result of this run",
+    Status.REPLAY_DIFFERS: "the chain of this run differs from what the writer sent before",
+}
+"""Why a partition refuses a run for good."""
+
 
 def durability_target(
     context: RequestContext, partition: Partition, durability: Durability, copies: int
@@ -170,7 +177,7 @@ class _BundleRequest(OrderedReply):
             sentence = "send the earlier batch of this writer again first"
             self.refuse(index, ServerError(result.status, sentence))
         elif result.status is not Status.OK:
-            self.refuse(index, ServerError(result.status))
+            self.refuse(index, ServerError(result.status, _SENTENCES[result.status]))
         else:
             self._await_durability(index, partition, result, target)
         return ()

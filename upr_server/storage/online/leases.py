@@ -37,7 +37,7 @@ LAPSED_RANGES_MAX: Final = 64 * 1024
 """How many ranges all lapsed leases may have together: every step of a compaction looks at each."""
 
 GONE: Final = (
-    "lease {:x} does not exist, or compaction has dropped some of its range after it lapsed"
+    "lease {:016x} does not exist, or compaction has dropped some of its range after it lapsed"
 )
 
 
@@ -231,7 +231,7 @@ class LeaseBook:
         ):
             raise ServerError(
                 Status.RANGE_GONE,
-                f"lease {lease_id:x} does not hold ({start}, {end}] of partition {partition}",
+                f"lease {lease_id:016x} does not hold ({start}, {end}] of partition {partition}",
             )
 
     async def renew(self, lease_id: int, time_to_live_s: int) -> LeaseRecord:
@@ -259,7 +259,7 @@ class LeaseBook:
         if lease_id not in self._leases:
             raise ServerError(
                 Status.BAD_ARGUMENT,
-                f"lease {lease_id:x} does not exist: it was released or has expired",
+                f"lease {lease_id:016x} does not exist: it was released or has expired",
             )
         await self._store.ask(DeleteLeases(self._bucket.name, [lease_id]))
         self._leases.pop(lease_id, None)
