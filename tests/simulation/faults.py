@@ -136,11 +136,12 @@ class Faults:
         found = [node for node in self.nodes.values() if self._leads(node)]
         return self.draw.choice(found) if found else self._node()
 
-    async def kill(self, node: Node) -> None:
+    async def kill(self, node: Node, *, silent_chance: float = 0.5) -> None:
+        """Kills a node; its connections may stay open at their other ends, silently."""
         if node.is_up:
             self._history.add(Fault(f"{node.name} is killed", DISKS))
             self._loses_memory(node)
-            await node.kill(silently=self.draw.random() < 0.5)
+            await node.kill(silently=self.draw.random() < silent_chance)
             self.restarts += 1
 
     def _loses_memory(self, node: Node) -> None:
@@ -371,22 +372,22 @@ class Faults:
         if node.rot():
             self._history.add(Said("fault", f"bits flip at {node.name}"))
             await self.start(node)
-            if not await self._notices_rot(node):
+            if await self.reads_all_of(node):
                 self.had_no_effect("nobody read what had flipped")
             await self._replace_disk(node)
         else:
             self.had_no_effect("the disk is empty")
             await self.start(node)
 
-    async def _notices_rot(self, node: Node) -> bool:
-        """Whether a consumer that reads all that a node has gets an error, as it should."""
+    async def reads_all_of(self, node: Node) -> bool:
+        """Has a consumer read all that a node has, there; whether it gets that without an error."""
         serving = (PartitionState.ACTIVE, PartitionState.REPLICA)
         with trio.move_on_after(10.0):
             await trio.lowlevel.checkpoint()
             while node.is_up and not (  # noqa: ASYNC110  nodes tell nobody
                 node.held and all(partition.state in serving for partition in node.held)
             ):
-                await trio.sleep(0.1)
+                await trio.sleep(0.02)
         for state in serving:
             partitions = [partition.id for partition in node.held if partition.state is state]
             if not partitions:
@@ -409,8 +410,8 @@ class Faults:
                     await reader.read_all()
             except (UprError, trio.TooSlowError) as error:
                 self._history.add(Said("fault", f"reading from {node.name}: {error}"))
-                return True
-        return not node.is_up
+                return False
+        return node.is_up
 
     async def _replace_disk(self, node: Node) -> None:
         # As after the death of a machine, and of what it had on disk.

@@ -72,7 +72,9 @@ CRASHES: Final = Profile(
 )
 """Each partition has one copy, and machines lose what is in memory only."""
 
-FAILOVERS: Final = Profile("failovers", {"fail_over": 1.0}, settings={"faults": (4,)})
+FAILOVERS: Final = Profile(
+    "failovers", {"fail_over": 1.0}, settings={"faults": (5,), "gap_s": (0.1,), "partitions": (2,)}
+)
 """The active node is killed, and another takes its place."""
 
 LOST_COPIES: Final = Profile(
@@ -83,7 +85,17 @@ LOST_COPIES: Final = Profile(
 )
 """Replicas lag, and the active node is killed: what they had not acknowledged is gone."""
 
-HANDOVERS: Final = Profile("handovers", {"take_over": 1.0}, settings={"delay_s": (0.05,)})
+HANDOVERS: Final = Profile(
+    "handovers",
+    {"take_over": 1.0},
+    settings={
+        "partitions": (1,),
+        "delay_s": (0.05,),
+        "pause_s": (0.3, 0.5),
+        "faults": (6,),
+        "gap_s": (0.2,),
+    },
+)
 """Nodes take over from each other while publishers write."""
 
 RESETS: Final = Profile("resets", {"resets": 2.0, "fail_over": 1.0}, settings={"faults": (5,)})
@@ -93,7 +105,13 @@ FAILING_DISKS: Final = Profile(
     "failing_disks",
     {"disk_fails": 1.0},
     levels=("persisted", "replicated_persisted"),
-    settings={"faults": (4,), "pause_s": (0.1,)},
+    settings={
+        "partitions": (3,),
+        "faults": (2,),
+        "disk_s": (0.2,),
+        "pause_s": (0.05,),
+        "value_bytes": (200,),
+    },
 )
 """Commits fail, with more changes queued behind them."""
 
@@ -133,13 +151,30 @@ _LEAD_AND_FOLLOW: Final = {"levels": (("replicated_persisted", "memory"),)}
 ROTTEN_DISKS: Final = Profile(
     "rotten_disks",
     {"disk_rots": 1.0},
-    settings={"faults": (1,), "gap_s": (1.0, 2.0), "value_bytes": (200,)},
+    settings={"faults": (2,), "gap_s": (1.0, 2.0), "value_bytes": (200,)},
 )
 
 DIVERGED: Final = Profile(
     "diverged",
     {"diverge": 1.0},
-    settings={**_ONCE, **_LEAD_AND_FOLLOW, "value_bytes": (200,), "pauses_s": ((0.0, 0.01),)},
+    settings={
+        **_ONCE,
+        **_LEAD_AND_FOLLOW,
+        "pause_s": (0.05,),
+        "value_bytes": (200,),
+        "pauses_s": ((0.0, 0.01),),
+    },
+)
+LAGGING_REPLICAS: Final = Profile(
+    "lagging_replicas",
+    {"fail_over_while_lagging": 1.0},
+    levels=("replicated", "replicated_persisted"),
+    settings=_ONCE,
+)
+LOST_ANSWERS: Final = Profile(
+    "lost_answers",
+    {"lose_answers": 1.0},
+    settings={**_ONCE, "partitions": (3,)},
 )
 RESTARTED_LEADERS: Final = Profile(
     "restarted_leaders", {"restart_leader": 1.0}, levels=("replicated",), settings=_ONCE
@@ -147,7 +182,7 @@ RESTARTED_LEADERS: Final = Profile(
 RESTARTED_SOURCES: Final = Profile(
     "restarted_sources",
     {"take_over_from_restarted": 1.0},
-    settings={**_ONCE, "delay_s": (0.05,), "faults": (3,)},
+    settings={**_ONCE, "delay_s": (0.02,)},
 )
 REFUSED_FAILOVERS: Final = Profile(
     "refused_failovers", {"refuse_failover": 1.0}, levels=("replicated",), settings=_ONCE
@@ -160,7 +195,14 @@ OLD_HISTORIES: Final = Profile(
 REFILLING: Final = Profile(
     "refilling", {"fail_over_while_refilling": 1.0}, settings={**_ONCE, **_LEAD_AND_FOLLOW}
 )
-ROLLBACKS: Final = Profile("rollbacks", {"interrupt_rollback": 1.0}, settings={**_ONCE})
+ROLLBACKS: Final = Profile(
+    "rollbacks",
+    {"interrupt_rollback": 1.0},
+    levels=("memory",),
+    settings={**_ONCE, "partitions": (3,), "pause_s": (0.8,)},
+)
+"""A consumer is killed in the middle of a rollback, and meets the old active node again."""
+
 
 PROFILES: Final = {
     profile.name: profile
@@ -177,6 +219,8 @@ PROFILES: Final = {
         MOVING_COPIES,
         ROTTEN_DISKS,
         DIVERGED,
+        LAGGING_REPLICAS,
+        LOST_ANSWERS,
         RESTARTED_LEADERS,
         RESTARTED_SOURCES,
         REFUSED_FAILOVERS,

@@ -32,18 +32,53 @@ async def diverge(faults: Faults) -> None:
     consumers = faults.links([source.name], [consumer.name for consumer in faults.consumers])
     with _slow_disk(faults, source):
         _cut_all(consumers)
+        for consumer in faults.consumers:
+            consumer.crash()
         await trio.sleep(faults.draw.uniform(0.5, 1.0))
         with _cut(faults, [source.name], _names(others)):
             await trio.sleep(faults.draw.uniform(0.3, 1.0))
             faults.mend(consumers)
             for link in consumers:
-                link.bytes_per_s = 2000
-            await trio.sleep(faults.draw.uniform(0.2, 1.0))
-            await faults.kill(source)
+                link.bytes_per_s = 3000
+            await trio.sleep(faults.draw.uniform(0.3, 2.0))
+            await faults.kill(source, silent_chance=0.0)
     faults.mend(consumers)
     await faults.operator.fail_over(source.name)
     await faults.start(source)
-    await trio.sleep(faults.draw.uniform(0.5, 2.0))
+    # Before new writes hide what it lacks.
+    for _ in range(2):
+        await faults.reads_all_of(source)
+
+
+async def fail_over_while_lagging(faults: Faults) -> None:
+    """Changes are on their way to the replicas when the active node is killed."""
+    source, *others = faults.roles()
+    await _write_for_a_while(faults)
+    ways = [faults.network.link(source.name, other.name) for other in others]
+    before = [link.delay_s for link in ways]
+    for link in ways:
+        link.delay_s = 0.5
+    await trio.sleep(faults.draw.uniform(1.0, 2.0))
+    await faults.kill(source, silent_chance=0.0)
+    for link, delay_s in zip(ways, before, strict=True):
+        link.delay_s = delay_s
+    await faults.operator.fail_over(source.name)
+    await faults.start(source)
+
+
+async def lose_answers(faults: Faults) -> None:
+    """The active node's answers are lost, and it is killed. Publishers send their batches again, to
+    a node that has them from replication."""
+    source, *_ = faults.roles()
+    await _write_for_a_while(faults)
+    ways = [faults.network.link(source.name, name) for name in ("p0", "p1")]
+    _cut_all(ways)
+    await trio.sleep(faults.draw.uniform(0.5, 1.0))
+    await faults.kill(source, silent_chance=0.0)
+    faults.mend(ways)
+    await faults.operator.fail_over(source.name)
+    await faults.start(source)
+    await trio.sleep(faults.draw.uniform(1.0, 2.0))
 
 
 async def restart_leader(faults: Faults) -> None:
@@ -51,22 +86,28 @@ async def restart_leader(faults: Faults) -> None:
     source, *_ = faults.roles()
     with _slow_disk(faults, source):
         await _write_for_a_while(faults)
-        await faults.kill(source)
+        await faults.kill(source, silent_chance=0.0)
     await faults.start(source)
 
 
 async def take_over_from_restarted(faults: Faults) -> None:
     """The source of a takeover is killed and comes back after the operator has looked at it, and
-    before it is told to hand over. It must refuse: it no longer knows what it gave to others."""
+    before it is told to hand over. It must refuse: it no longer knows what it gave to the third
+    node, and the target, which lags, would give the same sequence numbers again."""
     source, target, _ = faults.roles()
+    await _write_for_a_while(faults)
+    links = faults.links([source.name], [target.name])
     with _slow_disk(faults, source):
-        await _write_for_a_while(faults)
+        _cut_all(links)
+        await trio.sleep(faults.draw.uniform(0.5, 1.0))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(faults.operator.take_over, source.name, target.name)
-            await trio.sleep(faults.draw.uniform(2, 12) * faults.mix.delay_s)
-            await faults.kill(source)
+            await trio.sleep(faults.draw.uniform(3, 12) * faults.mix.delay_s)
+            await faults.kill(source, silent_chance=0.0)
+            faults.mend(links)
             source.wear.delay_s = faults.mix.disk_s
             await faults.start(source)
+    await trio.sleep(faults.draw.uniform(2.0, 4.0))
 
 
 async def refuse_failover(faults: Faults) -> None:
@@ -77,7 +118,7 @@ async def refuse_failover(faults: Faults) -> None:
     with _cut(faults, [source.name], [behind.name]):
         with _slow_disk(faults, source):
             await trio.sleep(faults.draw.uniform(0.5, 1.0))
-            await faults.kill(source)
+            await faults.kill(source, silent_chance=0.0)
         await faults.start(source)
         await _until(faults, lambda: bool(source.held), "the node serves again")
         await faults.operator.fail_over(source.name, to=behind.name)
@@ -92,13 +133,13 @@ async def return_from_old_history(faults: Faults) -> None:
     links = faults.links([source.name], _names(others))
     _cut_all(links)
     await trio.sleep(faults.draw.uniform(2.0, 4.0))
-    await faults.kill(source)
+    await faults.kill(source, silent_chance=0.0)
     await faults.operator.fail_over(source.name)
     await faults.start(source)
     await trio.sleep(faults.draw.uniform(0.5, 1.0))
     newer = faults.leader()
     if newer is not source:
-        await faults.kill(newer)
+        await faults.kill(newer, silent_chance=0.0)
         await faults.operator.fail_over(newer.name)
         await faults.start(newer)
     faults.mend(links)
@@ -115,7 +156,7 @@ async def fail_over_while_refilling(faults: Faults) -> None:
         await trio.sleep(faults.draw.uniform(0.5, 1.0))
         with _cut(faults, [source.name], [target.name]):
             await trio.sleep(faults.draw.uniform(0.5, 1.5))
-            await faults.kill(source)
+            await faults.kill(source, silent_chance=0.0)
     await faults.operator.fail_over(source.name)
     if faults.leader() is target:
         highs = {partition.id: partition.high_seq for partition in target.held}
@@ -131,7 +172,7 @@ async def fail_over_while_refilling(faults: Faults) -> None:
         )
         refill = faults.links([source.name], [target.name])
         _cut_all(refill)
-        await faults.kill(target)
+        await faults.kill(target, silent_chance=0.0)
         await faults.operator.fail_over(target.name)
         await faults.start(target)
         faults.mend(refill)
@@ -145,24 +186,28 @@ async def interrupt_rollback(faults: Faults) -> None:
     """A consumer rolls back and is killed before it has said so. It then meets the node whose
     changes it undid, which is still active by its own map, and would let it continue."""
     source, *others = faults.roles()
-    consumer = faults.consumers[0]
-    away = faults.links([source.name], [*_names(others), "op", consumer.name])
-    await trio.sleep(faults.draw.uniform(0.5, 1.5))
-    others_away = faults.links([consumer.name], _names(others))
-    # The consumer has more than the replicas when the source is cut off from it, too.
-    _cut_all(faults.links([source.name], [*_names(others), "op"]))
-    await trio.sleep(faults.draw.uniform(0.3, 1.0))
-    _cut_all(away)
+    consumer, publisher = faults.consumers[0], "p1"
+    await _write_for_a_while(faults)
+    from_others = faults.links([source.name], [*_names(others), "op"])
+    publishing = faults.links([publisher], _names(others))
+    from_consumer = faults.links([source.name], [consumer.name])
+    to_others = faults.links([consumer.name], _names(others))
+    # The consumer gets what the replicas do not get.
+    _cut_all([*from_others, *publishing])
+    await trio.sleep(faults.draw.uniform(1.0, 2.0))
+    _cut_all(from_consumer)
     count = len(consumer.undone)
     await faults.operator.fail_over(source.name)
     # The consumer's connections would only time out.
     faults.network.break_all(faults.draw)
-    if await _until(faults, lambda: len(consumer.undone) > count, "the consumer has rolled back"):
+    if await _until(
+        faults, lambda: len(consumer.undone) > count, "the consumer has saved a rollback"
+    ):
         consumer.crash()
-        _cut_all(others_away)
-        faults.mend(faults.links([source.name], [consumer.name]))
-        await trio.sleep(faults.draw.uniform(2.0, 4.0))
-    faults.mend([*away, *others_away])
+        _cut_all(to_others)
+        faults.mend(from_consumer)
+        await trio.sleep(faults.draw.uniform(3.0, 5.0))
+    faults.mend([*from_others, *publishing, *from_consumer, *to_others])
     await faults.hear_of_failover(source)
 
 
@@ -176,7 +221,7 @@ async def _write_for_a_while(faults: Faults) -> None:
 @contextmanager
 def _slow_disk(faults: Faults, node: Node) -> Iterator[None]:
     """A commit takes so long that a snapshot on disk has several changes of one key."""
-    node.wear.delay_s = max(0.2, faults.mix.disk_s)
+    node.wear.delay_s = max(0.4, faults.mix.disk_s)
     try:
         yield
     finally:
@@ -218,6 +263,8 @@ SITUATIONS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
     situation.__name__: situation
     for situation in (
         diverge,
+        fail_over_while_lagging,
+        lose_answers,
         restart_leader,
         take_over_from_restarted,
         refuse_failover,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
 from tests.simulation.bugs.planted_bug import planted
-from tests.simulation.profiles import DIVERGED, FAILOVERS, RESETS, SLOW_CONSUMERS
+from tests.simulation.profiles import FAILOVERS, LAGGING_REPLICAS, LOST_ANSWERS, SLOW_CONSUMERS
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
 from upr_server.engine.eviction import KeyEviction
@@ -63,7 +63,7 @@ def evict_unindexed_key() -> Iterator[None]:
         yield
 
 
-@planted(RESETS)
+@planted(LOST_ANSWERS)
 def apply_repeated_batch() -> Iterator[None]:
     """A batch that a publisher sends again is applied again."""
     with (
@@ -73,14 +73,14 @@ def apply_repeated_batch() -> Iterator[None]:
         yield
 
 
-@planted(RESETS)
+@planted(LOST_ANSWERS)
 def lose_replicated_answers() -> Iterator[None]:
     """A replica does not store the answers that publishers were given."""
     with replaced(RepeatedBatches, "add_received", lambda *_: None):
         yield
 
 
-@planted(DIVERGED)
+@planted(LAGGING_REPLICAS)
 def acknowledge_before_replication() -> Iterator[None]:
     """`replicated` writes are acknowledged before a replica has them."""
 
