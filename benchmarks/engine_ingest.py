@@ -97,7 +97,6 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
             batches = batches_of(message.bundle, message.writer)
             for run, batch in zip(message.bundle.runs, batches, strict=True):
                 partition = members[run.partition]
-                partition.missing(batch, now=now)
                 done = partition.mutate(batch, now=now)
                 results.append(
                     RunResult(

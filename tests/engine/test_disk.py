@@ -151,11 +151,12 @@ class OnDisk(RuleBasedStateMachine):
         picture = self.picture()
         self.look()
         batch = batch_of(Chunk.build(rows), token)
-        missing = partition.missing(batch, now=self.time, fetched=fetched)
-        assert self.picture() == picture, "a question changes nothing"
+        evaluation = partition.evaluate(batch, now=self.time)
+        missing = [] if evaluation is None else evaluation.step(fetched)
         if missing:
+            assert self.picture() == picture, "what must wait changes nothing"
             return missing
-        result = partition.mutate(batch, now=self.time, fetched=fetched)
+        result = partition.mutate(batch, now=self.time, evaluation=evaluation)
         self.check_answer(rows, token, result, (before, cas_before, picture))
         return []
 
@@ -635,7 +636,8 @@ def stored(partition: Partition, disk: NaiveDisk, *, evict: bool = False) -> Non
 def missing_for(
     partition: Partition, *rows: Mutation, now: float = NOW, fetched: Fetched = NOTHING_FETCHED
 ) -> list[FetchRequest]:
-    return partition.missing(batch_of(Chunk.build(rows)), now=now, fetched=fetched)
+    evaluation = partition.evaluate(batch_of(Chunk.build(rows)), now=now)
+    return [] if evaluation is None else evaluation.step(fetched)
 
 
 @pytest.mark.parametrize(

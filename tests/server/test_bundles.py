@@ -20,11 +20,12 @@ from tests.server.test_durability import (
     speaking,
     value_of,
 )
-from upr_protocol.chunk import Bundle, Chunk, Mutation, Run, plain_chunk
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run, plain_chunk
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, VALUE_BYTES_MAX
-from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, RunResult
+from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, Refusal, RunResult
+from upr_server.app import Server
 from upr_server.net.handlers.publishing import RUN_COST, SLICE_COST
 from upr_server.net.replies import OrderedReply
 from upr_server.storage.calls import FindItems
@@ -176,3 +177,80 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
         assert isinstance(reply, MutateReply)
         assert [run.last_seq for run in reply.runs] == [rows] * runs
         assert (await publisher.hear(GetReply)).chunk.value(0) == b"v"
+
+
+async def until_a_request_waits(server: Server) -> None:
+    for _ in range(1000):
+        if not server.connections.resources.queues.are_idle:
+            return
+        await trio.lowlevel.checkpoint()
+    raise AssertionError("no request waits")
+
+
+def increments_of(count: int) -> Chunk:
+    delta = CounterDelta(1).encode()
+    return Chunk.build(
+        Mutation(Operation.INCREMENT, b"n%d" % number, delta) for number in range(count)
+    )
+
+
+async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step() -> None:
+    """Behind it its own partition waits; other partitions do not, and no reader sees a part."""
+    async with (
+        serving(SimulatedStore(), 2) as server,
+        speaking(server) as publisher,
+        speaking(server) as other,
+    ):
+        partitions = server.catalog.bucket("b").partitions
+        highs: list[tuple[int, int]] = []
+
+        async def watch() -> None:
+            while partitions[0].high_seq <= BUNDLE_MUTATIONS_MAX:
+                await trio.lowlevel.checkpoint()
+                highs.append((partitions[0].high_seq, partitions[1].high_seq))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            long = await say(
+                publisher, bundle_of((P0, increments_of(BUNDLE_MUTATIONS_MAX)), counter=1)
+            )
+            await until_a_request_waits(server)
+            behind = await say(other, bundle_of((P0, increment(b"n0", 1)), (P1, sets(b"k"))))
+            assert isinstance(await answer_to(other, behind), MutateReply)
+        reply = await answer_to(publisher, long)
+        assert isinstance(reply, MutateReply)
+        assert reply.runs[0].last_seq == BUNDLE_MUTATIONS_MAX
+        turns = [high for high, _ in highs]
+        assert set(turns) <= {0, BUNDLE_MUTATIONS_MAX, BUNDLE_MUTATIONS_MAX + 1}
+        assert turns.count(0) > 5, "others had their turns"
+        assert (0, 1) in highs, "the other partition did not wait"
+        assert await value_of(other, b"n0") == b"1"
+
+
+async def test_a_long_run_of_a_connection_that_ends_has_no_effect() -> None:
+    async with serving(SimulatedStore(), 1) as server:
+        partition = server.catalog.bucket("b").partitions[0]
+        async with speaking(server) as publisher:
+            bundle = bundle_of((P0, increments_of(BUNDLE_MUTATIONS_MAX)), counter=1)
+            await say(publisher, bundle, WRITER)
+            await until_a_request_waits(server)
+        await trio.testing.wait_all_tasks_blocked()
+        assert partition.high_seq == 0
+        async with speaking(server) as publisher:
+            reply = await publish(publisher, bundle, WRITER)
+            assert reply.runs[0].last_seq == BUNDLE_MUTATIONS_MAX
+            assert partition.high_seq == BUNDLE_MUTATIONS_MAX
+            assert await value_of(publisher, b"n7") == b"0"
+
+
+async def test_a_run_that_needs_too_many_bytes_of_values_is_refused_whole() -> None:
+    async with serving(SimulatedStore(), 1) as server, speaking(server) as publisher:
+        keys = [b"%d" % number for number in range(4)]
+        for key in keys:
+            await publish(publisher, bundle_of((P0, sets(key, value=bytes(17 << 20)))))
+        appends = Chunk.build([Mutation(Operation.APPEND, key, b"x") for key in keys])
+        opaque = await say(publisher, bundle_of((P0, appends)))
+        refusal = await answer_to(publisher, opaque)
+        assert isinstance(refusal, Refusal)
+        assert refusal.status == Status.LIMIT_REACHED
+        assert server.catalog.bucket("b").partitions[0].high_seq == 4

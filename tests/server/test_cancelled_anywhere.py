@@ -44,6 +44,7 @@ from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import Connection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
+from upr_server.net.partition_request_queue import LongRequestTurns
 from upr_server.replication import MapExchange, PartitionMaps
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -342,6 +343,20 @@ async def test_room_for_unfinished_frames(autojump_clock: MockClock) -> None:
         budget.check_invariants()
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
+
+
+TURNS: Final = tries(LongRequestTurns.next_turn)
+
+
+async def test_a_long_request_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
+    turns = LongRequestTurns()
+
+    async def work() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(turns.next_turn)
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*TURNS)
 
 
 BACKLOG: Final = tries(Backlog.wait_for_reply_room, Backlog.wait_until_not_full)

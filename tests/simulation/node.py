@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, Final
 
 import attrs
+import msgspec
 import trio
 
 from tests.kit.history import Accepted, Failed, History, Row, Said
@@ -20,7 +21,7 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Cas, SeqNo
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
-from upr_server.engine import MutationBatch, Partition
+from upr_server.engine import Evaluation, MutationBatch, Partition
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.simulated import SimulatedDirectory
@@ -214,7 +215,8 @@ def _is_all_of_disk(error: BaseException, expected: type[StorageError]) -> bool:
 def observed() -> Iterator[None]:
     """Has what actives give numbers to written down, for as long as the context."""
     cls: Any = Partition
-    store, set_all = cls._store, cls._set_all
+    store, set_all, store_all = cls._store, cls._set_all, cls._store_all
+    is_storing_all = False
 
     def note(partition: Partition, rows: list[Mutation]) -> None:
         node = _NODE.get()
@@ -231,7 +233,24 @@ def observed() -> Iterator[None]:
 
     def _store(self: Any, row: Mutation, **options: Any) -> None:
         store(self, row, **options)
-        note(self, [row])
+        if not is_storing_all:
+            note(self, [row])
+
+    def _store_all(self: Any, evaluation: Evaluation) -> Any:
+        nonlocal is_storing_all
+        is_storing_all = True
+        try:
+            result = store_all(self, evaluation)
+        finally:
+            is_storing_all = False
+        seq = evaluation.first_seq
+        for row, _ in evaluation.rows:
+            # The numbers before it are of changes that the same batch superseded. No snapshot ends
+            # there, so that it does not matter what they were.
+            while seq <= row.seq:
+                note(self, [msgspec.structs.replace(row, seq=seq)])
+                seq = SeqNo(seq + 1)
+        return result
 
     def _set_all(self: Any, batch: MutationBatch, now: float) -> Any:
         result = set_all(self, batch, now)
@@ -245,8 +264,8 @@ def observed() -> Iterator[None]:
         )
         return result
 
-    cls._store, cls._set_all = _store, _set_all
+    cls._store, cls._set_all, cls._store_all = _store, _set_all, _store_all
     try:
         yield
     finally:
-        cls._store, cls._set_all = store, set_all
+        cls._store, cls._set_all, cls._store_all = store, set_all, store_all

@@ -177,6 +177,14 @@ class Chunk(Columns):
         cas_at = CHUNK_HEAD_BYTES + 8 * count
         return self.operations.tobytes() == _SET * count and self._is_zero(cas_at, 8 * count)
 
+    def are_unconditional(self, low: int, high: int) -> bool:
+        """The same of the mutations at the indexes [`low`, `high`). O(high - low)."""
+        count = high - low
+        cas_at = CHUNK_HEAD_BYTES + 8 * self.count + 8 * low
+        return self.operations[low:high].tobytes() == _SET * count and self._is_zero(
+            cas_at, 8 * count
+        )
+
     @property
     def may_expire(self) -> bool:
         """Whether any mutation has an expiry time. O(count), at memory speed."""

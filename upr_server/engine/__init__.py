@@ -6,6 +6,7 @@ in as a number and randomness as a function. Between two calls every structure i
 
 from upr_server.engine.batch import MutationBatch, batch_of, batches_of
 from upr_server.engine.bucket import Bucket, BucketError, BucketObserver, Buckets, check_bucket
+from upr_server.engine.evaluation import Evaluation
 from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
@@ -34,6 +35,7 @@ __all__ = [
     "Buckets",
     "Cursor",
     "CursorItem",
+    "Evaluation",
     "FetchRequest",
     "Fetched",
     "MemoryAccount",

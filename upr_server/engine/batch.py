@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import cast
 
-from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, Chunk, CounterDelta, Mutation
+from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, Chunk, CounterDelta
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import DESIGN_PREFIX, SeqNo
 from upr_server.engine.operations import COUNTS
@@ -111,12 +113,29 @@ class MutationBatch:
         return {row - self.low: misfits[row] for row in misfits if self.low <= row < self.high}
 
     @cached_property
-    def rows(self) -> list[Mutation] | None:
-        """Its mutations, one by one; None when each of them is a `SET` that expects no CAS and has
-        a key and value of right lengths. Such a batch cannot fail, whatever the keys hold."""
-        if self.columns.is_unconditional or (self.chunk.is_unconditional and not self.misfits):
-            return None
-        return list(self.chunk)
+    def is_plain(self) -> bool:
+        """Whether each mutation is a `SET` that expects no CAS and has a key and value of right
+        lengths. Such a batch cannot fail, whatever the keys hold."""
+        return self.columns.is_unconditional or (
+            self.columns.chunk.are_unconditional(self.low, self.high) and not self.misfits
+        )
+
+    def piece(self, first: int, rows_max: int, bytes_max: int) -> Chunk:
+        """Some of its rows as a chunk of their own: a copy, unless they are the whole chunk.
+
+        Args:
+            first: Which of its rows is the first.
+            rows_max: How many at most.
+            bytes_max: How many bytes of values at most, if it is more than one row.
+        """
+        chunk, low = self.columns.chunk, self.low + first
+        high = min(low + rows_max, self.high)
+        if high - low == chunk.count and chunk.nbytes <= bytes_max:
+            return chunk
+        offsets = cast("Sequence[int]", chunk.value_offsets)
+        if offsets[high] - offsets[low] > bytes_max:
+            high = bisect_right(offsets, offsets[low] + bytes_max, low + 2, high + 1) - 1
+        return chunk.rows(low, high, SeqNo(0), SeqNo(0))
 
 
 def batch_of(

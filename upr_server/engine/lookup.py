@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Final
 
@@ -96,26 +96,28 @@ class ItemLookup:
 
     # What is missing.
 
-    def missing_for_operations(
-        self, rows: Iterable[Mutation], now: float, fetched: Fetched
-    ) -> list[FetchRequest]:
-        """What must be read from disk before `rows` can be applied. O(rows).
+    def needs_fetch(
+        self,
+        operation: Mutation,
+        now: float,
+        fetched: Fetched,
+        requests: dict[bytes, FetchRequest],
+    ) -> None:
+        """Adds to `requests` what must be read from disk before an operation can be applied.
 
         Args:
-            rows: The mutations of a published chunk.
+            operation: A mutation of a published chunk.
             now: Seconds since 1970.
             fetched: What was read already.
+            requests: What other operations need, by key.
         """
-        requests: dict[bytes, FetchRequest] = {}
-        for row in rows:
-            if is_plain_set(row):
-                continue
-            needs_value = _needs_value(row)
-            request = self._fetch_request(row.key, now, fetched, needs_value=needs_value)
-            # Of two operations on one key, the one that needs the value decides.
-            if request is not None and (needs_value or row.key not in requests):
-                requests[row.key] = request
-        return list(requests.values())
+        if is_plain_set(operation):
+            return
+        key, needs_value = operation.key, _needs_value(operation)
+        request = self._fetch_request(key, now, fetched, needs_value=needs_value)
+        # Of two operations on one key, the one that needs the value decides.
+        if request is not None and (needs_value or key not in requests):
+            requests[key] = request
 
     def missing_for_get(
         self, keys: Sequence[bytes], now: float, fetched: Fetched
@@ -166,27 +168,19 @@ class ItemLookup:
 
     def item_for(self, operation: Mutation, now: float, fetched: Fetched) -> Mutation | None:
         """What the operation's key holds, as far as the operation needs to know; None when it is
-        missing or has expired.
-
-        Nothing may be missing for it: see `missing_for_operations`.
-        """
+        missing or has expired; `NOT_FETCHED` when it must be read from disk first."""
         residence, seq = self._locate(operation.key)
         if residence is _ABSENT:
             return None
         needs_value = _needs_value(operation)
+        # Finding a mutation costs more than all else here. When nothing has expired, an item that
+        # need only exist exists.
+        needs_item = needs_value or self._expiries.is_due(now)
         if residence is _MEMORY:
-            # Finding a mutation costs more than all else here. When nothing has expired, an item
-            # that need only exist exists.
-            needs_item = needs_value or self._expiries.is_due(now)
             item: Mutation | None = self._snapshots.find(seq) if needs_item else _SOME_ITEM
         else:
             item = self._fetched_item(operation.key, seq, fetched, needs_value=needs_value)
-            if item is NOT_FETCHED:
-                # Nothing had expired when the caller asked what was missing, so that this was not
-                # fetched. What has expired since then was stored by the batch itself, with an
-                # expiry time in the past: that is in memory, and this item is not it.
-                assert residence is _DISK, "the caller must ask first what is missing"
-                assert not needs_value, "the caller must ask first what is missing"
+            if item is NOT_FETCHED and residence is _DISK and not needs_item:
                 item = _SOME_ITEM
         return None if item is None or 0 < item.expiry <= now else item
 

@@ -6,18 +6,71 @@ be stored, or why not. Nothing here has an effect; numbering and storing is the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from upr_protocol.chunk import CounterDelta, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.ids import Operation
+from upr_protocol.ids import Cas, Operation
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 COUNTER_MASK: Final = (1 << 64) - 1
 COUNTER_DIGITS_MAX: Final = 20
+
+
+class JoinedValue:
+    """A value and what a batch appends and prepends to it, which are joined once.
+
+    Args:
+        value: The value.
+    """
+
+    __slots__ = ("_nbytes", "_parts")
+
+    def __init__(self, value: bytes) -> None:
+        self._parts = deque((value,))
+        self._nbytes = len(value)
+
+    def __len__(self) -> int:
+        """Bytes."""
+        return self._nbytes
+
+    def append(self, part: bytes) -> None:
+        """Adds bytes at the end. O(1)."""
+        self._parts.append(part)
+        self._nbytes += len(part)
+
+    def prepend(self, part: bytes) -> None:
+        """Adds bytes at the beginning. O(1)."""
+        self._parts.appendleft(part)
+        self._nbytes += len(part)
+
+    def join(self) -> bytes:
+        """The whole value. O(bytes)."""
+        return b"".join(self._parts)
+
+
+class StoredItem(Protocol):
+    """What a key holds: a mutation, or what is to become one."""
+
+    @property
+    def value(self) -> bytes | JoinedValue:
+        """The value."""
+
+    @property
+    def cas(self) -> Cas:
+        """The CAS."""
+
+    @property
+    def flags(self) -> int:
+        """The flags."""
+
+    @property
+    def expiry(self) -> int:
+        """The expiry time."""
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -32,7 +85,7 @@ class Stored(msgspec.Struct, frozen=True):
     """
 
     op: Operation
-    value: bytes = b""
+    value: bytes | JoinedValue = b""
     flags: int = 0
     expiry: int = 0
     counter: int | None = None
@@ -41,7 +94,7 @@ class Stored(msgspec.Struct, frozen=True):
 Outcome = Stored | Status
 
 
-def outcome(request: Mutation, item: Mutation | None) -> Outcome:
+def outcome(request: Mutation, item: StoredItem | None) -> Outcome:
     """What `request` comes to.
 
     Args:
@@ -61,47 +114,62 @@ def outcome(request: Mutation, item: Mutation | None) -> Outcome:
     return _RULES[request.op](request, item)
 
 
-def _set(request: Mutation, _item: Mutation | None) -> Outcome:
+def _set(request: Mutation, _item: StoredItem | None) -> Outcome:
     return Stored(Operation.SET, request.value, request.flags, request.expiry)
 
 
-def _replace(request: Mutation, item: Mutation | None) -> Outcome:
+def _replace(request: Mutation, item: StoredItem | None) -> Outcome:
     return Status.NOT_FOUND if item is None else _set(request, item)
 
 
-def _delete(_request: Mutation, item: Mutation | None) -> Outcome:
+def _delete(_request: Mutation, item: StoredItem | None) -> Outcome:
     return Status.NOT_FOUND if item is None else Stored(Operation.DELETE)
 
 
-def _touch(request: Mutation, item: Mutation | None) -> Outcome:
+def _touch(request: Mutation, item: StoredItem | None) -> Outcome:
     if item is None:
         return Status.NOT_FOUND
     return Stored(Operation.SET, item.value, item.flags, request.expiry)
 
 
-def _append(request: Mutation, item: Mutation | None) -> Outcome:
-    return Status.NOT_FOUND if item is None else _joined(item, item.value, request.value)
+def _append(request: Mutation, item: StoredItem | None) -> Outcome:
+    if item is None:
+        return Status.NOT_FOUND
+    joined = _joined(request, item)
+    if isinstance(joined, JoinedValue):
+        joined.append(request.value)
+        return Stored(Operation.SET, joined, item.flags, item.expiry)
+    return joined
 
 
-def _prepend(request: Mutation, item: Mutation | None) -> Outcome:
-    return Status.NOT_FOUND if item is None else _joined(item, request.value, item.value)
+def _prepend(request: Mutation, item: StoredItem | None) -> Outcome:
+    if item is None:
+        return Status.NOT_FOUND
+    joined = _joined(request, item)
+    if isinstance(joined, JoinedValue):
+        joined.prepend(request.value)
+        return Stored(Operation.SET, joined, item.flags, item.expiry)
+    return joined
 
 
-def _joined(item: Mutation, left: bytes, right: bytes) -> Outcome:
-    if len(left) + len(right) > VALUE_BYTES_MAX:
+def _joined(request: Mutation, item: StoredItem) -> JoinedValue | Status:
+    """The item's value, for something to be added to it. It takes over that of an earlier
+    operation, whose item is now superseded."""
+    value = item.value
+    if len(value) + len(request.value) > VALUE_BYTES_MAX:
         return Status.TOO_LARGE
-    return Stored(Operation.SET, left + right, item.flags, item.expiry)
+    return value if isinstance(value, JoinedValue) else JoinedValue(value)
 
 
-def _increment(request: Mutation, item: Mutation | None) -> Outcome:
+def _increment(request: Mutation, item: StoredItem | None) -> Outcome:
     return _counted(request, item, 1)
 
 
-def _decrement(request: Mutation, item: Mutation | None) -> Outcome:
+def _decrement(request: Mutation, item: StoredItem | None) -> Outcome:
     return _counted(request, item, -1)
 
 
-def _counted(request: Mutation, item: Mutation | None, sign: int) -> Outcome:
+def _counted(request: Mutation, item: StoredItem | None, sign: int) -> Outcome:
     delta = CounterDelta.decode(request.value)
     if item is None:
         if not delta.create:
@@ -116,14 +184,18 @@ def _counted(request: Mutation, item: Mutation | None, sign: int) -> Outcome:
     return Stored(Operation.SET, b"%d" % number, flags, expiry, number)
 
 
-def _number(value: bytes) -> int | None:
-    if not value.isdigit() or len(value) > COUNTER_DIGITS_MAX:
+def _number(value: bytes | JoinedValue) -> int | None:
+    if len(value) > COUNTER_DIGITS_MAX:
+        return None
+    if isinstance(value, JoinedValue):
+        value = value.join()
+    if not value.isdigit():
         return None
     number = int(value)
     return number if number <= COUNTER_MASK else None
 
 
-_RULES: Final[dict[Operation, Callable[[Mutation, Mutation | None], Outcome]]] = {
+_RULES: Final[dict[Operation, Callable[[Mutation, StoredItem | None], Outcome]]] = {
     Operation.SET: _set,
     Operation.ADD: _set,
     Operation.REPLACE: _replace,

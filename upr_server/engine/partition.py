@@ -21,6 +21,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_server.engine.batch import MutationBatch
+from upr_server.engine.evaluation import Evaluation, PartitionPosition
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
@@ -31,11 +32,9 @@ from upr_server.engine.lookup import (
     FetchRequest,
     ItemLookup,
     is_key,
-    is_plain_set,
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult
-from upr_server.engine.operations import outcome
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
@@ -43,6 +42,10 @@ from upr_server.engine.snapshots import MutationManager
 
 EXPIRE_MAX: Final = 512
 """Items that one call of `expire` deletes; at 4 µs each it holds the loop for 2 ms."""
+
+BULK_ROWS_MIN: Final = 64
+"""Rows of an evaluated batch from which on they are stored as a chunk: that costs 1 µs each instead
+of 2, beside what the chunk itself costs."""
 
 GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 """What one reply to a `GET` holds; the rest of the frame is for its head."""
@@ -179,41 +182,40 @@ class Partition:
 
     # Writing.
 
-    def missing(
-        self, batch: MutationBatch, *, now: float, fetched: Fetched = NOTHING_FETCHED
-    ) -> list[FetchRequest]:
-        """What must be read from disk before `mutate` can take in the batch. O(mutations).
+    @property
+    def position(self) -> PartitionPosition:
+        """What its content depends on: while it is the same, so are all items."""
+        return PartitionPosition(self.failover_log.current, self.high_seq, Cas(self._last_cas))
 
-        A batch that is not to be applied needs nothing. Between this question and `mutate` the
-        partition must not change: ask in the same step of the loop, with the same time.
+    def evaluate(self, batch: MutationBatch, *, now: float) -> Evaluation | None:
+        """The evaluation of a batch, which can be worked out in slices before `mutate`.
 
-        Args:
-            batch: The batch.
-            now: Seconds since 1970.
-            fetched: What was read so far, since the eviction was pinned.
+        Returns:
+            The evaluation; None for a batch that needs none, as it is plain or not to be applied.
         """
-        if (
-            batch.rows is None
-            or self.state is not _ACTIVE
-            or not self.repeated_batches.is_new(batch)
-        ):
-            return []
-        rows: Sequence[Mutation] = batch.rows
-        if batch.misfits:
-            rows = [row for index, row in enumerate(rows) if index not in batch.misfits]
-        return self._lookup.missing_for_operations(rows, now, fetched)
+        if batch.is_plain or self.state is not _ACTIVE or not self.repeated_batches.is_new(batch):
+            return None
+        return Evaluation(batch, self, self._lookup, now)
 
     def mutate(
-        self, batch: MutationBatch, *, now: float, fetched: Fetched = NOTHING_FETCHED
+        self,
+        batch: MutationBatch,
+        *,
+        now: float,
+        evaluation: Evaluation | None = None,
+        fetched: Fetched = NOTHING_FETCHED,
     ) -> MutateResult:
-        """Takes in a batch of a publisher. O(mutations), O(log mutations) for those that read.
+        """Takes in a batch of a publisher, in one step. O(mutations), O(log mutations) for those
+        that read.
 
         A batch that was here before has no second effect, and gets its first answer again.
 
         Args:
             batch: The batch.
             now: Seconds since 1970.
-            fetched: What was read from disk. Nothing may be `missing`.
+            evaluation: The batch's evaluation, done, with the partition where it stood then. It is
+                worked out here where none is given.
+            fetched: What was read from disk, if it is worked out here. Nothing may be missing.
         """
         token = batch.token
         if self.state is not _ACTIVE:
@@ -225,14 +227,18 @@ class Partition:
             answer = self.repeated_batches.answer_unless_new(batch, high_before)
             if answer is not None:
                 return self._refusal(answer) if isinstance(answer, Status) else answer
-        # What has expired becomes a deletion before anything is written to it. There may be more
-        # than one call deletes: the rest reads as missing, and is deleted later.
-        if self._expiries.is_due(now):
-            self._expire_due(now)
-        if batch.rows is None:
+        if batch.is_plain:
+            # What has expired becomes a deletion before anything is written to it. There may be
+            # more than one call deletes: the rest reads as missing, and is deleted later.
+            if self._expiries.is_due(now):
+                self._expire_due(now)
             result = self._set_all(batch, now)
         else:
-            result = self._apply(batch.rows, batch.misfits, now, fetched)
+            if evaluation is None:
+                evaluation = Evaluation(batch, self, self._lookup, now)
+                missing = evaluation.step(fetched)
+                assert not missing, "the caller must ask first what is missing"
+            result = self._store_all(evaluation)
         if token is not None:
             if batch.chain or batch.attempt:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
@@ -248,12 +254,13 @@ class Partition:
         high = self.high_seq
         return MutateResult(self.failover_log.current, SeqNo(high + 1), high, Cas(0), status=status)
 
-    def _next_cas(self, now: float) -> int:
+    def next_cas(self, now: float) -> Cas:
+        """The CAS that the next mutation gets."""
         # The clock may stand still or run backwards; the CAS never does.
-        return max(self._last_cas + 1, int(now * _NANOSECONDS))
+        return Cas(max(self._last_cas + 1, int(now * _NANOSECONDS)))
 
     def _set_all(self, batch: MutationBatch, now: float) -> MutateResult:
-        first_seq, first_cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
+        first_seq, first_cas = SeqNo(self.snapshots.high + 1), self.next_cas(now)
         columns, low, high = batch.columns, batch.low, batch.high
         count = high - low
         if count:
@@ -266,35 +273,29 @@ class Partition:
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )
 
-    def _apply(
-        self, rows: list[Mutation], misfits: Mapping[int, Status], now: float, fetched: Fetched
-    ) -> MutateResult:
-        first_seq, first_cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
-        seq, cas = first_seq, first_cas
-        failures: list[tuple[int, Status]] = []
-        counters: list[tuple[int, int]] = []
-        for index, operation in enumerate(rows):
-            if misfits and index in misfits:
-                failures.append((index, misfits[index]))
-                continue
-            item = None
-            if not is_plain_set(operation):
-                item = self._lookup.item_for(operation, now, fetched)
-            stored = outcome(operation, item)
-            if isinstance(stored, Status):
-                failures.append((index, stored))
-                continue
-            row = Mutation(
-                stored.op, operation.key, stored.value, seq, cas, stored.flags, stored.expiry
-            )
-            self._store(row, is_counter=stored.counter is not None)
-            if stored.counter is not None:
-                counters.append((index, stored.counter))
-            seq, cas = SeqNo(seq + 1), Cas(cas + 1)
-        if seq > first_seq:
-            self._last_cas = cas - 1
-        history_id = self.failover_log.current
-        return MutateResult(history_id, first_seq, SeqNo(seq - 1), first_cas, failures, counters)
+    def _store_all(self, evaluation: Evaluation) -> MutateResult:
+        assert evaluation.is_done, "the evaluation must be done"
+        assert evaluation.position == self.position, "the partition must not have changed since"
+        first_seq, last_seq = evaluation.first_seq, evaluation.last_seq
+        first_cas, rows = evaluation.first_cas, evaluation.rows
+        if len(rows) >= BULK_ROWS_MIN and evaluation.stores_only_sets:
+            chunk = Chunk.build([row for row, _ in rows])
+            self.snapshots.open.add_rows(chunk, 0, len(rows), first_seq, first_cas, self.table)
+            if chunk.may_expire:
+                self._expiries.add_all(chunk.expiries.tolist(), first_seq, chunk.keys())
+        else:
+            for row, is_counter in rows:
+                self._store(row, is_counter=is_counter)
+        if last_seq >= first_seq:
+            self._last_cas = first_cas + last_seq - first_seq
+        return MutateResult(
+            self.failover_log.current,
+            first_seq,
+            last_seq,
+            first_cas,
+            evaluation.failures,
+            evaluation.counters,
+        )
 
     def _store(self, row: Mutation, *, is_counter: bool = False) -> None:
         previous_seq = self.table.put(row.key, row.seq, is_tombstone=row.op != Operation.SET)
@@ -354,6 +355,12 @@ class Partition:
             self.snapshots.wake()
         return expired
 
+    def expire_due(self, now: float) -> None:
+        """Deletes items that have expired, `EXPIRE_MAX` at most, before a batch is applied."""
+        if self._expiries.is_due(now):
+            self._expire_due(now)
+            self.snapshots.wake()
+
     def _expire_due(self, now: float) -> int:
         keys: list[bytes] = []
         while len(keys) < EXPIRE_MAX:
@@ -391,7 +398,7 @@ class Partition:
         return True
 
     def _store_expiry(self, key: bytes, now: float) -> None:
-        seq, cas = SeqNo(self.snapshots.high + 1), Cas(self._next_cas(now))
+        seq, cas = SeqNo(self.snapshots.high + 1), self.next_cas(now)
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
         self._last_cas = cas
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum, auto
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import structlog
 import trio
@@ -24,6 +25,19 @@ more; it is refused, whole."""
 log = structlog.get_logger(__name__)
 
 
+class Unfinished(Enum):
+    """What a request says that has more to do than others should wait for."""
+
+    UNFINISHED = auto()
+
+
+UNFINISHED: Final = Unfinished.UNFINISHED
+
+StillNeeded = Sequence[FetchRequest] | Literal[Unfinished.UNFINISHED]
+"""What a request needs before it is done: keys that must be read from disk, or another turn;
+nothing when it is done."""
+
+
 class PartitionRequest(Protocol):
     """A request to one partition."""
 
@@ -31,9 +45,8 @@ class PartitionRequest(Protocol):
     def nbytes(self) -> int:
         """About what it takes while it waits."""
 
-    def apply(self, fetched: Fetched) -> Sequence[FetchRequest]:
-        """Does and answers what was asked; or does nothing, and says what must be read from disk
-        first."""
+    def apply(self, fetched: Fetched) -> StillNeeded:
+        """Does and answers what was asked; or changes nothing, and says what it needs first."""
 
     def refuse(self, error: ServerError) -> None:
         """Answers that it is not done, and why."""
@@ -55,13 +68,28 @@ class QueuedClient(Protocol):
         """Runs `task`, which must not raise, until the connection's end cancels it."""
 
 
+class LongRequestTurns:
+    """The turns of requests that take more than one. Of all partitions and connections one has its
+    turn in a step of the loop, so that together they hold up others no longer than one does."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = trio.StrictFIFOLock()
+
+    async def next_turn(self) -> None:
+        """Waits for a turn, behind those that wait already. It lasts until the next checkpoint."""
+        async with self._lock:
+            await trio.lowlevel.checkpoint()
+
+
 class PartitionRequestQueue:
     """The requests that wait for one partition.
 
-    Most requests are answered at once and never wait. A request that needs something from disk
-    waits for it, and later requests for the partition wait until it is answered. One request is
-    answered at a time. A connection's requests keep their order. Connections alternate: a request
-    waits for at most one request of each other connection.
+    Most requests are answered at once and never wait. A request that needs something from disk, or
+    more than one turn of the loop, waits for it, and later requests for the partition wait until it
+    is answered. One request is answered at a time. A connection's requests keep their order.
+    Connections alternate: a request waits for at most one request of each other connection.
 
     Each connection with waiting requests has a task, which ends with the connection: the disk is
     not read for connections that are gone. While a peer is slow to take its replies, its task waits
@@ -70,13 +98,15 @@ class PartitionRequestQueue:
     Args:
         disk: Where the partition's bucket is kept.
         partition: The partition.
+        turns: The turns of long requests.
     """
 
-    __slots__ = ("_answer_lock", "_disk", "_partition", "_queues")
+    __slots__ = ("_answer_lock", "_disk", "_partition", "_queues", "_turns")
 
-    def __init__(self, disk: BucketDisk, partition: Partition) -> None:
+    def __init__(self, disk: BucketDisk, partition: Partition, turns: LongRequestTurns) -> None:
         self._disk = disk
         self._partition = partition
+        self._turns = turns
         self._queues: dict[QueuedClient, deque[PartitionRequest]] = {}
         self._answer_lock = trio.StrictFIFOLock()
 
@@ -126,8 +156,11 @@ class PartitionRequestQueue:
     async def _fetch_and_apply(self, request: PartitionRequest) -> None:
         fetched: dict[bytes, Mutation | None] = {}
         nbytes = 0
-        while missing := request.apply(fetched):
-            rows = await self._fetch(missing)
+        while needed := request.apply(fetched):
+            if needed is UNFINISHED:
+                await self._turns.next_turn()
+                continue
+            rows = await self._fetch(needed)
             nbytes += sum(len(row.value) for row in rows.values() if row is not None)
             if nbytes > FETCHED_BYTES_MAX:
                 raise ServerError(
@@ -152,12 +185,13 @@ class PartitionRequestQueues:
 
     def __init__(self) -> None:
         self._queues: dict[Partition, PartitionRequestQueue] = {}
+        self._turns = LongRequestTurns()
 
     def of(self, disk: BucketDisk, partition: Partition) -> PartitionRequestQueue:
         """The queue of a partition."""
         queue = self._queues.get(partition)
         if queue is None:
-            queue = self._queues[partition] = PartitionRequestQueue(disk, partition)
+            queue = self._queues[partition] = PartitionRequestQueue(disk, partition, self._turns)
         return queue
 
     def remove_bucket(self, bucket: Bucket) -> None:

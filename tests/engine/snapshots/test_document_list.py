@@ -228,8 +228,8 @@ def test_the_array_being_filled_is_sealed() -> None:
 
 def test_so_is_one_that_is_filled_by_other_operations() -> None:
     partition = new_partition()
-    for low in range(0, 3000, 100):
-        send(partition, *(request(Operation.ADD, b"%d" % n) for n in range(low, low + 100)))
+    for low in range(0, 3000, 50):
+        send(partition, *(request(Operation.ADD, b"%d" % n) for n in range(low, low + 50)))
     assert partition.snapshots.open.statistics()["arrays"] == 3
     partition.check_invariants()
 

@@ -1,10 +1,12 @@
 """Document arrays: runs of mutations with skip flags.
 
-Three kinds, which differ in where the numbers stand:
+Four kinds, which differ in where the numbers stand:
 
 - a `PublishedArray` is a publisher's chunk, kept as it came: its mutations have consecutive
   numbers, which are written into columns only if it lives to be encoded;
 - a `FillingArray` takes single mutations at its end;
+- a `SingleArray` is one mutation with a large value, which is copied only if it lives to be
+  encoded;
 - a `NumberedArray` is one that was filled, or what is left of arrays that were mostly skipped.
 
 An array of the newest part of the open snapshot has no flags of its own: `SkipFlags` covers it, and
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, cast
 
-from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation, encoded_bytes
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
@@ -211,6 +213,39 @@ class NumberedArray(DocumentArray):
             low, high = bisect_right(seqs, after), bisect_right(seqs, through)
             chunk, skip = chunk.rows(low, high, SeqNo(after), SeqNo(through)), skip[low:high]
         builder.extend(chunk, skip.translate(_KEEP) if any(skip) else None)
+
+
+class SingleArray(DocumentArray):
+    """One mutation, which refers to its value: storing a value that is in memory copies nothing."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: Mutation) -> None:
+        self._row = row
+        self.first = self.last = row.seq
+        self.count = self.live = 1
+        self.nbytes = encoded_bytes(1, len(row.key), len(row.value))
+        self.skip = bytearray(1)
+        self.holders = 0
+
+    def index(self, seq: int) -> int:
+        if seq != self.first:
+            raise KeyError(seq)
+        return 0
+
+    def mutation(self, index: int) -> Mutation:  # noqa: ARG002  # there is only one
+        return self._row
+
+    def seqs(self) -> Sequence[int]:
+        return (self.first,)
+
+    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+        return Chunk.build((self._row,), start, end)
+
+    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
+        row = self._row
+        if after < row.seq <= through and self.live:
+            builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
 
 
 class FillingArray(DocumentArray):

@@ -22,6 +22,7 @@ from upr_server.engine.snapshots.document_arrays import (
     FillingArray,
     NumberedArray,
     PublishedArray,
+    SingleArray,
 )
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
@@ -148,9 +149,7 @@ class DocumentList:
         if self._filling is not None:
             self._seal(self._filling)
         self.move_flags_to_arrays()
-        array = NumberedArray(Chunk.build((row,)))
-        array.skip = bytearray(1)
-        self._append(array)
+        self._append(SingleArray(row))
 
     def _fill(self, first: SeqNo) -> FillingArray:
         self._filling = filling = FillingArray(first)

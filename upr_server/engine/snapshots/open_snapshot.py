@@ -128,8 +128,9 @@ class OpenSnapshot:
         if len(row.value) > LARGE_VALUE_BYTES:
             documents.add_large(row)
         else:
-            documents.skip_flags.extend(row.seq, 1)
+            covered_count = documents.skip_flags.extend_through(row.seq)
             documents.add(row)
+            documents.count(ROW_BYTES * (covered_count - 1))
         self.high = row.seq
         documents.tidy(self.live)
 
@@ -147,8 +148,7 @@ class OpenSnapshot:
         counters.append(row)
         self.high = row.seq
         if documents.skip_flags:
-            documents.skip_flags.extend(row.seq, 1)
-            documents.count(ROW_BYTES)
+            documents.count(ROW_BYTES * documents.skip_flags.extend_through(row.seq))
             documents.tidy(self.live)
 
     # Reading.

@@ -46,6 +46,14 @@ class SkipFlags:
             self.base = first
         self.flags += bytes(count)
 
+    def extend_through(self, seq: SeqNo) -> int:
+        """Covers a number above all covered ones, and those between; returns how many."""
+        if not self.flags:
+            self.base = seq
+        count = seq + 1 - self.base - len(self.flags)
+        self.flags += bytes(count)
+        return count
+
     def skip(self, seq: int) -> None:
         """Flags a covered number."""
         self.flags[seq - self.base] = 1

@@ -16,13 +16,15 @@ from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionState, SeqNo
 from upr_protocol.wire import Mutate, MutateReply, RunResult
 from upr_server.engine import (
+    Evaluation,
     Fetched,
-    FetchRequest,
     MutateResult,
     MutationBatch,
     Partition,
     batches_of,
 )
+from upr_server.engine.evaluation import BYTES_PER_COST
+from upr_server.net.partition_request_queue import FETCHED_BYTES_MAX, UNFINISHED, StillNeeded
 from upr_server.net.replies import (
     IN_MEMORY,
     DurabilityTarget,
@@ -37,8 +39,9 @@ SLICE_COST: Final = 4096
 RUN_COST: Final = 48
 """What a run costs beside its rows, in plain rows."""
 
-CONDITIONAL_ROW_COST: Final = 8
-"""A row of a bundle with conditions, counters or deletions counts as so many plain ones."""
+EVALUATED_BYTES_MAX: Final = FETCHED_BYTES_MAX
+"""What the operations of one run may copy of values that are there. A longer run is refused, whole,
+as if it needed so much from disk."""
 
 _NO_WRITER: Final = bytes(16)
 
@@ -131,19 +134,18 @@ class _BundleRequest(OrderedReply):
         is_owed = bool(order)
         if is_owed:
             order.add(self)
-        rows = 0
-        for index, batch in enumerate(self._batches):
-            if rows >= SLICE_COST:
+        cost = 0
+        for index in range(len(self._batches)):
+            if cost >= SLICE_COST:
                 yield
-                rows = 0
-            self._start(index)
-            is_plain = batch.columns.is_unconditional
-            rows += RUN_COST + len(batch) * (1 if is_plain else CONDITIONAL_ROW_COST)
+                cost = 0
+            cost += RUN_COST + self._start(index)
         # Most are answered by now, and need no place in the order.
         if self._unfinished_count and not is_owed:
             order.add(self)
 
-    def _start(self, index: int) -> None:
+    def _start(self, index: int) -> int:
+        """Starts a run; returns what that has cost, in plain rows."""
         context, request = self._context, self._request
         try:
             partition = context.partition(request.bundle.runs[index].partition)
@@ -151,26 +153,40 @@ class _BundleRequest(OrderedReply):
             # A partition that is not active refuses the run, and notes for its writer that it did.
             if partition.state is PartitionState.ACTIVE:
                 target = durability_target(context, partition, request.durability, request.copies)
-            context.submit(partition, _RunRequest(self, index, partition, target))
+            run = _RunRequest(self, index, partition, target)
+            context.submit(partition, run)
         except ServerError as error:
             self.refuse(index, error)
+            return 0
+        if run.evaluation is not None:
+            return run.evaluation.cost
+        return len(self._batches[index]) + self.run_bytes(index) // BYTES_PER_COST
 
-    def apply_run(
-        self, index: int, partition: Partition, target: DurabilityTarget, fetched: Fetched
-    ) -> Sequence[FetchRequest]:
-        """Applies one run, unless something must be read from disk first; then that is returned."""
+    def apply_run(self, run: _RunRequest, fetched: Fetched) -> StillNeeded:
+        """Applies one run; or says what it needs first."""
+        index, partition = run.index, run.partition
         batch, flusher = self._batches[index], self._disk.flusher
         if flusher.full:
             partition.repeated_batches.note_refused(batch.token)
             raise ServerError(Status.TEMPORARY_FAILURE, flusher.full)
         now = self._context.time()
-        missing = partition.missing(batch, now=now, fetched=fetched)
-        if missing:
-            # Should the disk not be readable, the run is never applied: what its publisher has sent
-            # behind it must not be applied either.
-            partition.repeated_batches.note_refused(batch.token)
-            return missing
-        result = partition.mutate(batch, now=now, fetched=fetched)
+        if run.evaluation is None:
+            run.evaluation = partition.evaluate(batch, now=now)
+        if run.evaluation is not None:
+            missing = run.evaluation.step(fetched, SLICE_COST)
+            if run.evaluation.copied_bytes > EVALUATED_BYTES_MAX:
+                partition.repeated_batches.note_refused(batch.token)
+                raise ServerError(
+                    Status.LIMIT_REACHED,
+                    f"the run needs more than {EVALUATED_BYTES_MAX} bytes of values that are "
+                    "there; change less at a time",
+                )
+            if not run.evaluation.is_done:
+                # Should the disk not be readable, the run is never applied: what its publisher has
+                # sent behind it must not be applied either.
+                partition.repeated_batches.note_refused(batch.token)
+                return missing or UNFINISHED
+        result = partition.mutate(batch, now=now, evaluation=run.evaluation)
         if result.status is Status.WRONG_STATE:
             self.refuse(index, not_active_error(partition))
         elif result.status is Status.TEMPORARY_FAILURE:
@@ -179,7 +195,7 @@ class _BundleRequest(OrderedReply):
         elif result.status is not Status.OK:
             self.refuse(index, ServerError(result.status, _SENTENCES[result.status]))
         else:
-            self._await_durability(index, partition, result, target)
+            self._await_durability(index, partition, result, run.target)
         return ()
 
     def _await_durability(
@@ -262,9 +278,16 @@ class _BundleRequest(OrderedReply):
 
 
 class _RunRequest:
-    """One run, as a request to its partition."""
+    """One run, as a request to its partition.
 
-    __slots__ = ("_bundle", "_index", "_partition", "_target")
+    Attributes:
+        index: Which run of the bundle it is.
+        partition: Its partition.
+        target: How durable it must be.
+        evaluation: What it comes to; None while it has none, or needs none.
+    """
+
+    __slots__ = ("_bundle", "evaluation", "index", "partition", "target")
 
     def __init__(
         self,
@@ -274,19 +297,20 @@ class _RunRequest:
         target: DurabilityTarget,
     ) -> None:
         self._bundle = bundle
-        self._index = index
-        self._partition = partition
-        self._target = target
+        self.index = index
+        self.partition = partition
+        self.target = target
+        self.evaluation: Evaluation | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._bundle.run_bytes(self._index)
+        return self._bundle.run_bytes(self.index)
 
-    def apply(self, fetched: Fetched) -> Sequence[FetchRequest]:
-        return self._bundle.apply_run(self._index, self._partition, self._target, fetched)
+    def apply(self, fetched: Fetched) -> StillNeeded:
+        return self._bundle.apply_run(self, fetched)
 
     def refuse(self, error: ServerError) -> None:
-        self._bundle.refuse(self._index, error)
+        self._bundle.refuse(self.index, error)
 
     def fail(self) -> None:
         self._bundle.fail()

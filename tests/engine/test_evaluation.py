@@ -1,0 +1,180 @@
+"""Batches that are worked out in slices, with others' changes between them, against the model."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.engine.helpers import NOW, get_item, new_partition, put, request, send
+from tests.engine.model import Model, Reader, check_result, contents
+from tests.engine.strategies import SOME_KEYS, VALUES, requests
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.ids import HistoryId, Operation
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
+from upr_server.engine import Bucket, Evaluation, MutationBatch, Partition, batch_of
+from upr_server.engine.evaluation import CUT_ROWS
+
+LARGE: Final = 19 * 1024 * 1024
+
+
+class SlicedBatches(RuleBasedStateMachine):
+    """Several batches are being worked out; each is applied as one step when that is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        histories = count(1)
+        self.bucket = Bucket(
+            "b", new_history_id=lambda: HistoryId(next(histories)), partition_count=1
+        )
+        self.partition = self.bucket.partitions[0]
+        self.model = Model()
+        self.reader = Reader(self.partition, self.model, 0)
+        self.time = 100.0
+        self.begun: list[tuple[list[Mutation], MutationBatch, Evaluation]] = []
+
+    @rule(rows=st.lists(requests(), min_size=1, max_size=12))
+    def begin(self, rows: list[Mutation]) -> None:
+        batch = batch_of(Chunk.build(rows))
+        evaluation = self.partition.evaluate(batch, now=self.time)
+        if evaluation is not None:
+            self.begun.append((rows, batch, evaluation))
+
+    @precondition(lambda self: self.begun)
+    @rule(data=st.data(), cost=st.integers(1, 60))
+    def go_on(self, data: st.DataObject, cost: int) -> None:
+        index = data.draw(st.integers(0, len(self.begun) - 1))
+        rows, batch, evaluation = self.begun[index]
+        high = self.partition.high_seq
+        assert not evaluation.step(cost_max=cost)
+        expired_count = self.model.expire(evaluation.now) if evaluation.position else 0
+        assert self.partition.high_seq == high + expired_count, "only what has expired is deleted"
+        if evaluation.is_done:
+            del self.begun[index]
+            self.apply(rows, batch, evaluation)
+
+    def apply(self, rows: list[Mutation], batch: MutationBatch, evaluation: Evaluation) -> None:
+        before = self.model.high
+        result = self.partition.mutate(batch, now=self.time, evaluation=evaluation)
+        failures, counters = self.model.mutate(rows, evaluation.now, {})
+        assert (result.failures, result.counters) == (failures, counters)
+        check_result(result, len(rows), before, self.model.high)
+
+    @rule(key=SOME_KEYS, value=VALUES, expiry=st.sampled_from([0, 0, 105, 120]))
+    def another_changes_a_key(self, key: bytes, value: bytes, expiry: int) -> None:
+        rows = [Mutation(Operation.SET, key, value, expiry=expiry)]
+        result = self.partition.mutate(batch_of(Chunk.build(rows)), now=self.time)
+        before = self.model.high
+        assert self.model.mutate(rows, self.time, {}) == ([], [])
+        check_result(result, 1, result.first_seq - 1, self.model.high)
+        assert self.model.high > before
+
+    @rule(steps=st.integers(1, 4))
+    def read(self, steps: int) -> None:
+        """Closes the open snapshot, among others."""
+        for _ in range(steps):
+            self.reader.step()
+
+    @rule(seconds=st.sampled_from([0.5, 3, 20]))
+    def wait(self, seconds: float) -> None:
+        self.time += seconds
+
+    @rule()
+    def expire(self) -> None:
+        assert self.partition.expire(self.time) == self.model.expire(self.time)
+
+    @invariant()
+    def whole(self) -> None:
+        self.bucket.check_invariants()
+        assert self.partition.high_seq == self.model.high
+
+    def teardown(self) -> None:
+        for rows, batch, evaluation in self.begun:
+            # As a queue has it: nothing comes between the end of the work and its effect.
+            evaluation.step()
+            self.model.expire(evaluation.now)
+            self.apply(rows, batch, evaluation)
+        self.reader.drain()
+        live = {key: row for key, row in self.model.now.items() if self.model.live(key, 0)}
+        items = [get_item(self.partition, key, 0) for key in live]
+        assert contents({item.key: item for item in items if item is not None}) == contents(live)
+
+
+TestSlicedBatches = SlicedBatches.TestCase
+TestSlicedBatches.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def slices(partition: Partition, batch: MutationBatch, cost: int) -> list[int]:
+    """What each slice of a batch costs. The batch is applied."""
+    evaluation = partition.evaluate(batch, now=NOW)
+    assert evaluation is not None
+    costs: list[int] = []
+    while not evaluation.is_done:
+        before = evaluation.cost
+        assert not evaluation.step(cost_max=cost)
+        costs.append(evaluation.cost - before)
+    partition.mutate(batch, now=NOW, evaluation=evaluation)
+    return costs
+
+
+@pytest.mark.parametrize("keys", [1, BUNDLE_MUTATIONS_MAX])
+def test_a_batch_of_many_increments_is_worked_out_in_slices(keys: int) -> None:
+    partition = new_partition()
+    delta = CounterDelta(1).encode()
+    rows = [
+        Mutation(Operation.INCREMENT, b"n%d" % (number % keys), delta)
+        for number in range(BUNDLE_MUTATIONS_MAX)
+    ]
+    costs = slices(partition, batch_of(Chunk.build(rows)), 1000)
+    assert len(costs) > 30
+    # A slice ends where a block of rows does.
+    assert max(costs) <= 1000 + CUT_ROWS
+    assert partition.high_seq == BUNDLE_MUTATIONS_MAX
+    item = get_item(partition, b"n0", NOW)
+    assert item is not None
+    assert item.value == b"%d" % (BUNDLE_MUTATIONS_MAX // keys - 1)
+    partition.check_invariants()
+
+
+@pytest.mark.parametrize("op", [Operation.APPEND, Operation.PREPEND, Operation.TOUCH])
+def test_many_changes_of_a_large_value_copy_it_once(op: Operation) -> None:
+    partition = new_partition()
+    put(partition, b"k", value=bytes(LARGE))
+    rows = [request(op, b"k", b"" if op == Operation.TOUCH else b"x") for _ in range(1800)]
+    batch = batch_of(Chunk.build(rows))
+    evaluation = partition.evaluate(batch, now=NOW)
+    assert evaluation is not None
+    while not evaluation.is_done:
+        assert not evaluation.step(cost_max=4096)
+    assert evaluation.copied_bytes <= 2 * LARGE + 1800
+    result = partition.mutate(batch, now=NOW, evaluation=evaluation)
+    assert result.last_seq == 1801
+    item = get_item(partition, b"k", NOW)
+    assert item is not None
+    assert len(item.value) == LARGE + (0 if op == Operation.TOUCH else 1800)
+    partition.check_invariants()
+
+
+def test_a_touch_of_a_value_that_is_in_memory_refers_to_it() -> None:
+    partition = new_partition()
+    put(partition, b"k", value=bytes(LARGE))
+    before = get_item(partition, b"k", NOW)
+    send(partition, request(Operation.TOUCH, b"k", expiry=int(NOW) + 100))
+    open_snapshot = partition.snapshots.open
+    assert before is not None
+    assert open_snapshot.find(2).value is not before.value  # `get` copies
+    send(partition, request(Operation.TOUCH, b"k", expiry=int(NOW) + 200))
+    assert open_snapshot.find(3).expiry == int(NOW) + 200
+    first = open_snapshot.find(3).value
+    send(partition, request(Operation.TOUCH, b"k", expiry=int(NOW) + 300))
+    assert open_snapshot.find(4).value is first
+    partition.check_invariants()

@@ -1,0 +1,334 @@
+"""The evaluation: what a batch with conditions or counters comes to, before any of it is stored.
+
+**Slices.** A batch has one token and one answer, so no snapshot may end inside it: a replica, or a
+node after a crash, would have a part of it and no answer, and apply that part again when the batch
+is sent again. So a batch is stored in one step. The longer work comes before that, in slices: each
+operation sees what those before it in the batch would store, and nothing of the partition changes.
+Others have their turn between two slices. If they change the partition, the evaluation begins
+again, with longer slices, so that it ends.
+
+**What is copied.** Of each key only the last state is stored. What a batch appends to a value is
+joined to it once, at the end, and a touch does not copy it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from upr_protocol.chunk import Mutation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
+from upr_server.engine.batch import MutationBatch
+from upr_server.engine.lookup import (
+    NOT_FETCHED,
+    NOTHING_FETCHED,
+    Fetched,
+    FetchRequest,
+    ItemLookup,
+    is_plain_set,
+)
+from upr_server.engine.operations import JoinedValue, StoredItem, outcome
+
+UNLIMITED_COST: Final = 1 << 62
+
+CUT_COST: Final = 1
+"""What it costs to make a row of one operation, in rows of a plain batch: some 0.5 µs each."""
+
+MISSING_COST: Final = 3
+"""What it costs to find out whether an operation needs the disk."""
+
+OUTCOME_COST: Final = 6
+"""What an operation costs."""
+
+BLOCK_ROWS: Final = 64
+"""Operations after which the cost is looked at, where none of them copies a value."""
+
+BYTES_PER_COST: Final = 1024
+"""Bytes that are copied at the same cost."""
+
+CUT_ROWS: Final = 256
+CUT_BYTES: Final = 256 * 1024
+"""Rows are made so many at a time, unless one of them is larger."""
+
+
+class PartitionPosition(NamedTuple):
+    """What a partition's content depends on: while it is the same, so are all its items.
+
+    Attributes:
+        history_id: The history.
+        high: The high number.
+        last_cas: The highest CAS given.
+    """
+
+    history_id: HistoryId
+    high: SeqNo
+    last_cas: Cas
+
+
+class EvaluatedPartition(Protocol):
+    """What an evaluation asks of its partition."""
+
+    @property
+    def position(self) -> PartitionPosition:
+        """What its content depends on."""
+
+    def expire_due(self, now: float) -> None:
+        """Deletes items that have expired: that comes before anything that the batch does."""
+
+    def next_cas(self, now: float) -> Cas:
+        """The CAS that the next mutation gets."""
+
+
+class _PendingItem(msgspec.Struct, gc=False):
+    """What a key will hold. The attributes are those of `Mutation`."""
+
+    op: Operation
+    value: bytes | JoinedValue
+    seq: SeqNo
+    cas: Cas
+    flags: int
+    expiry: int
+    is_counter: bool
+
+
+class Evaluation:
+    """Works out one batch.
+
+    Args:
+        batch: The batch; the partition is active, and the batch is new to it.
+        partition: Its partition.
+        lookup: Finds what the partition's keys hold.
+        now: Seconds since 1970.
+
+    Attributes:
+        now: See above.
+        position: Where the partition stood when the outcomes were worked out; None before that.
+        is_done: Whether all outcomes are known.
+        cost: What was done so far, in rows of a plain batch.
+        copied_bytes: The bytes of values that were found and joined.
+        first_seq: The number of the first success.
+        last_seq: The number of the last.
+        first_cas: The CAS of the first success.
+        failures: As in `MutateResult`.
+        counters: As in `MutateResult`.
+        rows: What is to be stored, one mutation a key, by rising number; each with whether it is a
+            counter.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_fetched",
+        "_left",
+        "_lookup",
+        "_partition",
+        "_pending",
+        "_requests",
+        "_restarts",
+        "_work",
+        "copied_bytes",
+        "cost",
+        "counters",
+        "failures",
+        "first_cas",
+        "first_seq",
+        "is_done",
+        "last_seq",
+        "now",
+        "position",
+        "rows",
+    )
+
+    def __init__(
+        self, batch: MutationBatch, partition: EvaluatedPartition, lookup: ItemLookup, now: float
+    ) -> None:
+        self._batch = batch
+        self._partition = partition
+        self._lookup = lookup
+        self._requests: list[Mutation] = []
+        self._fetched: Fetched = NOTHING_FETCHED
+        self._pending: dict[bytes, _PendingItem] = {}
+        self._left = 0
+        self._restarts = 0
+        self._work: Iterator[list[FetchRequest]] | None = None
+        self.now = now
+        self.position: PartitionPosition | None = None
+        self.is_done = False
+        self.cost = 0
+        self.copied_bytes = 0
+        self.first_seq = self.last_seq = SeqNo(0)
+        self.first_cas = Cas(0)
+        self.failures: list[tuple[int, Status]] = []
+        self.counters: list[tuple[int, int]] = []
+        self.rows: list[tuple[Mutation, bool]] = []
+
+    @property
+    def stores_only_sets(self) -> bool:
+        """Whether every success is to be stored, and is a `SET` and no counter: their numbers
+        follow on. O(rows)."""
+        rows = self.rows
+        return len(rows) == self.last_seq + 1 - self.first_seq and all(
+            row.op == Operation.SET and not is_counter for row, is_counter in rows
+        )
+
+    def step(
+        self, fetched: Fetched = NOTHING_FETCHED, cost_max: int = UNLIMITED_COST
+    ) -> list[FetchRequest]:
+        """Goes on with the work, until it is done or something is missing.
+
+        Nothing of the partition changes, but that items which have expired are deleted once nothing
+        is missing any more.
+
+        Args:
+            fetched: What was read from disk, since the partition's eviction was pinned.
+            cost_max: About how much to do, in rows of a plain batch; one value may exceed it.
+
+        Returns:
+            What must be read from disk before it can go on.
+        """
+        if self.position is not None and self.position != self._partition.position:
+            self.is_done = False
+            self.position = None
+            self._work = None
+            self._restarts += 1
+        if self.is_done:
+            return []
+        if self._work is None:
+            self._work = self._evaluate()
+        self._fetched = fetched
+        cost_max <<= self._restarts
+        self._left = cost_max
+        missing = next(self._work, None)
+        self.cost += cost_max - self._left
+        if missing is not None:
+            return missing
+        # A generator that is done holds nothing; one that is not would hold this, in a circle.
+        self._work = None
+        self.is_done = True
+        return []
+
+    def _evaluate(self) -> Iterator[list[FetchRequest]]:
+        """The whole work. It yields what is missing, and nothing where a slice ends."""
+        yield from self._cut()
+        while True:
+            yield from self._fetch()
+            self._partition.expire_due(self.now)
+            self.position = self._partition.position
+            if (yield from self._find_outcomes()):
+                break
+        yield from self._join()
+
+    def _cut(self) -> Iterator[list[FetchRequest]]:
+        """Makes the rows."""
+        batch, requests = self._batch, self._requests
+        while len(requests) < len(batch):
+            piece = batch.piece(len(requests), CUT_ROWS, CUT_BYTES)
+            requests += piece
+            self._left -= CUT_COST * piece.count + piece.nbytes // BYTES_PER_COST
+            if self._left <= 0:
+                yield []
+
+    def _fetch(self) -> Iterator[list[FetchRequest]]:
+        """Has everything read from disk that an operation needs."""
+        needs_fetch, now, misfits = self._lookup.needs_fetch, self.now, self._batch.misfits
+        while True:
+            missing: dict[bytes, FetchRequest] = {}
+            for first, block in self._blocks():
+                for index, operation in enumerate(block, first):
+                    if misfits and index in misfits:
+                        continue
+                    needs_fetch(operation, now, self._fetched, missing)
+                self._left -= MISSING_COST * len(block)
+                if self._left <= 0:
+                    yield []
+            if not missing:
+                return
+            yield list(missing.values())
+
+    def _blocks(self) -> Iterator[tuple[int, list[Mutation]]]:
+        """The operations, a few at a time: to count each alone would show."""
+        requests = self._requests
+        if len(requests) <= BLOCK_ROWS:
+            return iter(((0, requests),))
+        return (
+            (first, requests[first : first + BLOCK_ROWS])
+            for first in range(0, len(requests), BLOCK_ROWS)
+        )
+
+    def _find_outcomes(self) -> Generator[list[FetchRequest], None, bool]:
+        """Works out each operation.
+
+        Returns:
+            Whether it came to the end. Else an item has left memory since `_fetch` saw it there.
+        """
+        assert self.position is not None
+        item_for, now, misfits = self._lookup.item_for, self.now, self._batch.misfits
+        pending = self._pending = {}
+        failures = self.failures = []
+        counters = self.counters = []
+        seq = self.first_seq = SeqNo(self.position.high + 1)
+        cas = self.first_cas = self._partition.next_cas(now)
+        for index, operation in enumerate(self._requests):
+            key = operation.key
+            item: StoredItem | None = None
+            if misfits and index in misfits:
+                failures.append((index, misfits[index]))
+                continue
+            if not is_plain_set(operation):
+                earlier = pending.get(key)
+                if earlier is None:
+                    item = item_for(operation, now, self._fetched)
+                    if item is NOT_FETCHED:
+                        return False
+                    if item is not None and item.value:
+                        self._has_copied(len(item.value))
+                elif earlier.op == Operation.SET and not 0 < earlier.expiry <= now:
+                    item = earlier
+            stored = outcome(operation, item)
+            if isinstance(stored, Status):
+                failures.append((index, stored))
+            else:
+                # Taken out first: the order is that of the numbers.
+                pending.pop(key, None)
+                pending[key] = _PendingItem(
+                    stored.op,
+                    stored.value,
+                    seq,
+                    cas,
+                    stored.flags,
+                    stored.expiry,
+                    stored.counter is not None,
+                )
+                if stored.counter is not None:
+                    counters.append((index, stored.counter))
+                seq, cas = SeqNo(seq + 1), Cas(cas + 1)
+            self._left -= OUTCOME_COST
+            if self._left <= 0:
+                yield []
+        self.last_seq = SeqNo(seq - 1)
+        return True
+
+    def _join(self) -> Iterator[list[FetchRequest]]:
+        """Makes the rows that are to be stored."""
+        rows = self.rows = []
+        for key, item in self._pending.items():
+            value = item.value
+            if isinstance(value, JoinedValue):
+                value = value.join()
+                self._has_copied(len(value))
+            rows.append(
+                (
+                    Mutation(item.op, key, value, item.seq, item.cas, item.flags, item.expiry),
+                    item.is_counter,
+                )
+            )
+            self._left -= CUT_COST
+            if self._left <= 0:
+                yield []
+        self._pending = {}
+
+    def _has_copied(self, nbytes: int) -> None:
+        self.copied_bytes += nbytes
+        self._left -= nbytes // BYTES_PER_COST
