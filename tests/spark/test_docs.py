@@ -19,7 +19,7 @@ from upr_protocol.spark.write_options import WriteOptions
 DOCUMENT: Final = ROOT / "docs" / "spark.md"
 TEXT: Final = DOCUMENT.read_text()
 PACKAGE: Final = ROOT / "upr_protocol" / "spark"
-SCRIPTS: Final = ROOT / "deploy" / "spark"
+COMMANDS: Final = PACKAGE / "commands"
 URL: Final = {"url": "upr://host/bucket"}
 ROWS: Final = StructType([StructField(name, StringType()) for name in ("op", "key", "value")])
 
@@ -108,10 +108,10 @@ def test_every_operation_column_and_code_is_in_it() -> None:
     assert set(table("Error codes")) == codes
 
 
-def test_every_recipe_and_script_is_in_it() -> None:
+def test_every_recipe_and_command_is_in_it() -> None:
     text = section("Recipes")
-    for path in SCRIPTS.glob("*.py"):
-        assert f"spark-submit deploy/spark/{path.name} " in text
+    for path in COMMANDS.glob("[a-z]*.py"):
+        assert f"python -m upr_protocol.spark {path.stem} " in text
     for name in recipes.__all__:
         if name[0].islower():
             assert name in TEXT

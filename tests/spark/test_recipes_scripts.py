@@ -16,14 +16,16 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from deploy.spark import backup, bulk_load, latest_state, restore, snapshot
 from tests.kit.process import ROOT
 from tests.spark.bucket import change, contents, contents_of_rows, drop, put
 from tests.spark.conftest import SPARK_OPTIONS
+from upr_protocol.spark import commands
+from upr_protocol.spark.__main__ import main
+from upr_protocol.spark.commands import backup, bulk_load, latest_state, restore, snapshot
 from upr_protocol.spark.recipes import command
 
 NewBucket = Callable[..., str]
-SCRIPTS = ROOT / "deploy" / "spark"
+SCRIPTS = Path(commands.__path__[0])
 SUBMIT = Path(sys.executable).with_name("spark-submit")
 PATIENCE_S = 110.0
 
@@ -121,6 +123,19 @@ def test_help_needs_no_java(script: ModuleType, capsys: pytest.CaptureFixture[st
         command.run(script.arguments(), lambda *_: pytest.fail("it did something"), ["--help"])
     assert caught.value.code == 0
     assert "130  ended by Ctrl-C" in capsys.readouterr().out
+
+
+def test_a_recipe_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "bulk_load     Loads files into a bucket." in text
+    assert main(["--file", "snapshot"]) == 0
+    assert Path(capsys.readouterr().out.strip()).read_text().startswith('"""Writes what a bucket')
+    with pytest.raises(SystemExit):
+        main(["snapshot", "--help"])
+    assert "usage: python -m upr_protocol.spark snapshot" in capsys.readouterr().out
+    assert main(["snapshots"]) == command.USAGE
+    assert "There are backup, bulk_load" in capsys.readouterr().err
 
 
 def test_without_java_it_says_so() -> None:

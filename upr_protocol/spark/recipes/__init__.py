@@ -6,7 +6,7 @@
 - `backup` and `restore`: a chain of increments, and back into a bucket.
 - `bulk_load`: any DataFrame into a bucket.
 
-Each is a script, too, in deploy/spark; docs/spark.md shows them.
+Each is a command, too (`python -m upr_protocol.spark --help`); docs/spark.md shows them.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def bulk_load(
         frame: The rows.
         url: `upr://host:port/bucket`.
         key: The column of the keys.
-        value: The column of the values; several, with commas between them, or `*` for all but the
-            key, make a JSON object.
+        value: The column of the values; several, with commas between them, or `*` for the whole
+            row, make a JSON object.
         dead_letters: A folder for rows that are refused; None to fail with the first of them.
         options: More options of the write, as `operation`, `expiryColumn` or `durability`.
         tell: Is told how it went.

@@ -1,4 +1,4 @@
-"""What the scripts in deploy/spark have in common: a session, and how they end."""
+"""What the commands have in common: a session, and how they end."""
 
 from __future__ import annotations
 
@@ -97,6 +97,11 @@ def say(sentence: str) -> None:
     """Tells a sentence on standard error, at once."""
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
+
+
+def report(result: object) -> None:
+    """Prints what came of it on standard output."""
+    sys.stdout.write(f"{result}\n")
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

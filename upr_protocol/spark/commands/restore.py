@@ -1,7 +1,7 @@
 """Restores a backup into a bucket.
 
 `upr bucket create planes`, then
-`spark-submit deploy/spark/restore.py /backup/planes upr://127.0.0.1:12000/planes`
+`python -m upr_protocol.spark restore /backup/planes upr://127.0.0.1:12000/planes`
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ from upr_protocol.spark.recipes import command, restore
 
 def arguments() -> argparse.ArgumentParser:
     """What the command line may say."""
-    made = command.parser(
+    parser = command.parser(
         "Applies the increments of a backup, one after the other, to a bucket that is there and "
         "empty. Numbers and CAS values are the bucket's own."
     )
-    made.add_argument("folder", help="the backup's folder")
-    made.add_argument("url", help="upr://host:port/bucket")
-    made.add_argument(
+    parser.add_argument("folder", help="the backup's folder")
+    parser.add_argument("url", help="upr://host:port/bucket")
+    parser.add_argument(
         "--through", type=int, metavar="NUMBER", help="the last increment to apply; all by default"
     )
-    made.add_argument(
+    parser.add_argument(
         "--may-have-contents",
         action="store_true",
         help="restore into a bucket that holds something, as after a restore that was cut off; "
         "keys that the backup does not know stay",
     )
-    return made
+    return parser
 
 
-def work(spark: SparkSession, given: argparse.Namespace) -> int:
+def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Restores."""
-    found = restore(
+    result = restore(
         spark,
-        given.folder,
-        given.url,
-        through=given.through,
-        may_have_contents=given.may_have_contents,
-        options=dict(given.option),
+        options.folder,
+        options.url,
+        through=options.through,
+        may_have_contents=options.may_have_contents,
+        options=dict(options.option),
         tell=command.say,
     )
-    print(f"{found.rows} rows of {found.increments} increments in {found.seconds:.1f} s")
+    command.report(
+        f"{result.rows} rows of {result.increments} increments in {result.seconds:.1f} s"
+    )
     return 0
 
 

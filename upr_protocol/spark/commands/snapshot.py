@@ -1,6 +1,6 @@
 """Writes what a bucket holds to Parquet files.
 
-`spark-submit deploy/spark/snapshot.py upr://127.0.0.1:12000/planes /data/planes-2024-05-01`
+`python -m upr_protocol.spark snapshot upr://127.0.0.1:12000/planes /data/planes-2024-05-01`
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from upr_protocol.spark.recipes import command, snapshot
 
 def arguments() -> argparse.ArgumentParser:
     """What the command line may say."""
-    made = command.parser(
+    parser = command.parser(
         "Writes what a bucket holds at one moment to a folder: data/*.parquet, and manifest.json, "
         "which is written last. A folder without it is no whole snapshot."
     )
-    made.add_argument("url", help="upr://host:port/bucket")
-    made.add_argument("folder", help="a folder that is empty or not there")
-    made.add_argument(
+    parser.add_argument("url", help="upr://host:port/bucket")
+    parser.add_argument("folder", help="a folder that is empty or not there")
+    parser.add_argument(
         "--overwrite", action="store_true", help="remove the snapshot that is in the folder first"
     )
-    return made
+    return parser
 
 
-def work(spark: SparkSession, given: argparse.Namespace) -> int:
+def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Writes the snapshot."""
-    found = snapshot(
+    result = snapshot(
         spark,
-        given.url,
-        given.folder,
-        overwrite=given.overwrite,
-        options=dict(given.option),
+        options.url,
+        options.folder,
+        overwrite=options.overwrite,
+        options=dict(options.option),
         tell=command.say,
     )
-    print(f"{found.rows} rows of {found.bucket} in {given.folder}")
+    command.report(f"{result.rows} rows of {result.bucket} in {options.folder}")
     return 0
 
 

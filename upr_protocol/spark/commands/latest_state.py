@@ -1,6 +1,6 @@
 """Keeps a Delta table that holds what a bucket holds.
 
-`spark-submit deploy/spark/latest_state.py upr://127.0.0.1:12000/planes /data/planes --checkpoint
+`python -m upr_protocol.spark latest_state upr://127.0.0.1:12000/planes /data/planes --checkpoint
 /data/planes-checkpoint --interval "10 seconds"`
 """
 
@@ -16,37 +16,37 @@ from upr_protocol.spark.recipes import command, keep_latest_state
 
 def arguments() -> argparse.ArgumentParser:
     """What the command line may say."""
-    made = command.parser(
+    parser = command.parser(
         "Keeps a Delta table that holds what a bucket holds, until it is stopped. It may be "
         "started again, and goes on where it was."
     )
-    made.add_argument("url", help="upr://host:port/bucket")
-    made.add_argument("table", help="the folder of the table; made when it is missing")
-    made.add_argument("--checkpoint", required=True, help="where the query keeps how far it is")
-    trigger = made.add_mutually_exclusive_group()
+    parser.add_argument("url", help="upr://host:port/bucket")
+    parser.add_argument("table", help="the folder of the table; made when it is missing")
+    parser.add_argument("--checkpoint", required=True, help="where the query keeps how far it is")
+    trigger = parser.add_mutually_exclusive_group()
     trigger.add_argument("--interval", help='how often a batch begins, as "10 seconds"')
     trigger.add_argument(
         "--once", action="store_true", help="end when the table has all that there is now"
     )
-    made.add_argument(
+    parser.add_argument(
         "--begin-anew",
         action="store_true",
         help="with a new checkpoint: drop the rows that the table has",
     )
-    return made
+    return parser
 
 
-def work(spark: SparkSession, given: argparse.Namespace) -> int:
+def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Runs the query to its end."""
     query = keep_latest_state(
         spark,
-        given.url,
-        given.table,
-        given.checkpoint,
-        available_now=given.once,
-        interval=given.interval,
-        options=dict(given.option),
-        begin_anew=given.begin_anew,
+        options.url,
+        options.table,
+        options.checkpoint,
+        available_now=options.once,
+        interval=options.interval,
+        options=dict(options.option),
+        begin_anew=options.begin_anew,
         tell=command.say,
     )
     command.say(f"the query runs: {query.id}")

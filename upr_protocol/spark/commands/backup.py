@@ -1,6 +1,6 @@
 """Adds an increment to a backup of a bucket; the first one has all that there is.
 
-`spark-submit deploy/spark/backup.py upr://127.0.0.1:12000/planes /backup/planes`
+`python -m upr_protocol.spark backup upr://127.0.0.1:12000/planes /backup/planes`
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from upr_protocol.spark.recipes import backup, command
 
 def arguments() -> argparse.ArgumentParser:
     """What the command line may say."""
-    made = command.parser(
+    parser = command.parser(
         "Adds an increment to a backup: every change since the last one. It ends with code 1 and "
         "UPR_ROLLBACK or UPR_RANGE_GONE when the bucket has lost what the backup has: begin a new "
         "one in another folder then."
     )
-    made.add_argument("url", help="upr://host:port/bucket")
-    made.add_argument("folder", help="the backup's folder; made with the first increment")
-    return made
+    parser.add_argument("url", help="upr://host:port/bucket")
+    parser.add_argument("folder", help="the backup's folder; made with the first increment")
+    return parser
 
 
-def work(spark: SparkSession, given: argparse.Namespace) -> int:
+def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Adds the increment."""
-    found = backup(spark, given.url, given.folder, options=dict(given.option), tell=command.say)
-    print(f"increment {found.number} of {found.bucket}: {found.rows} rows")
+    result = backup(
+        spark, options.url, options.folder, options=dict(options.option), tell=command.say
+    )
+    command.report(f"increment {result.number} of {result.bucket}: {result.rows} rows")
     return 0
 
 

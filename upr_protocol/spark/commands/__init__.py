@@ -1,0 +1,4 @@
+"""The recipes as commands: `python -m upr_protocol.spark NAME`, or `spark-submit FILE`.
+
+Each module has `arguments`, what the command line may say, and `work`, which does it.
+"""
