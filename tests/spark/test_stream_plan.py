@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, ClassVar, Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
@@ -51,6 +51,11 @@ def ranges_of(tasks: list[ReadTask]) -> Ranges:
     ]
 
 
+def offsets_of(document: dict[str, Any]) -> dict[int, PartitionOffset]:
+    """Where an offset stands in each partition."""
+    return {int(key): offset for key, offset in Offset.of_json(document).partitions.items()}
+
+
 class Query(RuleBasedStateMachine):
     """A query as Spark runs it: its offset log, its sink, and its restarts."""
 
@@ -71,8 +76,8 @@ class Query(RuleBasedStateMachine):
         self.restarts = 0
         # The sink: by partition and key the newest number.
         self.sink: dict[int, dict[int, int]] = {}
-        self.reached = {
-            int(number): found["seq"] for number, found in self.first["partitions"].items()
+        self.reached: dict[int, int] = {
+            number: offset.seq for number, offset in offsets_of(self.first).items()
         }
 
     # The bucket.
@@ -130,12 +135,15 @@ class Query(RuleBasedStateMachine):
                     assert start == self.reached.get(number, 0), "nothing is missed or repeated"
             rows += stop - start
             assert stop <= self.driver.partitions[number].persisted
-            found = end["partitions"][str(number)]
-            assert found["snapshot"][0] <= start <= stop <= found["snapshot"][1]
-            assert found["seq"] == stop
-            before = self.start["partitions"].get(str(number))
-            if not self.may_lose_leases and before and before["seq"] < before["snapshot"][1]:
-                assert found["snapshot"] == before["snapshot"], "a snapshot that began is ended"
+            offset = offsets_of(end)[number]
+            assert offset.snapshot_start <= start <= stop <= offset.snapshot_end
+            assert offset.seq == stop
+            before = offsets_of(self.start).get(number)
+            if not self.may_lose_leases and before and before.seq < before.snapshot_end:
+                snapshot = (before.snapshot_start, before.snapshot_end)
+                assert (offset.snapshot_start, offset.snapshot_end) == snapshot, (
+                    "a snapshot that began is ended"
+                )
         if isinstance(self.limit, ReadMaxRows):
             assert rows <= self.limit.max_rows
         elif isinstance(self.limit, ReadMaxBytes):
@@ -186,9 +194,7 @@ class Query(RuleBasedStateMachine):
             again = self.reader.initialOffset()
             if self.end is None:
                 self.first = self.start = again
-                self.reached = {
-                    int(number): found["seq"] for number, found in again["partitions"].items()
-                }
+                self.reached = {number: offset.seq for number, offset in offsets_of(again).items()}
             else:
                 self.start = again
         if self.end is not None:
@@ -230,7 +236,7 @@ class Query(RuleBasedStateMachine):
             self.plan()
             if self.end is None:
                 break
-        began = {int(number): found["seq"] for number, found in self.first["partitions"].items()}
+        began = {number: offset.seq for number, offset in offsets_of(self.first).items()}
         for number, partition in enumerate(self.driver.partitions):
             newest = {
                 key: seq for key, seq in partition.newest().items() if seq > began.get(number, 0)
@@ -326,14 +332,64 @@ def test_a_batch_is_shared_out_by_backlog(limits: Limits) -> None:
         assert abs(found[number] - stands[number][0] - allowed * backlog / 202) <= 1
 
 
+SEQS = st.integers(0, 2**64 - 1).map(SeqNo)
+LOGS = st.dictionaries(SEQS, st.integers(1, 2**64 - 1), max_size=3).map(
+    lambda by_seq: FailoverLog.of(
+        (history, seq)
+        for seq, history in sorted(by_seq.items(), reverse=True)
+        if list(by_seq.values()).count(history) == 1
+    )
+)
+PARTITION_OFFSETS = st.builds(PartitionOffset, LOGS, SEQS, SEQS, SEQS, st.none() | SEQS)
+OFFSETS = st.builds(
+    Offset,
+    st.just("b"),
+    st.dictionaries(st.integers(0, 1023).map(PartitionId), PARTITION_OFFSETS, max_size=4),
+    st.integers(0, 2**64 - 1),
+    st.none() | st.dictionaries(st.just(PartitionId(3)), PARTITION_OFFSETS),
+    st.booleans(),
+)
+
+
+@given(OFFSETS)
+def test_an_offset_is_read_as_it_was_written(offset: Offset) -> None:
+    assert Offset.of_json(json.loads(json.dumps(offset.to_json()))) == offset
+
+
+def test_an_offset_is_short() -> None:
+    log = FailoverLog.of([(2**63 + 1, 0)])
+    at_end = PartitionOffset(log, SeqNo(20_000), SeqNo(20_000), SeqNo(20_000))
+    partitions = {PartitionId(number): at_end for number in range(64)}
+    assert len(json.dumps(Offset("b", partitions, 7).to_json())) < 2500
+
+
+def test_an_offset_of_the_first_version_is_read() -> None:
+    first = {
+        "version": 1,
+        "bucket": "b",
+        "lease": "0000000000000007",
+        "partitions": {
+            "3": {"log": [["00000000000000ff", 2]], "seq": 5, "snapshot": [4, 9], "came_from": 8}
+        },
+    }
+    assert Offset.of_json(first).to_json() == {
+        "version": 2,
+        "bucket": "b",
+        "lease": "0000000000000007",
+        "partitions": {"3": "5[4-9]<8 00000000000000ff@2"},
+    }
+
+
 def test_an_offset_that_is_none_of_ours_is_refused() -> None:
     good = Offset("b", {PartitionId(0): PartitionOffset(FailoverLog(), SeqNo(5))}).to_json()
     assert Offset.of_json(good).to_json() == good
     for wrong, sentence in (
-        ({**good, "version": 2}, "version 2"),
+        ({**good, "version": 3}, "version 3"),
         ({}, "none of this data source"),
         ({"0": 5}, "none of this data source"),
         ({**good, "partitions": {"0": {"seq": -1, "log": [], "snapshot": [0, 0]}}}, "none of"),
+        ({**good, "version": 1, "partitions": {"0": {"seq": -1, "log": []}}}, "none of"),
+        ({**good, "partitions": {"0": "5 no log"}}, "none of"),
         ({**good, "partitions": []}, "none of"),
     ):
         with pytest.raises(PipelineError, match=sentence) as refused:
@@ -377,7 +433,8 @@ def test_a_failover_between_a_snapshots_parts_and_its_end(to: int) -> None:
     driver.compact(0)
     reader = reader_of(driver, onRollback="marker", maxOffsetsPerTrigger="5")
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(5))  # of the options
-    assert start["partitions"]["0"]["snapshot"] == [0, 6]
+    start_of_0 = offsets_of(start)[0]
+    assert (start_of_0.snapshot_start, start_of_0.snapshot_end) == (0, 6)
     driver.fail_over(0, to)
     reader.commit(start)
     with pytest.raises(PipelineError, match="UPR_ROLLBACK") if to < 6 else nullcontext():
@@ -412,7 +469,7 @@ def test_what_is_not_on_disk_is_streamed_only_on_request() -> None:
     assert reader.latestOffset(start, ReadAllAvailable()) is start
     reader = reader_of(driver, stability="any")
     end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    assert end["partitions"]["0"]["seq"] == 1
+    assert offsets_of(end)[0].seq == 1
     assert "lease" not in end
     (task,) = list(reader.partitions(start, end))
     assert isinstance(task, ReadTask)
@@ -557,7 +614,7 @@ def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> Non
     end = few.latestOffset(start, ReadMaxRows(30))
     tasks = list(few.partitions(start, end))
     assert ranges_of(tasks) == [(1, 10, 20, None)]  # type: ignore[arg-type]
-    assert end["partitions"]["0"]["seq"] == 10
+    assert offsets_of(end)[0].seq == 10
     # The batch that was planned before is read whole.
     again = list(few.partitions(reader.initialOffset(), start))
     assert [one[0] for one in ranges_of(again)] == [0, 1, 2]  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ begins with a rollback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
@@ -17,7 +18,13 @@ from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
 
-_VERSION: Final = 1
+_VERSION: Final = 2
+_FIRST_VERSION: Final = 1
+"""Spelled each partition out as an object, in four times as many bytes. Checkpoints have it."""
+
+_TEXT: Final = re.compile(
+    r"(?P<seq>\d+)(\[(?P<start>\d+)-(?P<end>\d+)\])?(<(?P<came_from>\d+))?( (?P<log>\S+))?"
+)
 
 
 @attrs.frozen
@@ -49,20 +56,41 @@ class PartitionOffset:
         needed = self.snapshot_end if is_inside else self.seq
         return Position(self.log, needed, needed, None)
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON."""
-        document: dict[str, Any] = {
-            "log": [[f"{history_id:016x}", seq] for history_id, seq in self.log.pairs()],
-            "seq": self.seq,
-            "snapshot": [self.snapshot_start, self.snapshot_end],
-        }
+    def to_text(self) -> str:
+        """As text: `SEQ[START-END]<CAME_FROM HISTORY@SEQ,HISTORY@SEQ`. The snapshot is left out
+        where it begins and ends at the number, `<` where the batch did not go back."""
+        text = str(self.seq)
+        if not self.snapshot_start == self.snapshot_end == self.seq:
+            text += f"[{self.snapshot_start}-{self.snapshot_end}]"
         if self.came_from is not None:
-            document["came_from"] = self.came_from
-        return document
+            text += f"<{self.came_from}"
+        log = ",".join(f"{history_id:016x}@{seq}" for history_id, seq in self.log.pairs())
+        return f"{text} {log}" if log else text
 
     @classmethod
-    def of_json(cls, document: Mapping[str, Any]) -> Self:
-        """The reverse of `to_json`."""
+    def of_text(cls, text: str) -> Self:
+        """The reverse of `to_text`.
+
+        Raises:
+            ValueError: It is no such text.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no offset of a partition")
+        seq = _number(int(match["seq"]))
+        start, end, came_from, log = (match[name] for name in ("start", "end", "came_from", "log"))
+        entries = [entry.split("@") for entry in log.split(",")] if log else []
+        return cls(
+            FailoverLog.of((int(history, 16), _number(int(at))) for history, at in entries),
+            seq,
+            seq if start is None else _number(int(start)),
+            seq if end is None else _number(int(end)),
+            None if came_from is None else _number(int(came_from)),
+        )
+
+    @classmethod
+    def of_first_version(cls, document: Mapping[str, Any]) -> Self:
+        """Reads what the first version wrote."""
         start, end = document["snapshot"]
         came_from = document.get("came_from")
         return cls(
@@ -119,18 +147,19 @@ class Offset:
         """
         try:
             version = document["version"]
-            if version != _VERSION:
+            if version not in (_FIRST_VERSION, _VERSION):
                 raise PipelineError(
                     "UPR_OFFSET",
                     f"the checkpoint holds offsets of version {version}, and this library reads "
-                    f"{_VERSION}: use the one it was made with, or begin with a new checkpoint",
+                    f"{_FIRST_VERSION} and {_VERSION}: use the one it was made with, or begin "
+                    "with a new checkpoint",
                 )
             initial = document.get("initial")
             return cls(
                 str(document["bucket"]),
-                _partitions_of_json(document["partitions"]),
+                _partitions_of_json(document["partitions"], version),
                 int(document.get("lease", "0"), 16),
-                None if initial is None else _partitions_of_json(initial),
+                None if initial is None else _partitions_of_json(initial, version),
                 bool(document.get("is_initial", False)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -141,15 +170,17 @@ class Offset:
             ) from error
 
 
-def _partitions_to_json(
-    partitions: Mapping[PartitionId, PartitionOffset],
-) -> dict[str, dict[str, Any]]:
-    return {str(number): partitions[number].to_json() for number in sorted(partitions)}
+def _partitions_to_json(partitions: Mapping[PartitionId, PartitionOffset]) -> dict[str, str]:
+    return {str(partition): partitions[partition].to_text() for partition in sorted(partitions)}
 
 
-def _partitions_of_json(documents: Mapping[str, Any]) -> dict[PartitionId, PartitionOffset]:
+def _partitions_of_json(
+    documents: Mapping[str, Any], version: int
+) -> dict[PartitionId, PartitionOffset]:
+    is_first = version == _FIRST_VERSION
+    read = PartitionOffset.of_first_version if is_first else PartitionOffset.of_text
     numbered = sorted((PartitionId(int(name)), value) for name, value in documents.items())
-    return {partition: PartitionOffset.of_json(value) for partition, value in numbered}
+    return {partition: read(value) for partition, value in numbered}
 
 
 def _number(value: Any) -> SeqNo:
