@@ -67,7 +67,7 @@ def test_every_option_is_in_its_table(asked: Callable[[Callable[[], object]], se
     a_stream = asked(lambda: ReadOptions.parse(URL, streaming=True))
     assert a_read == set(table(READ))
     assert a_stream - a_read == set(table(STREAM))
-    assert a_read - a_stream == {"endingOffsets"}
+    assert a_read - a_stream == {"deduplicate", "endingOffsets"}
     a_write = asked(
         lambda: WriteOptions.parse({**URL, "operation": "apply"}, ROWS, overwrite=False)
     )
@@ -83,7 +83,7 @@ def test_the_defaults_are_as_told() -> None:
                 given[name] = said
     read = ReadOptions.parse({**URL, **given}, streaming=None)
     assert read == ReadOptions.parse(URL, streaming=None)
-    assert len(given) == 11
+    assert len(given) == 12
 
     given = {}
     for name, rest in table(WRITE).items():

@@ -117,6 +117,29 @@ def test_rows_are_those_of_a_consumer(spark: SparkSession, new_bucket: NewBucket
     assert all(sorted(numbers) == numbers for numbers in by_partition.values())
 
 
+def test_a_read_without_duplicates_has_the_newest_row_of_each_key(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    url = new_bucket(4)
+    with durable_client(url) as client:
+        for round_ in range(3):
+            client.apply(
+                Mutation(Operation.SET, b"key %d" % number, b"%d" % round_)
+                for number in range(round_, 300)
+            )
+        client.delete("key 200")
+    rows = load(spark, url, deduplicate="true", maxPartitionBytes=1000).collect()
+    newest = {b"key 0": b"0", b"key 1": b"1", b"key 200": None}
+    assert {bytes(row.key): row.value and bytes(row.value) for row in rows} == {
+        key: newest.get(key, b"2") for key in (b"key %d" % number for number in range(300))
+    }
+    assert len(rows) == 300
+    frame = load(spark, url, "value STRING, deleted BOOLEAN", deduplicate="true")
+    assert frame.columns == ["value", "deleted"]
+    values = [row.value for row in frame.collect()]
+    assert sorted(map(str, values)) == ["0", "1", *["2"] * 297, "None"]
+
+
 def test_an_empty_bucket_has_no_rows(spark: SparkSession, new_bucket: NewBucket) -> None:
     assert load(spark, new_bucket(1)).collect() == []
 

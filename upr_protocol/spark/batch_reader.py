@@ -94,6 +94,7 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         lease_id,
         bytes_max=options.task_bytes,
         tasks_min=options.min_tasks,
+        whole_partitions=options.deduplicate,
     )
 
 

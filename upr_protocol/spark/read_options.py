@@ -35,6 +35,7 @@ class ReadOptions:
         end: Where a read ends: `latest`, or a number for each partition named.
         metadata: Whether the columns are all there are, or the few that most need.
         include_value: Whether values are among them.
+        deduplicate: Whether a read has only the newest row of each key.
         durable: Whether only what is on disk is read: else it may be undone by a crash.
         marks_rollback: Whether a rollback becomes a row; else it fails the query.
         fails_on_data_loss: Whether a range that is not whole any more fails the query.
@@ -52,6 +53,7 @@ class ReadOptions:
     end: str | Mapping[int, int]
     metadata: bool
     include_value: bool
+    deduplicate: bool
     durable: bool
     marks_rollback: bool
     fails_on_data_loss: bool
@@ -88,13 +90,14 @@ class ReadOptions:
         )
         timeout_s = options.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1)
         end: str | Mapping[int, int] = "latest"
-        marks_rollback, max_rows, max_bytes = False, None, None
+        deduplicate, marks_rollback, max_rows, max_bytes = False, False, None, None
         if streaming is not False:
             on_rollback = options.choice("onRollback", "fail", ("fail", "marker"))
             marks_rollback = on_rollback == "marker"
             max_rows = options.number("maxOffsetsPerTrigger", None, low=1)
             max_bytes = options.number("maxBytesPerTrigger", None, low=1)
         if not streaming:
+            deduplicate = options.flag("deduplicate", default=False)
             end = _offsets(options, "endingOffsets", "latest", ("latest",))
             if streaming is False and start == "latest":
                 raise OptionError("the option startingOffsets is latest: a read would find nothing")
@@ -111,6 +114,7 @@ class ReadOptions:
             end,
             metadata,
             include_value,
+            deduplicate,
             durable,
             marks_rollback,
             fails,

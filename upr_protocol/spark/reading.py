@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BinaryType, StructField, StructType
 
 from upr_protocol.client import (
     BlockingConsumer,
@@ -41,8 +42,38 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
             if part.marker is not None:
                 yield columns.of_marker(part.partition, part.marker)
         slices = {part.partition: part for part in task.slices if part.start < part.end}
-        if slices:
+        if not slices:
+            return
+        if options.deduplicate:
+            yield from sized(_newest_rows(slices, task.lease_id, options, schema))
+        else:
             yield from sized(_batches(slices, task.lease_id, options, columns))
+
+
+def _newest_rows(
+    slices: dict[PartitionId, Slice], lease_id: int, options: ReadOptions, schema: StructType
+) -> Iterator[pa.RecordBatch]:
+    """The newest row of each key. All rows of a partition are in this task, in their order."""
+    has_key = "key" in schema.fieldNames()
+    with_key = schema if has_key else StructType([*schema.fields, StructField("key", BinaryType())])
+    batches = list(_batches(slices, lease_id, options, RecordBatchBuilder(with_key)))
+    if not batches:
+        return
+    keys = pa.chunked_array(
+        [batch.column(batch.schema.get_field_index("key")) for batch in batches]
+    )
+    codes = np.concatenate(
+        [chunk.indices.to_numpy() for chunk in keys.dictionary_encode().iterchunks()]
+    )
+    last = np.zeros(codes.max() + 1, np.int64)
+    last[codes] = np.arange(len(codes))  # of equal indices the last is kept
+    is_newest = np.zeros(len(codes), np.bool_)
+    is_newest[last] = True
+    first = 0
+    for batch in batches:
+        rows = batch.filter(pa.array(is_newest[first : first + batch.num_rows]))
+        first += batch.num_rows
+        yield rows if has_key else rows.select(schema.fieldNames())
 
 
 def _batches(

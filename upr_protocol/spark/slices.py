@@ -78,7 +78,12 @@ class ReadTask(InputPartition):
 
 
 def tasks_of(
-    slices: Iterable[Slice], lease_id: int, *, bytes_max: int, tasks_min: int
+    slices: Iterable[Slice],
+    lease_id: int,
+    *,
+    bytes_max: int,
+    tasks_min: int,
+    whole_partitions: bool = False,
 ) -> list[ReadTask]:
     """The slices, packed into few tasks of about the same size.
 
@@ -87,6 +92,7 @@ def tasks_of(
         lease_id: The lease that pins them; 0 for none.
         bytes_max: What a task reads, about.
         tasks_min: Tasks there are at least, if there are numbers enough.
+        whole_partitions: Whether one task reads all of a partition.
     """
     by_partition = sorted(slices, key=lambda part: part.partition)
     total = sum(max(part.nbytes, 1) for part in by_partition)
@@ -95,7 +101,7 @@ def tasks_of(
     group: dict[PartitionId, Slice] = {}
     nbytes = 0
     for whole in by_partition:
-        for piece in whole.pieces(bytes_max):
+        for piece in [whole] if whole_partitions else whole.pieces(bytes_max):
             if group and (nbytes + piece.nbytes > bytes_max or piece.partition in group):
                 tasks.append(ReadTask(tuple(group.values()), lease_id))
                 group, nbytes = {}, 0
