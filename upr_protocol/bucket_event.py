@@ -87,11 +87,13 @@ class EventFilter(msgspec.Struct, frozen=True):
     kinds: EventKind = ALL_KINDS
     pattern: str = "*"
 
+    def kinds_of(self, bucket: str) -> EventKind:
+        """The kinds of event that it lets through from a bucket: all of its kinds, or none."""
+        return self.kinds if _expression(self.pattern).match(bucket) else EventKind(0)
+
     def apply(self, event: BucketEvent) -> BucketEvent | None:
         """What of `event` passes the filter; None when nothing does."""
-        if not _expression(self.pattern).match(event.bucket):
-            return None
-        return event.only(self.kinds)
+        return event.only(self.kinds_of(event.bucket))
 
 
 @lru_cache(maxsize=256)

@@ -325,3 +325,21 @@ async def test_a_feed_that_is_left_and_one_without_a_server(server: Server) -> N
 
 def test_a_question_fits_into_a_small_frame() -> None:
     assert MESSAGES[NextEvents.opcode].body_bytes_max <= 4096
+
+
+async def test_a_consumer_with_another_filter_looks_at_everything(
+    server: Server,
+) -> None:
+    async with connect(server.url("b")) as client:
+        for number in range(20):
+            await client.create_bucket(f"other-{number}")
+        async with feed_of(server, pattern="b") as feed:
+            for number in range(20):
+                await client.delete_bucket(f"other-{number}")
+            await client.set("k", "v")
+            assert (await event(feed)).bucket == "b"
+        # What the filter left out was not counted; so the next one begins with everything.
+        async with follow_events(server.url(), consumer="c", pattern="new*") as feed:
+            assert await told(feed) == EVERYTHING
+            await client.create_bucket("new")
+            assert (await event(feed)).bucket == "new"

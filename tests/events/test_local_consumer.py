@@ -150,3 +150,21 @@ async def test_a_long_queue_is_told_in_batches(
             buckets.create(f"b{number}", 1, incarnation=next(incarnations))
         await trio.sleep(5)
     assert [len(batch.events) for batch in batches] == [0, 0, EVENT_KEYS_MAX, 1]
+
+
+async def test_callbacks_that_share_a_queue_have_what_one_of_them_wants_counted(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    received: list[EventBatch] = []
+    consumer = bus.local_consumer(NAME, 30.0)
+    with consumer.subscribed(received.append, EventFilter(pattern="a*")):
+        with consumer.subscribed(received.append, EventFilter(pattern="b*")):
+            await trio.sleep(2)
+            for incarnation, name in enumerate(("a", "b", "c"), 1):
+                buckets.create(name, 1, incarnation=incarnation)
+            assert bus.statistics()["counters"] == 2
+            await trio.sleep(2)
+            assert [event.bucket for event in events_of(received)] == ["a", "b"]
+        await trio.sleep(20)
+        buckets.delete("b")
+        assert bus.statistics()["counters"] == 0

@@ -80,16 +80,26 @@ class Client:
         self.name = name
         self.acknowledged = 0
         self.knows: dict[str, Knowledge] = {}
+        self.event_filter = ALL
         self._buckets = buckets
+
+    def follows(self, bucket: str) -> bool:
+        """Whether its filter lets the bucket's events through."""
+        return bool(self.event_filter.kinds_of(bucket))
 
     def take(self, batch: EventBatch) -> None:
         if not batch.id:
             return
         self.acknowledged = batch.id
         if batch.everything:
-            self.knows = {bucket.name: everything_of(bucket) for bucket in self._buckets}
+            self.knows = {
+                bucket.name: everything_of(bucket)
+                for bucket in self._buckets
+                if self.follows(bucket.name)
+            }
         for event in batch.events:
-            self._take(event)
+            if self.follows(event.bucket):
+                self._take(event)
 
     def _take(self, event: BucketEvent) -> None:
         known = self.knows.get(event.bucket)
@@ -201,7 +211,11 @@ class BusMachine(RuleBasedStateMachine):
     def ask(self, client: Client) -> EventBatch:
         async def ask() -> EventBatch:
             return await self.feeds.next(
-                client.name, ALL, timeout_s=TIMEOUT_S, acknowledged=client.acknowledged, wait_s=0
+                client.name,
+                client.event_filter,
+                timeout_s=TIMEOUT_S,
+                acknowledged=client.acknowledged,
+                wait_s=0,
             )
 
         # The clock of each run begins at 0, as if no time had passed since the question before.
@@ -220,6 +234,11 @@ class BusMachine(RuleBasedStateMachine):
     def kill_a_consumer(self, name: str) -> None:
         # What it knows it has kept, and what it has acknowledged it has not.
         self.clients[name].acknowledged = 0
+
+    @rule(name=st.sampled_from(CONSUMERS), pattern=st.sampled_from(("*", "a", "b*")))
+    def ask_with_another_filter(self, name: str, pattern: str) -> None:
+        self.clients[name].event_filter = EventFilter(pattern=pattern)
+        self.poll(name)
 
     @rule(name=st.sampled_from(CONSUMERS))
     def consumer_loses_all(self, name: str) -> None:
@@ -241,7 +260,8 @@ class BusMachine(RuleBasedStateMachine):
         for client in self.clients.values():
             while (batch := self.ask(client)).id:
                 client.take(batch)
-            for bucket in self.buckets:
+            followed = [bucket for bucket in self.buckets if client.follows(bucket.name)]
+            for bucket in followed:
                 known = client.knows[bucket.name]
                 now = everything_of(bucket)
                 assert known.incarnation == now.incarnation
@@ -249,7 +269,7 @@ class BusMachine(RuleBasedStateMachine):
                 assert {key: abs(n) for key, n in known.designs.items()} == {
                     key: abs(n) for key, n in now.designs.items()
                 }
-            assert client.knows.keys() == {bucket.name for bucket in self.buckets}
+            assert client.knows.keys() == {bucket.name for bucket in followed}
 
     def teardown(self) -> None:
         self.be_quiet()

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate
+from upr_protocol.bucket_event import (
+    ANY_DESIGN,
+    BucketEvent,
+    BucketFate,
+    EventFilter,
+    EventKind,
+)
 from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX
 from upr_server.events.queues import (
     EventBatch,
@@ -114,6 +120,36 @@ def test_one_poll_tells_of_so_many_keys_but_of_its_first_bucket_whole() -> None:
     assert [len(event.designs) for event in events] == [5]
     assert not is_all
     assert len(queue.poll(12)[0]) == 1
+
+
+def test_only_what_the_filters_let_through_is_counted() -> None:
+    queue = new_queue()
+    queue.set_filters((EventFilter(EventKind.UPDATED, "a*"), EventFilter(EventKind.DESIGN, "*b")))
+    for bucket in ("a", "ab", "b", "c"):
+        queue.updated(bucket, 1, ())
+        queue.updated(bucket, 1, (b"_design/x",))
+    queue.created("c", 2)
+    queue.deleted("c", 2)
+    assert list(queue.counters) == ["a", "ab", "b"]
+    assert {event.bucket: (event.updates, event.designs) for event in polled(queue)} == {
+        "a": (2, ()),
+        "ab": (2, (b"_design/x",)),
+        "b": (1, (b"_design/x",)),
+    }
+    queue.set_filters(())
+    queue.updated("a", 1, (b"_design/x",))
+    assert polled(queue) == []
+
+
+def test_an_earlier_bucket_does_not_hide_a_later_one_whose_creation_is_not_wanted() -> None:
+    queue = new_queue()
+    queue.set_filters((EventFilter(EventKind.UPDATED),))
+    queue.updated("b", 1, ())
+    queue.deleted("b", 1)
+    queue.created("b", 2)
+    queue.updated("b", 1, ())
+    queue.updated("b", 2, ())
+    assert [(event.incarnation, event.updates) for event in polled(queue)] == [(2, 1)]
 
 
 def test_more_design_documents_than_are_named_are_told_as_any() -> None:

@@ -60,13 +60,13 @@ class EventFeeds:
         wait_s: float,
     ) -> EventBatch:
         """Waits for events. The question reports that the consumer is alive. A consumer that is
-        unknown, or was cleared, is registered and told to look at everything.
+        unknown, was cleared, or asks with another filter, is told to look at everything.
 
         On cancellation nothing is lost: the next question gets what was taken out of the queue.
 
         Args:
             consumer: Its name.
-            event_filter: Which events it wants; the others are dropped.
+            event_filter: Which events it wants; the others are not counted.
             timeout_s: When it has not asked for so long, its queue is removed.
             acknowledged: The ID of the batch that it has dealt with; 0 for none.
             wait_s: How long to wait for events.
@@ -79,7 +79,7 @@ class EventFeeds:
                 `LIMIT_REACHED` when there are too many consumers.
         """
         deadline = trio.current_time() + wait_s
-        queue = self._queue_of(consumer, timeout_s)
+        queue = self._queue_of(consumer, event_filter, timeout_s)
         if queue.unacknowledged is not None and queue.unacknowledged.id == acknowledged:
             queue.unacknowledged = None
         asker = queue.asker = object()
@@ -108,15 +108,21 @@ class EventFeeds:
             if queue.asker is asker:
                 queue.asker = None
 
-    def _queue_of(self, consumer: str, timeout_s: float) -> EventQueue:
+    def _queue_of(self, consumer: str, event_filter: EventFilter, timeout_s: float) -> EventQueue:
         now = self._time()
+        filters = (event_filter,)
         queue = self._queues.report_health(consumer, timeout_s, now)
-        if queue is None:
+        if queue is not None and queue.filters == filters:
+            return queue
+        if queue is not None:
+            # What the earlier filter left out was not counted.
+            queue.set_filters(filters)
+        else:
             try:
-                queue = self._queues.register(consumer, timeout_s, now)
+                queue = self._queues.register(consumer, timeout_s, now, filters)
             except TooManyConsumersError as error:
                 raise ServerError(Status.LIMIT_REACHED, str(error)) from error
-            queue.unacknowledged = EventBatch(everything=True, id=self._new_id())
+        queue.unacknowledged = EventBatch(everything=True, id=self._new_id())
         return queue
 
     async def _pause(self, queue: EventQueue) -> None:

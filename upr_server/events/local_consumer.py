@@ -64,11 +64,23 @@ class LocalConsumer:
         subscription = _Subscription(callback, event_filter)
         callback(EventBatch(everything=True))
         self._subscriptions.append(subscription)
+        self._update_filters()
         self._subscribed.notify()
         try:
             yield
         finally:
             self._subscriptions.remove(subscription)
+            self._update_filters()
+
+    @property
+    def _filters(self) -> tuple[EventFilter, ...]:
+        """What is counted: whatever one of the callbacks wants."""
+        return tuple({each.event_filter: None for each in self._subscriptions})
+
+    def _update_filters(self) -> None:
+        queue = self._queues.get(self._name)
+        if queue is not None:
+            queue.set_filters(self._filters)
 
     async def run(self) -> None:
         """Polls and calls the callbacks, for ever."""
@@ -88,7 +100,7 @@ class LocalConsumer:
         now = self._time()
         queue = self._queues.report_health(self._name, self._timeout_s, now)
         if queue is None:
-            self._queues.register(self._name, self._timeout_s, now)
+            self._queues.register(self._name, self._timeout_s, now, self._filters)
             self._tell(EventBatch(everything=True))
             return True
         events, is_all = queue.poll()

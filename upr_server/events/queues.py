@@ -1,6 +1,7 @@
 """The queues of the event bus: for each consumer, one packed counter a bucket. Pure.
 
-Nothing is appended to a queue, so an absent consumer costs the server buckets, not events. One
+Nothing is appended to a queue, so an absent consumer costs the server buckets, not events. A queue
+counts only what its consumer's filter lets through. One
 loop owns the queues and no method here waits. So each call is atomic, and no count can come
 between a poll's read and its reset. Their size is bounded by consumers × buckets × `DESIGNS_MAX`.
 
@@ -16,11 +17,18 @@ from typing import Final
 import attrs
 import msgspec
 
-from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventFilter, EventKind
 from upr_protocol.errors import UprError
 from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX, EVENT_KEYS_MAX
 from upr_server.events import packed_counter
 from upr_server.events.packed_counter import IDLE, UPDATE
+
+_DESIGN: Final = int(EventKind.DESIGN)
+_UPDATED: Final = int(EventKind.UPDATED) | _DESIGN
+# Plain numbers: an enum's operators are slow.
+
+_KINDS_REMEMBERED_MAX: Final = 1024
+"""Of how many buckets a queue remembers what its filters say of them."""
 
 
 class TooManyConsumersError(UprError):
@@ -69,6 +77,7 @@ class _SavedQueue(msgspec.Struct):
     timeout_s: float
     counters: dict[str, BucketCounter]
     unacknowledged: EventBatch | None
+    filters: tuple[EventFilter, ...] = (EventFilter(),)
 
 
 @attrs.define(eq=False)
@@ -78,6 +87,7 @@ class EventQueue:
     Attributes:
         timeout_s: How long the queue is kept after the consumer's last report.
         reported_at: When the consumer last said that it is alive, in seconds since 1970.
+        filters: What is counted: whatever one of them lets through. Change it with `set_filters`.
         counters: By bucket name. Polled counters move to the end, so that a poll that stops early
             continues with the others.
         unacknowledged: The batch that the consumer has received and not acknowledged.
@@ -88,10 +98,36 @@ class EventQueue:
 
     timeout_s: float
     reported_at: float
+    filters: tuple[EventFilter, ...] = (EventFilter(),)
     counters: dict[str, BucketCounter] = attrs.field(factory=dict)
     unacknowledged: EventBatch | None = None
     asker: object | None = None
     polled_at: float = float("-inf")
+    _kinds: dict[str, int] = attrs.field(factory=dict)
+
+    def set_filters(self, filters: tuple[EventFilter, ...]) -> None:
+        """Counts what one of these lets through from now on. What earlier filters left out is
+        lost: a consumer whose filter changes must look at everything.
+
+        Counters of buckets that no filter wants any more go: what becomes of such a bucket is not
+        counted, and a later filter that wants it again would find a state of the past.
+        """
+        self.filters = filters
+        self._kinds.clear()
+        for bucket in [bucket for bucket in self.counters if not self._kinds_of(bucket)]:
+            del self.counters[bucket]
+
+    def _kinds_of(self, bucket: str) -> int:
+        """The kinds of event that are counted of a bucket."""
+        kinds = self._kinds.get(bucket)
+        if kinds is None:
+            if len(self._kinds) >= _KINDS_REMEMBERED_MAX:
+                self._kinds.clear()
+            kinds = 0
+            for event_filter in self.filters:
+                kinds |= int(event_filter.kinds_of(bucket))
+            self._kinds[bucket] = kinds
+        return kinds
 
     def is_dead(self, now: float) -> bool:
         """Whether the consumer missed its timeout. One that waits for an answer is alive."""
@@ -103,37 +139,42 @@ class EventQueue:
         return self.reported_at + self.timeout_s
 
     # For the producer. A late report of an earlier incarnation is ignored: the creation of the
-    # newer one says that the earlier one is gone.
+    # newer one says that the earlier one is gone. So creations and deletions are counted even if
+    # the filter lets only updates of the bucket through.
 
     def created(self, bucket: str, incarnation: int) -> None:
         """A bucket was created."""
-        counter = BucketCounter(incarnation)
-        counter.value = packed_counter.with_creation(counter.value)
-        self.counters[bucket] = counter
+        if self._kinds_of(bucket):
+            counter = BucketCounter(incarnation)
+            counter.value = packed_counter.with_creation(counter.value)
+            self.counters[bucket] = counter
 
     def updated(self, bucket: str, incarnation: int, designs: Sequence[bytes]) -> None:
         """A batch changed something in a bucket, and these of its design documents."""
         # Runs once a batch for each consumer. Calls would take most of its time.
+        kinds = self._kinds.get(bucket)
+        if kinds is None:
+            kinds = self._kinds_of(bucket)
+        if not kinds & _UPDATED or (kinds & _UPDATED == _DESIGN and not designs):
+            return
         counter = self.counters.get(bucket)
         if counter is None:
             counter = self.counters[bucket] = BucketCounter(incarnation)
         if counter.incarnation == incarnation:
             counter.value += UPDATE
-            if designs:
+            if designs and kinds & _DESIGN:
                 counter.add_designs(designs)
 
     def deleted(self, bucket: str, incarnation: int) -> None:
         """A bucket was deleted."""
-        counter = self._counter(bucket, incarnation)
-        if counter is not None:
-            counter.value = packed_counter.with_deletion(counter.value)
-            counter.designs = {}
-
-    def _counter(self, bucket: str, incarnation: int) -> BucketCounter | None:
+        if not self._kinds_of(bucket):
+            return
         counter = self.counters.get(bucket)
         if counter is None:
             counter = self.counters[bucket] = BucketCounter(incarnation)
-        return counter if counter.incarnation == incarnation else None
+        if counter.incarnation == incarnation:
+            counter.value = packed_counter.with_deletion(counter.value)
+            counter.designs = {}
 
     # For the consumer.
 
@@ -207,8 +248,15 @@ class EventQueues:
             queue.timeout_s, queue.reported_at = timeout_s, now
         return queue
 
-    def register(self, consumer: str, timeout_s: float, now: float) -> EventQueue:
-        """Begins an empty queue for a consumer. Everything reported from now on is counted in it.
+    def register(
+        self,
+        consumer: str,
+        timeout_s: float,
+        now: float,
+        filters: tuple[EventFilter, ...] = (EventFilter(),),
+    ) -> EventQueue:
+        """Begins an empty queue for a consumer. Whatever is reported from now on is counted in it,
+        if one of the filters lets it through.
 
         Raises:
             TooManyConsumersError: `CONSUMERS_MAX` are registered, beside the node's own.
@@ -219,7 +267,7 @@ class EventQueues:
                 f"this node already has {count} event consumers, which is the maximum; wait until "
                 "one of them times out"
             )
-        queue = self._queues[consumer] = EventQueue(timeout_s, now)
+        queue = self._queues[consumer] = EventQueue(timeout_s, now, filters)
         return queue
 
     def remove_dead(self, now: float) -> tuple[list[str], float]:
@@ -245,7 +293,9 @@ class EventQueues:
         """The queues, for `restore`."""
         return msgspec.msgpack.encode(
             [
-                _SavedQueue(name, queue.timeout_s, queue.counters, queue.unacknowledged)
+                _SavedQueue(
+                    name, queue.timeout_s, queue.counters, queue.unacknowledged, queue.filters
+                )
                 for name, queue in self._queues.items()
             ]
         )
@@ -259,5 +309,5 @@ class EventQueues:
         """
         for saved in msgspec.msgpack.decode(data, type=list[_SavedQueue]):
             self._queues[saved.consumer] = EventQueue(
-                saved.timeout_s, now, saved.counters, saved.unacknowledged
+                saved.timeout_s, now, saved.filters, saved.counters, saved.unacknowledged
             )

@@ -169,9 +169,9 @@ async def follow_events(
         consumer: The consumer's name: 1 to 100 of letters, digits, `.`, `_`, `-`. One consumer at a
             time has it.
         kinds: The kinds of events.
-        pattern: The buckets: a name, in which `*`, `?` and `[...]` stand for others. Use another
-            consumer name for another pattern or other kinds: events that were left out do not come
-            later.
+        pattern: The buckets: a name, in which `*`, `?` and `[...]` stand for others. The server
+            counts no other events; a consumer that comes back with another pattern or other kinds
+            gets `LookAtEverything`.
         timeout_s: How long the server keeps events without being asked, 1 to 3,600. The application
             must process each batch in less.
         identity: `what:who`, for the server's logs and statistics.
