@@ -19,11 +19,11 @@ REVISION: Final = 1
 NATIVE: Final = "native"
 
 if TYPE_CHECKING:
-    from upr_kernel.pure import KeyTable, check, gather
+    from upr_kernel.pure import KeyTable, check, find_misplaced, gather
 
     BUILD: str
 elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
-    from upr_kernel.pure import KeyTable, check, gather
+    from upr_kernel.pure import KeyTable, check, find_misplaced, gather
 
     BUILD = "pure Python: UPR_PURE_PYTHON is set"
 else:
@@ -38,6 +38,11 @@ else:
         from upr_kernel.pure import KeyTable, check, gather
 
         BUILD = f"pure Python: {error}"
+    try:
+        from upr_kernel._native import find_misplaced
+    except ImportError:
+        # A library of the same revision may have been built before this function was added.
+        from upr_kernel.pure import find_misplaced
 
 __all__ = [
     "BUILD",
@@ -51,5 +56,6 @@ __all__ = [
     "Defect",
     "KeyTable",
     "check",
+    "find_misplaced",
     "gather",
 ]

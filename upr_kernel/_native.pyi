@@ -4,6 +4,7 @@ from typing import Final
 
 from upr_kernel.pure import KeyTable as KeyTable
 from upr_kernel.pure import check as check
+from upr_kernel.pure import find_misplaced as find_misplaced
 from upr_kernel.pure import gather as gather
 
 REVISION: Final[int]

@@ -22,6 +22,7 @@ from upr_kernel import (
     Defect,
 )
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, Operation, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 
@@ -46,6 +47,23 @@ def test_the_flags_say_what_a_chunk_holds(chunk: Chunk, prefix: bytes) -> None:
         ),
     ):
         assert bool(flags & flag) == holds, flag
+
+
+@given(published_chunks(), st.integers(1, 1024), st.integers(0, 1024), st.data())
+def test_the_first_key_in_another_partition_is_found(
+    chunk: Chunk, partition_count: int, partition: int, data: st.DataObject
+) -> None:
+    low = data.draw(st.integers(0, chunk.count))
+    high = data.draw(st.integers(low, chunk.count))
+    keys = chunk.keys()
+    owners = [partition_of(key, partition_count) for key in keys]
+    if high > low and data.draw(st.booleans()):
+        partition = owners[low]
+    misplaced = (row for row in range(low, high) if owners[row] != partition)
+    limit = data.draw(st.integers(0, KEY_BYTES_MAX))
+    misplaced = (row for row in misplaced if 1 <= len(keys[row]) <= limit)
+    result = agreed("find_misplaced", bytes(chunk), low, high, partition, partition_count, limit)
+    assert result == ("returned", next(misplaced, high))
 
 
 @pytest.mark.parametrize(

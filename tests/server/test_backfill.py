@@ -13,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.kit.placed_keys import key_in
 from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import BUCKET, increment, serving, speaking, value_of
 from upr_protocol.chunk import Bundle, Chunk, Mutation
@@ -566,12 +567,13 @@ async def test_partitions_whose_index_is_behind_are_all_answered(
     store, partitions = SimulatedStore(), 5
     async with serving(store, partitions) as server, speaking(server) as peer:
         for number in range(partitions):
-            await peer.mutate(sets(b"k"), PartitionId(number))
+            await peer.mutate(sets(key_in(number, partitions)), PartitionId(number))
     async with serving(SimulatedStore(store.directory)) as server, speaking(server) as peer:
         bucket = server.catalog.bucket(BUCKET)
         assert not any(partition.eviction.is_index_ready for partition in bucket.partitions)
         for number in range(partitions):
-            await peer.say(Get((b"k",), partition=PartitionId(number), opaque=peer.opaque()))
+            key = key_in(number, partitions)
+            await peer.say(Get((key,), partition=PartitionId(number), opaque=peer.opaque()))
         for _ in range(partitions):
             with trio.fail_after(10 * INDEXED_S):
                 reply = await peer.hear(GetReply)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import count, islice, pairwise
 
 import pytest
 import trio
 import trio.testing
 
+from tests.kit.placed_keys import key_in
 from tests.server.test_backfill import HeldReads, evicted
 from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import (
@@ -22,6 +24,7 @@ from tests.server.test_durability import (
 )
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run, plain_chunk
 from upr_protocol.errors import Status
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, Refusal, RunResult
@@ -30,6 +33,10 @@ from upr_server.net.handlers.publishing import RUN_COST, SLICE_COST
 from upr_server.net.replies import OrderedReply
 from upr_server.storage.calls import FindItems
 from upr_server.storage.simulated import SimulatedStore
+
+A0 = key_in(0, 2, b"a")
+B1 = key_in(1, 2, b"b")
+N1 = key_in(1, 2, b"n")
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 
@@ -54,7 +61,7 @@ async def publish(peer: Peer, bundle: Bundle, writer: bytes = bytes(16)) -> Muta
 
 
 async def test_a_bad_key_or_value_fails_alone_also_when_it_is_sent_again() -> None:
-    rows = [(b"a", b"1"), (b"", b"2"), (b"k" * 251, b"3"), (b"b", bytes(VALUE_BYTES_MAX + 1))]
+    rows = [(A0, b"1"), (b"", b"2"), (b"k" * 251, b"3"), (b"b", bytes(VALUE_BYTES_MAX + 1))]
     plain = Chunk.build([Mutation(Operation.SET, key, value) for key, value in rows])
     async with serving(SimulatedStore()) as server, speaking(server) as peer:
         bundle = bundle_of((P0, plain), (P1, sets(b"c")), counter=1)
@@ -89,24 +96,25 @@ async def test_a_refused_run_leaves_the_others_alone() -> None:
     async with serving(SimulatedStore(), 3) as server, speaking(server) as peer:
         partition = server.catalog.bucket("b").partitions[1]
         partition.become(PartitionState.PENDING, partition.failover_log)
-        parts = [(PartitionId(number), sets(b"k")) for number in (0, 1, 2, 7)]
+        keys = {number: key_in(number, 3) for number in range(3)}
+        parts = [(PartitionId(number), sets(keys.get(number, b"k"))) for number in (0, 1, 2, 7)]
         reply = await publish(peer, bundle_of(*parts))
         statuses = [Status(run.status) for run in reply.runs]
         not_here = Status.NOT_MY_PARTITION
         assert statuses == [Status.OK, not_here, Status.OK, not_here]
         assert reply.runs[1] == RunResult(P1, not_here)
-        assert await value_of(peer, b"k", PartitionId(2)) == b"v"
+        assert await value_of(peer, keys[2], PartitionId(2)) == b"v"
 
 
 async def test_a_run_that_is_sent_again_in_another_bundle_has_no_second_effect() -> None:
     async with serving(SimulatedStore()) as server, speaking(server) as peer:
         first = await publish(
-            peer, bundle_of((P0, increment(b"n", 1)), (P1, increment(b"n", 1)), counter=1), WRITER
+            peer, bundle_of((P0, increment(b"n", 1)), (P1, increment(N1, 1)), counter=1), WRITER
         )
-        again = await publish(peer, bundle_of((P1, increment(b"n", 1)), counter=1), WRITER)
+        again = await publish(peer, bundle_of((P1, increment(N1, 1)), counter=1), WRITER)
         assert again.runs == first.runs[1:]
         assert (again.counters, first.counters) == (((0, 1),), ((0, 1), (1, 1)))
-        assert await value_of(peer, b"n", P1) == b"1"
+        assert await value_of(peer, N1, P1) == b"1"
 
 
 async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_but_no_run() -> None:
@@ -116,7 +124,7 @@ async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_b
         await evicted(server)
         store.released = trio.Event()
         waiting = await say(peer, bundle_of((P0, increment(b"n", 1)), (P1, sets(b"a"))))
-        behind = await say(peer, bundle_of((P0, sets(b"n", value=b"7")), (P1, sets(b"b"))))
+        behind = await say(peer, bundle_of((P0, sets(b"n", value=b"7")), (P1, sets(B1))))
         last = await say(peer, bundle_of((P1, sets(b"c"))))
         # The runs for the other partition are applied; the replies keep their order.
         assert await value_of(peer, b"c", P1) == b"v"
@@ -133,12 +141,12 @@ async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_b
 async def test_nothing_of_an_answered_bundle_waits_for_a_garbage_collection() -> None:
     """The server collects rarely: what holds itself holds the bundle's bytes for long."""
     async with serving(SimulatedStore()) as server, speaking(server) as peer:
-        await publish(peer, bundle_of((P0, sets(b"a")), (P1, sets(b"b"))))
+        await publish(peer, bundle_of((P0, sets(A0)), (P1, sets(B1))))
         gc.collect()
         gc.disable()
         try:
             for durability in (Durability.MEMORY, Durability.PERSISTED):
-                bundle = bundle_of((P0, sets(b"a")), (P1, sets(b"b")))
+                bundle = bundle_of((P0, sets(A0)), (P1, sets(B1)))
                 opaque = peer.opaque()
                 await peer.say(Mutate(bundle, durability=durability, opaque=opaque))
                 assert isinstance(await answer_to(peer, opaque), MutateReply)
@@ -152,9 +160,13 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
     runs = 512
     rows = BUNDLE_MUTATIONS_MAX // runs
     async with serving(SimulatedStore(), runs) as server, speaking(server) as publisher:
-        keys = [b"%d" % number for number in range(rows)]
-        chunk = plain_chunk(keys, [b"v"] * rows)
-        parts = [(PartitionId(number), chunk) for number in range(runs)]
+        keys: list[list[bytes]] = [[] for _ in range(runs)]
+        for number in range(8 * runs * rows):
+            keys[partition_of(b"%d" % number, runs)].append(b"%d" % number)
+        parts = [
+            (PartitionId(number), plain_chunk(keys[number][:rows], [b"v"] * rows))
+            for number in range(runs)
+        ]
         partitions = server.catalog.bucket("b").partitions
         # What the bucket had taken in at each turn of another task.
         totals = [0]
@@ -168,7 +180,7 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
             nursery.start_soon(watch)
             opaque = await say(publisher, bundle_of(*parts))
             await publisher.say(
-                Get((b"0",), partition=PartitionId(runs - 1), opaque=publisher.opaque())
+                Get((keys[-1][0],), partition=PartitionId(runs - 1), opaque=publisher.opaque())
             )
         slice_rows = rows * -(-SLICE_COST // (RUN_COST + rows))
         # Each task runs once in each step of the loop, in any order: twice in a row at most.
@@ -187,11 +199,9 @@ async def until_a_request_waits(server: Server) -> None:
     raise AssertionError("no request waits")
 
 
-def increments_of(count: int) -> Chunk:
+def increments_of(keys: Sequence[bytes]) -> Chunk:
     delta = CounterDelta(1).encode()
-    return Chunk.build(
-        Mutation(Operation.INCREMENT, b"n%d" % number, delta) for number in range(count)
-    )
+    return Chunk.build(Mutation(Operation.INCREMENT, key, delta) for key in keys)
 
 
 async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step() -> None:
@@ -202,6 +212,9 @@ async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step
         speaking(server) as other,
     ):
         partitions = server.catalog.bucket("b").partitions
+        candidates = (b"n%d" % number for number in count())
+        in_p0 = (key for key in candidates if partition_of(key, 2) == P0)
+        keys = list(islice(in_p0, BUNDLE_MUTATIONS_MAX))
         highs: list[tuple[int, int]] = []
 
         async def watch() -> None:
@@ -211,11 +224,9 @@ async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
-            long = await say(
-                publisher, bundle_of((P0, increments_of(BUNDLE_MUTATIONS_MAX)), counter=1)
-            )
+            long = await say(publisher, bundle_of((P0, increments_of(keys)), counter=1))
             await until_a_request_waits(server)
-            behind = await say(other, bundle_of((P0, increment(b"n0", 1)), (P1, sets(b"k"))))
+            behind = await say(other, bundle_of((P0, increment(keys[0], 1)), (P1, sets(B1))))
             assert isinstance(await answer_to(other, behind), MutateReply)
         reply = await answer_to(publisher, long)
         assert isinstance(reply, MutateReply)
@@ -224,14 +235,15 @@ async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step
         assert set(turns) <= {0, BUNDLE_MUTATIONS_MAX, BUNDLE_MUTATIONS_MAX + 1}
         assert turns.count(0) > 5, "others had their turns"
         assert (0, 1) in highs, "the other partition did not wait"
-        assert await value_of(other, b"n0") == b"1"
+        assert await value_of(other, keys[0]) == b"1"
 
 
 async def test_a_long_run_of_a_connection_that_ends_has_no_effect() -> None:
     async with serving(SimulatedStore(), 1) as server:
         partition = server.catalog.bucket("b").partitions[0]
         async with speaking(server) as publisher:
-            bundle = bundle_of((P0, increments_of(BUNDLE_MUTATIONS_MAX)), counter=1)
+            keys = [b"n%d" % number for number in range(BUNDLE_MUTATIONS_MAX)]
+            bundle = bundle_of((P0, increments_of(keys)), counter=1)
             await say(publisher, bundle, WRITER)
             await until_a_request_waits(server)
         await trio.testing.wait_all_tasks_blocked()
@@ -254,3 +266,26 @@ async def test_a_run_that_needs_too_many_bytes_of_values_is_refused_whole() -> N
         assert isinstance(refusal, Refusal)
         assert refusal.status == Status.LIMIT_REACHED
         assert server.catalog.bucket("b").partitions[0].high_seq == 4
+
+
+async def test_a_key_in_the_wrong_partition_refuses_its_run_alone() -> None:
+    """A client that hashes otherwise than the server would never find such a key again."""
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        reply = await publish(peer, bundle_of((P0, sets(A0)), (P1, sets(B1, A0))))
+        assert [run.status for run in reply.runs] == [Status.OK, Status.BAD_ARGUMENT]
+        assert await value_of(peer, A0) == b"v"
+        assert await value_of(peer, B1, P1) is None
+        refusal = await answer_to(peer, await say(peer, Bundle.of_one(P1, sets(B1, A0))))
+        assert isinstance(refusal, Refusal)
+        assert refusal.status == Status.BAD_ARGUMENT
+        assert refusal.sentence == f"key {A0!r} belongs to partition 0, not 1"
+
+
+async def test_a_read_of_a_key_in_the_wrong_partition_is_refused() -> None:
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        opaque = peer.opaque()
+        await peer.say(Get((B1, A0), partition=P1, opaque=opaque))
+        refusal = await answer_to(peer, opaque)
+        assert isinstance(refusal, Refusal)
+        assert refusal.status == Status.BAD_ARGUMENT
+        assert refusal.sentence == f"key {A0!r} belongs to partition 0, not 1"

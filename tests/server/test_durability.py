@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from tests.kit.held_store import HeldStore
+from tests.kit.placed_keys import key_in
 from tests.server.test_connection import P0, Peer, connected, make_server, sets
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
@@ -55,6 +56,19 @@ from upr_server.storage.simulated_disk import SimulatedDisk
 
 BUCKET: Final = "b"
 P1: Final = PartitionId(1)
+K0: Final = key_in(0, 2)
+K0B: Final = key_in(0, 2, b"b")
+K1: Final = key_in(1, 2)
+BEFORE: Final = key_in(0, 2, b"before")
+AFTER: Final = key_in(0, 2, b"after")
+TAKEN_IN: Final = key_in(0, 2, b"taken in")
+
+
+def numbered(number: int, partition: int = 0) -> bytes:
+    """A key of its own for a number."""
+    return key_in(partition, 2, b"%d" % number)
+
+
 MEMORY: Final = Durability.MEMORY
 PERSISTED: Final = Durability.PERSISTED
 QUOTA_BYTES: Final = 64 * 1024 * 1024
@@ -161,7 +175,7 @@ async def test_memory_is_said_before_the_commit_and_persisted_after(
     store = HeldStore()
     async with serving(store) as server, speaking(server) as peer:
         commits = log_of(store).commits
-        assert isinstance(await answer_to(peer, await send(peer, sets(b"a"), MEMORY)), MutateReply)
+        assert isinstance(await answer_to(peer, await send(peer, sets(K0), MEMORY)), MutateReply)
         opaque = await send(peer, sets(b"b"), PERSISTED)
         assert await is_silent(peer)
         assert log_of(store).commits == commits
@@ -197,12 +211,12 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
     store = HeldStore()
     async with serving(store) as server, speaking(server) as peer, speaking(server) as other:
         levels = [PERSISTED, MEMORY, PERSISTED, MEMORY, MEMORY, PERSISTED]
-        sent = [await send(peer, sets(b"%d" % n), level) for n, level in enumerate(levels)]
+        sent = [await send(peer, sets(numbered(n)), level) for n, level in enumerate(levels)]
         assert await is_silent(peer)
         # Another partition, a read, and another connection's batch for the same partition.
-        reply = await answer_to(peer, await send(peer, sets(b"k"), MEMORY, P1))
+        reply = await answer_to(peer, await send(peer, sets(K1), MEMORY, P1))
         assert isinstance(reply, MutateReply)
-        assert await value_of(peer, b"5") == b"v"
+        assert await value_of(peer, key_in(0, 2, b"5")) == b"v"
         reply = await answer_to(other, await send(other, sets(b"k"), MEMORY))
         assert isinstance(reply, MutateReply)
         assert reply.runs[0].first_seq == 7
@@ -220,10 +234,13 @@ async def test_what_came_together_is_committed_together_and_the_figures_say_so(
 
     store = SimulatedStore(delay=delay)
     async with serving(store) as server, speaking(server) as peer:
-        first = await send(peer, sets(b"first"), PERSISTED)
+        first = await send(peer, sets(K0), PERSISTED)
         await trio.sleep(0.01)
         # The first commit is under way: these go into the next, both partitions'.
-        later = [await send(peer, sets(b"%d" % n), PERSISTED, PartitionId(n % 2)) for n in range(9)]
+        later = [
+            await send(peer, sets(numbered(n, n % 2)), PERSISTED, PartitionId(n % 2))
+            for n in range(9)
+        ]
         figures = (await statistics(peer))["flusher"]
         assert (figures["lag_mutations"], figures["commits"]) == (10, 0)
         began = trio.current_time()
@@ -247,7 +264,7 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
 ) -> None:
     store = HeldStore()
     async with serving(store) as server, speaking(server) as peer:
-        reply = await answer_to(peer, await send(peer, sets(b"a", b"b"), MEMORY))
+        reply = await answer_to(peer, await send(peer, sets(K0, K0B), MEMORY))
         assert isinstance(reply, MutateReply)
 
         async def wait(level: Durability, deadline_ms: int) -> int:
@@ -269,7 +286,7 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
         # It holds up neither the partition nor the connection.
         waiting = await wait(PERSISTED, 1_000_000)
         assert await is_silent(peer)
-        assert await value_of(peer, b"a") == b"v"
+        assert await value_of(peer, K0) == b"v"
         store.released.set()
         answer = await answer_to(peer, waiting)
         assert isinstance(answer, AwaitReply)
@@ -281,7 +298,7 @@ async def test_streams_and_barriers_do_not_wait_for_the_disk(
 ) -> None:
     store = HeldStore()
     async with serving(store, 1) as server, speaking(server) as peer:
-        await answer_to(peer, await send(peer, sets(b"a", b"b"), MEMORY))
+        await answer_to(peer, await send(peer, sets(K0, K0B), MEMORY))
         await peer.ask()
         await peer.say(Go(), Barrier(b"all"))
         assert (await peer.hear(PartitionChunk)).chunk.count == 2
@@ -298,12 +315,12 @@ async def test_a_full_disk_is_told_and_room_is_noticed(
 ) -> None:
     store = SimulatedStore()
     async with serving(store, 1) as server, speaking(server) as peer:
-        await answer_to(peer, await send(peer, sets(b"before"), PERSISTED))
+        await answer_to(peer, await send(peer, sets(BEFORE), PERSISTED))
         log = log_of(store)
         log.bytes_max = log.statistics()["bytes_used"]
         sent = [
-            await send(peer, sets(b"taken in"), PERSISTED),
-            await send(peer, sets(b"behind"), MEMORY),
+            await send(peer, sets(TAKEN_IN), PERSISTED),
+            await send(peer, sets(key_in(0, 2, b"behind")), MEMORY),
         ]
         first = await answer_to(peer, sent[0])
         assert status_of(first) is Status.TEMPORARY_FAILURE
@@ -312,17 +329,20 @@ async def test_a_full_disk_is_told_and_room_is_noticed(
         figures = (await statistics(peer))["flusher"]
         assert figures["full"]
         for level in MEMORY, PERSISTED:
-            refusal = await answer_to(peer, await send(peer, sets(b"no"), level))
+            refusal = await answer_to(peer, await send(peer, sets(key_in(0, 2, b"no")), level))
             assert status_of(refusal) is Status.TEMPORARY_FAILURE
-        assert await value_of(peer, b"taken in") == b"v"
-        assert await value_of(peer, b"no") is None
+        assert await value_of(peer, TAKEN_IN) == b"v"
+        assert await value_of(peer, key_in(0, 2, b"no")) is None
         await peer.ask()
         await peer.say(Go(), Barrier(b"all"))
         keys: list[bytes] = []
         while not isinstance(message := await peer.hear(Message), BarrierReply):
             if isinstance(message, PartitionChunk):
                 keys += message.chunk.keys()
-        assert (keys, message.ends) == ([b"before", b"taken in", b"behind"], ((0, 3),))
+        assert (keys, message.ends) == (
+            [BEFORE, TAKEN_IN, key_in(0, 2, b"behind")],
+            ((0, 3),),
+        )
         # One who waits is neither refused nor answered before it is true.
         await peer.say(Seqnos(opaque=peer.opaque()))
         row = (await peer.hear(SeqnosReply)).rows[0]
@@ -338,7 +358,7 @@ async def test_a_full_disk_is_told_and_room_is_noticed(
         assert answer.seq == 3
         assert trio.current_time() - began <= 2 * FULL_DISK_RETRY_S + 0.1
         assert (await statistics(peer))["flusher"]["full"] == ""
-        reply = await answer_to(peer, await send(peer, sets(b"after"), PERSISTED))
+        reply = await answer_to(peer, await send(peer, sets(AFTER), PERSISTED))
         assert isinstance(reply, MutateReply)
         assert reply.runs[0].first_seq == 4
 
@@ -361,7 +381,7 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
 
     async def live_and_stop() -> None:
         async with serving(store, 1) as server, speaking(server) as peer:
-            await answer_to(peer, await send(peer, sets(b"on disk"), PERSISTED))
+            await answer_to(peer, await send(peer, sets(key_in(0, 2, b"on disk")), PERSISTED))
             log = log_of(store)
             log.bytes_max = log.statistics()["bytes_used"] + len(large.encode()) // 2
             assert isinstance(await answer_to(peer, await send(peer, large, MEMORY)), MutateReply)
@@ -401,11 +421,11 @@ async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
     store.is_full = is_full
     async with serving(store, 1) as server, speaking(server) as peer:
         for number in range(11):
-            await answer_to(peer, await send(peer, sets(b"%d" % number), PERSISTED))
-        waiting = await send(peer, sets(b"far behind"), PERSISTED)
+            await answer_to(peer, await send(peer, sets(numbered(number)), PERSISTED))
+        waiting = await send(peer, sets(key_in(0, 2, b"far behind")), PERSISTED)
         if not is_full:
             assert await is_silent(peer)
-            assert await value_of(peer, b"far behind") == b"v"
+            assert await value_of(peer, key_in(0, 2, b"far behind")) == b"v"
             store.released.set()
         assert isinstance(await answer_to(peer, waiting), MutateReply)
         store.is_full = False
@@ -489,12 +509,12 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
             speaking(server) as other,
             trio.open_nursery() as nursery,
         ):
-            await answer_to(peer, await send(peer, sets(b"before"), PERSISTED))
+            await answer_to(peer, await send(peer, sets(BEFORE), PERSISTED))
             log_of(store).fault, log_of(store).keep_on_fault = break_down, is_kept
             nursery.start_soon(listen, peer)
             nursery.start_soon(listen, other)
             await send(peer, sets(b"k"), PERSISTED)
-            await send(other, sets(b"l"), PERSISTED, P1)
+            await send(other, sets(K1), PERSISTED, P1)
             await trio.sleep(LONG_S)
     assert trio.current_time() < 1
     assert [message for message in heard if status_of(message) is Status.OK] == []
@@ -505,9 +525,9 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
         serving(SimulatedStore(store.directory)) as server,
         speaking(server) as peer,
     ):
-        assert await value_of(peer, b"before") == b"v"
+        assert await value_of(peer, BEFORE) == b"v"
         assert await value_of(peer, b"k") == (b"v" if is_kept else None)
-        reply = await answer_to(peer, await send(peer, sets(b"after"), PERSISTED))
+        reply = await answer_to(peer, await send(peer, sets(AFTER), PERSISTED))
         assert isinstance(reply, MutateReply)
 
 
@@ -584,7 +604,10 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
 ) -> None:
     store = HeldStore()
     async with serving(store) as server, speaking(server) as peer:
-        sent = [await send(peer, sets(b"%d" % n), PERSISTED, PartitionId(n % 2)) for n in range(6)]
+        sent = [
+            await send(peer, sets(numbered(n, n % 2)), PERSISTED, PartitionId(n % 2))
+            for n in range(6)
+        ]
         await peer.say(Seqnos(opaque=peer.opaque()))
         history_id = HistoryId((await peer.hear(SeqnosReply)).rows[0][1])
         waiting = peer.opaque()
@@ -598,8 +621,8 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
         store.released.set()
         await server.catalog.create_bucket(BUCKET, 2, QUOTA_BYTES)
         async with speaking(server) as again:
-            assert await value_of(again, b"0") is None
-            reply = await answer_to(again, await send(again, sets(b"0"), PERSISTED))
+            assert await value_of(again, key_in(0, 2, b"0")) is None
+            reply = await answer_to(again, await send(again, sets(key_in(0, 2, b"0")), PERSISTED))
             assert isinstance(reply, MutateReply)
             assert reply.runs[0].first_seq == 1
         assert not store.failed.is_set()
@@ -613,6 +636,10 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
     draw = Random(seed)
     store = SimulatedStore(delay=lambda _call: draw.random() / 100)
     acknowledged = 0
+
+    def key_of(life: int, number: int) -> bytes:
+        return key_in(0, 2, b"%d-%d" % (life, number))
+
     async with serving(store) as server:
         for life in range(8):
             written: set[bytes] = set()
@@ -621,7 +648,7 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
             async def load(life: int, written: set[bytes], answered: set[bytes]) -> None:
                 async with speaking(server) as peer:
                     while True:
-                        key = b"%d-%d" % (life, len(written))
+                        key = key_of(life, len(written))
                         written.add(key)
                         opaque = await send(peer, sets(key), PERSISTED)
                         if status_of(await answer_to(peer, opaque)) is not Status.OK:
@@ -636,7 +663,7 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
                     for key in sorted(answered):
                         assert await value_of(peer, key) == b"v"
                     for number in range(20):
-                        assert await value_of(peer, b"%d-%d" % (life - 1, number)) is None
+                        assert await value_of(peer, key_of(life - 1, number)) is None
                 await server.catalog.delete_bucket(BUCKET)
             acknowledged += len(answered)
             await server.catalog.create_bucket(BUCKET, 2, QUOTA_BYTES)

@@ -102,6 +102,8 @@ bool number_of(PyObject *object, uint64_t *number);
 /* The parts of the module, one a file. */
 PyObject *check(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count);
+void fill_crc_tables(void);
 int add_key_table(PyObject *module);
 
 /* The secret of the hash: 16 bytes, drawn when the module is loaded. */

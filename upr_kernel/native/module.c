@@ -54,6 +54,7 @@ load_defect(void)
 static PyMethodDef functions[] = {
     {"check", (PyCFunction)(void (*)(void))check, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
+    {"find_misplaced", (PyCFunction)(void (*)(void))find_misplaced, METH_FASTCALL, NULL},
     {0},
 };
 
@@ -71,6 +72,7 @@ PyInit__native(void)
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
+    fill_crc_tables();
     if (draw_secret() < 0 || load_defect() < 0 || add_key_table(module) < 0 ||
         PyModule_AddIntConstant(module, "REVISION", UPR_KERNEL_REVISION) < 0)
         Py_CLEAR(module);

@@ -2,5 +2,6 @@
 
 from upr_kernel.pure.chunks import check, gather
 from upr_kernel.pure.key_table import KeyTable
+from upr_kernel.pure.partition import find_misplaced
 
-__all__ = ["KeyTable", "check", "gather"]
+__all__ = ["KeyTable", "check", "find_misplaced", "gather"]

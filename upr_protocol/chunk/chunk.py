@@ -10,7 +10,15 @@ from itertools import pairwise
 from struct import Struct
 from typing import Final, cast
 
-from upr_kernel import HAS_SEQS, SEQS_RISE, ChunkDefectError, Defect, check, gather
+from upr_kernel import (
+    HAS_SEQS,
+    SEQS_RISE,
+    ChunkDefectError,
+    Defect,
+    check,
+    find_misplaced,
+    gather,
+)
 from upr_protocol.chunk.columns import Columns
 from upr_protocol.chunk.layout import (
     CHUNK_HEAD,
@@ -28,6 +36,7 @@ from upr_protocol.ids import (
     STORED_OPERATIONS,
     Cas,
     Operation,
+    PartitionId,
     SeqNo,
 )
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
@@ -321,6 +330,15 @@ class Chunk(Columns):
         0 too. `slice` selects by the numbers of a stored one.
         """
         return Chunk(gather([(self._view, low, high, None, None, 0)], start, end))
+
+    def misplaced_row(
+        self, low: int, high: int, partition: PartitionId, partition_count: int
+    ) -> int | None:
+        """The first of the rows [`low`, `high`) whose key does not belong to `partition` in a
+        bucket of so many partitions; None when each of them does. Keys that are too long or empty
+        are passed over. About 1 ns a byte of the keys."""
+        row = find_misplaced(self._view, low, high, partition, partition_count, KEY_BYTES_MAX)
+        return row if row < high else None
 
     def copied(self) -> Chunk:
         """The same chunk in memory of its own."""

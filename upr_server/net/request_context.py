@@ -11,6 +11,7 @@ import structlog
 import trio
 
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.wire import Message, Refusal
@@ -248,4 +249,13 @@ def not_active_error(partition: Partition) -> ServerError:
     return ServerError(
         Status.NOT_MY_PARTITION,
         f"partition {partition.id} is {partition.state.name.lower()} here, not active",
+    )
+
+
+def misplaced_error(key: bytes, partition: Partition, partition_count: int) -> ServerError:
+    """Says that a key does not belong to a partition."""
+    return ServerError(
+        Status.BAD_ARGUMENT,
+        f"key {key[:40]!r} belongs to partition {partition_of(key, partition_count)}, "
+        f"not {partition.id}",
     )

@@ -9,8 +9,9 @@ import msgspec
 import trio
 
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
-from upr_protocol.limits import GET_KEYS_MAX
+from upr_protocol.limits import GET_KEYS_MAX, KEY_BYTES_MAX
 from upr_protocol.wire import (
     Await,
     AwaitReply,
@@ -26,7 +27,11 @@ from upr_server.engine import (
 )
 from upr_server.net.handlers.publishing import durability_target
 from upr_server.net.replies import NO_DEADLINE_S, DurabilityTarget
-from upr_server.net.request_context import RequestContext, not_active_error
+from upr_server.net.request_context import (
+    RequestContext,
+    misplaced_error,
+    not_active_error,
+)
 
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
@@ -40,6 +45,12 @@ def get(context: RequestContext, request: Get) -> None:
             f"a Get names 1 to {GET_KEYS_MAX} keys, not {len(request.keys)}",
         )
     partition = context.partition(request.partition)
+    assert context.bucket is not None
+    partition_count = len(context.bucket.partitions)
+    for key in request.keys:
+        is_key = 1 <= len(key) <= KEY_BYTES_MAX
+        if is_key and partition_of(key, partition_count) != partition.id:
+            raise misplaced_error(key, partition, partition_count)
     context.submit(partition, _KeysRequest(context, request, partition))
 
 

@@ -31,7 +31,11 @@ from upr_server.net.replies import (
     OrderedReply,
     call_when_durable,
 )
-from upr_server.net.request_context import RequestContext, not_active_error
+from upr_server.net.request_context import (
+    RequestContext,
+    misplaced_error,
+    not_active_error,
+)
 
 SLICE_COST: Final = 4096
 """What is done before others have their turn, in plain rows: at about 0.5 µs each, 2 ms."""
@@ -149,6 +153,7 @@ class _BundleRequest(OrderedReply):
         context, request = self._context, self._request
         try:
             partition = context.partition(request.bundle.runs[index].partition)
+            self._check_keys(index, partition)
             target = IN_MEMORY
             # A partition that is not active refuses the run, and notes for its writer that it did.
             if partition.state is PartitionState.ACTIVE:
@@ -161,6 +166,16 @@ class _BundleRequest(OrderedReply):
         if run.evaluation is not None:
             return run.evaluation.cost
         return len(self._batches[index]) + self.run_bytes(index) // BYTES_PER_COST
+
+    def _check_keys(self, index: int, partition: Partition) -> None:
+        """Raises `ServerError` when a key does not belong to the run's partition: nobody who asks
+        for the key would find it there."""
+        assert self._context.bucket is not None
+        batch, count = self._batches[index], len(self._context.bucket.partitions)
+        chunk = self._request.bundle.chunk
+        row = chunk.misplaced_row(batch.low, batch.high, partition.id, count)
+        if row is not None:
+            raise misplaced_error(batch.keys[row - batch.low], partition, count)
 
     def apply_run(self, run: _RunRequest, fetched: Fetched) -> StillNeeded:
         """Applies one run; or says what it needs first."""
