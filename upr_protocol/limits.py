@@ -20,7 +20,8 @@ HANDSHAKE_BODY_BYTES_MAX: Final = 4 * 1024
 """The longest frame before `OPEN` was answered: a stranger costs no more than this."""
 
 IDENTITY_BYTES_MAX: Final = 200
-"""`what:who` in UTF-8, for logs and statistics."""
+"""`what:who` in UTF-8, for logs and statistics. No control, format or separator characters but the
+space: logs and terminals show it."""
 
 BUCKET_NAME_BYTES_MAX: Final = 100
 """Fits a file name on every file system, with room for a suffix."""

@@ -25,7 +25,7 @@ from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
 from upr_server.replication import MapExchange, PartitionMaps
-from upr_server.runtime import BoundListeners, System, run_until_signal
+from upr_server.runtime import BoundListeners, System, is_loopback, run_until_signal
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
@@ -261,5 +261,10 @@ async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
     def on_running(server: Server) -> None:
         on_listening(server)
         log.info("listening", host=server.host, port=server.port)
+        if not is_loopback(server.host):
+            log.warning(
+                "other machines can connect, and nobody is authenticated; use a trusted network",
+                host=server.host,
+            )
 
     await run_until_signal(running_server(config), on_running)

@@ -115,6 +115,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"identity must be at most {IDENTITY_BYTES_MAX} bytes, not {len(identity)}"
             )
+        if not self.identity.isprintable():
+            raise ConfigError(
+                "identity must not have control, format or separator characters, not "
+                f"{self.identity!r}"
+            )
         if self.node and not NODE_NAME.fullmatch(self.node):
             raise ConfigError(
                 "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "

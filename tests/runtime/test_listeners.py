@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from upr_server.runtime import ConfigError, ListenError, open_listeners, parse_listen
+from upr_server.runtime import (
+    ConfigError,
+    ListenError,
+    is_loopback,
+    open_listeners,
+    parse_listen,
+)
 
 
 @pytest.mark.parametrize(
     ("listen", "host", "port"),
-    [("h:1", "h", 1), ("[::1]:65535", "::1", 65535), (":0", "0.0.0.0", 0)],
+    [("h:1", "h", 1), ("[::1]:65535", "::1", 65535), (":0", "127.0.0.1", 0)],
 )
 def test_host_and_port_of_a_setting(listen: str, host: str, port: int) -> None:
     assert parse_listen(listen) == (host, port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_what_only_this_machine_reaches(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_what_other_machines_reach(host: str) -> None:
+    assert not is_loopback(host)
 
 
 @pytest.mark.parametrize("listen", ["", "h", "h:", "h:x", "h:-1", "h:65536", "h:²"])

@@ -92,7 +92,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_what_is_printed_reads_back(tmp_path: Path) -> None:
     config = Config(
         listen="[::1]:7",
-        identity='a "quoted" näme\\ with\ttwo\x7fcontrols',
+        identity='a "quoted" näme\\ with words',
+        data_dir='two\x7fcontrols\tand a "quote"',
         send_timeout_s=float("inf"),
         shutdown_deadline_s=1.5,
         buckets=(BucketConfig("a"), BucketConfig("b", 3, 9_000_000)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
@@ -34,6 +35,7 @@ from upr_protocol.limits import (
 )
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import (
+    VERSION,
     Await,
     AwaitReply,
     Barrier,
@@ -48,6 +50,7 @@ from upr_protocol.wire import (
     Get,
     GetReply,
     Go,
+    Hello,
     HelloReply,
     Lease,
     LeaseAction,
@@ -79,6 +82,7 @@ from upr_server.app import Server
 from upr_server.config import Config
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
+from upr_server.net.server import CONNECTIONS_TOLD_MAX
 from upr_server.runtime import System
 from upr_server.storage.api import Store
 from upr_server.storage.simulated import SimulatedStore
@@ -702,6 +706,40 @@ async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_fo
         assert trio.current_time() - began_at <= FRAME_TIMEOUT_S + 10
         assert budget.used == 0
         nursery.cancel_scope.cancel()
+
+
+async def test_a_partition_named_twice_is_refused() -> None:
+    """The answer would have a row for each time, and might not fit its frame."""
+    async with connected(make_server()) as peer:
+        await peer.open()
+        await peer.say(Seqnos((0,) * 2000, opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.BAD_ARGUMENT
+    async with connected(make_server()) as peer:
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(Open("b", (0,) * 1000, opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.BAD_ARGUMENT
+
+
+async def test_statistics_tell_of_so_many_connections_and_say_how_many_are_left_out() -> None:
+    server = make_server()
+    others = 7000
+    longest = b"".join(Hello("\\" * 200, (VERSION,), 0, 1 << 20, 20).frame())
+    async with connected(server) as peer:
+        await peer.say()
+        await peer.hear(HelloReply)
+        _, stream = trio.testing.memory_stream_pair()
+        for _ in range(others):
+            connection = server.connections.new_connection(stream, "192.0.2.123:12345")
+            connection.session.receive(longest, 0.0)
+            assert list(connection.session.events())
+            server.connections.connections[connection] = None
+        await peer.say(Stats(opaque=1))
+        figures = json.loads((await peer.hear(StatsReply)).json)
+        assert len(figures["connections"]) == CONNECTIONS_TOLD_MAX
+        assert figures["connections_left_out"] == others + 1 - CONNECTIONS_TOLD_MAX
+        assert figures["server"]["connections"] == others + 1
+        server.connections.connections.clear()
 
 
 async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,8 @@ from upr_protocol.wire import (
 def _check_identity(identity: str) -> None:
     if not 1 <= len(identity.encode()) <= IDENTITY_BYTES_MAX:
         raise ProtocolError(f"identity: must be 1 to {IDENTITY_BYTES_MAX} bytes")
+    if not identity.isprintable():
+        raise ProtocolError("identity: must not have control, format or separator characters")
 
 
 def _check_interval(interval_s: int) -> None:

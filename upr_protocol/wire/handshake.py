@@ -60,7 +60,7 @@ class Hello(Message, frozen=True):
         "features" / cs.Int32ul * "a bit for each feature wanted",
         "window_bytes" / cs.Int32ul * "the flow-control window",
         "idle_interval_s" / cs.Int16ul * "seconds of silence before `NOOP`",
-        "identity" / text() * "`what:who`, at most 200 bytes",
+        "identity" / text() * "`what:who`, at most 200 bytes, without control characters",
     )
 
     identity: str
@@ -99,7 +99,7 @@ class HelloReply(Message, frozen=True):
         "frame_body_bytes_max" / cs.Int32ul * "the longest body the server takes",
         "open_barriers_max" / cs.Int16ul * "barriers that may be open at a time",
         "requests_open_max" / cs.Int16ul * "requests that may be open at a time",
-        "identity" / text() * "the server's own",
+        "identity" / text() * "the server's own, of the same form",
         "mechanisms" / tuple_of(text(), cs.Int8ul) * "ways to authenticate; none: not needed",
     )
 

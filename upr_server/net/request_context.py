@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -259,3 +259,10 @@ def misplaced_error(key: bytes, partition: Partition, partition_count: int) -> S
         f"key {key[:40]!r} belongs to partition {partition_of(key, partition_count)}, "
         f"not {partition.id}",
     )
+
+
+def check_partitions_differ(partitions: Sequence[int]) -> None:
+    """Raises `ServerError` when a request names a partition twice: its answer has a row for each
+    partition, and is bounded by their number."""
+    if len(set(partitions)) != len(partitions):
+        raise ServerError(Status.BAD_ARGUMENT, "a partition is named twice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Final
 
 import structlog
@@ -17,6 +18,12 @@ from upr_server.net.connection import Connection
 from upr_server.net.credit import CreditShares
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
+
+CONNECTIONS_TOLD_MAX: Final = 1000
+BUCKETS_TOLD_MAX: Final = 1000
+"""How many connections and buckets the server's statistics tell of. With identities and names of
+the longest kind that is 2 MiB of JSON, and 8 MiB fit a `StatsReply`. The statistics say how many
+were left out; those of a bucket are to be had by its name."""
 
 REFUSALS_MAX: Final = 100
 """Connections beyond the limit that are told so at a time; the others are just closed."""
@@ -165,11 +172,16 @@ class ConnectionServer:
             },
             "buckets": {
                 bucket.name: {**bucket.statistics(), **catalog.disks[bucket].statistics()}
-                for bucket in catalog.buckets
+                for bucket in islice(catalog.buckets, BUCKETS_TOLD_MAX)
                 if bucket in catalog.disks
             },
+            "buckets_left_out": max(0, len(catalog.buckets) - BUCKETS_TOLD_MAX),
             "events": {} if resources.events is None else resources.events.statistics(),
-            "connections": [connection.statistics() for connection in self.connections],
+            "connections": [
+                connection.statistics()
+                for connection in islice(self.connections, CONNECTIONS_TOLD_MAX)
+            ],
+            "connections_left_out": max(0, len(self.connections) - CONNECTIONS_TOLD_MAX),
         }
 
 

@@ -4,6 +4,7 @@ from upr_server.runtime.listeners import (
     BoundListeners,
     ListenError,
     bind_tcp,
+    is_loopback,
     open_listeners,
     parse_listen,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "ListenError",
     "System",
     "bind_tcp",
+    "is_loopback",
     "keep_heap_small",
     "load_settings",
     "open_listeners",

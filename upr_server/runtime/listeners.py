@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from typing import Final
 
 import attrs
 import trio
 
 from upr_protocol.errors import UprError
 from upr_server.runtime.settings import ConfigError
+
+LOOPBACK: Final = "127.0.0.1"
 
 
 class ListenError(UprError):
@@ -30,7 +34,8 @@ class BoundListeners:
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """The host and port of the setting `listen`, which is `HOST:PORT`.
+    """The host and port of the setting `listen`, which is `HOST:PORT`. Without a host it is this
+    machine alone: nobody is authenticated, so a wider address must be written out.
 
     Raises:
         ConfigError: It is something else.
@@ -38,7 +43,15 @@ def parse_listen(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"listen is {listen!r}; write HOST:PORT with a port from 0 to 65535")
-    return host.strip("[]") or "0.0.0.0", int(port)
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @asynccontextmanager

@@ -329,6 +329,9 @@ def test_a_bucket_may_be_opened_after_another_was_refused() -> None:
     [
         ({"identity": ""}, Status.MALFORMED),
         ({"identity": "ä" * (IDENTITY_BYTES_MAX // 2) + "a"}, Status.MALFORMED),
+        ({"identity": "a\x1b[2J"}, Status.MALFORMED),
+        ({"identity": "a\nb"}, Status.MALFORMED),
+        ({"identity": "a\u202eb"}, Status.MALFORMED),
         ({"window_bytes": WINDOW_BYTES_MIN - 1}, Status.MALFORMED),
         ({"idle_interval_s": IDLE_INTERVAL_S_MIN - 1}, Status.MALFORMED),
         ({"idle_interval_s": IDLE_INTERVAL_S_MAX + 1}, Status.MALFORMED),
@@ -377,6 +380,7 @@ def test_a_hello_that_is_answered(changes: dict[str, Any]) -> None:
         ({"open_barriers_max": 0}, Status.MALFORMED),
         ({"requests_open_max": 0}, Status.MALFORMED),
         ({"identity": ""}, Status.MALFORMED),
+        ({"identity": "\x9b31m"}, Status.MALFORMED),
     ],
 )
 def test_a_hellos_answer_that_is_refused(changes: dict[str, Any], status: Status) -> None:

@@ -29,6 +29,7 @@ from upr_server.net.handlers.publishing import durability_target
 from upr_server.net.replies import NO_DEADLINE_S, DurabilityTarget
 from upr_server.net.request_context import (
     RequestContext,
+    check_partitions_differ,
     misplaced_error,
     not_active_error,
 )
@@ -98,6 +99,7 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
     """Tells how far partitions are."""
     if context.bucket is None:
         raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+    check_partitions_differ(request.partitions)
     # A copy that is not active may lag, or have been left behind: clients take these numbers for
     # everything that was acknowledged.
     find = context.partition if request.of_copies else context.active_partition

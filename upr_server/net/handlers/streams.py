@@ -6,12 +6,13 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream, StreamReply
-from upr_server.net.request_context import RequestContext
+from upr_server.net.request_context import RequestContext, check_partitions_differ
 
 
 def open_bucket(context: RequestContext, request: Open) -> None:
     """Opens a bucket, and tells its partitions' histories."""
     bucket = context.catalog.bucket(request.bucket)
+    check_partitions_differ(request.partitions)
     context.open_bucket(bucket)
     for number in request.partitions or range(len(bucket.partitions)):
         partition = bucket.partitions[number] if number < len(bucket.partitions) else None
