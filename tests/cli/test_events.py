@@ -46,7 +46,7 @@ def test_an_event_as_text_and_as_json() -> None:
     event = BucketEvent("b", 10, BucketFate.CREATED, 3, (b"_design/\x1b[2J", b"\xff", ANY_DESIGN))
     assert (
         text_line(event).decode()
-        == "b created updated _design/?[2J \N{REPLACEMENT CHARACTER} _design/*\n"
+        == "b created updated _design/\\x1b[2J \N{REPLACEMENT CHARACTER} _design/*\n"
     )
     assert json.loads(json_line(event)) == {
         "event": "bucket",

@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from upr_protocol.cli.output import print_line
 from upr_protocol.client import AddressError, LocalCopyError, ResumeStateError
 from upr_protocol.client.operator import NotDoneError
 from upr_protocol.errors import (
@@ -78,7 +79,7 @@ class DisconnectedError(FailedError):
 
 def say(sentence: str) -> None:
     """Prints a sentence on standard error, prefixed with the command's name."""
-    click.echo(f"upr: {sentence}", err=True)
+    print_line(f"upr: {sentence}", err=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from upr_protocol.cli.escaping import printable_json
 from upr_protocol.cli.output import rate_text, size_text, text_fields
 from upr_protocol.client import (
     BarrierReached,
@@ -37,7 +38,7 @@ def event_lines(event: Event | Undone) -> bytes:
     """The lines for `event`, each with its newline. O(mutations)."""
     if isinstance(event, ChunkReceived):
         return _mutation_lines(event)
-    return _encode(_FIELDS[type(event)](event)) + b"\n"
+    return printable_json(_encode(_FIELDS[type(event)](event))) + b"\n"
 
 
 def _mutation_lines(event: ChunkReceived) -> bytes:
@@ -71,7 +72,7 @@ def _mutation_lines(event: ChunkReceived) -> bytes:
             )
         )
     lines.append(b"")
-    return b"\n".join(lines)
+    return printable_json(b"\n".join(lines))
 
 
 def _snapshot_start(event: SnapshotStart) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import trio
 
 from upr_protocol.bucket_event import ALL_KINDS, ANY_DESIGN, BucketEvent, BucketFate, EventKind
 from upr_protocol.cli.connection import identity, report_connection, run_until_signal
+from upr_protocol.cli.escaping import printable, printable_json
 from upr_protocol.cli.output import Output
 from upr_protocol.cli.parameters import (
     TargetCommand,
@@ -146,11 +147,7 @@ def text_line(event: BucketEvent | LookAtEverything) -> bytes:
         "_design/*" if design == ANY_DESIGN else design.decode(errors="replace")
         for design in event.designs
     ]
-    return (" ".join(word.translate(_UNPRINTED) for word in words) + "\n").encode()
-
-
-_UNPRINTED: Final = dict.fromkeys((*range(32), 127), "?")
-"""Keeps control characters in a key away from the terminal."""
+    return f"{printable(' '.join(words))}\n".encode()
 
 
 def json_line(event: BucketEvent | LookAtEverything) -> bytes:
@@ -167,7 +164,7 @@ def json_line(event: BucketEvent | LookAtEverything) -> bytes:
         "designs": [_text(design) for design in event.designs if design != ANY_DESIGN],
         "any_design": ANY_DESIGN in event.designs,
     }
-    return _encode(fields) + b"\n"
+    return printable_json(_encode(fields)) + b"\n"
 
 
 def _text(key: bytes) -> str | dict[str, str]:

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from upr_protocol.cli.errors import BadInputError, RefusedError, say
-from upr_protocol.cli.output import print_table
+from upr_protocol.cli.output import print_json, print_line, print_table
 from upr_protocol.cli.parameters import json_option, number
 from upr_protocol.client import IndexClient, IndexerError, WriteResult
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
@@ -86,7 +86,7 @@ def create(design: str, file: Path | None, indexes: tuple[str, ...], url: str) -
     body: object = file.read_bytes() if file is not None else _design(indexes)
     with _indexer(url) as client:
         client.create(design, body)
-    click.echo(f"created {design}")
+    print_line(f"created {design}")
 
 
 def _design(indexes: tuple[str, ...]) -> object:
@@ -132,7 +132,7 @@ def drop(design: str, url: str) -> None:
     """Delete the design document DESIGN and its indexes."""
     with _indexer(url) as client:
         client.drop(design)
-    click.echo(f"dropped {design}")
+    print_line(f"dropped {design}")
 
 
 @index.command("list")
@@ -160,7 +160,7 @@ def status(name: str | None, url: str) -> None:
     """Print the status of an index, or of the indexer, as a JSON object."""
     with _indexer(url) as client:
         details = client.status() if name is None else client.index(name)
-    click.echo(msgspec.json.format(msgspec.json.encode(details)).decode())
+    print_json(details, indent=2)
 
 
 def _key_parts(option: str, text: str) -> list[Any]:
@@ -283,7 +283,7 @@ def scan(
                 continuation=continuation,
             )
             for entry in page.entries:
-                click.echo(msgspec.json.encode(entry))
+                print_json(entry)
             continuation = page.continuation
             if not continuation:
                 return

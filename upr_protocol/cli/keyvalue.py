@@ -10,11 +10,11 @@ from functools import wraps
 from typing import Any, Final
 
 import click
-import msgspec
 
 from upr_protocol.cli.connection import ask
 from upr_protocol.cli.errors import INCOMPLETE, say
-from upr_protocol.cli.output import text_fields
+from upr_protocol.cli.escaping import printable
+from upr_protocol.cli.output import print_json, text_fields
 from upr_protocol.cli.parameters import (
     U32,
     U64,
@@ -119,13 +119,20 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
         if item is None:
             continue
         if as_json:
-            click.echo(msgspec.json.encode(_fields(item)))
+            print_json(_fields(item))
         else:
-            click.echo(item.value, nl=not raw)
+            click.echo(_shown(item.value), nl=not raw)
     for key in missing:
         say(f"{os.fsdecode(key)}: no such key")
     if missing:
         raise click.exceptions.Exit(INCOMPLETE)
+
+
+def _shown(value: bytes) -> bytes:
+    """A value as it is; on a terminal, with its control characters as escapes."""
+    if not sys.stdout.isatty():
+        return value
+    return printable(value.decode(errors="backslashreplace"), keep="\n\t").encode()
 
 
 def _fields(item: Item) -> dict[str, object]:

@@ -10,7 +10,7 @@ import trio
 
 from upr_protocol.cli.connection import identity, run_until_signal
 from upr_protocol.cli.errors import say
-from upr_protocol.cli.output import ProgressDisplay
+from upr_protocol.cli.output import ProgressDisplay, print_line
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
@@ -69,7 +69,7 @@ def _operate(target: Address, work: Callable[[Operator], Awaitable[object]]) -> 
     """Runs `work`, which reports on standard error what it has done. Ctrl-C ends it between any two
     steps."""
     name = identity(click.get_current_context().command_path.replace(" ", "-").removeprefix("upr-"))
-    operator = Operator(target, name, on_progress=lambda sentence: click.echo(sentence, err=True))
+    operator = Operator(target, name, on_progress=lambda sentence: print_line(sentence, err=True))
 
     async def run() -> None:
         await work(operator)
@@ -152,7 +152,7 @@ def add(
             await wait_caught_up(operator, name, added, lag)
             nursery.cancel_scope.cancel()
         progress.clear()
-        click.echo(f"{name} has caught up on {partitions_text(added)}", err=True)
+        print_line(f"{name} has caught up on {partitions_text(added)}", err=True)
 
     _operate(target, work)
 
@@ -177,9 +177,9 @@ def remove(target: Address, node: str, partitions: tuple[int, ...]) -> None:
     async def work(operator: Operator) -> None:
         removed = await remove_replicas(operator, node, partitions=partitions)
         if removed:
-            click.echo(f"{node} no longer holds {partitions_text(removed)}", err=True)
+            print_line(f"{node} no longer holds {partitions_text(removed)}", err=True)
         else:
-            click.echo(f"the partition map no longer names {node}", err=True)
+            print_line(f"the partition map no longer names {node}", err=True)
 
     _operate(target, work)
 

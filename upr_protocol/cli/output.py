@@ -14,6 +14,8 @@ import click
 import msgspec
 import trio
 
+from upr_protocol.cli.escaping import printable, printable_json
+
 # Figures.
 
 
@@ -40,6 +42,22 @@ def text_fields(name: str, data: bytes) -> dict[str, str]:
         return {name: b64encode(data).decode(), f"{name}_encoding": "base64"}
 
 
+# Lines.
+
+
+def print_line(text: str = "", *, err: bool = False) -> None:
+    """Prints a line for people, on standard error if `err`."""
+    click.echo(printable(text), err=err)
+
+
+def print_json(value: object, *, indent: int | None = None) -> None:
+    """Prints a value as JSON: on one line, or with so much indentation a level."""
+    data = msgspec.json.encode(value)
+    if indent is not None:
+        data = msgspec.json.format(data, indent=indent)
+    click.echo(printable_json(data))
+
+
 # Tables.
 
 
@@ -52,7 +70,7 @@ def print_table(
     """
     if as_json:
         for row in rows:
-            click.echo(msgspec.json.encode(dict(zip(columns, row, strict=True))))
+            print_json(dict(zip(columns, row, strict=True)))
         return
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
@@ -66,7 +84,7 @@ def print_table(
 
 
 def _cell(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
 
 
 # Progress, on standard error.
@@ -94,7 +112,7 @@ class ProgressDisplay:
         """Shows the text until cancelled."""
         while True:
             await trio.sleep(self._interval_s)
-            text = self._text()
+            text = printable(self._text())
             if self._on_terminal:
                 click.echo("\r" + text.ljust(self._width), nl=False, err=True)
                 self._width = len(text)

@@ -9,7 +9,7 @@ import click
 import trio
 
 from upr_protocol.cli.connection import identity
-from upr_protocol.cli.output import print_table
+from upr_protocol.cli.output import print_line, print_table
 from upr_protocol.cli.parameters import TargetCommand, bucket_argument
 from upr_protocol.client import Address, PartitionInfo
 from upr_protocol.client.operator import NodeReport, Operator, Survey, ranges_text
@@ -67,7 +67,7 @@ def partitions(target: Address, show_each: bool, as_json: bool) -> None:
 def _print_map(survey: Survey) -> None:
     if survey.is_alone:
         return
-    click.echo(f"revision {survey.map.revision}")
+    print_line(f"revision {survey.map.revision}")
     for name, address in survey.map.nodes.items():
         report = survey.nodes[name]
         remark = ""
@@ -75,8 +75,8 @@ def _print_map(survey: Survey) -> None:
             remark = f"  cannot be reached: {report.failure}"
         elif report.revision != survey.map.revision:
             remark = f"  has revision {report.revision}"
-        click.echo(f"{name}  {address}{remark}")
-    click.echo()
+        print_line(f"{name}  {address}{remark}")
+    print_line()
 
 
 def _rows(survey: Survey) -> list[_Row]:

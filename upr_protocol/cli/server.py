@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import click
-import msgspec
 
 from upr_protocol.cli.connection import ask
-from upr_protocol.cli.output import print_table
+from upr_protocol.cli.output import print_json, print_line, print_table
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
@@ -55,7 +54,7 @@ def create(target: Address, partitions: int | None, quota: int | None) -> None:
         lambda client: client.create_bucket(target.bucket, partitions or 0, quota or 0),
         bucket=False,
     )
-    click.echo(f"created {target}")
+    print_line(f"created {target}")
 
 
 @bucket.command(cls=TargetCommand)
@@ -69,7 +68,7 @@ def delete(target: Address, yes: bool) -> None:
     if not yes:
         click.confirm(f"Delete {target} and all its items?", abort=True, err=True)
     ask(target, lambda client: client.delete_bucket(target.bucket), bucket=False)
-    click.echo(f"deleted {target}")
+    print_line(f"deleted {target}")
 
 
 @bucket.command("list", cls=TargetCommand)
@@ -127,7 +126,7 @@ def release(target: Address, lease_id: str) -> None:
     if not 0 <= lease < 1 << 64:
         raise click.UsageError(f"{lease_id!r} is not a lease's ID: see `upr leases list`")
     ask(target, lambda client: client.release_lease(lease))
-    click.echo(f"released {lease_id}")
+    print_line(f"released {lease_id}")
 
 
 @click.command(cls=TargetCommand)
@@ -144,4 +143,4 @@ def stats(target: Address) -> None:
       upr stats upr://127.0.0.1:12000/flights
     """
     statistics = ask(target, lambda client: client.stats(target.bucket), bucket=False)
-    click.echo(msgspec.json.format(msgspec.json.encode(statistics), indent=2))
+    print_json(statistics, indent=2)
