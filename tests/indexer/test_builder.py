@@ -33,6 +33,8 @@ ANOTHER = FailoverLog((FailoverEntry(HistoryId(1), SeqNo(0)),))
 class ByKey:
     """Every document has an entry: its key."""
 
+    failure = ""
+
     def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
         """The key, without a payload."""
         return change.key, b""

@@ -29,6 +29,8 @@ LOG = FailoverLog.of([(7, 0)])
 class Words:
     """The entry of a document is its value, unless that begins with a minus."""
 
+    failure = ""
+
     def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
         assert change.value is not None
         return None if change.value.startswith(b"-") else (b"\x09" + change.value + change.key, b"")

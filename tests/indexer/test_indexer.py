@@ -32,7 +32,7 @@ from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition, IndexName
 from upr_server.indexer.query import Query, QueryError, RequiredWrite
-from upr_server.indexer.scanner import BuildingError, NotFreshError
+from upr_server.indexer.scanner import BuildingError, IndexFailedError, NotFreshError
 
 T = TypeVar("T")
 
@@ -277,3 +277,35 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
         written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
         with pytest.raises(WriteLostError):
             await scan(indexer, "d/city", consistency="at_least", written=written)
+
+
+async def test_an_index_that_costs_too_much_is_left_out_by_name_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    hostile = IndexDefinition(("city" + "|join('',[@,@])" * 31,))
+    contents = {b"k%d" % number: b'{"city": "x"}' for number in range(30)}
+    async with a_server() as server, connect(server.url("b")) as client:
+        await define(client, "d", {"city": CITY, "hostile": hostile})
+        for key, value in contents.items():
+            await client.set(key, value)
+        for _ in range(2):  # and it is still left out after a restart
+            async with an_indexer(server.url("b"), tmp_path) as indexer:
+                await until_ready(indexer, "d/city", "d/hostile")
+                assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
+                with pytest.raises(IndexFailedError, match=r"d/hostile was left out: .* cost more"):
+                    await scan(indexer, "d/hostile")
+                status = await indexer.scanner.status(name_of("d/hostile"))
+                assert (status.state, status.entries) == ("failed", 0)
+                assert "cost more" in status.failure
+            await client.set("more", '{"city": "y"}')
+            contents[b"more"] = b'{"city": "y"}'
+        # A simpler definition is another index.
+        await define(client, "d", {"city": CITY, "hostile": CITY})
+        async with an_indexer(server.url("b"), tmp_path) as indexer:
+            definitions, name = indexer.definitions, name_of("d/hostile")
+            await eventually(
+                lambda: name in definitions.names() and definitions.find(name).definition == CITY,
+                "the index is defined anew",
+            )
+            await until_ready(indexer, "d/hostile")
+            assert await scan(indexer, "d/hostile") == by_brute_force(CITY, contents)

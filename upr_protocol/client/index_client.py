@@ -32,7 +32,7 @@ class IndexerError(UprError):
 
     Attributes:
         code: The reason as a word: `bad_definition`, `bad_query`, `no_index`, `building`,
-            `overloaded`, `not_fresh`, `write_lost`, `server_failed`.
+            `overloaded`, `not_fresh`, `write_lost`, `failed`, `server_failed`.
         place: Where the mistake is in the request; empty if there is none.
         retry_after_s: After how long to ask again; 0 if that does not help.
     """

@@ -23,7 +23,7 @@ from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
 from upr_server.indexer.query import Query, QueryError
-from upr_server.indexer.scanner import BuildingError, NotFreshError, Scanner
+from upr_server.indexer.scanner import BuildingError, IndexFailedError, NotFreshError, Scanner
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 """The largest body of a request: design documents and queries are small."""
@@ -33,6 +33,7 @@ _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (QueryError, 400, "bad_query"),
     (NoIndexError, 404, "no_index"),
     (WriteLostError, 409, "write_lost"),
+    (IndexFailedError, 409, "failed"),
     (BuildingError, 503, "building"),
     (OverloadedError, 503, "overloaded"),
     (NotFreshError, 504, "not_fresh"),

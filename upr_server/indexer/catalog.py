@@ -24,7 +24,10 @@ class Catalog:
     Attributes:
         file: Where they are kept.
         on_change: Called when they have changed; whoever keeps the indexes sets it.
+        failure: Empty: it always makes entries.
     """
+
+    failure = ""
 
     def __init__(self, file: IndexFile) -> None:
         self.file = file

@@ -52,6 +52,11 @@ class _Entries:
     def __init__(self, extractor: Extractor) -> None:
         self._extractor = extractor
 
+    @property
+    def failure(self) -> str:
+        """Why it makes no entries any more; empty while it does."""
+        return self._extractor.failure
+
     def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
         """The encoded key with the document's key behind it; nothing belongs to it."""
         encoded = self._extractor.entry(change.key, change.document)
@@ -193,7 +198,7 @@ class Definitions:
             DefinitionError: The text is not a design document; nothing was written.
             UprError: The server could not be reached, or refused.
         """
-        design = parse_design(name, text)
+        design = await trio.to_thread.run_sync(parse_design, name, text)
         async with connect(self._address, identity="upr-indexer") as client:
             await client.set(design_key(name), text, durability=Durability.PERSISTED)
         return design
@@ -223,7 +228,7 @@ class Definitions:
         Raises:
             IndexFileError: One cannot be opened.
         """
-        for name, definition in self._defined(await self._catalog.current()).items():
+        for name, definition in (await self._defined(await self._catalog.current())).items():
             if self._path(name, definition).exists():
                 index = await self._make(name, definition)
                 if index.file.is_built:
@@ -256,25 +261,18 @@ class Definitions:
     def _path(self, name: IndexName, definition: IndexDefinition) -> Path:
         return self._folder / fingerprint(name, definition)
 
-    def _defined(self, texts: Mapping[str, bytes]) -> dict[IndexName, IndexDefinition]:
+    async def _defined(self, texts: Mapping[str, bytes]) -> dict[IndexName, IndexDefinition]:
         """The indexes that design documents define. Notes the mistakes in the others."""
-        definitions: dict[IndexName, IndexDefinition] = {}
-        self._mistakes = {}
-        for design, text in texts.items():
-            try:
-                parsed = parse_design(design, text)
-            except UprError as error:
-                self._mistakes[design] = str(error)
-                continue
-            for index, definition in parsed.indexes.items():
-                definitions[IndexName(design, index)] = definition
+        # Not in the loop: compiling long expressions takes seconds.
+        definitions, self._mistakes = await trio.to_thread.run_sync(_parse_all, dict(texts))
         return definitions
 
     async def _make(self, name: IndexName, definition: IndexDefinition) -> Index:
         path = self._path(name, definition)
         file = await self._work(partial(IndexFile, path, self._address.bucket))
         self._files.add(file)
-        index = self._indexes[name] = Index(name, definition, file, Extractor(definition))
+        extractor = await trio.to_thread.run_sync(Extractor, definition, file.failure)
+        index = self._indexes[name] = Index(name, definition, file, extractor)
         return index
 
     async def _reconcile(self, nursery: trio.Nursery) -> None:
@@ -286,7 +284,7 @@ class Definitions:
         # barrier after the last rollback has come back. The overlay needs no such care: it was read
         # from the server.
         is_whole = self._whole_at == self._stream.rollbacks
-        definitions = self._defined(
+        definitions = await self._defined(
             {name: text for name, text in texts.items() if text is not None}
         )
         for index in list(self._indexes.values()):
@@ -368,6 +366,23 @@ class Definitions:
         # Runs after the round that may still be under way: `work` runs one function at a time.
         await self._work(index.file.destroy)
         self._files.remove(index.file)
+
+
+def _parse_all(
+    texts: Mapping[str, bytes],
+) -> tuple[dict[IndexName, IndexDefinition], dict[str, str]]:
+    """The indexes that design documents define, and by name what is wrong with the others."""
+    definitions: dict[IndexName, IndexDefinition] = {}
+    mistakes: dict[str, str] = {}
+    for design, text in texts.items():
+        try:
+            parsed = parse_design(design, text)
+        except UprError as error:
+            mistakes[design] = str(error)
+            continue
+        for index, definition in parsed.indexes.items():
+            definitions[IndexName(design, index)] = definition
+    return definitions, mistakes
 
 
 def _listed(folder: Path) -> list[Path]:

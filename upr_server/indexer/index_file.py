@@ -47,6 +47,7 @@ _MARKS_END: Final = b"n"
 _UNSETTLED: Final = b"u"
 _JOINED: Final = b"j"
 _BUCKET: Final = b"b"
+_FAILURE: Final = b"f"
 _END_OF_KEYS: Final = b"\xff" * 64
 """Above every entry: parts begin with less."""
 
@@ -65,6 +66,10 @@ class NotSettledError(Exception):
 
 class EntrySource(Protocol):
     """Makes the entries of an index."""
+
+    @property
+    def failure(self) -> str:
+        """Why it makes no entries any more; empty while it does."""
 
     def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
         """The entry of a document and the entry's payload; None when the index leaves it out."""
@@ -116,6 +121,7 @@ class IndexFile:
 
     Attributes:
         marks: By partition, how far it is: what was committed last.
+        failure: Why entries are missing in it, so that it answers no scans; empty if none are.
 
     Raises:
         IndexFileError: It cannot be opened, or is of another bucket.
@@ -151,6 +157,7 @@ class IndexFile:
                     f"{bucket!r}; choose another --data-dir"
                 )
             self._joined = transaction.get(_JOINED, db=self._meta) is not None
+            self.failure = transaction.get(_FAILURE, b"", db=self._meta).decode()
             for key, value in _between(transaction, self._meta, _MARK, _MARKS_END):
                 partition = PartitionId(_PARTITION.unpack(key[1:])[0])
                 self.marks[partition] = Mark.decode(bucket, partition, value)
@@ -213,7 +220,11 @@ class IndexFile:
                         changed += trees.put(prefix, change, source)
                 marks[partition] = _mark_after(previous, batch)
             self._put_marks(transaction, marks)
+            failure = source.failure
+            if failure and not self.failure:
+                transaction.put(_FAILURE, failure.encode(), db=self._meta)
         self.marks.update(marks)
+        self.failure = failure
         return changed
 
     def _put_marks(

@@ -33,6 +33,10 @@ class BuildingError(UprError):
         super().__init__(f"the index {name} is being built; its status tells how far it is")
 
 
+class IndexFailedError(UprError):
+    """The index was left out, as its expressions cost too much: documents are missing in it."""
+
+
 class NotFreshError(UprError):
     """The index was not as fresh as the scan asked for within its timeout."""
 
@@ -43,23 +47,27 @@ class IndexStatus:
 
     Attributes:
         name: `DESIGN/INDEX`.
-        state: `building`, or `ready` when it can be scanned.
+        state: `building`; `ready` when it can be scanned; `failed` when it was left out.
         key: Its key expressions.
         filter: Its filter; empty for none.
         entries: How many entries it has.
         disk_bytes: What it takes on disk.
         too_long: Documents left out since the start, as their keys are too long.
+        too_costly: Documents left out since the start, as the expressions cost too much for them.
+        failure: Why it was left out; empty unless it was.
         behind: How many sequence numbers it is behind the running indexes' stream.
     """
 
     name: str
-    state: Literal["building", "ready"]
+    state: Literal["building", "ready", "failed"]
     key: tuple[str, ...]
     filter: str
     entries: int
     disk_bytes: int
     too_long: int
+    too_costly: int
     behind: int
+    failure: str = ""
 
 
 class Scanner:
@@ -105,13 +113,15 @@ class Scanner:
         )
         return IndexStatus(
             str(name),
-            "ready" if file.is_built else "building",
+            "failed" if file.failure else "ready" if file.is_built else "building",
             index.definition.key,
             index.definition.filter,
             entries,
             disk_bytes,
             index.extractor.too_long,
+            index.extractor.too_costly,
             behind,
+            file.failure,
         )
 
     @asynccontextmanager
@@ -122,6 +132,7 @@ class Scanner:
         Raises:
             NoIndexError: No index has this name, or it was dropped meanwhile.
             BuildingError: The index is not complete yet.
+            IndexFailedError: The index was left out.
             OverloadedError: The pool has no memory for the scan just now.
             QueryError: The query is wrong.
             WriteLostError: It requires a change that a failover has undone.
@@ -140,6 +151,8 @@ class Scanner:
         self, index: Index, query: Query, key_range: KeyRange, writes: RequiredWrites
     ) -> ScanAnswer:
         with trio.move_on_after(query.timeout_s) as scope:
+            if index.file.failure:
+                raise IndexFailedError(f"the index {index.name} was left out: {index.file.failure}")
             if not index.file.is_built:
                 raise BuildingError(index.name)
             if query.consistency == "now":

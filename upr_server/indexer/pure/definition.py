@@ -29,6 +29,9 @@ INDEXES_MAX: Final = 64
 PARTS_MAX: Final = 16
 """Expressions of one key."""
 
+DESIGN_BYTES_MAX: Final = 1024 * 1024
+"""The longest design document."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -100,12 +103,14 @@ def design_name(key: bytes) -> str:
 
 
 def parse_design(name: str, text: bytes) -> Design:
-    """Parses a design document.
+    """Parses a design document. It takes up to some 15 s for the longest: call it off the loop.
 
     Raises:
         DefinitionError: The text is not valid; with the place of the mistake.
     """
     design_key(name)
+    if len(text) > DESIGN_BYTES_MAX:
+        raise DefinitionError("", f"a design document has at most {DESIGN_BYTES_MAX:,} bytes")
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

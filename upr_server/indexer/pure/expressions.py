@@ -9,6 +9,7 @@ import jmespath
 from jmespath import exceptions, functions
 
 from upr_protocol.errors import UprError
+from upr_server.indexer.pure.interpreter import WORK_MAX, BoundedInterpreter, CostlyError
 
 
 class ExpressionError(UprError, ValueError):
@@ -37,21 +38,31 @@ class Expressions:
 
     def __init__(self, *texts: str) -> None:
         self._functions = _Functions()
-        self._options = jmespath.Options(custom_functions=self._functions)
-        self._compiled = [check(text) for text in texts]
+        self._interpreter = BoundedInterpreter(jmespath.Options(custom_functions=self._functions))
+        self._parsed = [check(text) for text in texts]
 
     def values(self, key: str, document: object) -> list[Any]:
         """The expressions' values for `document`; None where the document lacks what an expression
-        asks for, or has it in a type that the expression cannot use."""
+        asks for, or has it in a type that the expression cannot use. To walk through all of them
+        costs no more than is left of `WORK_MAX`.
+
+        Raises:
+            CostlyError: They cost more than they may for one document.
+        """
         self._functions.key = key
+        interpreter = self._interpreter
+        interpreter.work_left = WORK_MAX
         values = []
-        for compiled in self._compiled:
+        for parsed in self._parsed:
             try:
-                values.append(compiled.search(document, self._options))
+                values.append(interpreter.visit(parsed, document))
+            except CostlyError:
+                raise
             except Exception:  # noqa: BLE001
                 # Not only JMESPathError: jmespath passes on what Python raises for a number in a
                 # string, for strings compared with numbers, for infinity made an integer.
                 values.append(None)
+        interpreter.charge_value(values)
         return values
 
 
@@ -62,18 +73,28 @@ def is_true(value: object) -> bool:
 
 _COUNTS_FROM: Final = 1
 
+LENGTH_MAX: Final = 4096
+"""Characters of an expression: some 50 ms to compile."""
+
 DEPTH_MAX: Final = 100
 """Expressions within expressions, as in `a || b || c`: each costs the interpreter's stack two calls
 or three."""
 
 
 def check(text: str) -> Any:
-    """Compiles an expression.
+    """Compiles an expression. O(its length).
+
+    Returns:
+        Its tree, for an interpreter.
 
     Raises:
-        ExpressionError: It is not valid, calls an unknown function, or is too deep; with the
-            column.
+        ExpressionError: It is not valid, calls an unknown function, is too long or too deep; with
+            the column.
     """
+    if len(text) > LENGTH_MAX:
+        raise ExpressionError(
+            f"the expression has {len(text):,} characters; at most {LENGTH_MAX:,} are allowed"
+        )
     try:
         compiled = jmespath.compile(text)
     except exceptions.EmptyExpressionError as error:
@@ -95,7 +116,7 @@ def check(text: str) -> Any:
             raise ExpressionError(
                 f"column {column}: {name}() takes {len(signature)} arguments, not {arguments}"
             )
-    return compiled
+    return compiled.parsed
 
 
 def _reason(error: exceptions.ParseError) -> str:
