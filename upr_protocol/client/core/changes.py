@@ -78,25 +78,22 @@ class Change:
         return self.durability, self.copies
 
 
-def fill_bundle(changes: Iterable[Change]) -> list[Change]:
-    """The first of `changes`, with others of its level as far as they fit one bundle, in the order
-    of their partitions. Changes of one partition keep their order."""
-    chosen, nbytes = list[Change](), 0
+def count_fitting(changes: Iterable[Change]) -> int:
+    """How many of the first of `changes`, at least one, fit one bundle. O(the answer)."""
+    count = nbytes = 0
     for change in changes:
-        if chosen and change.level != chosen[0].level:
-            continue
         nbytes += len(change.key) + len(change.value)
-        if chosen and (nbytes > BATCH_BYTES or len(chosen) >= BATCH_MUTATIONS):
+        if count and (nbytes > BATCH_BYTES or count >= BATCH_MUTATIONS):
             break
-        chosen.append(change)
-    return sorted(chosen, key=_PARTITION)
+        count += 1
+    return count
 
 
 class ChangeBundle:
     """Changes that are sent together.
 
     Args:
-        changes: The changes, as `fill_bundle` gives them.
+        changes: The changes, all of one level, in the order of their partitions.
     """
 
     __slots__ = ("_bounds", "_partitions", "changes")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Any, Final, Generic, TypeVar
 
 import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.calls import Call, checked, over_quota
-from upr_protocol.client.core.changes import Change, ChangeBundle, fill_bundle
+from upr_protocol.client.core.changes import Change, ChangeBundle, count_fitting
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.trio.connection import Connection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
+from upr_protocol.ids import Durability
 from upr_protocol.limits import REQUESTS_OPEN_MAX
 from upr_protocol.wire import Message, MutateReply
 
 T = TypeVar("T")
+
+_PARTITION: Final = attrgetter("change.partition")
 
 
 class PendingReply(Generic[T]):
@@ -139,7 +144,9 @@ class RequestChannel:
         self._credit_timeout_s = credit_timeout_s
         self._connection: Connection | None = None
         self._replies: dict[int, PendingReply[Any] | PendingBundle] = {}
-        self._unsent: list[PendingChange] = []
+        self._unsent: dict[tuple[Durability, int], dict[PendingChange, None]] = {}
+        """The changes to send, in their order, by their level: a bundle has one. The level whose
+        turn is next comes first."""
         self._sending = 0
         self._changed = Notifier()
 
@@ -178,11 +185,17 @@ class RequestChannel:
             self._send_changes()
 
     def _send_changes(self) -> None:
-        unsent = {pending.change: pending for pending in self._unsent}
-        changes = fill_bundle(unsent)
-        pending = [unsent.pop(change) for change in changes]
-        self._unsent = list(unsent.values())
-        bundle = ChangeBundle(changes)
+        level, unsent = next(iter(self._unsent.items()))
+        count = count_fitting(change.change for change in unsent)
+        pending = list(islice(unsent, count))
+        for change in pending:
+            del unsent[change]
+        del self._unsent[level]
+        if unsent:
+            self._unsent[level] = unsent  # after the other levels
+        # Changes of one partition keep their order.
+        pending.sort(key=_PARTITION)
+        bundle = ChangeBundle([change.change for change in pending])
         reply = PendingBundle(bundle, pending)
         opaque = self.connection.session.new_opaque()
         try:
@@ -200,10 +213,10 @@ class RequestChannel:
 
     def lost(self, error: UprError) -> None:
         replies, self._replies = self._replies, {}
-        unsent, self._unsent = self._unsent, []
+        unsent, self._unsent = self._unsent, {}
         for reply in replies.values():
             reply.fail(error)
-        for pending in unsent:
+        for pending in chain.from_iterable(unsent.values()):
             pending.resolve(error)
         self._changed.notify()
 
@@ -233,7 +246,7 @@ class RequestChannel:
         if connection.failure is not None:
             raise connection.failure
         pending = PendingChange(change)
-        self._unsent.append(pending)
+        self._unsent.setdefault(change.level, {})[pending] = None
         connection.request_write()
         try:
             with trio.move_on_after(self._credit_timeout_s):
@@ -242,9 +255,18 @@ class RequestChannel:
                 raise over_quota(self._address, self._credit_timeout_s)
             return await pending.wait()
         finally:
-            if pending in self._unsent:
-                self._unsent.remove(pending)
-                self._changed.notify()
+            if not pending.is_sent:
+                self._discard(pending)
+
+    def _discard(self, pending: PendingChange) -> None:
+        """Makes sure that a change is not sent any more."""
+        level = pending.change.level
+        unsent = self._unsent.get(level, {})
+        if pending in unsent:
+            del unsent[pending]
+            if not unsent:
+                del self._unsent[level]
+            self._changed.notify()
 
     async def send(self, call: Call[T]) -> PendingReply[T]:
         """Sends a request that is no change. Waits for room; cancelled meanwhile, nothing was sent.
