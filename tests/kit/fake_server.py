@@ -175,7 +175,7 @@ class FakeServer:
             connection.wake()
 
     async def serve(self, stream: trio.abc.Stream) -> None:
-        connection = FakeConnection(self, stream)
+        connection = FakeConnection(self, stream, trio.current_time())
         self.connections.add(connection)
         try:
             await connection.run()
@@ -193,8 +193,8 @@ class FakeConnection:
         scope: Cancelled, the connection ends.
     """
 
-    def __init__(self, server: FakeServer, stream: trio.abc.Stream) -> None:
-        self.session = ServerSession("fake", now=trio.current_time())
+    def __init__(self, server: FakeServer, stream: trio.abc.Stream, now: float) -> None:
+        self.session = ServerSession("fake", now=now)
         self._server = server
         self._stream = stream
         self.counts: Counter[type[Message]] = Counter()
@@ -216,9 +216,7 @@ class FakeConnection:
     async def _read(self) -> None:
         try:
             while data := bytes(await self._stream.receive_some(65536)):
-                self.session.receive(data, trio.current_time())
-                for message in self.session.events():
-                    self._handle(message)
+                self.receive(data, trio.current_time())
                 self.wake()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
@@ -230,7 +228,8 @@ class FakeConnection:
     async def _write(self) -> None:
         try:
             while True:
-                self._step()
+                if not self.scope.cancel_called:
+                    self.step()
                 if outgoing := self.session.take_outgoing(trio.current_time()):
                     await self._stream.send_all(b"".join(outgoing))
                 elif self.session.state is SessionState.CLOSED:
@@ -248,10 +247,15 @@ class FakeConnection:
 
     # Streaming.
 
-    def _step(self) -> None:
+    def receive(self, data: bytes, now: float) -> None:
+        """Handles what arrived."""
+        self.session.receive(data, now)
+        for message in self.session.events():
+            self._handle(message)
+
+    def step(self) -> None:
+        """Queues a little of what the streams have to send."""
         session = self.session
-        if self.scope.cancel_called:
-            return
         while session.outgoing_bytes < 4096 and session.window.open and not self._server.paused:
             if self._turn is None:
                 self._turn = session.next_partition()
