@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, cast
 
-from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation, encoded_bytes
+from upr_kernel import gather
+from upr_protocol.chunk import Buffer, Chunk, ChunkBuilder, Mutation, encoded_bytes
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
@@ -38,6 +39,13 @@ flags cannot let go of numbers that a filling array spans."""
 
 ROW_BYTES: Final = 33
 """What a mutation takes in the columns of a chunk, beside its key and value."""
+
+PART_ROWS_MIN: Final = 4
+"""Fewer rows of a chunk are appended to the builder of a filling array one by one."""
+
+PART_BYTES: Final = 130
+"""What a part of a filling array takes beside its chunk, about: a bytes object (33), its places in
+three lists and two numbers (88)."""
 
 _KEEP: Final = bytes((1, 0)) + bytes(254)
 
@@ -249,11 +257,20 @@ class SingleArray(DocumentArray):
 
 
 class FillingArray(DocumentArray):
-    """The array at the open snapshot's end, which takes mutations one by one, or few at a time."""
+    """The array at the open snapshot's end, which takes mutations one by one, or few at a time.
 
-    __slots__ = ("_builder",)
+    Rows of a published chunk are copied as they come, each run of them into a part of its own; the
+    kernel gathers all parts when the array is sealed. So nothing of a publisher's bundle stays in
+    memory, and a run costs no work a row here. Single mutations go into a builder behind the parts.
+    """
+
+    __slots__ = ("_builder", "_ends", "_lasts", "_parts")
 
     def __init__(self, first: SeqNo) -> None:
+        self._parts: list[bytes] = []
+        # How many mutations the parts hold, up to and with each, and the last number of each.
+        self._ends: list[int] = []
+        self._lasts: list[int] = []
         self._builder = ChunkBuilder()
         self.first = first
         self.last = first
@@ -275,20 +292,43 @@ class FillingArray(DocumentArray):
     def extend(self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas) -> int:
         """Adds rows of a published chunk, `SET`s, at the end; returns the bytes they take. O(rows),
         at memory speed."""
-        count, builder = high - low, self._builder
-        data_bytes = len(builder.key_bytes) + len(builder.value_bytes)
-        builder.extend_rows(chunk, low, high, first_seq, first_cas)
+        nbytes, count = self.nbytes, high - low
+        if count < PART_ROWS_MIN:
+            builder = self._builder
+            data_bytes = len(builder.key_bytes) + len(builder.value_bytes)
+            builder.extend_rows(chunk, low, high, first_seq, first_cas)
+            added_bytes = len(builder.key_bytes) + len(builder.value_bytes) - data_bytes
+            self.nbytes += ROW_BYTES * count + added_bytes
+        else:
+            if len(self._builder):
+                self._end_builder()
+            last = first_seq + count - 1
+            rows = (chunk.encode(), low, high, None, first_seq, first_cas)
+            self._add_part(gather([rows], first_seq - 1, last), count, last)
         self.last = SeqNo(first_seq + count - 1)
         self.count += count
         self.live += count
-        added_bytes = len(builder.key_bytes) + len(builder.value_bytes) - data_bytes
-        taken = ROW_BYTES * count + added_bytes
-        self.nbytes += taken
-        return taken
+        return self.nbytes - nbytes
 
-    def pop(self) -> int:
-        """Takes the last mutation away, for one that replaces it in place; returns its bytes."""
+    def _end_builder(self) -> None:
+        """Makes a part of what single mutations are there."""
         builder = self._builder
+        self.nbytes -= ROW_BYTES * len(builder) + len(builder.key_bytes) + len(builder.value_bytes)
+        self._add_part(bytes(builder.build().encode()), len(builder), builder.seqs[-1])
+        self._builder = ChunkBuilder()
+
+    def _add_part(self, part: bytes, count: int, last: int) -> None:
+        self._ends.append(count + (self._ends[-1] if self._ends else 0))
+        self._lasts.append(last)
+        self._parts.append(part)
+        self.nbytes += PART_BYTES + len(part)
+
+    def pop(self) -> int | None:
+        """Takes the last mutation away, for one that replaces it in place; returns its bytes. None
+        if it came with others: then it stays."""
+        builder = self._builder
+        if not len(builder):
+            return None
         before = len(builder.key_bytes) + len(builder.value_bytes)
         builder.pop()
         freed = ROW_BYTES + before - len(builder.key_bytes) - len(builder.value_bytes)
@@ -308,20 +348,37 @@ class FillingArray(DocumentArray):
 
     def sealed(self) -> NumberedArray:
         """The same mutations, closely packed. O(bytes)."""
-        array = NumberedArray(self._builder.build())
+        first_seq = SeqNo(self._seq_at_front())
+        array = NumberedArray(self.whole(SeqNo(first_seq - 1), self.last))
         array.first = self.first
         array.live = self.live
         array.skip = self.skip
         return array
 
+    def _seq_at_front(self) -> int:
+        return Chunk(self._parts[0]).seqs[0] if self._parts else self._builder.seqs[0]
+
     def index(self, seq: int) -> int:
-        seqs = self._builder.seqs
+        lasts = self._lasts
+        if lasts and seq <= lasts[-1]:
+            part = bisect_left(lasts, seq)
+            seqs = cast("Sequence[int]", Chunk(self._parts[part]).seqs)
+            rows_before = self._ends[part - 1] if part else 0
+        else:
+            seqs = self._builder.seqs
+            rows_before = self._ends[-1] if lasts else 0
         index = bisect_left(seqs, seq)
-        if index == self.count or seqs[index] != seq:
+        if index == len(seqs) or seqs[index] != seq:
             raise KeyError(seq)
-        return index
+        return rows_before + index
 
     def mutation(self, index: int) -> Mutation:
+        ends = self._ends
+        part = bisect_right(ends, index)
+        if part:
+            index -= ends[part - 1]
+        if part < len(ends):
+            return Chunk(self._parts[part]).mutation(index)
         builder = self._builder
         keys, values = builder.key_offsets, builder.value_offsets
         return Mutation(
@@ -335,10 +392,24 @@ class FillingArray(DocumentArray):
         )
 
     def seqs(self) -> Sequence[int]:
-        return self._builder.seqs
+        if not self._parts:
+            return self._builder.seqs
+        seqs: list[int] = []
+        for part in self._parts:
+            seqs += Chunk(part).seqs.tolist()
+        seqs += self._builder.seqs
+        return seqs
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
-        return self._builder.build(start, end)
+        if not self._parts:
+            return self._builder.build(start, end)
+        parts: list[tuple[Buffer, int, int, Buffer | None, int | None, int]] = [
+            (part, 0, end - begin, None, None, 0)
+            for part, begin, end in zip(self._parts, [0, *self._ends], self._ends, strict=False)
+        ]
+        if len(self._builder):
+            parts.append((self._builder.build().encode(), 0, len(self._builder), None, None, 0))
+        return Chunk(gather(parts, start, end))
 
     def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
         self.sealed().copy_into(builder, after, through)

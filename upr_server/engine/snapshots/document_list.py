@@ -178,9 +178,12 @@ class DocumentList:
         What replaces it must be added next: the array may stand there empty.
         """
         filling = self._filling
-        if filling is None or filling.last != seq or not filling.count:
+        if filling is None or filling.last != seq:
             return False
-        self._memory.arrays -= filling.pop()
+        freed = filling.pop()
+        if freed is None:
+            return False
+        self._memory.arrays -= freed
         return True
 
     def skip(self, seq: int) -> None:
