@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    suppress,
-)
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Final
 
@@ -25,13 +20,12 @@ from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
 from upr_server.replication import MapExchange, PartitionMaps
-from upr_server.runtime import BoundListeners, System, is_loopback, run_until_signal
+from upr_server.runtime import BoundListeners, System
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.maintenance import IDLE_S, REST_S
-from upr_server.storage.processes import open_store
 
 UPKEEP_CONSUMER: Final = ".upkeep"
 UPKEEP_TIMEOUT_S: Final = 60.0
@@ -123,7 +117,7 @@ class Server:
 
 @asynccontextmanager
 async def running_server(
-    config: Config, store: Store | None = None, system: System | None = None
+    config: Config, store: Store, system: System | None = None
 ) -> AsyncIterator[Server]:
     """A server that runs for as long as the context.
 
@@ -133,29 +127,17 @@ async def running_server(
 
     Args:
         config: What it is told.
-        store: Its disk; by default that of the data directory.
+        store: Its disk.
         system: Its clock, chance and network; by default the real ones.
 
     Raises:
         ListenError: The address cannot be listened on.
-        StorageError: The data directory cannot be used, or the disk failed.
+        StorageError: The disk failed.
     """
     system = system or System()
-    async with AsyncExitStack() as stack:
-        if store is None:
-            store = await stack.enter_async_context(
-                open_store(config.data_path(), bytes_max=config.disk_bytes_max)
-            )
-        bus = None
-        if config.events:
-            bus = EventBus(store, time=system.time, new_id=system.new_id)
-        yield await stack.enter_async_context(_serving(config, store, bus, system))
-
-
-@asynccontextmanager
-async def _serving(
-    config: Config, store: Store, bus: EventBus | None, system: System
-) -> AsyncIterator[Server]:
+    bus = None
+    if config.events:
+        bus = EventBus(store, time=system.time, new_id=system.new_id)
     # An address that is not to be had is noticed before anything of a bucket is touched; a client
     # that connects before it is served waits for that.
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
@@ -247,24 +229,3 @@ async def _accepting(config: Config, server: Server, bound: BoundListeners) -> A
             nursery.cancel_scope.cancel()
         server.connections.shut_down()
         handlers.cancel_scope.deadline = trio.current_time() + config.shutdown_deadline_s
-
-
-async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
-    """Runs a server until SIGINT or SIGTERM. A second one, while peers still take what is queued,
-    drops them at once.
-
-    Args:
-        config: What it is told.
-        on_listening: Called once it listens.
-    """
-
-    def on_running(server: Server) -> None:
-        on_listening(server)
-        log.info("listening", host=server.host, port=server.port)
-        if not is_loopback(server.host):
-            log.warning(
-                "other machines can connect, and nobody is authenticated; use a trusted network",
-                host=server.host,
-            )
-
-    await run_until_signal(running_server(config), on_running)

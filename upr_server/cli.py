@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import trio
@@ -15,7 +15,6 @@ import trio
 import upr_kernel
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
-from upr_server.app import Server, serve
 from upr_server.config import Config, load_config
 from upr_server.runtime import (
     ConfigError,
@@ -23,12 +22,16 @@ from upr_server.runtime import (
     rare_collections,
     set_up_logging,
 )
+from upr_server.startup import serve
 from upr_server.storage.directory import default_data_dir, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError, StorageError
 from upr_server.storage.offline.dump import DumpOptions
 from upr_server.storage.offline.findings import Problem, Progress
 from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
 from upr_server.storage.offline.restore import begin_new_histories
+
+if TYPE_CHECKING:
+    from upr_server.app import Server
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1

@@ -27,6 +27,7 @@ from upr_protocol.wire import MESSAGES, NextEvents
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.events import EventBus
+from upr_server.startup import started_server
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 2),))
@@ -217,13 +218,13 @@ async def test_more_design_documents_than_are_named(server: Server) -> None:
 
 async def test_a_clean_restart_loses_nothing_and_a_crash_says_so(tmp_path: Path) -> None:
     config = Config(listen="127.0.0.1:0", data_dir=str(tmp_path), buckets=CONFIG.buckets)
-    async with running_server(config) as server, connect(server.url("b")) as client:
+    async with started_server(config) as server, connect(server.url("b")) as client:
         async with feed_of(server) as feed:
             await client.set("k", "v")
             incarnation = (await event(feed)).incarnation
         await client.create_bucket("meanwhile")
     async with (
-        running_server(config) as server,
+        started_server(config) as server,
         follow_events(server.url(), consumer="c") as feed,
         connect(server.url("b")) as client,
     ):
@@ -235,7 +236,7 @@ async def test_a_clean_restart_loses_nothing_and_a_crash_says_so(tmp_path: Path)
     # So it is after a crash.
     (tmp_path / "event-queues").unlink()
     async with (
-        running_server(config) as server,
+        started_server(config) as server,
         follow_events(server.url(), consumer="c") as feed,
     ):
         assert await told(feed) == EVERYTHING
@@ -265,7 +266,7 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     config = Config(listen=f"127.0.0.1:{port}", data_dir=str(tmp_path), buckets=CONFIG.buckets)
     async with follow_events(f"upr://127.0.0.1:{port}", consumer="c", draw=lambda: 0.0) as feed:
         for number in range(2):
-            async with running_server(config) as server:
+            async with started_server(config) as server:
                 if not number:
                     assert await told(feed) == EVERYTHING
                 async with connect(server.url("b")) as client:

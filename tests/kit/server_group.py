@@ -18,6 +18,7 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, Config
 from upr_server.engine import Partition
+from upr_server.startup import started_server
 from upr_server.storage.simulated import SimulatedStore
 
 BUCKET = "b"
@@ -103,7 +104,8 @@ class ServerGroup:
     ) -> None:
         stop, stopped = trio.Event(), trio.Event()
         self._stop[name], self._stopped[name] = stop, stopped
-        async with running_server(config, store) as server:
+        running = started_server(config) if store is None else running_server(config, store)
+        async with running as server:
             self.servers[name] = server
             started.set()
             await stop.wait()

@@ -34,7 +34,7 @@ from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
-from upr_server.app import Server, running_server, serve
+from upr_server.app import Server, running_server
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.config import Config
 from upr_server.engine import QUOTA_BYTES_MIN, FetchRequest
@@ -51,6 +51,7 @@ from upr_server.replication.clustered_bucket import ClusteredBucket
 from upr_server.replication.map_exchange import ASK_INTERVAL_S, NodeConnections
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import bind_tcp, open_listeners, run_until_signal
+from upr_server.startup import serve, started_server
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Commit,
@@ -83,7 +84,9 @@ Function = Callable[..., Any]
 
 P0: Final = PartitionId(0)
 CALL_S: Final = 0.001
-PACKAGES: Final = ("app", "buckets", "runtime", "events", "net", "replication", "storage")
+PACKAGES: Final = (
+    *("app", "startup", "buckets", "runtime", "events", "net", "replication", "storage"),
+)
 TRIED: Final[set[Function]] = set()
 """Those that tests below say they cancel; each test sees that it does."""
 
@@ -702,7 +705,7 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
     steps.check_inside(ProcessStore.execute)
 
 
-SIGNALS: Final = tries(serve, run_until_signal)
+SIGNALS: Final = tries(serve, started_server, run_until_signal)
 
 
 async def test_a_server_until_a_signal(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ class Node:
             shutdown_deadline_s=1.0,
         )
         has_died = False
+        assert self.store is not None, "it is started with its disk"
         try:
             with self._scope:
                 async with running_server(config, self.store, self._system()) as server:

@@ -1,0 +1,54 @@
+"""The start of the server: the disk's processes first, and the rest while those start.
+
+This imports only what starts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+
+from upr_server.config import Config
+from upr_server.runtime import is_loopback, run_until_signal
+from upr_server.storage.processes import open_store
+
+if TYPE_CHECKING:
+    from upr_server.app import Server
+
+log = structlog.get_logger(__name__)
+
+
+@asynccontextmanager
+async def started_server(config: Config) -> AsyncIterator[Server]:
+    """A server over its data directory, for as long as the context; else as `running_server`."""
+    async with open_store(config.data_path(), bytes_max=config.disk_bytes_max) as store:
+        # Importing takes this process as long as the others need to start, and nobody is served
+        # yet whom it could hold up.
+        from upr_server.app import running_server
+
+        async with running_server(config, store) as server:
+            yield server
+
+
+async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
+    """Runs a server until SIGINT or SIGTERM. A second one, while peers still take what is queued,
+    drops them at once.
+
+    Args:
+        config: What it is told.
+        on_listening: Called once it listens.
+    """
+
+    def on_running(server: Server) -> None:
+        on_listening(server)
+        log.info("listening", host=server.host, port=server.port)
+        if not is_loopback(server.host):
+            log.warning(
+                "other machines can connect, and nobody is authenticated; use a trusted network",
+                host=server.host,
+            )
+
+    await run_until_signal(started_server(config), on_running)
