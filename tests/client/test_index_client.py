@@ -37,7 +37,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(index_client, "INDEXER_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(index_client, "SLACK_S", 0.1)
+    monkeypatch.setattr(index_client, "ANSWER_SLACK_S", 0.1)
     with HTTPServer(("127.0.0.1", 0), Answers) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -14,7 +14,7 @@ from upr_protocol.client.operator import (
     take_over,
 )
 from upr_protocol.client.operator.plan import active_assignment, partitions_text
-from upr_protocol.client.operator.takeover import CLOSE_CHANGES
+from upr_protocol.client.operator.takeover import HANDOVER_LAG_CHANGES
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
@@ -238,7 +238,7 @@ async def test_a_takeover_by_a_replica_that_stays_far_behind_changes_nothing() -
         before = group.map("a")
         cluster: Any = group.servers["b"].partition_maps
         await cluster.stop()
-        await group.set("a", {f"key {n}": "v" for n in range(CLOSE_CHANGES + 1)})
+        await group.set("a", {f"key {n}": "v" for n in range(HANDOVER_LAG_CHANGES + 1)})
         timeouts = TakeoverTimeouts(approach_s=0.3)
         with pytest.raises(NotDoneError, match="b does not come close to a: it lacks 257 changes"):
             await take_over(group.operator(), to="b", all_of="a", timeouts=timeouts)

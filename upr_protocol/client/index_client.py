@@ -17,7 +17,7 @@ T = TypeVar("T")
 INDEXER_TIMEOUT_S: Final = 10.0
 """How long a scan may wait by default for the index to be as fresh as asked."""
 
-SLACK_S: Final = 30.0
+ANSWER_SLACK_S: Final = 30.0
 """How much longer an answer may take before the connection counts as lost."""
 
 Key = Sequence[Any]
@@ -245,7 +245,7 @@ class IndexClient:
     ) -> bytes:
         connection = self._connection
         # The connection gives this to sockets that it makes; a socket that it has keeps its own.
-        connection.timeout = timeout_s + SLACK_S
+        connection.timeout = timeout_s + ANSWER_SLACK_S
         reused = connection.sock is not None
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import CounterDelta, plain_chunk
-from upr_protocol.client.core.batcher import BATCH_MUTATIONS
+from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import Batch, PublishOptions, UnansweredBatches
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import Status
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
     def check_bundle(self, message: Mutate) -> None:
         assert message.attempt == ATTEMPT
         bundle = message.bundle
-        assert len(bundle.runs) == 1 or len(bundle) <= BATCH_MUTATIONS
+        assert len(bundle.runs) == 1 or len(bundle) <= BUNDLE_MUTATIONS
         for index, run in enumerate(bundle.runs):
             chain = 0
             for batch in self.added[run.partition][: run.counter]:

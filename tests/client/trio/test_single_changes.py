@@ -17,7 +17,7 @@ from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.scheduler import seeded_scheduler
 from upr_protocol.client import Client, WriteResult, connect
-from upr_protocol.client.core.batcher import BATCH_MUTATIONS
+from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Durability
 from upr_protocol.wire import Message, Mutate
@@ -180,8 +180,8 @@ async def test_the_levels_of_waiting_changes_take_turns(
         assert not heard
         server.grant(1 << 20)
     assert heard[:3] == [
-        (Durability.MEMORY, BATCH_MUTATIONS),
+        (Durability.MEMORY, BUNDLE_MUTATIONS),
         (Durability.PERSISTED, 3),
-        (Durability.MEMORY, BATCH_MUTATIONS),
+        (Durability.MEMORY, BUNDLE_MUTATIONS),
     ]
     assert sum(count for _, count in heard) == len(server.contents()) == 5003

@@ -14,7 +14,7 @@ import trio
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.blocking.trio_thread import TrioThread
-from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS
+from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.trio.publisher import Publisher
 from upr_protocol.errors import UprError
@@ -117,7 +117,7 @@ class BlockingPublisher:
         """As many batches as fill a bundle; fewer, or none, at the end of the source."""
         bundle: list[tuple[PartitionId, Chunk]] = []
         rows = nbytes = 0
-        while rows < BATCH_MUTATIONS and nbytes < BATCH_BYTES:
+        while rows < BUNDLE_MUTATIONS and nbytes < BUNDLE_BYTES:
             batch = next(source, None)
             if batch is None:
                 break

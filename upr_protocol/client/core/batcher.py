@@ -12,13 +12,14 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
 
-BATCH_MUTATIONS: Final = 1_024
-"""With more operations, what a bundle costs beside them hardly matters."""
+BUNDLE_MUTATIONS: Final = 1_024
+"""Operations that fill a bundle. With more, what a bundle costs beside them hardly matters."""
 
-BATCH_BYTES: Final = 256 * 1024
-"""Long enough for large sends, short enough that other messages do not wait behind one bundle."""
+BUNDLE_BYTES: Final = 256 * 1024
+"""Bytes that fill a bundle: long enough for large sends, short enough that other messages do not
+wait long for one bundle to pass."""
 
-BATCH_BYTES_LIMIT: Final = 8 * 1024 * 1024
+BUNDLE_BYTES_LIMIT: Final = 8 * 1024 * 1024
 """With one more value of the largest size, the batch still fits a frame."""
 
 _OPERATION_BYTES: Final = 33
@@ -36,10 +37,12 @@ class BatchLimits:
     """
 
     mutations: int = attrs.field(
-        default=BATCH_MUTATIONS,
+        default=BUNDLE_MUTATIONS,
         validator=[attrs.validators.ge(1), attrs.validators.le(BUNDLE_MUTATIONS_MAX)],
     )
-    nbytes: int = attrs.field(default=BATCH_BYTES, validator=attrs.validators.le(BATCH_BYTES_LIMIT))
+    nbytes: int = attrs.field(
+        default=BUNDLE_BYTES, validator=attrs.validators.le(BUNDLE_BYTES_LIMIT)
+    )
     linger_s: float = 0.005
 
 

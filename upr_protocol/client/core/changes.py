@@ -10,7 +10,7 @@ from typing import Final
 import attrs
 
 from upr_protocol.chunk import Bundle, Chunk, ChunkBuilder, Run
-from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, check_sizes
+from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS, check_sizes
 from upr_protocol.client.core.calls import Call
 from upr_protocol.client.core.key_lookup import Text, to_bytes
 from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult, split_reply
@@ -83,7 +83,7 @@ def count_fitting(changes: Iterable[Change]) -> int:
     count = nbytes = 0
     for change in changes:
         nbytes += len(change.key) + len(change.value)
-        if count and (nbytes > BATCH_BYTES or count >= BATCH_MUTATIONS):
+        if count and (nbytes > BUNDLE_BYTES or count >= BUNDLE_MUTATIONS):
             break
         count += 1
     return count

@@ -66,7 +66,7 @@ class RefusedStream:
 
 
 @attrs.define(eq=False)
-class _Connection:
+class _ConnectionStreams:
     """What has been said on one connection.
 
     Attributes:
@@ -116,7 +116,7 @@ class StreamFollower:
         self.refused_streams: list[RefusedStream] = []
         self._state = state
         self._snapshots = SnapshotDeliveries(state.received)
-        self._connection: _Connection | None = None
+        self._connection: _ConnectionStreams | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -140,7 +140,7 @@ class StreamFollower:
     def connected(self, session: ClientSession, handshake: Handshake) -> None:
         """Requests the remaining streams on a new connection."""
         self.failure = None
-        self._connection = _Connection(session, handshake, self._state.new_connection())
+        self._connection = _ConnectionStreams(session, handshake, self._state.new_connection())
         for partition in sorted(self.partitions & self._state.remaining):
             self._open_stream(self._connection, partition)
 
@@ -179,7 +179,7 @@ class StreamFollower:
             session.send(CloseStream(partition=partition, opaque=stream.opaque))
         self._go_if_all_answered(connection)
 
-    def _open_stream(self, connection: _Connection, partition: PartitionId) -> None:
+    def _open_stream(self, connection: _ConnectionStreams, partition: PartitionId) -> None:
         if not self._state.decide_bounds(partition, connection.handshake):
             wanted_state = self._state.subscription.state.name.lower()
             self._give_up_connection(
@@ -216,7 +216,7 @@ class StreamFollower:
             )
         )
 
-    def _go_if_all_answered(self, connection: _Connection) -> None:
+    def _go_if_all_answered(self, connection: _ConnectionStreams) -> None:
         """Has the server send data, once every stream is answered for. So the new logs of all
         streams are saved at once, before any data."""
         if connection.requested or connection.is_flowing or self.failure is not None:
@@ -299,7 +299,7 @@ class StreamFollower:
         return ()
 
     def _barrier_returned(
-        self, connection: _Connection, message: BarrierReply
+        self, connection: _ConnectionStreams, message: BarrierReply
     ) -> Iterable[Delivery]:
         barriers = self._state.barriers
         passed = connection.barriers.pop(message.cookie, set())
@@ -310,7 +310,9 @@ class StreamFollower:
         self.send_barriers()
         return [Delivery(event) for event in completed]
 
-    def _stream_answered(self, connection: _Connection, message: StreamReply) -> Iterable[Delivery]:
+    def _stream_answered(
+        self, connection: _ConnectionStreams, message: StreamReply
+    ) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
         if self._is_removed(connection, partition):
             if status is not Status.OK:
@@ -326,7 +328,9 @@ class StreamFollower:
         self._stream_refused(connection, partition, error, message.map_revision)
         return ()
 
-    def _stream_accepted(self, connection: _Connection, message: StreamReply) -> Iterable[Delivery]:
+    def _stream_accepted(
+        self, connection: _ConnectionStreams, message: StreamReply
+    ) -> Iterable[Delivery]:
         partition, log, state = message.partition, message.log, self._state
         if not state.confirm_end(partition, log.current):
             self._give_up_connection(
@@ -356,7 +360,7 @@ class StreamFollower:
             deliveries += deliver_missing_end(partition, log.current, after.last_complete)
         return deliveries
 
-    def _rollback_ordered(self, connection: _Connection, message: StreamReply) -> Delivery:
+    def _rollback_ordered(self, connection: _ConnectionStreams, message: StreamReply) -> Delivery:
         request = RollbackRequest(message.partition, message.seq, message.reason)
         if self._state.subscription.has_undo:
             self._state.rollbacks[request.partition] = request
@@ -373,7 +377,9 @@ class StreamFollower:
         event = RolledBack(partition, request.ceiling, to, request.reason)
         return Delivery(event, (partition, position), priority=SavePriority.URGENT)
 
-    def _stream_ended(self, connection: _Connection, message: StreamEnd) -> Iterable[Delivery]:
+    def _stream_ended(
+        self, connection: _ConnectionStreams, message: StreamEnd
+    ) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
         if self._is_removed(connection, partition):
             self._reopen(connection, partition)
@@ -393,18 +399,18 @@ class StreamFollower:
             deliveries += [Delivery(event) for event in completed]
         return deliveries
 
-    def _is_removed(self, connection: _Connection, partition: PartitionId) -> bool:
+    def _is_removed(self, connection: _ConnectionStreams, partition: PartitionId) -> bool:
         """Whether a message belongs to a stream that this follower has removed."""
         return partition in connection.reopening or partition not in self.partitions
 
-    def _reopen(self, connection: _Connection, partition: PartitionId) -> None:
+    def _reopen(self, connection: _ConnectionStreams, partition: PartitionId) -> None:
         if partition in connection.reopening:
             connection.reopening.discard(partition)
             self._open_stream(connection, partition)
 
     def _stream_refused(
         self,
-        connection: _Connection,
+        connection: _ConnectionStreams,
         partition: PartitionId,
         error: ServerError,
         map_revision: int,

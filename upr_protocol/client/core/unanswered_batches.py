@@ -20,7 +20,7 @@ from typing import Final
 import attrs
 
 from upr_protocol.chunk import Bundle, Chunk, Run
-from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS
+from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
 from upr_protocol.client.core.results import (
     BatchResult,
     Failure,
@@ -57,7 +57,7 @@ CHUNK_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 1024
 """A frame, less the fields beside the chunk."""
 
 _REQUESTS_MAX: Final = REQUESTS_OPEN_MAX - 64
-_BATCH_BYTES: Final = 512
+_BATCH_OVERHEAD_BYTES: Final = 512
 """Memory of a batch beside its chunk, roughly."""
 
 
@@ -116,7 +116,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Its memory, roughly."""
-        return self.chunk.nbytes + _BATCH_BYTES
+        return self.chunk.nbytes + _BATCH_OVERHEAD_BYTES
 
     @property
     def is_done(self) -> bool:
@@ -442,8 +442,8 @@ class NodeBatches:
         or they fill a bundle."""
         return (
             not self._bundles
-            or self._unsent_rows >= BATCH_MUTATIONS
-            or self._unsent_bytes >= BATCH_BYTES
+            or self._unsent_rows >= BUNDLE_MUTATIONS
+            or self._unsent_bytes >= BUNDLE_BYTES
         )
 
     def _send_bundle(self, session: ClientSession) -> None:
@@ -453,7 +453,7 @@ class NodeBatches:
             chunk = queue.waiting[0].chunk
             rows += chunk.count
             nbytes += chunk.nbytes
-            if batches and (rows > BATCH_MUTATIONS or nbytes > BATCH_BYTES):
+            if batches and (rows > BUNDLE_MUTATIONS or nbytes > BUNDLE_BYTES):
                 break
             batches.append(queue.waiting[0])
         batches.sort(key=_partition_of)

@@ -21,10 +21,10 @@ from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap, newest
 from upr_protocol.transport import Dial, dial_tcp
 
-ASK_TIMEOUT_S: Final = 2.0
+NODE_ANSWER_TIMEOUT_S: Final = 2.0
 """How long a node may take to answer before it counts as unreachable."""
 
-APPLY_TIMEOUT_S: Final = 5.0
+MAP_APPLY_TIMEOUT_S: Final = 5.0
 """How long a node that must have a map may take to apply it."""
 
 
@@ -135,8 +135,8 @@ class Operator:
     address: Address
     identity: str = IDENTITY_DEFAULT
     on_progress: Callable[[str], None] = _ignore
-    ask_timeout_s: float = ASK_TIMEOUT_S
-    apply_timeout_s: float = APPLY_TIMEOUT_S
+    ask_timeout_s: float = NODE_ANSWER_TIMEOUT_S
+    apply_timeout_s: float = MAP_APPLY_TIMEOUT_S
     dial: Dial = dial_tcp
 
     def address_at(self, host_port: str) -> Address:

@@ -37,10 +37,10 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import HistoryPoint, PartitionMap
 
-CLOSE_CHANGES: Final = 256
-"""A target is close if it lacks at most this many changes, over all partitions."""
+HANDOVER_LAG_CHANGES: Final = 256
+"""A handover begins once its target lacks at most this many changes, over all partitions."""
 
-CLOSE_S: Final = 0.25
+HANDOVER_LAG_S: Final = 0.25
 """Or if it would catch up in this time, at its recent speed."""
 
 _APPROACH_POLL_S: Final = 0.1
@@ -214,7 +214,7 @@ class _Takeover:
     async def _approach(self) -> None:
         """Waits until the target is close, in the same histories."""
         is_reported = False
-        limit = CLOSE_CHANGES
+        limit = HANDOVER_LAG_CHANGES
         changes, asked_at = self._target_changes(), trio.current_time()
         while (lag := self._lag()) is None or lag > limit:
             if not is_reported:
@@ -226,7 +226,9 @@ class _Takeover:
             self._survey = attrs.evolve(self._survey, nodes=reports)
             before, changes = changes, self._target_changes()
             since, asked_at = asked_at, trio.current_time()
-            limit = max(CLOSE_CHANGES, int(CLOSE_S * (changes - before) / (asked_at - since)))
+            limit = max(
+                HANDOVER_LAG_CHANGES, int(HANDOVER_LAG_S * (changes - before) / (asked_at - since))
+            )
 
     # 2. The old active hands over.
 

@@ -34,12 +34,12 @@ from upr_protocol.wire import MapReply
 STABLE_CONNECTION_S: Final = 10.0
 """The loss of a connection that lasted so long counts as a first failure."""
 
-_MAP_ANSWER_TIMEOUT_S: Final = 0.1
+_BUSY_ANSWER_TIMEOUT_S: Final = 0.1
 """How long a node may take to tell its map on a connection that it is busy with. After that it is
 asked on a connection of its own: this one may be dead."""
 
 
-class NodeEndpoint(ConnectionHandler, Protocol):
+class NodeHandler(ConnectionHandler, Protocol):
     """What uses one node, over one connection after another: a publisher's batches, a client's
     requests or a consumer's streams.
 
@@ -54,7 +54,7 @@ class NodeEndpoint(ConnectionHandler, Protocol):
         have been carried out, and is not repeated."""
 
 
-H = TypeVar("H", bound=NodeEndpoint)
+H = TypeVar("H", bound=NodeHandler)
 
 
 class ConnectionsOwner(Protocol[H]):
@@ -71,13 +71,13 @@ class ConnectionsOwner(Protocol[H]):
     def is_waiting_for(self, partition: PartitionId) -> bool:
         """Whether something waits until `partition` has a node."""
 
-    def new_endpoint(self) -> H:
-        """An endpoint for one more node."""
+    def new_handler(self) -> H:
+        """A handler for one more node."""
 
-    def place(self, partition: PartitionId, endpoint: H | None) -> None:
-        """Uses `partition` at this endpoint's node from now on; None while it has no node."""
+    def place(self, partition: PartitionId, handler: H | None) -> None:
+        """Uses `partition` at this handler's node from now on; None while it has no node."""
 
-    def remove_endpoint(self, endpoint: H) -> None:
+    def remove_handler(self, handler: H) -> None:
         """The node is not needed any more."""
 
 
@@ -88,7 +88,7 @@ class _Node(Generic[H]):
     Attributes:
         address: Where it is. The user's address may name several hosts; one after the other is
             tried for the first node.
-        endpoint: Uses it.
+        handler: Uses it.
         connection: The connection to it; None while it is not connected.
         map_request: The question for its map on this connection.
         is_down: Whether the last connection, or attempt to make one, failed.
@@ -96,7 +96,7 @@ class _Node(Generic[H]):
     """
 
     address: Address
-    endpoint: H
+    handler: H
     connection: Connection | None = None
     map_request: MapRequest = attrs.field(factory=MapRequest)
     is_down: bool = False
@@ -107,7 +107,7 @@ class _Node(Generic[H]):
         is being connected to tells its revision by itself."""
         if self.connection is None:
             return not self.is_down
-        return self.map_request.send(self.connection, self.address.bucket, _MAP_ANSWER_TIMEOUT_S)
+        return self.map_request.send(self.connection, self.address.bucket, _BUSY_ANSWER_TIMEOUT_S)
 
 
 class ClusterConnections(Generic[H]):
@@ -179,7 +179,7 @@ class ClusterConnections(Generic[H]):
 
     def _add_node(self, address: Address) -> _Node[H]:
         assert self._nursery is not None
-        node = _Node(address, self._owner.new_endpoint())
+        node = _Node(address, self._owner.new_handler())
         self._nodes.append(node)
         self._nursery.start_soon(self._run_node, node)
         return node
@@ -212,33 +212,33 @@ class ClusterConnections(Generic[H]):
             # Other nodes may still have the bucket that this one does not have (any more).
             if isinstance(error, ServerError) and error.status is Status.NO_BUCKET:
                 error = BrokenError(str(error)) if self.metadata.revision else error
-            await trio.sleep(node.endpoint.retry.wait_s(error, trio.current_time()))
+            await trio.sleep(node.handler.retry.wait_s(error, trio.current_time()))
 
     async def _connect_once(self, node: _Node[H], host: Address) -> UprError:
         """Connects to a node and waits until the connection ends; gives the reason."""
         try:
             async with open_connection(
-                host, self._options, node.endpoint, self._opened
+                host, self._options, node.handler, self._opened
             ) as connection:
                 connected_at = trio.current_time()
                 await connection.ended.wait()
                 if trio.current_time() - connected_at >= STABLE_CONNECTION_S:
-                    node.endpoint.retry.progress()
+                    node.handler.retry.progress()
                 return connection.failure or ClosedError("the connection was closed here")
         except UprError as error:
             return error
 
     async def _close_node(self, node: _Node[H]) -> None:
-        await node.endpoint.drain()
+        await node.handler.drain()
         node.scope.cancel()
 
-    # For endpoints.
+    # For handlers.
 
-    def connected(self, endpoint: H, connection: Connection) -> None:
-        """An endpoint's connection has opened the bucket. The endpoint calls this before it uses
+    def connected(self, handler: H, connection: Connection) -> None:
+        """A handler's connection has opened the bucket. The handler calls this before it uses
         the connection, once the owner knows the bucket's partitions."""
         self._was_connected = True
-        node = self._node_of(endpoint)
+        node = self._node_of(handler)
         if node is None:
             return  # it was removed this moment
         node.connection, node.map_request, node.is_down = connection, MapRequest(), False
@@ -252,13 +252,13 @@ class ClusterConnections(Generic[H]):
             node.ask_map()
         self._check_located()
 
-    def received_map(self, endpoint: H, reply: MapReply) -> None:
+    def received_map(self, handler: H, reply: MapReply) -> None:
         """A node told its map.
 
         Raises:
             RemoteProtocolError: The answer is not a valid map.
         """
-        node = self._node_of(endpoint)
+        node = self._node_of(handler)
         if node is not None:
             node.map_request.is_open = False
         self._learn_map(reply)
@@ -287,8 +287,8 @@ class ClusterConnections(Generic[H]):
         """Why a partition has no node; None when that is not known."""
         return self._router.reason_unplaced(partition)
 
-    def _node_of(self, endpoint: H) -> _Node[H] | None:
-        return next((node for node in self._nodes if node.endpoint is endpoint), None)
+    def _node_of(self, handler: H) -> _Node[H] | None:
+        return next((node for node in self._nodes if node.handler is handler), None)
 
     def _check_located(self) -> None:
         reached = all(node.connection is not None or node.is_down for node in self._nodes)
@@ -320,12 +320,12 @@ class ClusterConnections(Generic[H]):
         placements = self._router.route(owner.partitions, down, owner.is_waiting_for, now)
         needed = {address for address in placements.values() if address is not None}
         nodes = {node.address: node for node in self._nodes}
-        # First new nodes, then partitions, and unneeded nodes last: an endpoint that is removed has
+        # First new nodes, then partitions, and unneeded nodes last: a handler that is removed has
         # nothing left to give away then.
         for address in sorted(needed - nodes.keys(), key=str):
             nodes[address] = self._add_node(address)
         for partition, chosen in placements.items():
-            owner.place(partition, None if chosen is None else nodes[chosen].endpoint)
+            owner.place(partition, None if chosen is None else nodes[chosen].handler)
         # If the map names no node at all, the nodes that are connected can still tell a newer map.
         if needed:
             for node in [node for node in self._nodes if node.address not in needed]:
@@ -334,7 +334,7 @@ class ClusterConnections(Generic[H]):
     def _remove_node(self, node: _Node[H]) -> None:
         assert self._nursery is not None
         self._nodes.remove(node)
-        self._owner.remove_endpoint(node.endpoint)
+        self._owner.remove_handler(node.handler)
         self._nursery.start_soon(self._close_node, node)
 
     @property

@@ -37,7 +37,7 @@ from upr_protocol.transport import (
 )
 from upr_protocol.wire import Close, Error, Message
 
-_TURN_BYTES: Final = 512 * 1024
+_READ_BYTES_AT_ONCE: Final = 512 * 1024
 """How much of what has arrived is read before other tasks get a turn."""
 
 _CLOSE_TIMEOUT_S: Final = 2.0
@@ -178,7 +178,7 @@ class Connection:
                 if not count:
                     self.fail(BrokenError("the server closed the connection"))
                     return
-                left = _TURN_BYTES
+                left = _READ_BYTES_AT_ONCE
                 while count:
                     for message in session.events():
                         self._received(message)

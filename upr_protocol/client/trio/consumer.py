@@ -60,7 +60,7 @@ application that keeps the state itself has two ways. It undoes here for good, a
 next event, and saves that event's state together with that.
 """
 
-_TURN_S: Final = 0.001
+_YIELD_INTERVAL_S: Final = 0.001
 """How long waiting events may be handed out before other tasks get their turn."""
 
 _LAST_SAVE_S: Final = 10.0
@@ -131,7 +131,7 @@ class Consumer:
         self._iterating = False
         self._barriers = BarrierWaiters(streams)
         self._saves = 0
-        self._turn_ends_at = 0.0
+        self._yields_at = 0.0
 
     @property
     def partition_count(self) -> int:
@@ -157,7 +157,7 @@ class Consumer:
         try:
             self._tracker.finish()
             now = trio.current_time()
-            if now >= self._turn_ends_at or now >= self._save_due_at():
+            if now >= self._yields_at or now >= self._save_due_at():
                 await self._give_way(now)
             while (event := self._hand_out_next()) is None:
                 await self._wait()
@@ -205,7 +205,7 @@ class Consumer:
         elif not len(self._streams.queue):
             with trio.move_on_at(self._save_due_at()):
                 await self._streams.queue.wait()
-            self._turn_ends_at = trio.current_time() + _TURN_S
+            self._yields_at = trio.current_time() + _YIELD_INTERVAL_S
 
     async def _roll_back(self, delivery: Delivery) -> None:
         """Has a rollback undone, before the application is given `RolledBack`, and before anything
@@ -297,7 +297,7 @@ class Consumer:
         if self._save_due_at() <= now:
             await self.save()
         await trio.lowlevel.checkpoint()
-        self._turn_ends_at = trio.current_time() + _TURN_S
+        self._yields_at = trio.current_time() + _YIELD_INTERVAL_S
 
     # The life of a consumer; `open_consumer` leads it.
 

@@ -120,19 +120,19 @@ class RequestDispatcher:
         """Never: each request has a timeout of its own."""
         return False
 
-    def new_endpoint(self) -> NodeChannel:
+    def new_handler(self) -> NodeChannel:
         channel = NodeChannel(self, self._credit_timeout_s)
         self._channels.append(channel)
         return channel
 
-    def place(self, partition: PartitionId, endpoint: NodeChannel | None) -> None:
-        if self._channel_of.get(partition) is not endpoint:
-            self._channel_of[partition] = endpoint
+    def place(self, partition: PartitionId, handler: NodeChannel | None) -> None:
+        if self._channel_of.get(partition) is not handler:
+            self._channel_of[partition] = handler
             self._changed.notify()
 
-    def remove_endpoint(self, endpoint: NodeChannel) -> None:
-        self._requests_before += endpoint.requests
-        self._channels.remove(endpoint)
+    def remove_handler(self, handler: NodeChannel) -> None:
+        self._requests_before += handler.requests
+        self._channels.remove(handler)
 
     # For the channels.
 

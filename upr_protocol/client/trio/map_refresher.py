@@ -29,7 +29,7 @@ MAP_CONNECTION_IDLE_S: Final = 2.0
 """How long a connection made only for the map stays open after a question: while a partition has no
 node, rounds of asking follow each other faster."""
 
-ANSWER_TIMEOUT_S: Final = 2.0
+MAP_ANSWER_TIMEOUT_S: Final = 2.0
 """How long an answer may take before the node counts as gone."""
 
 
@@ -105,8 +105,8 @@ class MapConnection:
         if self._is_over:
             return False
         if self._connection is None:
-            return trio.current_time() < self._request.asked_at + ANSWER_TIMEOUT_S
-        return self._request.send(self._connection, self._address.bucket, ANSWER_TIMEOUT_S)
+            return trio.current_time() < self._request.asked_at + MAP_ANSWER_TIMEOUT_S
+        return self._request.send(self._connection, self._address.bucket, MAP_ANSWER_TIMEOUT_S)
 
     def connected(self, connection: Connection) -> None:
         self._connection = connection

@@ -13,7 +13,7 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
-from upr_protocol.client.core.batcher import BATCH_BYTES, BATCH_MUTATIONS, Batcher, BatchLimits
+from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.core.calls import over_quota
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
 from upr_protocol.client.core.results import BatchResult, Failure
@@ -394,8 +394,8 @@ async def publisher(
     target: str | Address | Client,
     *,
     identity: str = IDENTITY_DEFAULT,
-    batch_mutations: int = BATCH_MUTATIONS,
-    batch_bytes: int = BATCH_BYTES,
+    batch_mutations: int = BUNDLE_MUTATIONS,
+    batch_bytes: int = BUNDLE_BYTES,
     linger_s: float = 0.005,
     in_flight: int = IN_FLIGHT_DEFAULT,
     buffer_bytes: int = BUFFER_BYTES_DEFAULT,

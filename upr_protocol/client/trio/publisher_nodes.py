@@ -123,21 +123,21 @@ class PublisherNodes:
     def is_waiting_for(self, partition: PartitionId) -> bool:
         return self.unanswered.is_unplaced(partition)
 
-    def new_endpoint(self) -> NodePublisher:
+    def new_handler(self) -> NodePublisher:
         publisher = NodePublisher(self, self._new_retry_state())
         self._publishers.append(publisher)
         return publisher
 
-    def place(self, partition: PartitionId, endpoint: NodePublisher | None) -> None:
-        node = self.unanswered.unplaced if endpoint is None else endpoint.batches
+    def place(self, partition: PartitionId, handler: NodePublisher | None) -> None:
+        node = self.unanswered.unplaced if handler is None else handler.batches
         if self.unanswered.place(partition, node):
-            if endpoint is not None:
-                endpoint.send()
+            if handler is not None:
+                handler.send()
             self.notify_changed()
 
-    def remove_endpoint(self, endpoint: NodePublisher) -> None:
-        self.unanswered.unplace_all(endpoint.batches)
-        self._publishers.remove(endpoint)
+    def remove_handler(self, handler: NodePublisher) -> None:
+        self.unanswered.unplace_all(handler.batches)
+        self._publishers.remove(handler)
         self.notify_changed()
 
     # For the nodes' publishers.

@@ -149,7 +149,7 @@ class NodeStreams:
         else:
             connection.flush()
 
-    # What the connection and `ClusterConnections` call; `ConnectionHandler` and `NodeEndpoint`
+    # What the connection and `ClusterConnections` call; `ConnectionHandler` and `NodeHandler`
     # document it.
 
     def connected(self, connection: Connection) -> None:
@@ -255,7 +255,7 @@ class ConsumerStreams:
     def is_waiting_for(self, partition: PartitionId) -> bool:
         return partition in self.state.remaining
 
-    def new_endpoint(self) -> NodeStreams:
+    def new_handler(self) -> NodeStreams:
         follower = StreamFollower(self.state)
         node = NodeStreams(
             follower, self._new_retry_state(), self.queue, self.opened, self.connections
@@ -263,17 +263,17 @@ class ConsumerStreams:
         self._nodes.append(node)
         return node
 
-    def place(self, partition: PartitionId, endpoint: NodeStreams | None) -> None:
+    def place(self, partition: PartitionId, handler: NodeStreams | None) -> None:
         for node in self._nodes:
-            if node is not endpoint and partition in node.follower.partitions:
+            if node is not handler and partition in node.follower.partitions:
                 node.follower.remove_partition(partition)
                 node.react()
-        if endpoint is not None:
-            endpoint.follower.add_partition(partition)
-            endpoint.react()
+        if handler is not None:
+            handler.follower.add_partition(partition)
+            handler.react()
 
-    def remove_endpoint(self, endpoint: NodeStreams) -> None:
-        self._nodes.remove(endpoint)
+    def remove_handler(self, handler: NodeStreams) -> None:
+        self._nodes.remove(handler)
 
     # What the consumer calls.
 
