@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
+EXIT_UNSAVED = 3
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -78,7 +79,20 @@ def _config(config_path: Path | None, **options: Any) -> Config:
         raise click.UsageError(str(error)) from error
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Commands(click.Group):
+    """Ends with 130 on Ctrl-C, wherever it comes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except* KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="upr", prog_name="upr-server")
 def main() -> None:
     """A server that stores changes and streams them to consumers in consistent snapshots.
@@ -93,7 +107,8 @@ def main() -> None:
 def serve_command(config_path: Path | None, **options: Any) -> None:
     """Run the server until Ctrl-C or SIGTERM.
 
-    A second signal closes all connections at once. The first line on standard output is `listening
+    A second signal closes all connections at once; if mutations that are only in memory are lost
+    by that, the exit code is 3. The first line on standard output is `listening
     on HOST:PORT`; the log goes to standard error.
     """
     config = _config(config_path, **options)
@@ -102,15 +117,29 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     keep_heap_small()
     rare_collections()
 
+    is_saved, is_listening = True, False
+
     def on_listening(server: Server) -> None:
+        nonlocal is_listening
+        is_listening = True
         host = f"[{server.host}]" if ":" in server.host else server.host
         print(f"listening on {host}:{server.port}", flush=True)
 
     try:
-        trio.run(serve, config, on_listening)
+        is_saved = trio.run(serve, config, on_listening)
     except* UprError as errors:
         _say(str(first_failure(errors)))
         sys.exit(EXIT_FAILED)
+    except* (OSError, MemoryError, ImportError) as errors:
+        # Later it is a fault of ours, and keeps its traceback.
+        if is_listening:
+            raise
+        reason = str(first_failure(errors)) or "out of memory"
+        _say(f"cannot start: {reason}; look at `ulimit -a`")
+        sys.exit(EXIT_FAILED)
+    if not is_saved:
+        _say("stopped at once; what was only in memory is lost, and the log says how much")
+        sys.exit(EXIT_UNSAVED)
 
 
 @main.command("config")

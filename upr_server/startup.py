@@ -33,16 +33,21 @@ async def started_server(config: Config) -> AsyncIterator[Server]:
             yield server
 
 
-async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
+async def serve(config: Config, on_listening: Callable[[Server], None]) -> bool:
     """Runs a server until SIGINT or SIGTERM. A second one, while peers still take what is queued,
     drops them at once.
 
     Args:
         config: What it is told.
         on_listening: Called once it listens.
+
+    Returns:
+        Whether everything that was in memory is on disk.
     """
+    servers: list[Server] = []
 
     def on_running(server: Server) -> None:
+        servers.append(server)
         on_listening(server)
         log.info("listening", host=server.host, port=server.port)
         if not is_loopback(server.host):
@@ -51,4 +56,14 @@ async def serve(config: Config, on_listening: Callable[[Server], None]) -> None:
                 host=server.host,
             )
 
-    await run_until_signal(started_server(config), on_running)
+    if await run_until_signal(started_server(config), on_running):
+        return True
+    lost_by_bucket = {
+        bucket.name: disk.flusher.lag_mutations
+        for server in servers
+        for bucket, disk in server.catalog.disks.items()
+        if disk.flusher.lag_mutations
+    }
+    if lost_by_bucket:
+        log.error("stopped at once; mutations in memory are lost", mutations=lost_by_bucket)
+    return not lost_by_bucket

@@ -20,7 +20,7 @@ import trio
 from tests.kit.effort import VARIABLE
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-UPR_SERVER: Final = (sys.executable, "-c", "from upr_server.cli import main; main()")
+UPR_SERVER: Final = (sys.executable, "-m", "upr_server.entry")
 UPR: Final = (sys.executable, "-m", "upr_protocol.cli")
 
 START_TIMEOUT_S: Final = 60.0

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from upr_protocol.entry import run_command
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Runs the command."""
+    run_command("upr-indexer", _load)
+
+
+def _load() -> Callable[[], Any]:
     try:
         from upr_server.indexer.cli import main as command
     except ModuleNotFoundError as error:
         sys.exit(f"upr-indexer needs {error.name}: pip install 'upr[indexer]'")
-    command()
+    return command

@@ -17,14 +17,18 @@ log = structlog.get_logger(__name__)
 
 async def run_until_signal(
     running: AbstractAsyncContextManager[T], on_running: Callable[[T], None]
-) -> None:
+) -> bool:
     """Stays in a context until SIGINT or SIGTERM comes, and leaves it then; one that comes while it
     is being entered is heard when it is. A second signal cancels it, wherever it is.
 
     Args:
         running: What runs.
         on_running: Called with what the context gives, once it is entered.
+
+    Returns:
+        Whether the context was left in order, and not cancelled by a second signal.
     """
+    is_orderly = False
     stop = trio.Event()
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
@@ -32,8 +36,10 @@ async def run_until_signal(
             async with running as entered:
                 on_running(entered)
                 await stop.wait()
+            is_orderly = True
             nursery.cancel_scope.cancel()
     log.info("stopped")
+    return is_orderly
 
 
 async def _listen(signals: AsyncIterator[int], stop: trio.Event, scope: trio.CancelScope) -> None:

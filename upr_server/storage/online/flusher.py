@@ -282,14 +282,18 @@ class Flusher:
         self._committed.notify()
         self._on_commit()
 
+    @property
+    def lag_mutations(self) -> int:
+        """How many mutations are not on disk. O(partitions)."""
+        return sum(
+            partition.high_seq - partition.manager.persistence.committed
+            for partition in self._bucket.partitions
+        )
+
     def statistics(self) -> dict[str, object]:
         """Figures; times in seconds."""
-        partitions = self._bucket.partitions
         return {
-            "lag_mutations": sum(
-                partition.high_seq - partition.manager.persistence.committed
-                for partition in partitions
-            ),
+            "lag_mutations": self.lag_mutations,
             "commits": self._commits,
             "mutations_per_commit": self._committed_mutations // max(self._commits, 1),
             "bytes_per_commit": self._committed_bytes // max(self._commits, 1),
