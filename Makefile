@@ -71,6 +71,7 @@ check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 		$(BIN)/flake8-async --enable ASYNC1,ASYNC2,ASYNC4,ASYNC912,ASYNC913 \
 		--startable-in-context-manager _hold
 	$(BIN)/python docs/generate_protocol.py --check docs/protocol.md
+	$(BIN)/python -m docs.generate_vectors --check docs/vectors
 
 format: $(INSTALLED) ## mend what the tools can: format, order of imports
 	$(BIN)/ruff check --fix --exit-zero --quiet $(SOURCES) .ci
@@ -100,8 +101,9 @@ simulate: $(INSTALLED) ## simulate clusters under faults (SEEDS=2000, FIRST=0; S
 fuzz: $(INSTALLED_FUZZ) ## look for bytes that break a promise (TIME=60 seconds for each target)
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(TIME)
 
-docs: $(INSTALLED_DOCS) ## write docs/protocol.md from the code, build the site, check its links
+docs: $(INSTALLED_DOCS) ## write docs/protocol.md and docs/vectors, build the site, check its links
 	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md
+	$(BIN)/python -m docs.generate_vectors --write docs/vectors
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 	@echo "The site begins at docs/_build/html/index.html"
 

@@ -76,6 +76,7 @@ from upr_protocol.wire import (
 from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
+from upr_server.conformance import WRONG_INPUTS, Outcome, client_scenarios
 from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}
@@ -492,6 +493,32 @@ def map_example() -> str:
     return fenced(document, "json")
 
 
+def wrong_input_rows() -> list[tuple[str, str, str, str]]:
+    """What may be wrong, and what becomes of it."""
+    verbs = {
+        Outcome.CLOSED: "closed",
+        Outcome.REFUSED: "refused",
+        Outcome.NO_STREAM: "refused, by `StreamReply`",
+        Outcome.ROW_FAILED: "the row fails alone, in `failures`",
+        Outcome.LOG: "told, by `PartitionLog`",
+        Outcome.MISSING_ITEM: "answered as missing, with the code in the flags",
+        Outcome.IGNORED: "dropped",
+    }
+    rows, topic = [], ""
+    for case in WRONG_INPUTS:
+        shown = "" if case.topic == topic else case.topic
+        code = "–" if case.outcome is Outcome.IGNORED else f"`{case.status.name}`"
+        rows.append((shown, case.wrong, verbs[case.outcome], code))
+        topic = case.topic
+    return rows
+
+
+def client_tasks() -> str:
+    """How a client is told its tasks, from where the scenarios are."""
+    _, _, tasks = (inspect.getdoc(client_scenarios) or "").partition("\n\n")
+    return tasks.removeprefix("The client is a command. ")
+
+
 # --- chunks, enumerations, codes and limits -------------------------------------------------------
 
 
@@ -775,6 +802,8 @@ def blocks() -> dict[str, str]:
         "reasons": table(("reason", "sentence"), reasons),
         "message_index": table(message_head, index_rows()),
         "messages": "\n\n".join(map(message_section, MESSAGES.values())),
+        "wrong_input": table(("in", "what is wrong", "it is", "code"), wrong_input_rows()),
+        "client_tasks": client_tasks(),
         "opcodes": opcodes_sentence(),
         "window_messages": allowance_sentence(WINDOW_MESSAGES, "it"),
         "credit_messages": allowance_sentence(CREDIT_MESSAGES, "it"),

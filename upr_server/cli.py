@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import click
 import trio
 
 import upr_kernel
+from upr_protocol.address import Address, AddressError
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.config import Config, load_config
@@ -140,6 +143,66 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     if not is_saved:
         _say("stopped at once; what was only in memory is lost, and the log says how much")
         sys.exit(EXIT_UNSAVED)
+
+
+@main.command("conformance")
+@click.option("--client", metavar="COMMAND", help="Play a server to the client that this starts.")
+@click.option(
+    "--server", metavar="HOST:PORT", help="Play a client to the server that listens there."
+)
+@click.option("--list", "is_list", is_flag=True, help="Print the names of the scenarios.")
+@click.argument("scenarios", nargs=-1)
+def conformance_command(
+    client: str | None, server: str | None, is_list: bool, scenarios: tuple[str, ...]
+) -> None:
+    """Check whether a client, or a server, keeps the protocol.
+
+    Plays all SCENARIOS, or those named, and prints one line for each: `ok`, or `FAILED` with what
+    the other side did wrong. Ends with 1 if any failed. A client gets its task as JSON on standard
+    input; docs/protocol.md describes the tasks. At a server, the scenarios create and delete the
+    bucket `conformance`.
+    """
+    # Here, as no other command needs it: a server should start soon.
+    from upr_server.conformance import (
+        CLIENT_SCENARIOS,
+        check_client,
+        check_server,
+        server_scenario_names,
+    )
+
+    if (client is None) == (server is None):
+        raise click.UsageError("give either --client or --server")
+    if client is not None:
+        names, verdicts = list(CLIENT_SCENARIOS), check_client(shlex.split(client), scenarios)
+    else:
+        assert server is not None
+        try:
+            address = Address.parse(f"upr://{server}")
+        except AddressError as error:
+            raise click.UsageError(f"--server: {error}") from error
+        names = server_scenario_names()
+        verdicts = check_server(address.host, address.port, scenarios)
+    if unknown := set(scenarios) - set(names):
+        raise click.UsageError(f"there is no scenario {min(unknown)!r}; --list prints the names")
+    if is_list:
+        click.echo("\n".join(names))
+        return
+
+    async def play() -> int:
+        failed = 0
+        async with aclosing(verdicts):
+            async for verdict in verdicts:
+                failed += bool(verdict.failure)
+                line = f"FAILED  {verdict.scenario}: {verdict.failure}"
+                print(line if verdict.failure else f"ok      {verdict.scenario}", flush=True)
+        return failed
+
+    try:
+        failed = trio.run(play)
+    except OSError as error:
+        _say(f"cannot reach {server}: {error.strerror or error}")
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_FAILED if failed else 0)
 
 
 @main.command("config")

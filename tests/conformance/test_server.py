@@ -1,0 +1,40 @@
+"""The project's own server passes every scenario of the conformance runner."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import pytest
+
+from tests.kit.process import UPR_SERVER, run, server_process
+from upr_server.app import running_server
+from upr_server.config import Config
+from upr_server.conformance import check_server, server_scenario_names
+from upr_server.storage.simulated import SimulatedStore
+
+
+async def test_this_server_passes_every_scenario(subtests: pytest.Subtests) -> None:
+    config = Config(listen="127.0.0.1:0")
+    passed = []
+    async with (
+        running_server(config, SimulatedStore()) as server,
+        aclosing(check_server("127.0.0.1", server.port)) as verdicts,
+    ):
+        async for verdict in verdicts:
+            with subtests.test(verdict.scenario):
+                assert verdict.failure == ""
+            passed.append(verdict.scenario)
+    assert passed == server_scenario_names()
+
+
+async def test_the_command_names_what_fails_and_ends_with_1() -> None:
+    async with server_process() as server:
+        address = f"{server.host}:{server.port}"
+        good = await run((*UPR_SERVER, "conformance", "--server", address, "get", "same-token"))
+        assert (good.code, good.out.splitlines()) == (0, ["ok      same-token", "ok      get"])
+    dead = await run((*UPR_SERVER, "conformance", "--client", "false", "get"))
+    assert dead.code == 1
+    assert dead.out == "FAILED  get: the client ended with code 1\n"
+    unknown = await run((*UPR_SERVER, "conformance", "--client", "false", "nonsense"))
+    assert unknown.code == 2
+    assert "there is no scenario 'nonsense'" in unknown.err

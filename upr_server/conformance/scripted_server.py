@@ -1,0 +1,232 @@
+"""A server that follows a script: a session that holds the client to the protocol's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import trio
+
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import (
+    Cas,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+    SnapshotKind,
+)
+from upr_protocol.session import ServerSession
+from upr_protocol.wire import (
+    Ack,
+    Close,
+    Credit,
+    Go,
+    Hello,
+    Message,
+    Noop,
+    Open,
+    Opened,
+    PartitionChunk,
+    PartitionEnd,
+    PartitionLog,
+    PartitionSnapshot,
+    PartitionStart,
+    Stream,
+    StreamReply,
+)
+from upr_server.conformance.failure import ConformanceError
+
+M = TypeVar("M", bound=Message)
+
+HEAR_TIMEOUT_S: Final = 20.0
+HISTORY: Final = HistoryId(0x1122334455667788)
+LOG: Final = FailoverLog.of([(HISTORY, 0)])
+P5: Final = PartitionId(5)
+PARTITION_COUNT: Final = 8
+
+
+def rows_of(*seqs: int, key: str = "key", value: str = "value") -> list[Mutation]:
+    """A `SET` for each number: `key-N` is `value-N`."""
+    return [
+        Mutation(
+            Operation.SET, f"{key}-{seq}".encode(), f"{value}-{seq}".encode(), SeqNo(seq), Cas(seq)
+        )
+        for seq in seqs
+    ]
+
+
+class ScriptedServer:
+    """The server's end of one connection.
+
+    Args:
+        stream: The connection.
+
+    Attributes:
+        session: Checks every message of the client.
+    """
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.session = ServerSession("conformance", now=trio.current_time())
+        self._stream = stream
+        self._heard: list[Message] = []
+
+    # Hearing and saying.
+
+    async def hear_any(self) -> Message | None:
+        """The client's next message; None when it has closed the connection.
+
+        Raises:
+            ConformanceError: It broke a rule of the protocol, or said nothing for long.
+        """
+        with trio.move_on_after(HEAR_TIMEOUT_S):
+            await trio.lowlevel.checkpoint()
+            while not self._heard:
+                await self.flush()
+                try:
+                    data = await self._stream.receive_some()
+                except trio.BrokenResourceError:
+                    return None
+                if not data:
+                    return None
+                self.session.receive(bytes(data), trio.current_time())
+                broken = self._read_events()
+                if broken:
+                    await self.flush()
+                    raise ConformanceError(f"the client broke the protocol: {broken}")
+            return self._heard.pop(0)
+        raise ConformanceError(f"the client said nothing for {HEAR_TIMEOUT_S:.0f} s")
+
+    def _read_events(self) -> str:
+        """Takes what has come from the session; says which rule the client broke, if any."""
+        try:
+            for message in self.session.events():
+                # `Hello` the session has answered by itself.
+                if not isinstance(message, Hello):
+                    self._heard.append(message)
+        except RemoteProtocolError as error:
+            return str(error)
+        return ""
+
+    async def hear(self, kind: type[M]) -> M:
+        """The client's next message, which must be of this kind; `Noop` and `Ack` may come before.
+
+        Raises:
+            ConformanceError: Another message came, or the end.
+        """
+        while True:
+            message = await self.hear_any()
+            if isinstance(message, kind):
+                return message
+            if not isinstance(message, Noop | Ack):
+                said = (
+                    "closed the connection" if message is None else f"said {type(message).__name__}"
+                )
+                raise ConformanceError(f"expected {kind.__name__}; the client {said}")
+
+    async def say(self, *messages: Message) -> None:
+        """Says messages, if the session allows them."""
+        for message in messages:
+            self.session.send(message)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Writes what the session holds."""
+        data = b"".join(map(bytes, self.session.take_outgoing(trio.current_time())))
+        if data:
+            await self._stream.send_all(data)
+
+    async def say_bytes(self, data: bytes) -> None:
+        """Says bytes, whatever they are."""
+        await self._stream.send_all(data)
+
+    async def cut(self) -> None:
+        """The connection is lost."""
+        await trio.aclose_forcefully(self._stream)
+
+    async def hear_end(self) -> None:
+        """The client says `Close`, or closes the connection; a `Go` may have been on its way."""
+        while (message := await self.hear_any()) is not None and not isinstance(message, Close):
+            if not isinstance(message, Noop | Ack | Go):
+                raise ConformanceError(
+                    f"expected the end; the client said {type(message).__name__}"
+                )
+        await self.cut()
+
+    # The steps of a conversation.
+
+    async def open(self, log: FailoverLog = LOG, high: int = 100, credit: int = 1 << 20) -> None:
+        """Hears `Open`, and tells of the partitions asked for, all with the same log."""
+        request = await self.hear(Open)
+        for partition in request.partitions or range(PARTITION_COUNT):
+            seq = SeqNo(high)
+            state, about = PartitionState.ACTIVE, PartitionId(partition)
+            await self.say(
+                PartitionLog(state, seq, seq, SeqNo(0), log, partition=about, opaque=request.opaque)
+            )
+        await self.say(Opened(PARTITION_COUNT, 0, opaque=request.opaque), Credit(credit))
+
+    async def accept(self, log: FailoverLog = LOG) -> Stream:
+        """Hears `Stream` of partition 5, and accepts it."""
+        request = await self.hear(Stream)
+        seq = request.position.highest_received
+        await self.say(StreamReply(seq, "conformance", log, partition=P5, opaque=request.opaque))
+        return request
+
+    async def begin(self, log: FailoverLog = LOG) -> Stream:
+        """The whole way to `Go`, with a stream of partition 5 that is accepted."""
+        await self.open(log)
+        request = await self.accept(log)
+        await self.hear(Go)
+        return request
+
+    def _turn(self) -> None:
+        """Gives partition 5 the turn, unless it has it."""
+        self.session.ready(P5)
+        self.session.next_partition()
+
+    async def start(
+        self,
+        start: int,
+        end: int,
+        *,
+        kind: SnapshotKind = SnapshotKind.MEMORY,
+        may_repeat: bool = False,
+        history: HistoryId = HISTORY,
+        turn: bool = True,
+    ) -> None:
+        """Begins a snapshot of partition 5."""
+        if turn:
+            self._turn()
+        await self.say(
+            PartitionStart(
+                history, SeqNo(start), SeqNo(end), SeqNo(0), kind, may_repeat,
+                partition=P5, opaque=self.session.opaque_of(P5),
+            )
+        )  # fmt: skip
+
+    async def chunk(self, start: int, end: int, rows: Sequence[Mutation]) -> None:
+        """Some of the snapshot."""
+        chunk = Chunk.build(rows, SeqNo(start), SeqNo(end))
+        await self.say(PartitionChunk(chunk, partition=P5, opaque=self.session.opaque_of(P5)))
+
+    async def end(self, end: int) -> None:
+        """Ends the snapshot, and the turn."""
+        await self.say(PartitionEnd(SeqNo(end), partition=P5, opaque=self.session.opaque_of(P5)))
+        self.session.end_turn()
+
+    async def whole(self, start: int, end: int, rows: Sequence[Mutation]) -> None:
+        """A snapshot in one frame, once the window is open."""
+        while not self.session.window.open:
+            message = await self.hear_any()
+            if not isinstance(message, Noop | Ack):
+                raise ConformanceError(
+                    f"the window is used up: expected Ack, not {type(message).__name__}"
+                )
+        self._turn()
+        chunk = Chunk.build(rows, SeqNo(start), SeqNo(end))
+        await self.say(PartitionSnapshot(chunk, partition=P5, opaque=self.session.opaque_of(P5)))
+        self.session.end_turn()
