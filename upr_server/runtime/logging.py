@@ -8,15 +8,20 @@ from typing import Literal
 
 import structlog
 
+from upr_server.runtime.log_writer import LogWriter, RepeatLimit
+
 
 def set_up_logging(level: str, form: Literal["console", "json"]) -> None:
-    """Sends the log of this process to standard error, and of the libraries' what is a warning.
+    """Sends the log of this process to standard error, and of the libraries' what is a warning. To
+    log never waits: see `log_writer`.
 
     Args:
         level: The least severe event that is logged.
         form: `console` for people, `json` for machines.
     """
+    limit = RepeatLimit()
     shared: list[structlog.typing.Processor] = [
+        limit,
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -34,13 +39,14 @@ def set_up_logging(level: str, form: Literal["console", "json"]) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogWriter(sys.stderr.fileno())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
+    handler.start(limit.report)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
