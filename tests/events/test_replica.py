@@ -22,7 +22,7 @@ async def test_a_replica_tells_of_what_it_has_on_disk() -> None:
                 designs: set[bytes] = set()
                 while b"_design/x" not in designs:
                     event = await anext(feed)
-                    assert isinstance(event, BucketEvent)
-                    assert event.bucket == BUCKET
-                    designs.update(event.designs)
+                    if isinstance(event, BucketEvent):
+                        assert event.bucket == BUCKET
+                        designs.update(event.designs)
             await one.quiet()

@@ -1,25 +1,39 @@
-"""Following which buckets change: a feed of the event bus, over any number of connections."""
+"""Following which buckets change: a feed of the event buses of all nodes that hold them.
+
+Each node's bus tells of what that node holds. So the feed follows one of the given nodes, asks it
+for the partition maps of the buckets, and follows the other nodes that the maps name, and those
+that their maps name. It asks again every `MAP_INTERVAL_S`, so a node that joins is followed a few
+seconds later; as that node does not know the consumer, it tells it to look at everything.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final, Self
 
 import attrs
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, EventKind
+from upr_protocol.bucket_event import (
+    ALL_KINDS,
+    BucketEvent,
+    BucketFate,
+    EventFilter,
+    EventKind,
+)
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
+from upr_protocol.client.trio.node_client import status_call
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier, background
-from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.errors import ClosedError, ServerError, UprError
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import EventsReply
@@ -29,6 +43,9 @@ CONSUMER_TIMEOUT_S_DEFAULT: Final = 60
 
 POLL_S: Final = 10.0
 """How long a request waits for events. An answer is a sign of life, in both directions."""
+
+MAP_INTERVAL_S: Final = 10.0
+"""How often a node is asked which other nodes there are; also after a bucket was created."""
 
 _POLLS_PER_TIMEOUT: Final = 3
 """How often a consumer asks within its timeout, however few events there are."""
@@ -42,7 +59,7 @@ class LookAtEverything:
 
 
 class EventFeed:
-    """What happens to a server's buckets, as an async iterator. `follow_events` makes one.
+    """What happens to the buckets of all nodes, as an async iterator. `follow_events` makes one.
 
     By asking for the next event the application acknowledges the one before. Events that were not
     acknowledged, because the process died or the connection broke, come again.
@@ -53,13 +70,24 @@ class EventFeed:
         address: Address,
         options: TrioOptions,
         retry: RetryState,
+        draw: Callable[[], float],
         new_request: Callable[[int], calls.Call[EventsReply]],
+        event_filter: EventFilter,
     ) -> None:
         self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each())
         self._options = options
         self._retry = retry
+        self._draw = draw
         self._new_request = new_request
-        self._acknowledged_batch = 0
+        self._event_filter = event_filter
+        self._first_node = ""
+        """The node that is followed at one of the given addresses; empty before it has a name."""
+        self._acknowledged_batches: dict[str, int] = {}
+        """By the node's name."""
+        self._named: dict[str, dict[str, Address]] = {}
+        """The nodes, with their addresses, that each node's maps name."""
+        self._other_nodes: dict[str, trio.CancelScope] = {}
+        self._nursery: trio.Nursery | None = None
         self._events: deque[BucketEvent | LookAtEverything] = deque()
         self._error: UprError | None = None
         self._is_connected = False
@@ -70,12 +98,12 @@ class EventFeed:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection now."""
+        """Whether there is a connection to one of the given nodes now."""
         return self._is_connected
 
     @property
     def last_failure(self) -> str:
-        """Why the last connection, or attempt to connect, ended."""
+        """Why the last such connection, or attempt to connect, ended."""
         return self._retry.last_failure
 
     def __aiter__(self) -> Self:
@@ -86,8 +114,8 @@ class EventFeed:
 
         Raises:
             BrokenError: There was no connection for longer than `retry_timeout_s`.
-            ServerError: The server refused; with `SUPERSEDED`, because another consumer has taken
-                the name.
+            ServerError: A node refused; with `SUPERSEDED`, because another consumer has taken the
+                name.
             ClosedError: The context was left.
         """
         await trio.lowlevel.checkpoint()
@@ -101,39 +129,118 @@ class EventFeed:
     async def run(self) -> None:
         """Asks for events for ever, or until going on is of no use."""
         try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await self._follow_first()
+        finally:
+            self._end(ClosedError("the feed of events was closed here"))
+
+    async def _follow_first(self) -> None:
+        """Follows one of the given nodes, the next one when a connection ends."""
+        assert self._nursery is not None
+        try:
             while True:
                 try:
-                    await self._poll()
+                    await self._follow(self._addresses[0], self._retry, is_first=True)
                 except UprError as error:
                     self._is_connected = False
                     self._addresses.rotate(-1)
                     await trio.sleep(self._retry.wait_s(error, trio.current_time()))
         except UprError as error:
             self._end(error)
-        finally:
-            self._end(ClosedError("the feed of events was closed here"))
+            self._nursery.cancel_scope.cancel()
 
-    async def _poll(self) -> None:
-        """Connects to the next address, and asks there for as long as the connection lasts."""
-        address = self._addresses[0]
+    async def _follow_other(self, node: str, address: Address, scope: trio.CancelScope) -> None:
+        """Follows a node that a map names, for as long as one does. A node that is away is tried
+        for ever: others hold its partitions by then, or it comes back."""
+        assert self._nursery is not None
+        retry = RetryState(math.inf, self._draw)
+        with scope:
+            try:
+                while True:
+                    try:
+                        await self._follow(address, retry)
+                    except UprError as error:
+                        await trio.sleep(retry.wait_s(error, trio.current_time()))
+            except UprError as error:
+                self._end(error)
+                self._nursery.cancel_scope.cancel()
+        if self._other_nodes.get(node) is scope:
+            del self._other_nodes[node]
+
+    async def _follow(self, address: Address, retry: RetryState, *, is_first: bool = False) -> None:
+        """Asks a node for events, for as long as the connection lasts."""
         channel = RequestChannel(address, 0.0)
         async with open_connection(address, self._options, channel):
+            learned_at = -math.inf
+            node = ""
             while True:
-                reply = await channel.ask(self._new_request(self._acknowledged_batch))
-                self._is_connected = True
-                self._retry.progress()
+                now = trio.current_time()
+                if now >= learned_at + MAP_INTERVAL_S:
+                    known_as = node
+                    node, named = await self._ask_for_nodes(channel)
+                    self._named[node] = named
+                    if is_first:
+                        self._first_node = node
+                    if not known_as:  # it had none of the buckets, and said no name
+                        batch = self._acknowledged_batches.pop(known_as, 0)
+                        self._acknowledged_batches.setdefault(node, batch)
+                    self._follow_named_nodes()
+                    learned_at = now
+                acknowledged = self._acknowledged_batches.get(node, 0)
+                reply = await channel.ask(self._new_request(acknowledged))
+                self._is_connected |= is_first
+                retry.progress()
                 if reply.batch:
                     await self._hand_out(reply)
+                    self._acknowledged_batches[node] = reply.batch
+                    if any(event.fate is not BucketFate.NONE for event in reply.events):
+                        learned_at = -math.inf
+
+    async def _ask_for_nodes(self, channel: RequestChannel) -> tuple[str, dict[str, Address]]:
+        """The node's own name, and the nodes that its maps of the buckets name."""
+        node = ""
+        named: dict[str, str] = {}
+        for bucket in await channel.ask(calls.list_buckets()):
+            if self._event_filter.kinds_of(bucket.name):
+                with suppress(ServerError):  # the bucket was deleted meanwhile
+                    status = await channel.ask(status_call(bucket.name))
+                    node = status.node
+                    if status.map is not None:
+                        named |= status.map.nodes
+        return node, {name: Address.parse(f"upr://{place}") for name, place in named.items()}
+
+    def _follow_named_nodes(self) -> None:
+        """Follows the nodes that maps name now, and no others."""
+        assert self._nursery is not None
+        wanted: dict[str, Address] = {}
+        asked = [self._first_node]
+        for node in asked:
+            for name, address in self._named.get(node, {}).items():
+                if name not in asked:
+                    asked.append(name)
+                    wanted[name] = address
+        for node, scope in list(self._other_nodes.items()):
+            if node not in wanted:
+                scope.cancel()
+                del self._other_nodes[node]
+                if node != self._first_node:
+                    # It may have counted events that it has not told.
+                    self._put(LookAtEverything())
+        for node, address in wanted.items():
+            if node not in self._other_nodes:
+                scope = self._other_nodes[node] = trio.CancelScope()
+                self._nursery.start_soon(self._follow_other, node, address, scope)
+
+    def _put(self, *events: BucketEvent | LookAtEverything) -> None:
+        self._events += events
+        self._has_news.notify()
 
     async def _hand_out(self, reply: EventsReply) -> None:
         """Gives a batch to the application, and waits until the application has processed it."""
-        if reply.everything:
-            self._events.append(LookAtEverything())
-        self._events += reply.events
         drained = self._is_drained.next_event()
-        self._has_news.notify()
+        self._put(*([LookAtEverything()] if reply.everything else []), *reply.events)
         await drained.wait()
-        self._acknowledged_batch = reply.batch
 
     def _end(self, error: UprError) -> None:
         self._error = self._error or error
@@ -155,17 +262,18 @@ async def follow_events(
     dial: Dial = dial_tcp,
     draw: Callable[[], float] = random.random,
 ) -> AsyncIterator[EventFeed]:
-    """Follows which of a server's buckets are created, deleted and updated, and which of their
-    design documents are; not what changes in a bucket. Repeated changes between two requests come
-    as one event.
+    """Follows which buckets are created, deleted and updated, and which of their design documents
+    are; not what changes in a bucket. Repeated changes between two requests come as one event.
 
-    The feed reconnects by itself. The server keeps events under the consumer's name for `timeout_s`
-    after the last request. After that, or if another of several nodes is reached, the consumer gets
+    Each node reports what it holds. The feed follows all nodes that the buckets' partition maps
+    name, from one of the given nodes on; so an event may come from several of them.
+
+    The feed reconnects by itself. Each node keeps events under the consumer's name for `timeout_s`
+    after the last request. After that, or when a node joins or leaves, the consumer gets
     `LookAtEverything`.
 
     Args:
-        target: `upr://host:port`; of several nodes the first that can be reached. Each node reports
-            the buckets that it holds.
+        target: `upr://host:port`; of several nodes the first that can be reached.
         consumer: The consumer's name: 1 to 100 of letters, digits, `.`, `_`, `-`. One consumer at a
             time has it.
         kinds: The kinds of events.
@@ -197,7 +305,9 @@ async def follow_events(
             pattern,
         )
 
-    feed = EventFeed(address, options, RetryState(retry_timeout_s, draw), new_request)
+    retry = RetryState(retry_timeout_s, draw)
+    event_filter = EventFilter(kinds, pattern)
+    feed = EventFeed(address, options, retry, draw, new_request, event_filter)
     async with background() as nursery:
         nursery.start_soon(feed.run)
         await trio.lowlevel.checkpoint()

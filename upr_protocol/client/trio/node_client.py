@@ -68,7 +68,7 @@ class NodeClient:
         Raises:
             ServerError: There is no such bucket.
         """
-        return await self._ask(_status_call(self.address.bucket), "")
+        return await self._ask(status_call(self.address.bucket), "")
 
     async def status_with_partitions(self) -> NodeStatus:
         """The node's name, its map of the bucket, and the bucket's partitions under this map.
@@ -80,7 +80,7 @@ class NodeClient:
             while True:
                 channel = RequestChannel(self.address, self.timeout_s)
                 async with open_connection(self.address, self._options, channel) as connection:
-                    status = await channel.ask(_status_call(self.address.bucket))
+                    status = await channel.ask(status_call(self.address.bucket))
                     revision = 0 if status.map is None else status.map.revision
                     if connection.handshake.map_revision == revision:
                         infos = partition_infos(connection.handshake.logs.values())
@@ -184,7 +184,7 @@ class NodeConnection:
             ServerError: There is no such bucket.
             RemoteProtocolError: The answer is not a partition map.
         """
-        return await self._channel.ask(_status_call(bucket))
+        return await self._channel.ask(status_call(bucket))
 
     async def wait_ended(self) -> None:
         """Waits until the connection is over."""
@@ -216,7 +216,8 @@ def node_options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
     return TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
 
 
-def _status_call(bucket: str) -> Call[NodeStatus]:
+def status_call(bucket: str) -> Call[NodeStatus]:
+    """Asks a node for its name and its map of a bucket."""
     return Call(lambda opaque: GetMap(bucket, opaque=opaque), _node_status)
 
 

@@ -1,0 +1,125 @@
+"""A feed of events follows every node that holds a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import trio
+
+from tests.kit.server_group import BUCKET, ServerGroup, running_servers
+from upr_protocol.client import Address, EventFeed, LookAtEverything, follow_events
+from upr_protocol.client.operator import fail_over
+from upr_protocol.client.trio import event_feed
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import PartitionId
+from upr_protocol.partition_map import Assignment
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that join are noticed at once."""
+    monkeypatch.setattr(event_feed, "MAP_INTERVAL_S", 0.05)
+    monkeypatch.setattr(event_feed, "POLL_S", 0.1)
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[ServerGroup]:
+    async with running_servers("ab", partitions=2) as servers:
+        yield servers
+
+
+def key_of(partition: int) -> str:
+    return next(key for key in map(str, range(99)) if partition_of(key.encode(), 2) == partition)
+
+
+async def give_away(group: ServerGroup) -> None:
+    """Gives partition 1 to b alone, and partition 0 to a alone."""
+    base = group.map("a")
+    for name in "ab":
+        changed = {0: Assignment("a"), 1: Assignment("b")}
+        await group.set_map(name, base.revision + 1, changed, base)
+
+
+async def until_updated(feed: EventFeed) -> None:
+    with trio.fail_after(20):
+        async for event in feed:
+            if not isinstance(event, LookAtEverything) and event.updates:
+                return
+
+
+async def until_everything(feed: EventFeed, times: int = 1) -> None:
+    for _ in range(times):
+        with trio.fail_after(20):
+            while not isinstance(await anext(feed), LookAtEverything):
+                pass
+
+
+async def quiet(feed: EventFeed) -> None:
+    """Nothing more is told of what was written so far."""
+    with trio.move_on_after(1):
+        await trio.lowlevel.checkpoint()
+        while True:
+            await anext(feed)
+
+
+async def test_an_event_of_a_partition_on_another_node_is_told(group: ServerGroup) -> None:
+    await give_away(group)
+    async with follow_events(group.servers["a"].url(), consumer="c") as feed:
+        await until_everything(feed, times=2)  # one of each node
+        await quiet(feed)
+        await group.set("b", {key_of(1): "v"})
+        await until_updated(feed)
+        await group.set("a", {key_of(0): "v"})
+        await until_updated(feed)
+
+
+async def test_events_go_on_after_a_failover(group: ServerGroup) -> None:
+    async with follow_events(group.servers["a"].url(), consumer="c") as feed:
+        await until_everything(feed, times=2)
+        await quiet(feed)
+        await group.stop("a")
+        await fail_over(group.operator("b"), all_of="a")
+        await group.set("b", {key_of(0): "v"})
+        await until_updated(feed)
+
+
+async def test_a_node_that_joins_or_leaves_has_the_consumer_look_at_everything() -> None:
+    async with running_servers("ab", partitions=2) as group:
+        await group.start_apart("c")
+        await node_joins_and_leaves(group)
+
+
+async def node_joins_and_leaves(group: ServerGroup) -> None:
+    async with follow_events(group.servers["a"].url(), consumer="c") as feed:
+        await until_everything(feed, times=2)
+        await quiet(feed)
+        await group.add_replica("c")
+        await until_everything(feed)
+        # And one that leaves may have counted what it has not told.
+        base = group.map("a")
+        assignments = {PartitionId(number): Assignment("a", {"c": ""}) for number in range(2)}
+        nodes = {name: place for name, place in base.nodes.items() if name != "b"}
+        new_map = msgspec.structs.replace(base.with_assignments(assignments), nodes=nodes)
+        cluster = group.servers["a"].partition_maps
+        await cluster.set_map(cluster.revision(BUCKET), new_map.encode())
+        await until_everything(feed)
+
+
+async def test_another_given_node_takes_the_first_ones_place(group: ServerGroup) -> None:
+    """It is followed already, under the same name of the consumer."""
+    first, second = (Address.parse(group.proxies[name].url()) for name in "ab")
+    target = Address(first.host, first.port, "", ((second.host, second.port),))
+    async with follow_events(target, consumer="c") as feed:
+        await until_everything(feed, times=2)
+        await quiet(feed)
+        await group.stop("a")
+        await fail_over(group.operator("b"), all_of="a")
+        for number in range(3):
+            await group.set("b", {key_of(0): str(number)})
+            await until_updated(feed)
+            await quiet(feed)
+        await group.start("a")
+        await group.set("b", {key_of(0): "more"})
+        await until_updated(feed)
