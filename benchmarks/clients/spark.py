@@ -1,7 +1,8 @@
 """The client of S1, S2 and S3: a Spark of two cores, with the data source `upr`.
 
-It moves rows from a source to a sink, both of them buckets, folders of Parquet, or nothing at all
-(`noop`, which asks for every column of every row and drops them).
+It moves rows from a source to a sink: buckets, folders of Parquet, the Python data source that does
+nothing (`empty:ROWS`), or the sink that drops what it gets (`noop`, which asks for every column of
+every row).
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from pyarrow import parquet
 from pyspark.sql import SparkSession
 
 from benchmarks.kit.commands import Commands
+from benchmarks.kit.empty_source import EmptyDataSource
 from benchmarks.kit.processor import tree_s
 from upr_protocol.spark import UprDataSource
 
 KEY_BYTES: Final = 16
 VALUE_BYTES: Final = 112
+
+ALL_COLUMNS: Final = 12
+FEW_COLUMNS: Final = 2
+KEYS_AND_VALUES: Final = "key BINARY, value BINARY"
+"""The schema of a read of two columns."""
 
 _FILES: Final = 4
 
@@ -49,7 +56,9 @@ def _fixed(data: bytes, size: int) -> pa.Array:
 
 
 def _session(folder: str) -> SparkSession:
-    os.environ.update(PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1")
+    # The workers import the data source that does nothing.
+    root = str(Path(__file__).parents[2])
+    os.environ.update(PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1", PYTHONPATH=root)
     builder = SparkSession.builder.master("local[2]").appName("benchmarks")
     for name, value in {
         "spark.driver.bindAddress": "127.0.0.1",
@@ -65,31 +74,43 @@ def _session(folder: str) -> SparkSession:
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     spark.dataSource.register(UprDataSource)
+    spark.dataSource.register(EmptyDataSource)
     return spark
 
 
 def _options(place: str) -> dict[str, str]:
-    """What a source or a sink is told: a place is a bucket's URL, a folder, or empty."""
+    """What a source or a sink is told: a place is a bucket's URL, `empty:ROWS`, a folder, or
+    nothing."""
     if place.startswith("upr:"):
         return {"url": place}
+    if place.startswith("empty:"):
+        return {"rows": place.removeprefix("empty:")}
     return {"path": place, "compression": "none"} if place else {}
 
 
 def _format(place: str) -> str:
-    if place.startswith("upr:"):
-        return "upr"
+    kind = place.partition(":")[0]
+    if kind in ("upr", "empty"):
+        return kind
     return "parquet" if place else "noop"
 
 
-def _move(spark: SparkSession, source: str, sink: str) -> None:
-    frame = spark.read.format(_format(source)).options(**_options(source)).load()
-    mode = "append" if _format(sink) == "upr" else "overwrite"
+def _reader(reader: Any, source: str, columns: int) -> Any:
+    reader = reader.format(_format(source)).options(**_options(source))
+    if _format(source) == "empty":
+        return reader.option("columns", columns)
+    return reader.schema(KEYS_AND_VALUES) if columns == FEW_COLUMNS else reader
+
+
+def _move(spark: SparkSession, source: str, sink: str, columns: int) -> None:
+    frame = _reader(spark.read, source, columns).load()
+    mode = "append" if _format(sink) in ("upr", "empty") else "overwrite"
     frame.write.format(_format(sink)).options(**_options(sink)).mode(mode).save()
 
 
 def _stream(spark: SparkSession, source: str) -> int:
     """Streams all there is to nothing; gives how many rows Spark saw."""
-    reader = spark.readStream.format(_format(source)).options(**_options(source))
+    reader = _reader(spark.readStream, source, ALL_COLUMNS)
     if _format(source) == "parquet":
         reader = reader.schema(spark.read.parquet(source).schema)
     with tempfile.TemporaryDirectory() as checkpoint:
@@ -114,7 +135,7 @@ def _do(spark: SparkSession, command: dict[str, Any]) -> dict[str, Any]:
     if "stream" in command:
         rows = _stream(spark, source)
     else:
-        _move(spark, source, command["sink"])
+        _move(spark, source, command["sink"], command.get("columns", ALL_COLUMNS))
     return {
         "seconds": time.monotonic() - begun,
         "processor_s": tree_s(os.getpid()) - used,

@@ -24,6 +24,12 @@ ROWS: Final = 2_000_000
 NOTHING: Final = ""
 """The sink that drops what it gets."""
 
+EMPTY: Final = f"empty:{ROWS}"
+"""The Python data source that does nothing: the bound of any other, as source and as sink."""
+
+FEW_COLUMNS: Final = 2
+ALL_COLUMNS: Final = 12
+
 
 @attrs.frozen
 class Moved:
@@ -67,9 +73,16 @@ class Spark(Worker):
         """
         _check(self.ask(source=source, count=True)["rows"])
 
-    def move(self, source: str, sink: str, server: UprServer | None = None) -> Moved:
-        """Moves all rows; each place is a bucket's URL, a folder, or `NOTHING`."""
-        return self._timed(server, source=source, sink=sink)
+    def move(
+        self,
+        source: str,
+        sink: str,
+        server: UprServer | None = None,
+        columns: int = ALL_COLUMNS,
+    ) -> Moved:
+        """Moves all rows; each place is a bucket's URL, a folder, `EMPTY` or `NOTHING`. Of a bucket
+        or `EMPTY` it reads all columns, or `FEW_COLUMNS`: key and value."""
+        return self._timed(server, source=source, sink=sink, columns=columns)
 
     def stream(self, source: str, server: UprServer | None = None) -> Moved:
         """Streams all rows to nothing, with a checkpoint of its own."""
@@ -134,6 +147,7 @@ def beside_parquet(
     say(f"{row}: writing {ROWS:,} rows")
     ours: list[Moved] = []
     files: list[Moved] = []
+    empties: list[Moved] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         UprServer(partitions=PARTITIONS) as server,
@@ -143,11 +157,16 @@ def beside_parquet(
         for number in range(-1, runs):  # run -1 warms up and is not kept
             moved = move(spark, server.url, server)
             file = move(spark, copy, None)
+            empty = move(spark, EMPTY, None)
             if number < 0:
                 continue
             ours.append(moved)
             files.append(file)
-            say(f"  run {number + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}")
+            empties.append(empty)
+            say(
+                f"  run {number + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}; "
+                f"the empty source {empty.rate:,.0f}"
+            )
     return [
         Figure.more_is_better(
             row=row,
@@ -159,8 +178,25 @@ def beside_parquet(
             first_bar=0.5,
             aim=1.0,
             details=details(ours, files),
-        )
+        ),
+        against_empty(row, ours, empties, first_bar=0.7, aim=0.9),
     ]
+
+
+def against_empty(
+    row: str, ours: Sequence[Moved], empties: Sequence[Moved], *, first_bar: float, aim: float
+) -> Figure:
+    """The same runs against the Python data source that does nothing."""
+    return Figure.more_is_better(
+        row=f"{row} empty",
+        text="The same runs.",
+        unit="rows/s",
+        ours=rates(ours),
+        peer=rates(empties),
+        peer_name="the same with a Python data source that does nothing, 10,000 rows a batch",
+        first_bar=first_bar,
+        aim=aim,
+    )
 
 
 def rates(runs: Sequence[Moved]) -> Spread:

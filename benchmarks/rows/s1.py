@@ -12,7 +12,7 @@ from benchmarks.kit.figures import Figure, Spread
 from benchmarks.kit.ingest import Published, publish, publishers
 from benchmarks.kit.machine import check_disk
 from benchmarks.kit.processes import UprServer
-from benchmarks.kit.spark import ROWS, Moved, Spark, details, rates
+from benchmarks.kit.spark import EMPTY, ROWS, Moved, Spark, against_empty, details, rates
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
 from upr_protocol.client import BlockingClient
 
@@ -26,20 +26,24 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     say(f"S1: making {ROWS:,} rows")
     ours: list[Moved] = []
     files: list[Moved] = []
+    empties: list[Moved] = []
     ingest: list[Published] = []
     with tempfile.TemporaryDirectory() as name, Spark() as spark:
         rows = spark.make(Path(name) / "rows")
         for number in range(-1, runs):  # run -1 warms up and is not kept
             moved = _write(spark, rows)
             file = spark.move(rows, str(Path(name) / "written"))
+            empty = spark.move(rows, EMPTY)
             published = _publish()
             if number < 0:
                 continue
             ours.append(moved)
             files.append(file)
+            empties.append(empty)
             ingest.append(published)
             say(
                 f"  run {number + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}; "
+                f"the empty sink {empty.rate:,.0f}; "
                 f"the server takes in {published.rate:,.0f} mutations/s"
             )
     bars = Spread.of([min(ENOUGH, run.rate) for run in ingest])
@@ -71,6 +75,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             aim=None,
             details=found,
         ),
+        against_empty("S1", ours, empties, first_bar=0.5, aim=0.8),
     ]
 
 

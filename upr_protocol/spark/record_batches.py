@@ -16,10 +16,10 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Marker
 
-BATCH_ROWS: Final = 64 * 1024
+BATCH_ROWS: Final = 10_000
 RECORD_BATCH_BYTES: Final = 8 * 1024 * 1024
-"""A batch handed to Spark has at most so many rows, and about so many bytes: Spark's binary columns
-have 32-bit offsets, and a batch is held whole at several places."""
+"""A batch handed to Spark has at most so many rows, and about so many bytes. Larger ones are not
+faster, and Spark begins later: a batch is held whole at several places."""
 
 SMALL_ROWS: Final = 4096
 """Batches of fewer rows are put together: each costs Spark some tenths of a millisecond."""
