@@ -102,8 +102,8 @@ fuzz: $(INSTALLED_FUZZ) ## look for bytes that break a promise (TIME=60 seconds 
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(TIME)
 
 docs: $(INSTALLED_DOCS) ## write docs/protocol.md and docs/vectors, build the site, check its links
-	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md
 	$(BIN)/python -m docs.generate_vectors --write docs/vectors
+	$(BIN)/python docs/generate_protocol.py --write docs/protocol.md
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 	@echo "The site begins at docs/_build/html/index.html"
 

@@ -4,7 +4,7 @@
     python docs/generate_protocol.py --check docs/protocol.md
 
 Layouts, opcodes, senders, limits, states, status codes and advice are read from `upr_protocol`, and
-the example is a conversation that two real sessions had. In the prose, `{{name}}` stands for what
+the conversations from docs/vectors. In the prose, `{{name}}` stands for what
 `blocks` has by that name. A message that is declared anew appears by itself.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
 import sys
 import typing
@@ -28,9 +29,9 @@ from crc32c import crc32c
 from upr_protocol import chunk as chunk_module
 from upr_protocol import limits
 from upr_protocol.bucket_event import BucketFate
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, encoded_bytes
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes
 from upr_protocol.errors import ADVICE, Status
-from upr_protocol.failover import NOTHING_YET, FailoverLog, Reason
+from upr_protocol.failover import FailoverLog, Reason
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
     NO_PARTITION,
@@ -43,35 +44,22 @@ from upr_protocol.ids import (
     SnapshotKind,
 )
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
-from upr_protocol.session import ClientSession, ServerSession, Session
 from upr_protocol.session.rules import CREDIT_MESSAGES, WINDOW_MESSAGES
 from upr_protocol.session.states import SESSION, STREAM, STREAM_INPUTS, StreamState
 from upr_protocol.wire import (
     HEADER_BYTES,
     MESSAGES,
-    Ack,
-    Barrier,
-    Close,
-    Credit,
     Error,
-    Go,
+    FrameBuffer,
+    Header,
     LeaseAction,
     Message,
-    Mutate,
-    MutateReply,
-    Noop,
-    Open,
-    Opened,
-    PartitionChunk,
-    PartitionEnd,
-    PartitionLog,
-    PartitionStart,
     Refusal,
     Role,
-    RunResult,
     SessionState,
     Stream,
     StreamReply,
+    decode,
 )
 from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
@@ -83,6 +71,8 @@ OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Strea
 """Messages that carry the opaque of the `Stream` that opened theirs."""
 
 PROSE: Final = Path(__file__).with_name("protocol.in.md")
+CONVERSATIONS: Final = Path(__file__).with_name("vectors") / "conversations.json"
+"""What docs/conversations.py has recorded."""
 
 ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (
     Operation,
@@ -584,75 +574,33 @@ def limit_rows() -> list[list[str]]:
 # --- the example ----------------------------------------------------------------------------------
 
 
-def example_conversation() -> list[tuple[str, Message, bytes]]:
-    """Who said which message, and its frame: what two sessions really sent each other."""
-    client = ClientSession("example:docs", window_bytes=1 << 20, now=0.0)
-    server = ServerSession("upr-server", now=0.0)
-    said: list[tuple[str, Message, bytes]] = []
+Said = tuple[str, Message, bytes]
+"""Who said which message, and its frame."""
 
-    def deliver(name: str, sender: Session, receiver: Session) -> None:
-        data = b"".join(map(bytes, sender.take_outgoing(0.0)))
-        receiver.receive(data, 0.0)
-        for message in receiver.events():
-            length = int.from_bytes(data[12:16], "little") + HEADER_BYTES
-            said.append((name, message, data[:length]))
-            data = data[length:]
 
-    def from_client(*items: Message) -> None:
-        for item in items:
-            client.send(item)
-        deliver("client", client, server)
+def recorded_conversations() -> list[tuple[str, str, list[Said], int]]:
+    """Title, introduction and messages of each recorded conversation, and the first message that is
+    shown."""
+    conversations = []
+    for recorded in json.loads(CONVERSATIONS.read_text()):
+        said = []
+        for one in recorded["frames"]:
+            buffer = FrameBuffer(_admit_all)
+            buffer.receive(bytes.fromhex(one["frame"]))
+            frame = buffer.next_frame()
+            assert frame is not None, "a frame of the record is not whole"
+            said.append((one["from"], decode(*frame), bytes.fromhex(one["frame"])))
+        conversations.append((recorded["title"], recorded["about"], said, recorded["shown_from"]))
+    return conversations
 
-    def from_server(*items: Message) -> None:
-        for item in items:
-            server.send(item)
-        deliver("server", server, client)
 
-    partition = partition_of(b"N14228", 64)
-    history_id = HistoryId(0x1122334455667788)
-    log = FailoverLog.of([(history_id, 0)])
-    seqs = [SeqNo(n) for n in range(4)]
-    stored = Chunk.build(
-        [
-            Mutation(Operation.SET, b"N14228", b'{"dep":"EWR"}', seqs[2], Cas(7)),
-            Mutation(Operation.SET, b"N14228x", b"", seqs[3], Cas(8)),
-        ],
-        seqs[0],
-        seqs[3],
-    )
-    published = Chunk.build([Mutation(Operation.INCREMENT, b"N14228n", CounterDelta(1).encode())])
+def _admit_all(_header: Header) -> None:
+    """Takes every frame."""
 
-    from_client()
-    from_server()
-    from_client(Open("flights", (partition,), opaque=1))
-    about: dict[str, Any] = {"partition": partition, "opaque": 1}
-    from_server(
-        PartitionLog(PartitionState.ACTIVE, seqs[3], seqs[0], seqs[0], log, **about),
-        Opened(64, 1, opaque=1),
-        Credit(1 << 20),
-    )
-    stream: dict[str, Any] = {"partition": partition, "opaque": 2}
-    from_client(Stream(PartitionState.ACTIVE, NOTHING_YET, **stream))
-    from_server(StreamReply(seqs[0], Reason.FROM_THE_BEGINNING.value, log, **stream))
-    from_client(Go())
-    server.ready(partition)
-    server.next_partition()
-    start = PartitionStart(
-        history_id, seqs[0], seqs[3], seqs[0], SnapshotKind.MEMORY, may_repeat=False, **stream
-    )
-    from_server(start, PartitionChunk(stored, **stream), PartitionEnd(seqs[3], **stream))
-    server.end_turn()
-    server.next_partition()
-    from_server()
-    from_client(Ack(HEADER_BYTES + stored.nbytes), Barrier(b"first"))
-    server.next_partition()
-    from_server()
-    bundle = Bundle.of_one(partition, published, counter=1)
-    from_client(Mutate(bundle, writer=b"writer of docs!!", opaque=3))
-    result = RunResult(partition, Status.OK, history_id, SeqNo(4), SeqNo(4), Cas(9))
-    from_server(MutateReply(0, (result,), counters=((0, 0),), opaque=3), Noop())
-    from_client(Close())
-    return said
+
+def example_conversation() -> list[Said]:
+    """The first of the recorded conversations."""
+    return recorded_conversations()[0][2]
 
 
 def conversation_diagram() -> str:
@@ -664,12 +612,16 @@ def conversation_diagram() -> str:
     return fenced("\n".join(lines), "mermaid")
 
 
-def conversation() -> str:
-    """The example byte for byte."""
+def conversations() -> str:
+    """The recorded conversations, byte for byte."""
     parts = []
-    for place, (name, message, frame) in enumerate(example_conversation(), 1):
-        parts.append(f"**{place}. {name}: {link(type(message))}**")
-        parts.append(fenced(dump_frame(message, frame, in_full=place == 1)))
+    for number, (title, about, said, shown_from) in enumerate(recorded_conversations()):
+        parts += [f"### {title}", about]
+        if not number:
+            parts.append(conversation_diagram())
+        for place, (name, message, frame) in enumerate(said[shown_from:], 1):
+            parts.append(f"**{place}. {name}: {link(type(message))}**")
+            parts.append(fenced(dump_frame(message, frame, in_full=place == 1 and not number)))
     return "\n\n".join(parts)
 
 
@@ -793,8 +745,7 @@ def blocks() -> dict[str, str]:
         "partition_of_N14228": str(partition_of(b"N14228", 64)),
         "header_bytes": str(HEADER_BYTES),
         "header": table(LAYOUT_HEAD, layout_rows(HEADER)),
-        "conversation_diagram": conversation_diagram(),
-        "conversation": conversation(),
+        "conversations": conversations(),
         "session_diagram": session_diagram(),
         "session_states": table(state_head, state_rows()),
         "stream_diagram": stream_diagram(),

@@ -22,6 +22,7 @@ import construct as cs
 import msgspec
 from crc32c import crc32c
 
+from docs.conversations import conversations
 from docs.generate_protocol import EXAMPLE_MAP, bare, subcons
 from upr_protocol import limits
 from upr_protocol.bucket_event import BucketEvent, BucketFate, EventKind
@@ -647,6 +648,22 @@ def partition_map() -> Json:
     }
 
 
+def recorded_conversations() -> Json:
+    """What this project's client and server say to each other, recorded now."""
+    return [
+        {
+            "title": conversation.title,
+            "about": conversation.about,
+            "frames": [
+                {"from": sender, "message": MESSAGES[frame[3]].__name__, "frame": frame.hex()}
+                for sender, frame in conversation.frames
+            ],
+            "shown_from": conversation.shown_from,
+        }
+        for conversation in conversations()
+    ]
+
+
 def numbers() -> Json:
     """Every opcode, status and limit."""
     return {
@@ -668,6 +685,7 @@ VECTORS: Final = {
     "starts": starts,
     "window": window,
     "partition_map": partition_map,
+    "conversations": recorded_conversations,
     "numbers": numbers,
 }
 

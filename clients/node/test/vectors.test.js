@@ -130,3 +130,13 @@ test('a map of two nodes', () => {
   }
   assert.equal(BigInt(map.partitions[1].floor.history_id), 0x1122334455667788n)
 })
+
+test('recorded conversations are read and written', () => {
+  for (const { title, frames } of vectors('conversations')) {
+    for (const { message, frame } of frames) {
+      const decoded = wire.decode(bytes(frame))
+      assert.equal(decoded.message, message, title)
+      assert.equal(wire.encode(message, decoded).toString('hex'), frame, title)
+    }
+  }
+})
