@@ -96,7 +96,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="upr", prog_name="upr-server")
+@click.version_option(package_name="upr-server", prog_name="upr-server")
 def main() -> None:
     """A server that stores changes and streams them to consumers in consistent snapshots.
 

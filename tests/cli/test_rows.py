@@ -189,7 +189,7 @@ def test_a_damaged_parquet_file_is_refused() -> None:
 
 def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(FileError, match=r"upr\[arrow\]"):
+    with pytest.raises(FileError, match=r"upr-server\[arrow\]"):
         read(b"", "parquet")
 
 

@@ -179,7 +179,7 @@ def test_what_cannot_be_kept(
     with pytest.raises(OptionError, match="exclude each other"):
         keep_latest_state(*words, available_now=True, interval="1 second")
     monkeypatch.setitem(sys.modules, "deltalake", None)
-    with pytest.raises(PipelineError, match=r"pip install 'upr\[delta\]'") as caught:
+    with pytest.raises(PipelineError, match=r"pip install 'upr-server\[delta\]'") as caught:
         keep_latest_state(*words, available_now=True)
     assert caught.value.code == "UPR_DEPENDENCY"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -218,13 +219,78 @@ async def test_all_that_it_needs_is_there(installed: Installed) -> None:
     assert done == Finished(0, "", "")
     done = await installed.python("import upr_protocol.spark")
     assert done.code == 1
-    assert "the data source `upr` needs PySpark: pip install 'upr[spark]'" in done.err
+    assert "the data source `upr` needs PySpark: pip install 'upr-server[spark]'" in done.err
     done = await run((str(installed.bin / "upr-indexer"), "--help"), variables=ALONE)
     assert done.code == 1
-    assert re.fullmatch(r"upr-indexer needs \w+: pip install 'upr\[indexer\]'\n", done.err), done
+    assert re.fullmatch(
+        r"upr-indexer needs \w+: pip install 'upr-server\[indexer\]'\n", done.err
+    ), done
     python = str(installed.bin / "python")
     checked = await run((python, "-m", "pip", "check"), variables=ALONE, cwd=installed.bin)
     assert checked.code == 0, checked
+
+
+INSTALL: Final = re.compile(r"\bpip install +([^\n`#()\"|]*[^\s`#()\",|])")
+"""An install line of a document or of a sentence that a command prints."""
+
+
+def install_lines() -> dict[str, str]:
+    """What documents and sentences have users install, each with one place that says so."""
+    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    paths += [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return {
+        line.split(", or ")[0].strip(): str(path.relative_to(ROOT))
+        for path in paths
+        for line in INSTALL.findall(path.read_text())
+    }
+
+
+def test_every_install_line_of_the_documents_installs_this_wheel(
+    installed: Installed, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Without what it depends on, which an index would have to give: another project's package of
+    the same name, or an extra that there is not, is noticed all the same."""
+    lines = install_lines()
+    assert {".", "'upr-server[spark]'", "'upr-server[indexer]'", "'upr-server[arrow]'"} <= set(
+        lines
+    )
+    for line, place in lines.items():
+        with subtests.test(f"{place}: pip install {line}"):
+            folder = tmp_path / re.sub(r"\W", "_", line)
+            python = str(installed.bin / "python")
+            # What is installed from its source is built, and that needs the index.
+            index = {} if line == "." else {"PIP_NO_INDEX": "1"}
+            where = ("--target", str(folder), "--find-links", str(installed.wheel.parent))
+            done = subprocess.run(
+                [python, "-m", "pip", "install", *shlex.split(line), "--no-deps", *where],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=installed.source,
+                env=environment(**ALONE, **index),
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout
+            assert "does not provide the extra" not in done.stdout
+            assert (folder / "upr_server" / "cli.py").exists()
+
+
+def test_an_extra_brings_what_its_command_needs(installed: Installed, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, env=environment(**ALONE))
+    wheels = str(installed.wheel.parent)
+    line = ("install", "upr-server[indexer]", "--find-links", wheels)
+    constraints = str(installed.source / "constraints.txt")
+    pip(venv / "bin" / "python", *line, "-c", constraints, cwd=tmp_path)
+    done = subprocess.run(
+        [venv / "bin" / "upr-indexer", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(**ALONE),
+    )
+    assert (done.returncode, done.stdout[:21]) == (0, "upr-indexer, version "), done
 
 
 async def test_the_server_and_its_commands_run(installed: Installed) -> None:

@@ -34,7 +34,7 @@ class _Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_CODES_HELP,
 )
-@click.version_option(package_name="upr", prog_name="upr")
+@click.version_option(package_name="upr-server", prog_name="upr")
 def main() -> None:
     r"""Talk to a UPR server: create buckets, load files, follow changes, read and write keys.
 

@@ -147,7 +147,8 @@ def _read_parquet(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], R
         import pyarrow.parquet as pq
     except ImportError as error:
         raise FileError(
-            "reading Parquet needs pyarrow: pip install 'upr[arrow]', or convert the file to CSV"
+            "reading Parquet needs pyarrow: pip install 'upr-server[arrow]', or convert the file "
+            "to CSV"
         ) from error
     try:
         file = pq.ParquetFile(source)

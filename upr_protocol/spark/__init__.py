@@ -1,4 +1,4 @@
-"""UPR in Spark: the data source `upr`, which reads, streams and writes (extra `upr[spark]`).
+"""UPR in Spark: the data source `upr`, which reads, streams and writes (extra `upr-server[spark]`).
 
 `spark.dataSource.register(UprDataSource)` makes it known to a session.
 """

@@ -12,7 +12,7 @@ PYSPARK_FIRST: Final = (4, 2)
 
 PYSPARK_END: Final = (5,)
 
-REQUIREMENT: Final = "pip install 'upr[spark]'"
+REQUIREMENT: Final = "pip install 'upr-server[spark]'"
 
 
 def check_versions() -> None:

@@ -24,7 +24,7 @@ and would wait for the default, 5 ms, each time that the loop has something to d
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="upr", prog_name="upr-indexer")
+@click.version_option(package_name="upr-server", prog_name="upr-indexer")
 @click.argument("bucket", metavar="URL", required=False)
 @click.option(
     "--config",

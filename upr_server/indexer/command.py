@@ -18,5 +18,5 @@ def _load() -> Callable[[], Any]:
     try:
         from upr_server.indexer.cli import main as command
     except ModuleNotFoundError as error:
-        sys.exit(f"upr-indexer needs {error.name}: pip install 'upr[indexer]'")
+        sys.exit(f"upr-indexer needs {error.name}: pip install 'upr-server[indexer]'")
     return command

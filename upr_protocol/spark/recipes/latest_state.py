@@ -281,6 +281,6 @@ def _deltalake() -> ModuleType:
         import deltalake
     except ImportError as error:
         raise PipelineError(
-            "UPR_DEPENDENCY", "the package deltalake is missing: pip install 'upr[delta]'"
+            "UPR_DEPENDENCY", "the package deltalake is missing: pip install 'upr-server[delta]'"
         ) from error
     return deltalake
