@@ -140,6 +140,26 @@ def test_a_read_without_duplicates_has_the_newest_row_of_each_key(
     assert sorted(map(str, values)) == ["0", "1", *["2"] * 297, "None"]
 
 
+def test_values_are_parsed_into_a_struct_on_request(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    url = new_bucket(1)
+    with durable_client(url) as client:
+        client.set("a", '{"seats":10,"model":"A320","more":1}')
+        client.set("b", "no JSON")
+        client.set("c", "{}")
+        client.delete("c")
+    schema = "key STRING, value STRUCT<seats: INT, model: STRING>, deleted BOOLEAN"
+    rows = load(spark, url, schema).where("value.seats > 1 OR value IS NULL").collect()
+    assert {(row.key, row.deleted, row.value and row.value.model) for row in rows} >= {
+        ("a", False, "A320"),
+        ("b", False, None),
+        ("c", True, None),
+    }
+    with pytest.raises(PySparkException, match=r"UPR_OPTION.*from_json"):
+        load(spark, url, "value STRUCT<price: DECIMAL(9, 2)>").collect()
+
+
 def test_an_empty_bucket_has_no_rows(spark: SparkSession, new_bucket: NewBucket) -> None:
     assert load(spark, new_bucket(1)).collect() == []
 

@@ -81,7 +81,7 @@ class PartitionOffset:
         start, end, came_from, log = (match[name] for name in ("start", "end", "came_from", "log"))
         entries = [entry.split("@") for entry in log.split(",")] if log else []
         return cls(
-            FailoverLog.of((int(history, 16), _number(int(at))) for history, at in entries),
+            FailoverLog.of((int(history, 16), _number(int(first))) for history, first in entries),
             seq,
             seq if start is None else _number(int(start)),
             seq if end is None else _number(int(end)),

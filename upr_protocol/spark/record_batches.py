@@ -13,6 +13,7 @@ from pyspark.sql.types import StructType
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.json_values import ValueParser
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Marker
 
@@ -42,6 +43,10 @@ class RecordBatchBuilder:
         check_schema(schema)
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
+        self._parser = None
+        for field in schema:
+            if field.name == "value" and isinstance(field.dataType, StructType):
+                self._parser = ValueParser(field.dataType)
 
     def of_snapshot(
         self, partition: PartitionId, history: str, start: SeqNo, end: SeqNo
@@ -63,7 +68,9 @@ class RecordBatchBuilder:
             "deleted": pa.scalar(False),
         }
         return SnapshotColumns(
-            self._schema, {name: same[name] for name in self._names if name in same}
+            self._schema,
+            {name: same[name] for name in self._names if name in same},
+            self._parser,
         )
 
     def of_marker(self, partition: PartitionId, marker: Marker) -> pa.RecordBatch:
@@ -97,10 +104,14 @@ class SnapshotColumns:
         schema: The columns.
         same: What they hold in every row, of those that are the same throughout. `op` and `deleted`
             are so only while every mutation is a set.
+        parser: What makes structs of the values; None where these stay bytes or text.
     """
 
-    def __init__(self, schema: pa.Schema, same: Mapping[str, pa.Scalar]) -> None:
+    def __init__(
+        self, schema: pa.Schema, same: Mapping[str, pa.Scalar], parser: ValueParser | None
+    ) -> None:
         self._schema = schema
+        self._parser = parser
         self._same = same
         self._repeated: dict[str, pa.Array] = {}
 
@@ -127,6 +138,8 @@ class SnapshotColumns:
             elif name == "value":
                 present = None if all_set else is_set.buffers()[1]
                 column = _bytes(chunk.value_offsets, chunk.value_bytes, present)
+                if self._parser is not None:
+                    column = self._parser.parse(column, field.type)
             elif name in ("seq", "cas"):
                 column = _long(chunk.seqs if name == "seq" else chunk.cas, name)
             else:

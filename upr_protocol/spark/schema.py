@@ -16,6 +16,7 @@ from pyspark.sql.types import (
 )
 
 from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.json_values import is_parsed
 from upr_protocol.spark.read_options import ReadOptions
 
 READ_COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
@@ -40,7 +41,7 @@ is used again after a failover.
 
 _FEW: Final = ("key", "value", "seq", "deleted")
 _TEXTS: Final = ("key", "value")
-"""Columns that may be asked for as texts."""
+"""Columns that may be asked for as texts; the value also as a struct, parsed from JSON."""
 
 
 def default_schema(options: ReadOptions) -> StructType:
@@ -66,7 +67,14 @@ def check_schema(schema: StructType) -> None:
             )
         kind, _ = READ_COLUMNS[field.name]
         allowed = [kind, StringType()] if field.name in _TEXTS else [kind]
-        if field.dataType not in allowed:
+        if field.name == "value" and isinstance(field.dataType, StructType):
+            if not is_parsed(field.dataType):
+                raise OptionError(
+                    f"the column value is {field.dataType.simpleString()}, which has a type that "
+                    "values are not parsed into: ask for that field as string, or for the value as "
+                    "string and use from_json"
+                )
+        elif field.dataType not in allowed:
             names = " or ".join(allowed_kind.simpleString() for allowed_kind in allowed)
             raise OptionError(
                 f"the column {field.name} is {names}, and not {field.dataType.simpleString()}"

@@ -47,14 +47,14 @@ _REPLICATED: Final = (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED
 COPIES_MAX: Final = 255
 
 
-def operation_word(operation: Operation, given: Operation | None) -> str:
+def operation_word(operation: Operation, fixed: Operation | None) -> str:
     """What a user calls an operation.
 
     Args:
         operation: The operation.
-        given: That of all rows, which the option `operation` names; None where a column does.
+        fixed: That of all rows, which the option `operation` names; None where a column does.
     """
-    words = {named: word for word, named in OPERATIONS.items()} if given is not None else {}
+    words = {named: word for word, named in OPERATIONS.items()} if fixed is not None else {}
     return words.get(operation, operation.name.lower())
 
 
@@ -291,11 +291,11 @@ def parse_columns(option: str, text: str) -> list[ColumnPath]:
     """
     paths: list[ColumnPath] = []
     names: list[str] = []
-    at = 0
+    parsed_chars = 0
     for token in _NAME.finditer(text):
-        if token.start() != at:
+        if token.start() != parsed_chars:
             break
-        at = token.end()
+        parsed_chars = token.end()
         quoted, plain, after = token.groups()
         names.append(plain if quoted is None else quoted.replace("``", "`"))
         if after != ".":
@@ -303,7 +303,7 @@ def parse_columns(option: str, text: str) -> list[ColumnPath]:
             names = []
         if not after:
             break
-    if at != len(text) or names or not paths:
+    if parsed_chars != len(text) or names or not paths:
         raise OptionError(
             f"the option {option} is {text!r}; what it takes is like a, b.c, `name with . or ,`"
         )

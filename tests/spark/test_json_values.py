@@ -1,0 +1,83 @@
+"""Values parsed into structs: what fits, and what becomes null."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import types
+from pyspark.sql.pandas.types import to_arrow_type
+
+from upr_protocol.spark.json_values import ValueParser, is_parsed
+
+INNER = types.StructType([types.StructField("x", types.BooleanType())])
+KIND = types.StructType(
+    [
+        types.StructField("a b", types.IntegerType()),
+        types.StructField("s", types.StringType()),
+        types.StructField("t", types.TimestampType()),
+        types.StructField("d", types.DateType()),
+        types.StructField("l", types.ArrayType(types.DoubleType())),
+        types.StructField("n", INNER),
+    ]
+)
+NOTHING = dict.fromkeys(KIND.fieldNames())
+
+
+def parsed(*values: bytes | None) -> list[Any]:
+    kind = to_arrow_type(KIND, timezone="UTC")
+    return list(ValueParser(KIND).parse(pa.array(values, pa.binary()), kind).to_pylist())
+
+
+def test_an_object_that_fits() -> None:
+    text = (
+        b'{"a b":-1,"s":"\\u00e4","t":"2024-01-31T12:00:00.000005Z","d":"2024-01-31",'
+        b'"l":[1,2.5,null],"n":{"x":true,"more":1},"more":[]}'
+    )
+    (value,) = parsed(text)
+    assert value == {
+        "a b": -1,
+        "s": "ä",
+        "t": dt.datetime(2024, 1, 31, 12, 0, 0, 5, dt.UTC),
+        "d": dt.date(2024, 1, 31),
+        "l": [1.0, 2.5, None],
+        "n": {"x": True},
+    }
+    assert parsed(b"{}", b'{\n "n": null}', b'{"n":{}}') == [
+        NOTHING,
+        NOTHING,
+        {**NOTHING, "n": {"x": None}},
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"",
+        b"text",
+        b"5",
+        b"null",
+        b"[1]",
+        b'{"a b":"1"}',
+        b'{"a b":2147483648}',
+        b'{"a b":1.5}',
+        b'{"s":5}',
+        b'{"t":"yesterday"}',
+        b'{"n":{"x":1}}',
+        b'{"a b":1',
+        b'{"a b":1}{}',
+        b'{"s":"\xff"}',
+    ],
+)
+def test_a_value_that_does_not_fit_is_null(value: bytes | None) -> None:
+    assert parsed(value, b'{"s":"next"}') == [None, {**NOTHING, "s": "next"}]
+
+
+def test_types_that_values_are_parsed_into() -> None:
+    assert is_parsed(KIND)
+    assert not is_parsed(types.StringType())
+    for kind in (types.DecimalType(9, 2), types.VariantType(), types.BinaryType()):
+        assert not is_parsed(types.StructType([types.StructField("f", types.ArrayType(kind))]))

@@ -1,0 +1,88 @@
+"""Values that are JSON objects, parsed into a struct column.
+
+msgspec parses a value at a time. Arrow's own parser takes many at once, but one bad line spoils all
+of them, and a process crashed in it on lines that were no objects.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Annotated, Any, Final, TypedDict
+
+import msgspec
+import pyarrow as pa
+from pyspark.sql import types
+from pyspark.sql.types import DataType
+
+_INTEGER_BITS: Final[dict[type[DataType], int]] = {
+    types.ByteType: 8,
+    types.ShortType: 16,
+    types.IntegerType: 32,
+    types.LongType: 64,
+}
+_PYTHON_TYPES: Final[dict[type[DataType], Any]] = {
+    types.StringType: str,
+    types.BooleanType: bool,
+    types.FloatType: float,
+    types.DoubleType: float,
+    types.DateType: dt.date,
+    types.TimestampType: Annotated[dt.datetime, msgspec.Meta(tz=True)],
+    types.TimestampNTZType: Annotated[dt.datetime, msgspec.Meta(tz=False)],
+}
+
+
+def is_parsed(kind: DataType) -> bool:
+    """Whether values can be parsed into a type: a struct of simple types, arrays and structs."""
+    return isinstance(kind, types.StructType) and _fits(kind)
+
+
+def _fits(kind: DataType) -> bool:
+    if isinstance(kind, types.StructType):
+        return all(_fits(field.dataType) for field in kind)
+    if isinstance(kind, types.ArrayType):
+        return _fits(kind.elementType)
+    return type(kind) in _INTEGER_BITS or type(kind) in _PYTHON_TYPES
+
+
+class ValueParser:
+    """Parses values into structs.
+
+    Args:
+        kind: The struct, for which `is_parsed` holds.
+    """
+
+    def __init__(self, kind: DataType) -> None:
+        self._decode = msgspec.json.Decoder(_python_type(kind)).decode
+
+    def parse(self, values: pa.Array, kind: pa.StructType) -> pa.Array:
+        """A struct for each value; null for a value that is null, or not an object that fits.
+
+        A field that the value lacks is null, and one that the struct lacks is left out.
+
+        Args:
+            values: A column of bytes.
+            kind: The struct, as Arrow has it.
+        """
+        return pa.array([self._one(value) for value in values.to_pylist()], kind)
+
+    def _one(self, value: bytes | None) -> Any:
+        if value is None:
+            return None
+        try:
+            return self._decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+
+def _python_type(kind: DataType) -> Any:
+    """The type that msgspec is to decode; anywhere below the top null fits too."""
+    if isinstance(kind, types.StructType):
+        fields = {field.name: _python_type(field.dataType) | None for field in kind}
+        return TypedDict("Value", fields, total=False)  # type: ignore[operator]
+    if isinstance(kind, types.ArrayType):
+        return list[_python_type(kind.elementType) | None]  # type: ignore[misc]
+    bits = _INTEGER_BITS.get(type(kind))
+    if bits is None:
+        return _PYTHON_TYPES[type(kind)]
+    least = -(1 << bits - 1)
+    return Annotated[int, msgspec.Meta(ge=least, le=-least - 1)]
