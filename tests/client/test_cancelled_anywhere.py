@@ -233,6 +233,11 @@ def _chunk() -> Chunk:
     return plain_chunk(OF_FIRST, [b"v"] * len(OF_FIRST))
 
 
+async def _wait_for_room(sink: Publisher) -> None:
+    sink.publish_nowait([(PartitionId(0), _chunk())])
+    await sink.wait_for_room()
+
+
 async def _flush(sink: Publisher) -> None:
     await sink.set("k", "v")
     await sink.flush()
@@ -251,6 +256,7 @@ PUBLISHER: Final[dict[Callable[..., object], PublisherCase]] = {
     Publisher.decrement: lambda sink: sink.decrement("counter"),
     Publisher.publish: lambda sink: sink.publish(PartitionId(0), _chunk()),
     Publisher.publish_and_wait: lambda sink: sink.publish_and_wait(PartitionId(0), _chunk()),
+    Publisher.wait_for_room: _wait_for_room,
     Publisher.flush: _flush,
 }
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -570,3 +573,87 @@ def test_ctrl_c_while_it_waits_loses_no_event(fake: ThreadedFake) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert mirror.contents == fake.server.contents()
+
+
+# The threads.
+
+
+def client_threads() -> int:
+    return sum(thread.name == "upr-client" for thread in threading.enumerate())
+
+
+def test_requests_start_no_thread(fake: ThreadedFake) -> None:
+    with client(fake) as kv:
+        kv.set("k", "v")
+        assert client_threads() == 0
+
+
+def test_a_consumer_and_a_publisher_that_nobody_closes_end_their_threads(
+    fake: ThreadedFake,
+) -> None:
+    fill(fake, 10)
+    following = consumer(fake)
+    assert next(following) is not None
+    kv = client(fake)
+    kv.publish(PartitionId(0), plain_chunk([b"k"], [b"v"]))
+    assert client_threads() == 2
+    requests = kv._dispatcher
+    del following, kv
+    gc.collect()
+    assert client_threads() == 0
+    requests.close()
+
+
+def test_a_publisher_is_kept_for_its_writer(fake: ThreadedFake) -> None:
+    chunk = plain_chunk([b"k"], [b"v"])
+    with client(fake) as kv:
+        kv.publish(PartitionId(0), chunk)
+        kv.publish_all([(PartitionId(0), chunk)] * 3)
+        assert fake.dialled == 2
+        kv.publish(PartitionId(0), chunk, writer=WriterIdentity(b"another".ljust(16)))
+        assert fake.dialled == 3
+        assert client_threads() == 1
+    assert client_threads() == 0
+
+
+def test_ctrl_c_ends_publishing_and_the_client_goes_on(fake: ThreadedFake) -> None:
+    fake.server.credit_bytes = 0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with client(fake) as kv:
+            with pytest.raises(KeyboardInterrupt):
+                kv.publish(PartitionId(0), plain_chunk([b"k"], [b"v"]))
+            fake.server.credit_bytes = 1 << 20
+            kv.publish(PartitionId(0), plain_chunk([b"k"], [b"w"]))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert fake.server.contents() == {b"k": b"w"}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_makes_its_own_consumer(fake: ThreadedFake) -> None:
+    fill(fake, 10)
+    with consumer(fake) as following:
+        assert next(following) is not None
+        child = os.fork()
+        if not child:  # it must not come back to pytest
+            code = 1
+            try:
+                # Events that had crossed before are there; new ones are not.
+                with suppress(ClosedError):
+                    while True:
+                        following.next_event(0.0)
+                following.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        following.barrier(b"end")
+        for event in following:
+            if isinstance(event, BarrierReached):
+                break
