@@ -86,6 +86,12 @@ def _check_hello_reply(context: SessionContext, message: HelloReply) -> None:
         raise ProtocolError("HelloReply: features must be among those that Hello asked for")
     _check_identity(message.identity)
     _check_interval(message.idle_interval_s)
+    if message.idle_interval_s > hello.idle_interval_s:
+        # Or a server that hangs could make its client wait for two hours.
+        raise ProtocolError(
+            f"HelloReply: idle interval {message.idle_interval_s} s is longer than the "
+            f"{hello.idle_interval_s} s that Hello asked for"
+        )
     if message.frame_body_bytes_max < HANDSHAKE_BODY_BYTES_MAX:
         raise ProtocolError(
             f"HelloReply: frame_body_bytes_max must be at least {HANDSHAKE_BODY_BYTES_MAX}"

@@ -95,7 +95,7 @@ class HelloReply(Message, frozen=True):
     layout = cs.Struct(
         "version" / cs.Int8ul * "the version chosen",
         "features" / cs.Int32ul * "the features both have",
-        "idle_interval_s" / cs.Int16ul * "the interval both keep",
+        "idle_interval_s" / cs.Int16ul * "the interval both keep: at most what `Hello` asked for",
         "frame_body_bytes_max" / cs.Int32ul * "the longest body the server takes",
         "open_barriers_max" / cs.Int16ul * "barriers that may be open at a time",
         "requests_open_max" / cs.Int16ul * "requests that may be open at a time",

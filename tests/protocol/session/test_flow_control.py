@@ -375,6 +375,7 @@ def test_a_hello_that_is_answered(changes: dict[str, Any]) -> None:
         ({"version": 2}, Status.BAD_VERSION),
         ({"features": 1}, Status.MALFORMED),
         ({"idle_interval_s": 0}, Status.MALFORMED),
+        ({"idle_interval_s": 21}, Status.MALFORMED),
         ({"idle_interval_s": IDLE_INTERVAL_S_MAX + 1}, Status.MALFORMED),
         ({"frame_body_bytes_max": HANDSHAKE_BODY_BYTES_MAX - 1}, Status.MALFORMED),
         ({"open_barriers_max": 0}, Status.MALFORMED),
