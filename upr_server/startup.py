@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
+import trio
 
 from upr_server.config import Config
 from upr_server.runtime import is_loopback, run_until_signal
@@ -48,6 +49,7 @@ async def serve(config: Config, on_listening: Callable[[Server], None]) -> bool:
 
     def on_running(server: Server) -> None:
         servers.append(server)
+        trio.lowlevel.add_instrument(server.connections.resources.turn_timer)
         on_listening(server)
         log.info("listening", host=server.host, port=server.port)
         if not is_loopback(server.host):

@@ -82,6 +82,7 @@ from upr_server.app import Server
 from upr_server.config import Config
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
+from upr_server.net.handlers.streams import SLICE_PARTITIONS
 from upr_server.net.server import CONNECTIONS_TOLD_MAX
 from upr_server.runtime import System
 from upr_server.storage.api import Store
@@ -706,6 +707,31 @@ async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_fo
         assert trio.current_time() - began_at <= FRAME_TIMEOUT_S + 10
         assert budget.used == 0
         nursery.cancel_scope.cancel()
+
+
+async def test_opening_a_bucket_of_many_partitions_lets_others_have_their_turn() -> None:
+    server = make_server()
+    told: list[int] = []
+    async with connected(server) as peer, trio.open_nursery() as nursery:
+        await server.catalog.create_bucket("wide", 1024, QUOTA_BYTES)
+        await peer.say()
+        await peer.hear(HelloReply)
+        (connection,) = server.connections.connections
+
+        async def watch() -> None:
+            while True:
+                told.append(connection.session.outgoing_bytes)
+                await trio.lowlevel.checkpoint()
+
+        nursery.start_soon(watch)
+        await peer.say(Open("wide", opaque=peer.opaque()))
+        await peer.hear(Opened)
+        nursery.cancel_scope.cancel()
+    one = len(b"".join(PartitionLog(*_LOG, partition=P0, opaque=1).frame()))
+    assert 0 < max(told) <= 2 * SLICE_PARTITIONS * one
+
+
+_LOG: Final = (PartitionState.ACTIVE, SeqNo(0), SeqNo(0), SeqNo(0), FailoverLog.of([(1, 0)]))
 
 
 async def test_a_partition_named_twice_is_refused() -> None:

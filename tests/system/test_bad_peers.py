@@ -63,6 +63,7 @@ from upr_protocol.wire.frame import pack_header
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 MIB: Final = 1024 * 1024
+LONGEST_TURN_S: Final = 2.0
 BUCKET: Final = "attacked"
 PARTITIONS: Final = 2
 P0: Final = PartitionId(0)
@@ -101,6 +102,10 @@ async def attacked(
             before = server.resident_bytes
             server.forget_peak()
             yield server
+            async with connect(server.url()) as client:
+                longest_turn_s = (await client.stats())["server"]["longest_turn_s"]
+            # A turn serves thousands of peers, each for some milliseconds.
+            assert longest_turn_s < LONGEST_TURN_S, f"the loop was held for {longest_turn_s:.1f} s"
         grown = server.peak_bytes - before
         assert grown < grows_at_most, f"it grew by {grown / MIB:.1f} MiB"
 

@@ -16,6 +16,7 @@ from upr_server.buckets import BucketCatalog
 from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.partition_request_queue import PartitionRequestQueues
+from upr_server.runtime import TurnTimer
 
 REPLICATION_TIMEOUT_S: Final = 30.0
 """Long enough for a replica that is being started again; then the publisher is told what is so."""
@@ -91,6 +92,7 @@ class ServerResources:
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
         statistics_of: The figures of a bucket, or of the server for an empty name.
+        turn_timer: Measures the turns of the loop, if it was added to it.
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         scratch: What sockets are read into.
@@ -105,6 +107,7 @@ class ServerResources:
     statistics_of: Callable[[str], dict[str, object]]
     send_timeout_s: float = SEND_TIMEOUT_S
     replication_timeout_s: float = REPLICATION_TIMEOUT_S
+    turn_timer: TurnTimer = attrs.field(factory=TurnTimer)
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     scratch: memoryview = attrs.field(factory=new_scratch)

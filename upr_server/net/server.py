@@ -167,6 +167,7 @@ class ConnectionServer:
                 "uptime_s": trio.current_time() - self._started_at,
                 "connections": len(self.connections),
                 "connections_refused": self._refused,
+                "longest_turn_s": round(resources.turn_timer.longest_s, 6),
                 "frame_bytes_under_way": resources.frame_budget.used,
                 "frames_dropped": resources.frame_budget.dropped,
             },

@@ -13,6 +13,7 @@ from upr_server.runtime.memory_return import HeapTrimmer, keep_heap_small, rare_
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
 from upr_server.runtime.system import System
+from upr_server.runtime.turn_timer import TurnTimer
 
 __all__ = [
     "BoundListeners",
@@ -20,6 +21,7 @@ __all__ = [
     "HeapTrimmer",
     "ListenError",
     "System",
+    "TurnTimer",
     "bind_tcp",
     "is_loopback",
     "keep_heap_small",
