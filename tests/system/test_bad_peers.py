@@ -385,6 +385,11 @@ async def test_strangers_who_never_say_hello() -> None:
 LARGE: Final = 10 * MIB
 
 
+KEYS_OF_ONE_PARTITION: Final = tuple(
+    key for key in (b"key-%d" % n for n in range(4096)) if partition_of(key, PARTITIONS) == P0
+)
+
+
 def _get(*keys: bytes) -> Message:
     return Get(keys, partition=partition_of(keys[0], PARTITIONS), opaque=1)
 
@@ -394,9 +399,7 @@ def _get(*keys: bytes) -> Message:
     [
         # One answer for each of the eight peers, and the next in the making.
         pytest.param(2, LARGE, _get(b"key-1"), 8 * LARGE + 96 * MIB, id="large-values"),
-        pytest.param(
-            4096, 100, _get(*(b"key-%d" % n for n in range(4096))), 64 * MIB, id="many-values"
-        ),
+        pytest.param(4096, 100, _get(*KEYS_OF_ONE_PARTITION), 64 * MIB, id="many-values"),
         pytest.param(0, 0, _get(b"nothing"), 64 * MIB, id="missing-values"),
         pytest.param(0, 0, Seqnos(opaque=1), 64 * MIB, id="numbers"),
         pytest.param(0, 0, Stats(opaque=1), 64 * MIB, id="statistics"),
