@@ -18,8 +18,10 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
-from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_kernel import gather
+from upr_protocol.chunk import Chunk
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
+from upr_server.engine.snapshots.document_arrays import Rows
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 
 COLLAPSE_SNAPSHOTS_MIN: Final = 8
@@ -34,7 +36,6 @@ CHUNK_BYTES: Final = 256 * 1024
 CHUNK_MUTATIONS: Final = 4096
 """And not longer than this, about, which bounds the steps of the next collapse."""
 
-_NOT: Final = bytes((1,)) + bytes(255)
 
 _START: Final = attrgetter("start")
 
@@ -91,7 +92,8 @@ class Collapse:
         self._todo = _newest_first(snapshots)
         # Keys of the newer snapshots. The oldest one's are unique already, and not entered.
         self._seen: set[bytes] = set()
-        # Results, newest first; and the group of chunks that the next one will be made of.
+        # Results, newest first; and the group of chunks that the next one will be made of, with
+        # flags for what is superseded.
         self._chunks: list[Chunk] = []
         self._group: list[tuple[Chunk, bytes | None]] = []
         self._group_count = 0
@@ -117,23 +119,23 @@ class Collapse:
         """Takes in the next older chunk. O(its mutations)."""
         seen = self._seen
         keys = chunk.keys()
-        keep: bytes | None = None
+        skip: bytes | None = None
         count, nbytes = chunk.count, chunk.nbytes
         superseded = bytes(map(seen.__contains__, keys))
         if 1 in superseded:
-            keep = superseded.translate(_NOT)
-            count = keep.count(1)
+            skip = superseded
+            count = skip.count(0)
             nbytes = nbytes * count // chunk.count
         if not is_oldest:
             seen.update(keys)
         # A long chunk of which nothing goes stays as it is, shared by all who read it.
-        alone = keep is None and nbytes > CHUNK_BYTES // 2
+        alone = skip is None and nbytes > CHUNK_BYTES // 2
         too_long = (
             self._group_bytes + nbytes > CHUNK_BYTES or self._group_count + count > CHUNK_MUTATIONS
         )
         if self._group_count and (alone or too_long):
             self._put_together()
-        self._group.append((chunk, keep))
+        self._group.append((chunk, skip))
         self._group_count += count
         self._group_bytes += nbytes
         if alone:
@@ -153,10 +155,10 @@ class Collapse:
         elif len(group) == 1 and group[0][1] is None:
             self._chunks.append(group[0][0])
         else:
-            builder = ChunkBuilder()
-            for chunk, keep in group:
-                builder.extend(chunk, keep)
-            self._chunks.append(builder.build(start, end))
+            rows: list[Rows] = [
+                (chunk.encode(), 0, chunk.count, skip, None, 0) for chunk, skip in group
+            ]
+            self._chunks.append(Chunk(gather(rows, start, end)))
         self._group_count = self._group_bytes = 0
 
 

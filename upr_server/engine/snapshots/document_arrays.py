@@ -47,7 +47,10 @@ PART_BYTES: Final = 130
 """What a part of a filling array takes beside its chunk, about: a bytes object (33), its places in
 three lists and two numbers (88)."""
 
-_KEEP: Final = bytes((1, 0)) + bytes(254)
+Rows = tuple[Buffer, int, int, Buffer | None, int | None, int]
+"""Rows of a chunk as the kernel's `gather` takes them: the encoded chunk, the first row, the row
+behind the last, the skip flags (None where nothing is skipped), and the number and CAS that the
+first row gets (None and 0 where the rows keep the chunk's)."""
 
 
 class DocumentArray(ABC):
@@ -93,8 +96,9 @@ class DocumentArray(ABC):
         """Everything, skipped or not, as a stored chunk that covers (`start`, `end`]."""
 
     @abstractmethod
-    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
-        """Adds what is not skipped of the numbers in (`after`, `through`]. O(count).
+    def rows(self, after: int, through: int) -> list[Rows]:
+        """What is not skipped of the numbers in (`after`, `through`], for the kernel to gather.
+        O(log count).
 
         The array must have flags of its own.
         """
@@ -169,13 +173,12 @@ class PublishedArray(DocumentArray):
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
         return self._chunk.numbered(self.first, self._first_cas, start, end)
 
-    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
+    def rows(self, after: int, through: int) -> list[Rows]:
         # Only counters make segments end inside an array, and there are none between its numbers.
         assert after < self.first <= self.last <= through, (after, self.first, self.last, through)
         assert self.skip is not None
-        cas = range(self._first_cas, self._first_cas + self.count)
-        keep = None if self.live == self.count else self.skip.translate(_KEEP)
-        builder.extend_numbered(self._chunk, self.seqs(), cas, keep)
+        skip = None if self.live == self.count else self.skip
+        return [(self._chunk.encode(), 0, self.count, skip, self.first, self._first_cas)]
 
 
 class NumberedArray(DocumentArray):
@@ -213,14 +216,14 @@ class NumberedArray(DocumentArray):
             return chunk
         return chunk.rows(0, chunk.count, start, end)
 
-    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
+    def rows(self, after: int, through: int) -> list[Rows]:
         assert self.skip is not None
-        chunk, skip = self._chunk, self.skip
+        chunk, low, high = self._chunk, 0, self.count
         if after >= self.first or through < self.last:
             seqs = cast("Sequence[int]", chunk.seqs)
             low, high = bisect_right(seqs, after), bisect_right(seqs, through)
-            chunk, skip = chunk.rows(low, high, SeqNo(after), SeqNo(through)), skip[low:high]
-        builder.extend(chunk, skip.translate(_KEEP) if any(skip) else None)
+        skip = None if self.live == self.count else self.skip[low:high]
+        return [(chunk.encode(), low, high, skip, None, 0)]
 
 
 class SingleArray(DocumentArray):
@@ -250,10 +253,10 @@ class SingleArray(DocumentArray):
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
         return Chunk.build((self._row,), start, end)
 
-    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
-        row = self._row
-        if after < row.seq <= through and self.live:
-            builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
+    def rows(self, after: int, through: int) -> list[Rows]:
+        if not (after < self.first <= through and self.live):
+            return []
+        return [(Chunk.build((self._row,)).encode(), 0, 1, None, None, 0)]
 
 
 class FillingArray(DocumentArray):
@@ -403,7 +406,7 @@ class FillingArray(DocumentArray):
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
         if not self._parts:
             return self._builder.build(start, end)
-        parts: list[tuple[Buffer, int, int, Buffer | None, int | None, int]] = [
+        parts: list[Rows] = [
             (part, 0, end - begin, None, None, 0)
             for part, begin, end in zip(self._parts, [0, *self._ends], self._ends, strict=False)
         ]
@@ -411,5 +414,5 @@ class FillingArray(DocumentArray):
             parts.append((self._builder.build().encode(), 0, len(self._builder), None, None, 0))
         return Chunk(gather(parts, start, end))
 
-    def copy_into(self, builder: ChunkBuilder, after: int, through: int) -> None:
-        self.sealed().copy_into(builder, after, through)
+    def rows(self, after: int, through: int) -> list[Rows]:
+        return self.sealed().rows(after, through)

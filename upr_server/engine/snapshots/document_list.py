@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from operator import attrgetter, sub
 from typing import Final
 
-from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_kernel import gather
+from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SEQ_MAX, Cas, SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.document_arrays import (
@@ -22,6 +23,7 @@ from upr_server.engine.snapshots.document_arrays import (
     FillingArray,
     NumberedArray,
     PublishedArray,
+    Rows,
     SingleArray,
 )
 from upr_server.engine.snapshots.skip_flags import SkipFlags
@@ -347,14 +349,15 @@ class DocumentList:
             run.clear()
             return
         skip_flags, is_shared = self.skip_flags, run[0].skip is None
-        builder = ChunkBuilder()
+        rows: list[Rows] = []
         for array in run:
             if is_shared:
                 array.copy_flags(skip_flags)
-            array.copy_into(builder, array.first - 1, array.last)
+            rows += array.rows(array.first - 1, array.last)
             self._memory.arrays -= array.nbytes
+        start, end = SeqNo(run[0].first - 1), run[-1].last
         run.clear()
-        joined = NumberedArray(builder.build())
+        joined = NumberedArray(Chunk(gather(rows, start, end)))
         if is_shared:
             # The joined array holds none of the skipped documents: a flag left behind would count
             # as skipped a number that is no longer there.

@@ -13,7 +13,8 @@ from heapq import merge
 from operator import attrgetter
 from typing import Final
 
-from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_kernel import gather
+from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.counters import counter_bytes
@@ -98,12 +99,10 @@ class Segment:
         start, end = self.start, self.end
         if not counters and len(arrays) == 1 and arrays[0].is_whole_in(start, end):
             return arrays[0].whole(start, end)
-        builder = ChunkBuilder()
-        for array in arrays:
-            array.copy_into(builder, start, end)
+        rows = [part for array in arrays for part in array.rows(start, end)]
+        documents = Chunk(gather(rows, start, end))
         if not counters:
-            return builder.build(start, end)
-        documents = builder.build(start, end)
+            return documents
         return Chunk.build(merge(documents, counters, key=_SEQ), start, end)
 
     def find(self, seq: int) -> Mutation:
