@@ -30,10 +30,17 @@ from upr_server.engine import (
 )
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
-from upr_server.storage.calls import FindFirstSnapshotEnd, FindItems, ReadChunks, StoreCall
-from upr_server.storage.online import partition_reader
-from upr_server.storage.online.backfill import BUDGET_SHARE, READ_BYTES_MIN, WAIT_FOR_DISK, Wait
+from upr_server.storage.calls import Commit, FindFirstSnapshotEnd, FindItems, ReadChunks, StoreCall
+from upr_server.storage.online import backfill, partition_reader
+from upr_server.storage.online.backfill import (
+    BUDGET_SHARE,
+    READ_BYTES_MIN,
+    WAIT_FOR_DISK,
+    StreamBrokenError,
+    Wait,
+)
 from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.leases import BACKFILL_LEASE_S
 from upr_server.storage.online.partition_reader import PartitionReader
 from upr_server.storage.processes import open_store
 from upr_server.storage.simulated import SimulatedStore
@@ -118,7 +125,9 @@ class Reader:
         stream_end: Where it ends.
     """
 
-    def __init__(self, model: Model, start: int = 0, stream_end: int = SEQ_MAX) -> None:
+    def __init__(
+        self, model: Model, start: int = 0, stream_end: int = SEQ_MAX, end_at_least: int = 0
+    ) -> None:
         self._model = model
         self.stream_end = stream_end
         self._contents = model.contents(start)
@@ -132,7 +141,7 @@ class Reader:
             model.partition,
             "test",
             SeqNo(start),
-            end_at_least=SeqNo(0),
+            end_at_least=SeqNo(end_at_least),
             stream_end=SeqNo(stream_end),
             on_ready=self._is_ready,
             on_disk=self._is_ready,
@@ -360,6 +369,78 @@ async def test_one_that_is_dropped_inside_a_snapshot_ends_it_from_disk(
         await reader.read()
         assert reader.kinds[:2] == [SnapshotKind.MEMORY, SnapshotKind.DISK]
         assert reader.ends == [200, 201]
+
+
+async def test_one_that_is_dropped_waits_for_the_disk_to_have_what_it_announced(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It has announced (0, 3]. From the disk it could have (0, 1] at once. Then it would be told
+    that it is consistent at 1, where it may lack older values of keys that it got newer ones of."""
+    store = HeldReads(Commit)
+    async with a_partition(store) as (_, model):
+        model.write(*items(0, 1))
+        await model.persist()
+        await trio.sleep(INDEXED_S)
+        store.released = trio.Event()
+        model.write(*items(1, 2))
+        reader = Reader(model, end_at_least=3)
+        start = reader.step()
+        assert isinstance(start, SnapshotStartItem)
+        assert start.end == 3
+        # The commit of the rest is under way. Maintenance does not wait for it yet, which would
+        # hold up any backfill.
+        await trio.sleep(0.15)
+        assert model.forget() == 1
+        assert reader.step() is WAIT_FOR_DISK
+        await trio.sleep(0.01)
+        assert reader.step() is WAIT_FOR_DISK
+        store.released.set()
+        await reader.read()
+        assert reader.ends == [3]
+        reader.close()
+
+
+async def test_a_backfill_from_which_nobody_takes_reads_ahead_to_its_own_limit(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the budget of all backfills has left."""
+    monkeypatch.setattr(backfill, "QUEUE_BYTES", 100_000)
+    monkeypatch.setattr(backfill, "READ_BYTES", 20_000)
+    async with a_partition() as (server, model):
+        for turn in range(60):
+            model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(2)))
+            await model.persist()
+        model.forget()
+        budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
+        assert budget > 300_000, "else it is about nothing"
+        reader = Reader(model)
+        assert reader.step() is WAIT_FOR_DISK
+        await trio.sleep(10)
+        assert 100_000 <= model.disk.memory.backfills < 150_000
+        reader.close()
+
+
+async def test_a_backfill_that_takes_an_hour_ends_its_stream(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its range could not be compacted for as long as a consumer likes to be slow."""
+    monkeypatch.setattr(backfill, "QUEUE_BYTES", 100_000)
+    monkeypatch.setattr(backfill, "READ_BYTES", 20_000)
+    async with a_partition() as (_, model):
+        for turn in range(60):
+            model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(2)))
+            await model.persist()
+        model.forget()
+        reader = Reader(model)
+        assert reader.step() is WAIT_FOR_DISK
+        await trio.sleep(BACKFILL_LEASE_S - 1)
+        assert model.disk.leases.ranges() == [(0, 0, 120)]
+        await trio.sleep(2)
+        assert model.disk.leases.ranges() == []
+        with pytest.raises(StreamBrokenError) as broken:
+            await reader.read()
+        assert broken.value.status is Status.TOO_SLOW
+        reader.close()
 
 
 @pytest.mark.parametrize("is_more", [False, True])
