@@ -58,7 +58,7 @@ const u64 = {
   write: (out, value) => out.push(written(8, (bytes) => bytes.writeBigUInt64LE(BigInt(value))))
 }
 const flag = {
-  read: (reader) => { const [byte] = reader.take(1); return byte < 2 ? byte === 1 : malformed('a yes or no is neither 0 nor 1') },
+  read: (reader) => reader.take(1)[0] !== 0,
   write: (out, value) => out.push(Buffer.from([value ? 1 : 0]))
 }
 const fixed = (size) => ({
