@@ -481,6 +481,24 @@ async def test_a_consumer_cut_inside_a_snapshot_goes_on_there() -> None:
         ]
 
 
+async def test_a_consumer_cut_inside_a_snapshot_gets_no_end_before_that_snapshots_end() -> None:
+    """The server has smaller snapshots now. At the first one's end, keys may be missing that the
+    client did not get because they changed again further on in the snapshot that it had."""
+    server = make_server()
+    async with connected(server) as peer:
+        await peer.open()
+        await peer.mutate(sets(b"a", b"b", b"c"))
+        manager = server.catalog.bucket("b").partitions[P0].manager
+        manager.register("another", SeqNo(0)).cursor.next()  # closes the snapshot at 3
+        await peer.mutate(sets(*(b"%d" % number for number in range(6))))
+        cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
+        await peer.ask(Position(FailoverLog.of([(1, 0)]), SeqNo(0), SeqNo(2), cut))
+        await peer.say(Go())
+        start = await peer.hear(PartitionStart)
+        assert (start.start, start.end) == (2, 9)
+        assert (await peer.hear(PartitionEnd)).end == 9
+
+
 async def test_an_end_inside_a_snapshot_that_was_cut_is_reached_at_its_end() -> None:
     """The client has a higher number than its end, and is consistent nowhere above 0."""
     async with connected(make_server()) as peer:
