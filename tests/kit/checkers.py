@@ -90,6 +90,15 @@ def check(history: History) -> None:
             )
 
 
+def check_received(history: History) -> None:
+    """Raises the first `BrokenPromiseError` in what consumers have received so far."""
+    truth, order = Truth(), Snapshots()
+    order.truth = truth
+    for event in history:
+        truth.take(event)
+        order.take(event)
+
+
 def check_replicas_agree(finals: Iterable[FinalState]) -> None:
     """I9: after healing and quiet all copies of a partition are the same."""
     first: dict[PartitionId, FinalState] = {}

@@ -120,6 +120,7 @@ class RecordedPublisher:
         self._expiry = expiry
         self._number = 0
         self._generation = 0
+        self._scope = trio.CancelScope()
         self.stopping = False
         self.acknowledged = 0
 
@@ -133,32 +134,40 @@ class RecordedPublisher:
                 keys.append(key)
         return PartitionLoad(PartitionId(partition), keys[:6], keys[6:])
 
+    def crash(self) -> None:
+        """It is killed, and begins again with other keys: what it has written stays as it is."""
+        self._scope.cancel()
+
     async def run(self) -> None:
         """Writes, for as long as it is wanted."""
-        durability, copies = LEVELS[self._level]
         while not self.stopping:
             self._generation += 1
-            try:
-                async with (
-                    publisher(
-                        self._url,
-                        identity=f"publisher:{self.name}",
-                        durability=durability,
-                        copies=copies,
-                        retry_timeout_s=20.0,
-                        credit_timeout_s=20.0,
-                        on_failure=lambda _failure: None,
-                        dial=self._dial,
-                        writer=WriterIdentity(self._chance.randbytes(16)),
-                        draw=self._chance.random,
-                    ) as sink,
-                    trio.open_nursery() as nursery,
-                ):
-                    for partition in range(self._partitions):
-                        nursery.start_soon(self._write, sink, self._load_of(partition))
-            except* UprError as errors:
-                self._history.add(Said(self.name, f"gave up: {errors.exceptions[0]}"))
+            with trio.CancelScope() as self._scope:
+                await self._write_until_it_gives_up()
             await self._sleep(self._chance.random())
+
+    async def _write_until_it_gives_up(self) -> None:
+        durability, copies = LEVELS[self._level]
+        try:
+            async with (
+                publisher(
+                    self._url,
+                    identity=f"publisher:{self.name}",
+                    durability=durability,
+                    copies=copies,
+                    retry_timeout_s=20.0,
+                    credit_timeout_s=20.0,
+                    on_failure=lambda _failure: None,
+                    dial=self._dial,
+                    writer=WriterIdentity(self._chance.randbytes(16)),
+                    draw=self._chance.random,
+                ) as sink,
+                trio.open_nursery() as nursery,
+            ):
+                for partition in range(self._partitions):
+                    nursery.start_soon(self._write, sink, self._load_of(partition))
+        except* UprError as errors:
+            self._history.add(Said(self.name, f"gave up: {errors.exceptions[0]}"))
 
     async def _write(self, sink: Publisher, load: PartitionLoad) -> None:
         while not self.stopping:
@@ -312,8 +321,26 @@ class RecordedConsumer:
         self._now = self.kept
         self.events = 0
         self.rollbacks = 0
+        self._is_undoing = False
+        # By partition, how much it has of the snapshot that it is in, and where that ends.
+        self._partial: dict[PartitionId, tuple[SeqNo, SeqNo]] = {}
         self._scope = trio.CancelScope()
         self._consumer: Consumer | None = None
+
+    def is_cut_by(self, highs: dict[PartitionId, SeqNo]) -> bool:
+        """Whether it has part of a snapshot that begins at or below, and ends above, one of these
+        sequence numbers, and nothing above it."""
+        return any(
+            received <= highs.get(partition, 0) < end
+            for partition, (received, end) in self._partial.items()
+            if received
+        )
+
+    def save(self) -> None:
+        """Keeps what it has, in the middle of a snapshot or not."""
+        # While it goes back, its state says that it still has what it has undone.
+        if not self._is_undoing:
+            self.kept = self._now.copy()
 
     def crash(self) -> None:
         """It is killed, and goes on with what it last kept."""
@@ -359,6 +386,8 @@ class RecordedConsumer:
         await self._follow(end="now")
 
     def _restart(self, saved: Kept) -> None:
+        self._is_undoing = False
+        self._partial.clear()
         self._now = saved.copy()
         self._history.add(
             Restarted(
@@ -397,9 +426,11 @@ class RecordedConsumer:
 
     def _take(self, consumer: Consumer, event: Event) -> None:
         self.events += 1
+        self._is_undoing = False
         now, history, name = self._now, self._history, self.name
         now.state = consumer.resume_state
         if isinstance(event, SnapshotStart):
+            self._partial[event.partition] = SeqNo(0), event.end
             history.add(
                 Began(
                     name,
@@ -414,8 +445,10 @@ class RecordedConsumer:
             chunk = event.chunk
             rows = rows_of(chunk)
             history.add(Received(name, event.partition, chunk.start, chunk.end, rows))
+            self._partial[event.partition] = chunk.end, self._partial[event.partition][1]
             apply(now.items.setdefault(event.partition, {}), rows)
         elif isinstance(event, SnapshotEnd):
+            self._partial.pop(event.partition, None)
             log = now.state.positions[event.partition].log
             history.add(Ended(name, event.partition, event.end, log))
             versions = now.versions.setdefault(event.partition, {})
@@ -432,6 +465,7 @@ class RecordedConsumer:
 
     async def _undo(self, partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         del reason
+        self._is_undoing = True
         await self._sleep(self._chance.random() * 0.1)
         versions = self._now.versions.get(partition, {})
         to = max((end for end in versions if end <= ceiling), default=SeqNo(0))
@@ -447,6 +481,7 @@ class RecordedConsumer:
 
     def _go_back(self, partition: PartitionId, ceiling: SeqNo, to: SeqNo) -> None:
         self.rollbacks += 1
+        self._partial.pop(partition, None)
         now = self._now
         versions = now.versions.setdefault(partition, {})
         was = now.state.position(partition).highest_received

@@ -88,7 +88,9 @@ class FaultyStore(SimulatedStore):
         return answer
 
     async def _pause(self) -> None:
-        await self._clock.sleep(self._chance.random() * 2 * self._wear.delay_s)
+        # A disk that has failed answers at once, and before the server has stopped.
+        delay_s = 0.0 if self._has_failed else self._wear.delay_s
+        await self._clock.sleep(self._chance.random() * 2 * delay_s)
         if self.is_dead:
             raise StoreFailedError("the machine is off")
 

@@ -11,8 +11,9 @@ from typing import Final
 
 import trio
 
+from tests.kit.checkers import check_received
 from tests.kit.history import Fault, History, Level, Said
-from tests.kit.recorded import RecordedConsumer
+from tests.kit.recorded import RecordedConsumer, RecordedPublisher
 from tests.simulation.mix import Mix
 from tests.simulation.network import Link, Network
 from tests.simulation.node import BUCKET, Node
@@ -45,6 +46,7 @@ class Faults:
         nodes: The machines, by name.
         network: Between them.
         operator: Who is to see to it.
+        publishers: They may crash, too.
         consumers: They crash, too.
         readers: The hosts of those who read all that there is: they are cut off, too.
         history: Where it is written down.
@@ -64,6 +66,7 @@ class Faults:
         nodes: dict[str, Node],
         network: Network,
         operator: SimulatedOperator,
+        publishers: Sequence[RecordedPublisher],
         consumers: Sequence[RecordedConsumer],
         readers: Sequence[str],
         history: History,
@@ -78,6 +81,7 @@ class Faults:
         self.nodes = nodes
         self.network = network
         self.operator = operator
+        self.publishers = publishers
         self.consumers = consumers
         self._readers = readers
         self.hosts = (*HOSTS, *readers)
@@ -408,6 +412,8 @@ class Faults:
             try:
                 with trio.fail_after(10.0):
                     await reader.read_all()
+                # A node that has the wrong contents may keep the cluster busy for ever.
+                check_received(self._history)
             except (UprError, trio.TooSlowError) as error:
                 self._history.add(Said("fault", f"reading from {node.name}: {error}"))
                 return False

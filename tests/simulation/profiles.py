@@ -199,7 +199,7 @@ ROLLBACKS: Final = Profile(
     "rollbacks",
     {"interrupt_rollback": 1.0},
     levels=("memory",),
-    settings={**_ONCE, "partitions": (3,), "pause_s": (0.8,)},
+    settings={**_ONCE, "partitions": (3,), "pause_s": (0.8,), "faults": (2,)},
 )
 """A consumer is killed in the middle of a rollback, and meets the old active node again."""
 

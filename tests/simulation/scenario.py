@@ -177,6 +177,7 @@ class Cluster:
                 self.nodes,
                 self.network,
                 self.operator,
+                self.publishers,
                 self.consumers,
                 [reader.name for reader in self.readers],
                 self.history,

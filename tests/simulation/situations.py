@@ -25,24 +25,34 @@ async def diverge(faults: Faults) -> None:
     """The active node writes on without its replicas and is killed. A replica becomes active at a
     lower sequence number, so everyone else has to roll back, some of them into a snapshot.
 
-    Consumers are cut off first, and then get one long snapshot, slowly.
+    Consumers are away for a while, get one long snapshot when they are back, and are killed inside
+    of it.
     """
     source, *others = faults.roles()
     await _write_for_a_while(faults)
-    consumers = faults.links([source.name], [consumer.name for consumer in faults.consumers])
+    links = faults.links([source.name], [consumer.name for consumer in faults.consumers])
+    pauses_s = [consumer.pause_s for consumer in faults.consumers]
     with _slow_disk(faults, source):
-        _cut_all(consumers)
+        _cut_all(links)
         for consumer in faults.consumers:
+            consumer.save()
             consumer.crash()
-        await trio.sleep(faults.draw.uniform(0.5, 1.0))
+        await trio.sleep(faults.draw.uniform(0.3, 0.8))
         with _cut(faults, [source.name], _names(others)):
-            await trio.sleep(faults.draw.uniform(0.3, 1.0))
-            faults.mend(consumers)
-            for link in consumers:
-                link.bytes_per_s = 3000
-            await trio.sleep(faults.draw.uniform(0.3, 2.0))
+            await trio.sleep(faults.draw.uniform(1.0, 2.0))
+            for consumer in faults.consumers:
+                consumer.pause_s = 0.1
+            highs = {partition.id: partition.high_seq for node in others for partition in node.held}
+            faults.mend(links)
+            with trio.move_on_after(4.0):
+                await trio.lowlevel.checkpoint()
+                while not any(consumer.is_cut_by(highs) for consumer in faults.consumers):  # noqa: ASYNC110
+                    await trio.sleep(_POLL_S)
             await faults.kill(source, silent_chance=0.0)
-    faults.mend(consumers)
+            for consumer, pause_s in zip(faults.consumers, pauses_s, strict=True):
+                consumer.save()
+                consumer.crash()
+                consumer.pause_s = pause_s
     await faults.operator.fail_over(source.name)
     await faults.start(source)
     # Before new writes hide what it lacks.
@@ -157,6 +167,9 @@ async def fail_over_while_refilling(faults: Faults) -> None:
         with _cut(faults, [source.name], [target.name]):
             await trio.sleep(faults.draw.uniform(0.5, 1.5))
             await faults.kill(source, silent_chance=0.0)
+    for publisher in faults.publishers:
+        # New writes of the same keys would hide what is lost.
+        publisher.crash()
     await faults.operator.fail_over(source.name)
     if faults.leader() is target:
         highs = {partition.id: partition.high_seq for partition in target.held}

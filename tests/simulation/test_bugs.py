@@ -30,11 +30,8 @@ NOT_FOUND: Final = (
     "record_failover_log_late",
     "compact_leased_range",
     "promote_refilling_replica",
-    "omit_rollback_marker",
     "reuse_history_ids",
-    "trust_first_node",
     "end_at_any_copy",
-    "accept_writes_during_handover",
     "acknowledge_after_failed_commit",
     "evict_unindexed_key",
 )

@@ -11,12 +11,12 @@ from tests.simulation.profiles import (
     DIVERGED,
     FAILOVERS,
     HANDOVERS,
-    MOVING_COPIES,
     OLD_HISTORIES,
     REFILLING,
     REFUSED_FAILOVERS,
     RESTARTED_LEADERS,
     RESTARTED_SOURCES,
+    ROTTEN_DISKS,
 )
 from upr_protocol.client.operator import Operator
 from upr_protocol.client.operator.handback import Handback
@@ -156,7 +156,7 @@ def continue_shared_history() -> Iterator[None]:
         yield
 
 
-@planted(MOVING_COPIES)
+@planted(ROTTEN_DISKS)
 def trust_first_node() -> Iterator[None]:
     """An operator believes the first node that answers, though it may have lost its disk. The
     simulation found this fault."""
