@@ -1,14 +1,13 @@
 """The cycle over partitions: which one is streamed next.
 
 The server streams one snapshot of each registered partition that has something, in partition
-order, again and again. Partitions with something to send are kept apart from the rest, so that a
-turn costs O(log ready) however many partitions are registered and idle.
+order, again and again. Partitions with something to send are the bits of one integer, so that a
+turn costs some hundred nanoseconds, however many partitions are registered and idle.
 """
 
 from __future__ import annotations
 
 import attrs
-from sortedcontainers import SortedSet
 
 from upr_protocol.ids import PARTITIONS_END, PartitionId
 
@@ -45,7 +44,8 @@ class PartitionCycle:
     __slots__ = ("_ready", "_sent", "completed", "current", "next_partition")
 
     def __init__(self) -> None:
-        self._ready = SortedSet()
+        self._ready = 0
+        """Bit n: partition n has something to send."""
         self._sent = False
         """Whether this cycle sent anything."""
         self.completed = 0
@@ -64,21 +64,21 @@ class PartitionCycle:
         return self.completed, self.next_partition - 1
 
     def mark_ready(self, partition: PartitionId) -> None:
-        """`partition` has something to send. O(log ready)."""
-        self._ready.add(partition)
+        """`partition` has something to send. O(the highest partition / 64), as are the next two."""
+        self._ready |= 1 << partition
 
     def remove(self, partition: PartitionId) -> None:
         """`partition` is not streamed any more; its turn, if it has it, is over."""
-        self._ready.discard(partition)
+        self._ready &= ~(1 << partition)
         if self.current == partition:
             self.finish()
 
     def advance(self) -> PartitionId | CycleCompleted | None:
         """The next turn: a partition, the end of a cycle that sent anything or was the first, or
-        None when nothing is ready. O(log ready)."""
+        None when nothing is ready."""
         assert self.current is None, "the turn before this one is not finished"
-        index = self._ready.bisect_left(self.next_partition)
-        if index == len(self._ready):
+        rest = self._ready >> self.next_partition
+        if not rest:
             if self._sent or self.completed == 0:
                 self._complete_cycle()
                 return CycleCompleted(self.completed)
@@ -87,8 +87,10 @@ class PartitionCycle:
             # Every ready partition is lower than the next one, and this cycle sent nothing: it
             # completes without an announcement.
             self._complete_cycle()
-            index = 0
-        partition: PartitionId = self._ready.pop(index)
+            rest = self._ready
+        # The lowest bit that is set: its number is that of the bits below it.
+        partition = PartitionId(self.next_partition + (rest & -rest).bit_length() - 1)
+        self._ready ^= 1 << partition
         self.current = partition
         self.next_partition = partition
         return partition

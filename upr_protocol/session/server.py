@@ -96,7 +96,7 @@ class ServerSession(Session):
         return self.streams[partition].opaque
 
     def ready(self, partition: PartitionId) -> None:
-        """`partition` has something to send. Ignored when it is not streamed. O(log ready)."""
+        """`partition` has something to send. Ignored when it is not streamed."""
         record = self.streams.get(partition)
         if record is not None and record.state in (StreamState.BETWEEN, StreamState.INSIDE):
             self._cycle.mark_ready(partition)

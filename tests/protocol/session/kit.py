@@ -458,7 +458,7 @@ def portrait(session: Session) -> dict[str, Any]:
     if isinstance(session, ServerSession):
         cycle = session._cycle
         attributes["cycle"] = (
-            list(cycle._ready),
+            cycle._ready,
             cycle.current,
             cycle.barrier_position,
             cycle._sent,
