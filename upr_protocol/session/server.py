@@ -166,9 +166,10 @@ class ServerSession(Session):
     # Hooks.
 
     def _sent(self, message: Message) -> None:
-        if isinstance(message, PartitionStart | PartitionSnapshot):
+        kind = type(message)
+        if kind is PartitionSnapshot or kind is PartitionStart:
             self._cycle.begin()
-        elif isinstance(message, StreamEnd):
+        elif kind is StreamEnd:
             self._leave(message.partition)
 
     def _received(self, message: Message) -> None:

@@ -20,6 +20,7 @@ from upr_protocol.wire.message import DATA, Message, Role, U64Message, check_end
 _MUTATE: Final = Struct("<16sQBB2xI")
 _RUN: Final = Struct("<IIQI4x")
 _RESULT: Final = Struct("<IIQQQQ")
+_ONE_RUN: Final = Struct("<QQIIQQQQQQ")
 _TWO_U64: Final = Struct("<QQ")
 _U64: Final = Struct("<Q")
 
@@ -96,6 +97,9 @@ class MutateReply(Message, frozen=True):
 
     def body(self) -> tuple[Buffer, ...]:
         runs, failures, counters = self.runs, self.failures, self.counters
+        if len(runs) == 1 and not failures and not counters:
+            # The answer to a single operation that was done, or refused as a run.
+            return (_ONE_RUN.pack(self.map_revision, 1, *runs[0], 0, 0),)
         return (
             b"".join(
                 (
