@@ -126,7 +126,7 @@ def trust_fenced_node() -> Iterator[None]:
         yield
 
 
-@planted(RESTARTED_SOURCES)
+@planted(RESTARTED_SOURCES, seeds=14)
 def hand_over_after_crash() -> Iterator[None]:
     """A node that was killed during a takeover hands over without having everything that it gave to
     others. The simulation found this fault."""
