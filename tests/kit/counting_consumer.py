@@ -1,11 +1,11 @@
 """A process that follows a bucket of numbered keys and checks each value: `python -m
 tests.kit.counting_consumer URL COUNT PARTITIONS CONSUMERS STOP`.
 
-Mutation `n` of `COUNT` sets `key_of(n)` to `value_of(key)`, in chunks of `CHUNK_MUTATIONS` that go
-to one partition after the other. One consumer follows all partitions; more of them follow one each.
-With `STOP` the window is the smallest there is, and the process stops itself inside a snapshot.
-What it says, a line of JSON at a time: `{"ready": true}` when all are connected and have what there
-is, `{"inside": true}` before it stops itself, and at the end what it has seen.
+Mutation `n` of `COUNT` sets `key_of(n)` to `value_of(key)`, in the partition that the key belongs to.
+One consumer follows all partitions; more of them follow one each. With `STOP` the window is the
+smallest there is, and the process stops itself inside a snapshot. What it says, a line of JSON at a
+time: `{"ready": true}` when all are connected and have what there is, `{"inside": true}` before it
+stops itself, and at the end what it has seen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from functools import cache
 from typing import Final
 
 import trio
@@ -27,10 +28,10 @@ from upr_protocol.client import (
     SnapshotStart,
     consume,
 )
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MIN
 
-CHUNK_MUTATIONS: Final = 1000
 SILENCE_S: Final = 3600
 """It is stopped for long, and wants to find its streams again afterwards."""
 
@@ -45,9 +46,13 @@ def value_of(key: bytes) -> bytes:
     return key * 8
 
 
-def partition_of_number(number: int, partitions: int) -> PartitionId:
-    """Where a mutation goes."""
-    return PartitionId(number // CHUNK_MUTATIONS % partitions)
+@cache
+def keys_by_partition(count: int, partitions: int) -> tuple[int, ...]:
+    """How many of the first `count` keys belong to each partition."""
+    keys = [0] * partitions
+    for number in range(count):
+        keys[partition_of(key_of(number), partitions)] += 1
+    return tuple(keys)
 
 
 def say(**what: object) -> None:
@@ -72,14 +77,10 @@ class Counted:
 
     def __init__(self, numbers: frozenset[PartitionId], count: int, partitions: int) -> None:
         self._seen = bytearray(count)
-        self._wanted = numbers
         self._partitions = partitions
         self._ends: dict[PartitionId, SeqNo] = {}
-        self._goal = sum(
-            min(CHUNK_MUTATIONS, count - first)
-            for first in range(0, count, CHUNK_MUTATIONS)
-            if partition_of_number(first, partitions) in numbers
-        )
+        keys = keys_by_partition(count, partitions)
+        self._goal = sum(keys[partition_id] for partition_id in numbers)
         self.mutations = self.keys = self.wrong = 0
         self.snapshots: dict[str, int] = {}
         self.ready = trio.Event()
@@ -108,9 +109,10 @@ class Counted:
             self.mutations += len(keys)
             if event.chunk.values() != [value_of(key) for key in keys]:
                 self.wrong += 1
-            for number in map(int, keys):
-                if partition_of_number(number, self._partitions) != event.partition:
+            for key in keys:
+                if partition_of(key, self._partitions) != event.partition:
                     self.wrong += 1
+                number = int(key)
                 self.keys += not self._seen[number]
                 self._seen[number] = 1
 

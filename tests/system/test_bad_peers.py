@@ -23,6 +23,7 @@ from crc32c import crc32c
 from tests.kit.bystander import bystanders
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.peer import Peer, peer, sets
+from tests.kit.placed_keys import key_in
 from tests.kit.process import ServerProcess, eventually, many_descriptors, server_process
 from tests.kit.proxy import proxy_to
 from upr_protocol.chunk import Buffer, Bundle, ChunkBuilder, CounterDelta
@@ -549,11 +550,14 @@ async def test_publishers_fill_a_bucket_and_no_more() -> None:
 
 def _published() -> bytes:
     builder = ChunkBuilder()
-    builder.append(Operation.SET, b"a-key", b"a value")
-    builder.append(Operation.DELETE, b"another-key")
-    builder.append(Operation.INCREMENT, b"a-counter", CounterDelta(3, 5).encode())
-    builder.append(Operation.APPEND, b"a-key", b" and more")
-    builder.append(Operation.TOUCH, b"a-key", b"", 0, 0, 0, 2_000_000_000)
+    key = key_in(0, PARTITIONS, b"a-key")
+    builder.append(Operation.SET, key, b"a value")
+    builder.append(Operation.DELETE, key_in(0, PARTITIONS, b"another-key"))
+    builder.append(
+        Operation.INCREMENT, key_in(0, PARTITIONS, b"a-counter"), CounterDelta(3, 5).encode()
+    )
+    builder.append(Operation.APPEND, key, b" and more")
+    builder.append(Operation.TOUCH, key, b"", 0, 0, 0, 2_000_000_000)
     return bytes(builder.build())
 
 

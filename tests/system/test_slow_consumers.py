@@ -24,23 +24,22 @@ import attrs
 import pytest
 import trio
 
-from tests.kit.counting_consumer import (
-    CHUNK_MUTATIONS,
-    key_of,
-    partition_of_number,
-    value_of,
-)
+from tests.kit.counting_consumer import key_of, value_of
 from tests.kit.effort import effort
 from tests.kit.process import ROOT, environment, server_process
 from tests.kit.watch import Watch
 from upr_protocol.chunk import plain_chunk
 from upr_protocol.client import Publisher, connect, publisher
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import PartitionId
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
 BUCKET: Final = "slow"
 COUNT: Final = effort(2_880_000, 7_500_000)
 PARTITIONS: Final = 64
+ROUND_MUTATIONS: Final = 64_000
+"""Published together: some 1,000 a partition."""
 QUOTA_BYTES: Final = 256 * 1024 * 1024
 """Less than what comes while the consumers are stopped takes."""
 BOUND_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4
@@ -107,10 +106,14 @@ async def consumers(url: str, count: int, how: str = "-") -> AsyncIterator[Consu
 
 async def load(sink: Publisher, first: int, end: int) -> None:
     """Publishes some of the mutations; returns when they are acknowledged."""
-    for start in range(first, end, CHUNK_MUTATIONS):
-        keys = [key_of(number) for number in range(start, start + CHUNK_MUTATIONS)]
-        chunk = plain_chunk(keys, [value_of(key) for key in keys])
-        await sink.publish(partition_of_number(start, PARTITIONS), chunk)
+    for start in range(first, end, ROUND_MUTATIONS):
+        keys: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
+        for number in range(start, min(start + ROUND_MUTATIONS, end)):
+            key = key_of(number)
+            keys[partition_of(key, PARTITIONS)].append(key)
+        for partition, some_keys in enumerate(keys):
+            chunk = plain_chunk(some_keys, [value_of(key) for key in some_keys])
+            await sink.publish(PartitionId(partition), chunk)
     await sink.flush()
 
 

@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -51,6 +52,7 @@ from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.wire import Message, Mutate, Noop, Stats
 
 URL = "upr://fake/b"
+ARRIVAL_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +244,11 @@ def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
     def source() -> Iterator[tuple[PartitionId, Chunk]]:
         for number in range(3000):
             yield PartitionId(0), plain_chunk([b"k%d" % number], [bytes(10_000)])
-        assert answered, "all waited for the last"
+        # The first are under way in another thread: they arrive while this one still makes batches.
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        while not fake.server.contents():
+            assert time.monotonic() < deadline, "all waited for the last"
+            os.sched_yield()
 
     with client(fake) as kv:
         kv.publish_each(source(), lambda batch: answered.append(batch.counter))
