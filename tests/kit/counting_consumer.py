@@ -1,7 +1,7 @@
 """A process that follows a bucket of numbered keys and checks each value: `python -m
 tests.kit.counting_consumer URL COUNT PARTITIONS CONSUMERS STOP`.
 
-Mutation `n` of `COUNT` sets `key_of(n)` to `value_of(key)`, in the partition that the key belongs to.
+Mutation `n` of `COUNT` sets `key_of(n)` to `value_of(key)`, in the partition of the key.
 One consumer follows all partitions; more of them follow one each. With `STOP` the window is the
 smallest there is, and the process stops itself inside a snapshot. What it says, a line of JSON at a
 time: `{"ready": true}` when all are connected and have what there is, `{"inside": true}` before it
