@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 1
+REVISION: Final = 2
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -29,20 +29,15 @@ elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
 else:
     try:
         from upr_kernel._native import REVISION as BUILT_REVISION
-        from upr_kernel._native import KeyTable, check, gather
+        from upr_kernel._native import KeyTable, check, find_misplaced, gather
 
         BUILD = NATIVE
         if BUILT_REVISION != REVISION:
             raise ImportError(f"it was built as revision {BUILT_REVISION}, not {REVISION}")
     except ImportError as error:
-        from upr_kernel.pure import KeyTable, check, gather
+        from upr_kernel.pure import KeyTable, check, find_misplaced, gather
 
         BUILD = f"pure Python: {error}"
-    try:
-        from upr_kernel._native import find_misplaced
-    except ImportError:
-        # A library of the same revision may have been built before this function was added.
-        from upr_kernel.pure import find_misplaced
 
 __all__ = [
     "BUILD",
