@@ -77,14 +77,6 @@ FAILOVERS: Final = Profile(
 )
 """The active node is killed, and another takes its place."""
 
-LOST_COPIES: Final = Profile(
-    "lost_copies",
-    {"fail_over": 1.0},
-    levels=("replicated", "replicated_persisted"),
-    settings={"faults": (4,), "delay_s": (0.05,), "jitter_s": (0.05,)},
-)
-"""Replicas lag, and the active node is killed: what they had not acknowledged is gone."""
-
 HANDOVERS: Final = Profile(
     "handovers",
     {"take_over": 1.0},
@@ -114,9 +106,6 @@ FAILING_DISKS: Final = Profile(
     },
 )
 """Commits fail, with more changes queued behind them."""
-
-LOST_INDEXES: Final = Profile("lost_indexes", {"crash": 1.0, "restart": 1.0})
-"""Nodes restart, some of them without their index."""
 
 SLOW_CONSUMERS: Final = Profile(
     "slow_consumers",
@@ -153,6 +142,7 @@ ROTTEN_DISKS: Final = Profile(
     {"disk_rots": 1.0},
     settings={"faults": (2,), "gap_s": (1.0, 2.0), "value_bytes": (200,)},
 )
+"""Bits of stored chunks flip, and a consumer reads them."""
 
 DIVERGED: Final = Profile(
     "diverged",
@@ -165,36 +155,52 @@ DIVERGED: Final = Profile(
         "pauses_s": ((0.0, 0.01),),
     },
 )
+"""Two nodes have different changes in one range of numbers, and a consumer has one of them."""
+
 LAGGING_REPLICAS: Final = Profile(
     "lagging_replicas",
     {"fail_over_while_lagging": 1.0},
     levels=("replicated", "replicated_persisted"),
     settings=_ONCE,
 )
+"""The active node is killed while a replica lags."""
+
 LOST_ANSWERS: Final = Profile(
     "lost_answers",
     {"lose_answers": 1.0},
     settings={**_ONCE, "partitions": (3,)},
 )
+"""A batch is applied, its answer is lost, and another node gets it again."""
+
 RESTARTED_LEADERS: Final = Profile(
     "restarted_leaders", {"restart_leader": 1.0}, levels=("replicated",), settings=_ONCE
 )
+"""The active node is killed with changes that its disk does not have, and starts again."""
+
 RESTARTED_SOURCES: Final = Profile(
     "restarted_sources",
     {"take_over_from_restarted": 1.0},
     settings={**_ONCE, "delay_s": (0.02,)},
 )
+"""The source of a takeover is killed and starts again while the target lags."""
+
 REFUSED_FAILOVERS: Final = Profile(
     "refused_failovers", {"refuse_failover": 1.0}, levels=("replicated",), settings=_ONCE
 )
+"""A failover to a lagging replica is refused, and the killed active node is back."""
+
 OLD_HISTORIES: Final = Profile(
     "old_histories",
     {"return_from_old_history": 1.0},
     settings={**_ONCE, "levels": (("replicated", "memory"), ("replicated_persisted", "persisted"))},
 )
+"""A node comes back with a longer but older history than the others."""
+
 REFILLING: Final = Profile(
     "refilling", {"fail_over_while_refilling": 1.0}, settings={**_ONCE, **_LEAD_AND_FOLLOW}
 )
+"""A new active node is killed while the others have rolled back and not caught up."""
+
 ROLLBACKS: Final = Profile(
     "rollbacks",
     {"interrupt_rollback": 1.0},
@@ -209,11 +215,9 @@ PROFILES: Final = {
     for profile in (
         CRASHES,
         FAILOVERS,
-        LOST_COPIES,
         HANDOVERS,
         RESETS,
         FAILING_DISKS,
-        LOST_INDEXES,
         SLOW_CONSUMERS,
         LARGE_HISTORIES,
         MOVING_COPIES,

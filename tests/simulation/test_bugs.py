@@ -33,7 +33,6 @@ NOT_FOUND: Final = (
     "reuse_history_ids",
     "end_at_any_copy",
     "acknowledge_after_failed_commit",
-    "evict_unindexed_key",
 )
 """Bugs that no profile finds often enough."""
 

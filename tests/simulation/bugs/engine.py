@@ -54,7 +54,7 @@ def collapse_under_cursor() -> Iterator[None]:
         yield
 
 
-@planted(SLOW_CONSUMERS)
+@planted(SLOW_CONSUMERS, seeds=20)
 def evict_unindexed_key() -> Iterator[None]:
     """The key table evicts keys that the disk's index does not have yet."""
     # A new number each time: a sweep begins only when more may be forgotten than before.
