@@ -23,7 +23,7 @@ from upr_protocol.wire import (
     PartitionLog,
     decode,
 )
-from upr_server.conformance.failure import ConformanceError
+from upr_server.conformance.failure import ConformanceError, unexpected_message
 
 M = TypeVar("M", bound=Message)
 
@@ -101,10 +101,7 @@ class PlainClient:
             if isinstance(message, kind):
                 return message
             if not isinstance(message, Noop | Credit):
-                said = (
-                    "closed the connection" if message is None else f"said {type(message).__name__}"
-                )
-                raise ConformanceError(f"expected {kind.__name__}; the server {said}")
+                raise unexpected_message("server", kind, message)
 
     async def greet(self, window_bytes: int = WINDOW_BYTES_DEFAULT) -> HelloReply:
         """Says `Hello`, and hears the answer."""

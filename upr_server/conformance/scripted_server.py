@@ -38,7 +38,7 @@ from upr_protocol.wire import (
     Stream,
     StreamReply,
 )
-from upr_server.conformance.failure import ConformanceError
+from upr_server.conformance.failure import ConformanceError, unexpected_message
 
 M = TypeVar("M", bound=Message)
 
@@ -122,10 +122,7 @@ class ScriptedServer:
             if isinstance(message, kind):
                 return message
             if not isinstance(message, Noop | Ack):
-                said = (
-                    "closed the connection" if message is None else f"said {type(message).__name__}"
-                )
-                raise ConformanceError(f"expected {kind.__name__}; the client {said}")
+                raise unexpected_message("client", kind, message)
 
     async def say(self, *messages: Message) -> None:
         """Says messages, if the session allows them."""

@@ -199,14 +199,14 @@ _WRITER: Final = b"conformance test"
 
 
 def _hello(**fields: Any) -> bytes:
-    given = {
+    defaults = {
         "identity": "conformance",
         "versions": (VERSION,),
         "features": 0,
         "window_bytes": 1 << 20,
         "idle_interval_s": 20,
     }
-    return encoded(Hello(**{**given, **fields}))
+    return encoded(Hello(**{**defaults, **fields}))
 
 
 def _runs_of_one_writer() -> bytes:
