@@ -1,7 +1,7 @@
 """Values that are JSON objects, parsed into a struct column.
 
 msgspec parses a value at a time. Arrow's own parser takes many at once, but one bad line spoils all
-of them, and a process crashed in it on lines that were no objects.
+of them.
 """
 
 from __future__ import annotations

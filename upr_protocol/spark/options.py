@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
 from upr_protocol.client import Address, AddressError
-from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S
 from upr_protocol.spark.errors import OptionError
 
 T = TypeVar("T")
@@ -20,8 +19,9 @@ _SPARK_OWN = frozenset({"path", "paths"})
 """Options that Spark adds by itself."""
 
 IDLE_INTERVAL_S_LEAST: Final = 30
-"""A worker that is busy with Spark does not listen: the server takes it for dead after twice this,
-and it has to connect again."""
+IDLE_INTERVAL_S_MOST: Final = 300
+"""Connections for requests say nothing while a worker is busy with Spark: after twice the interval
+the server takes the worker for dead, and it has to connect again."""
 
 
 class Options:
@@ -99,4 +99,4 @@ class Options:
 def idle_interval_s(timeout_s: int) -> int:
     """The idle interval with which a server that is silent on an open connection is taken for dead
     after `timeout_s`: twice the interval. From 60 s to 10 minutes."""
-    return max(IDLE_INTERVAL_S_LEAST, min(BLOCKING_IDLE_INTERVAL_S, timeout_s // 2))
+    return max(IDLE_INTERVAL_S_LEAST, min(IDLE_INTERVAL_S_MOST, timeout_s // 2))
