@@ -584,12 +584,12 @@ def recorded_conversations() -> list[tuple[str, str, list[Said], int]]:
     conversations = []
     for recorded in json.loads(CONVERSATIONS.read_text()):
         said = []
-        for one in recorded["frames"]:
+        for entry in recorded["frames"]:
             buffer = FrameBuffer(_admit_all)
-            buffer.receive(bytes.fromhex(one["frame"]))
+            buffer.receive(bytes.fromhex(entry["frame"]))
             frame = buffer.next_frame()
             assert frame is not None, "a frame of the record is not whole"
-            said.append((one["from"], decode(*frame), bytes.fromhex(one["frame"])))
+            said.append((entry["from"], decode(*frame), bytes.fromhex(entry["frame"])))
         conversations.append((recorded["title"], recorded["about"], said, recorded["shown_from"]))
     return conversations
 

@@ -554,7 +554,7 @@ def positions() -> Json:
 
 def starts() -> Json:
     """Where a server lets a stream start."""
-    one: list[tuple[int, int]] = [(HISTORY, 0)]
+    unbranched: list[tuple[int, int]] = [(HISTORY, 0)]
     branched: list[tuple[int, int]] = [(OLDER, 40), (HISTORY, 0)]
 
     def at(log: list[tuple[int, int]], seq: int, received: int = 0, end: int = 0) -> Position:
@@ -564,21 +564,27 @@ def starts() -> Json:
         return Position(FailoverLog.of(log), SeqNo(seq), SeqNo(received or seq), partial)
 
     cases = [
-        ("nothing yet", one, 50, 0, NOTHING_YET),
-        ("the same history", one, 50, 0, at(one, 30)),
-        ("all of it", one, 50, 0, at(one, 50)),
-        ("more than the server has", one, 50, 0, at(one, 60)),
-        ("inside a snapshot", one, 50, 0, at(one, 30, 35, 40)),
-        ("inside a snapshot that the server has not got whole", one, 50, 0, at(one, 30, 35, 60)),
-        ("the server branched above the client's number", branched, 50, 0, at(one, 30)),
-        ("the server branched at the client's number", branched, 50, 0, at(one, 40)),
-        ("the server branched below the client's number", branched, 50, 0, at(one, 45)),
-        ("the client branched", one, 50, 0, at(branched, 45)),
-        ("inside a snapshot of an older history", branched, 50, 0, at(one, 30, 35, 45)),
-        ("a history that the server does not know", one, 50, 0, at([(OLDER, 0)], 30)),
-        ("below the purge number", one, 50, 35, at(one, 30)),
-        ("at the purge number", one, 50, 30, at(one, 30)),
-        ("nothing yet, below the purge number", one, 50, 35, NOTHING_YET),
+        ("nothing yet", unbranched, 50, 0, NOTHING_YET),
+        ("the same history", unbranched, 50, 0, at(unbranched, 30)),
+        ("all of it", unbranched, 50, 0, at(unbranched, 50)),
+        ("more than the server has", unbranched, 50, 0, at(unbranched, 60)),
+        ("inside a snapshot", unbranched, 50, 0, at(unbranched, 30, 35, 40)),
+        (
+            "inside a snapshot that the server has not got whole",
+            unbranched,
+            50,
+            0,
+            at(unbranched, 30, 35, 60),
+        ),
+        ("the server branched above the client's number", branched, 50, 0, at(unbranched, 30)),
+        ("the server branched at the client's number", branched, 50, 0, at(unbranched, 40)),
+        ("the server branched below the client's number", branched, 50, 0, at(unbranched, 45)),
+        ("the client branched", unbranched, 50, 0, at(branched, 45)),
+        ("inside a snapshot of an older history", branched, 50, 0, at(unbranched, 30, 35, 45)),
+        ("a history that the server does not know", unbranched, 50, 0, at([(OLDER, 0)], 30)),
+        ("below the purge number", unbranched, 50, 35, at(unbranched, 30)),
+        ("at the purge number", unbranched, 50, 30, at(unbranched, 30)),
+        ("nothing yet, below the purge number", unbranched, 50, 35, NOTHING_YET),
     ]
     rows = []
     for name, log, high, purge, client in cases:

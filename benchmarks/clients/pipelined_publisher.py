@@ -70,18 +70,18 @@ class _Pipeline:
     def receive(self) -> None:
         """Counts the answers that have come."""
         data = self._received + self.connection.socket.recv(RECEIVE_BYTES)
-        at = 0
-        while at + HEADER_BYTES <= len(data):
-            opcode, length = _OPCODE_AND_LENGTH.unpack_from(data, at)
-            end = at + HEADER_BYTES + length
+        offset = 0
+        while offset + HEADER_BYTES <= len(data):
+            opcode, length = _OPCODE_AND_LENGTH.unpack_from(data, offset)
+            end = offset + HEADER_BYTES + length
             if end > len(data):
                 break
-            if opcode == MutateReply.opcode and not data[at + _STATUS_AT]:
+            if opcode == MutateReply.opcode and not data[offset + _STATUS_AT]:
                 self.answered += 1
             elif opcode != Credit.opcode:
                 raise ConnectionError(f"message {opcode:#04x} instead of an answer")
-            at = end
-        self._received = data[at:]
+            offset = end
+        self._received = data[offset:]
 
 
 def serve(commands: Commands) -> None:

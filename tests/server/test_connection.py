@@ -729,7 +729,7 @@ async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_fo
 
 async def test_opening_a_bucket_of_many_partitions_lets_others_have_their_turn() -> None:
     server = make_server()
-    told: list[int] = []
+    outgoing_bytes: list[int] = []
     async with connected(server) as peer, trio.open_nursery() as nursery:
         await server.catalog.create_bucket("wide", 1024, QUOTA_BYTES)
         await peer.say()
@@ -738,15 +738,15 @@ async def test_opening_a_bucket_of_many_partitions_lets_others_have_their_turn()
 
         async def watch() -> None:
             while True:
-                told.append(connection.session.outgoing_bytes)
+                outgoing_bytes.append(connection.session.outgoing_bytes)
                 await trio.lowlevel.checkpoint()
 
         nursery.start_soon(watch)
         await peer.say(Open("wide", opaque=peer.opaque()))
         await peer.hear(Opened)
         nursery.cancel_scope.cancel()
-    one = len(b"".join(PartitionLog(*_LOG, partition=P0, opaque=1).frame()))
-    assert 0 < max(told) <= 2 * SLICE_PARTITIONS * one
+    log_bytes = len(b"".join(PartitionLog(*_LOG, partition=P0, opaque=1).frame()))
+    assert 0 < max(outgoing_bytes) <= 2 * SLICE_PARTITIONS * log_bytes
 
 
 _LOG: Final = (PartitionState.ACTIVE, SeqNo(0), SeqNo(0), SeqNo(0), FailoverLog.of([(1, 0)]))

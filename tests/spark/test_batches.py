@@ -324,8 +324,8 @@ def test_json_is_what_is_written_row_by_row(data: st.DataObject) -> None:
     expected = [json.dumps({"c": row}, ensure_ascii=False, separators=(",", ":")) for row in rows]
     first = data.draw(st.integers(0, len(rows)))
     column = pa.array(rows, kind).slice(first)
-    found = [json.loads(text) for text in objects([column], ["c"]).to_pylist()]
-    assert found == [json.loads(text) for text in expected[first:]]
+    parsed = [json.loads(text) for text in objects([column], ["c"]).to_pylist()]
+    assert parsed == [json.loads(text) for text in expected[first:]]
 
 
 def test_an_object_of_several_columns() -> None:

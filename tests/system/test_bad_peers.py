@@ -545,7 +545,7 @@ async def test_publishers_fill_a_bucket_and_no_more() -> None:
         assert 0.6 * 32 * MIB < most < 1.5 * 32 * MIB + 50 * batch_bytes
 
 
-# Chunks that are none.
+# Damaged chunks.
 
 
 def _published() -> bytes:
@@ -579,7 +579,7 @@ def _framed(chunk: Buffer, opaque: int) -> bytes:
     return pack_header(Mutate.opcode, 0, 0, opaque, len(body), crc32c(body)) + body
 
 
-async def test_chunks_that_are_none() -> None:
+async def test_a_damaged_chunk_is_applied_refused_or_malformed() -> None:
     """A valid chunk with some bytes changed, cut or added, in a frame whose checksums are right: it
     is done, refused or called malformed, and that is all that can happen."""
     draw = random.Random(3)

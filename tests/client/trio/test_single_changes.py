@@ -115,9 +115,9 @@ def check(server: FakeServer, made_changes: Sequence[Made]) -> None:
                 assert count == 0, "a refused change was made"
                 assert made.outcome.status is Status.EXISTS
     applied = sum(partition.applied for partition in server.partitions)
-    told = len(at)
+    answered = len(at)
     unknown = sum(made.outcome is None for made in made_changes)
-    assert told <= applied <= told + unknown
+    assert answered <= applied <= answered + unknown
 
 
 @settings(max_examples=effort(60, 1000))

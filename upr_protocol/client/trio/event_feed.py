@@ -213,21 +213,21 @@ class EventFeed:
     def _follow_named_nodes(self) -> None:
         """Follows the nodes that maps name now, and no others."""
         assert self._nursery is not None
-        wanted: dict[str, Address] = {}
+        addresses: dict[str, Address] = {}
         asked = [self._first_node]
         for node in asked:
             for name, address in self._named.get(node, {}).items():
                 if name not in asked:
                     asked.append(name)
-                    wanted[name] = address
+                    addresses[name] = address
         for node, scope in list(self._other_nodes.items()):
-            if node not in wanted:
+            if node not in addresses:
                 scope.cancel()
                 del self._other_nodes[node]
                 if node != self._first_node:
                     # It may have counted events that it has not told.
                     self._put(LookAtEverything())
-        for node, address in wanted.items():
+        for node, address in addresses.items():
             if node not in self._other_nodes:
                 scope = self._other_nodes[node] = trio.CancelScope()
                 self._nursery.start_soon(self._follow_other, node, address, scope)
