@@ -98,7 +98,7 @@ def _quantity(number: float, unit: str) -> str:
     if unit == "bytes/s":
         return f"{number / 1e9:.2f} GB/s"
     if unit in ("mutations/s", "rows/s"):
-        return f"{number / 1e6:.2f} M/s"
+        return f"{number / 1e6:.2f} M/s" if number >= 100_000 else f"{number / 1e3:,.1f} k/s"
     if unit == "s":
         return f"{number:.2f} s"
     if unit == "µs" and number >= 1_000:
