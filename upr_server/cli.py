@@ -110,9 +110,9 @@ def main() -> None:
 def serve_command(config_path: Path | None, **options: Any) -> None:
     """Run the server until Ctrl-C or SIGTERM.
 
-    A second signal closes all connections at once; if mutations that are only in memory are lost
-    by that, the exit code is 3. The first line on standard output is `listening
-    on HOST:PORT`; the log goes to standard error.
+    A second signal closes all connections at once. If mutations that are only in memory are lost by
+    that, or because the disk is full, the exit code is 3. The first line on standard output is
+    `listening on HOST:PORT`; the log goes to standard error.
     """
     config = _config(config_path, **options)
     set_up_logging(config.log_level, config.log_format)
@@ -120,7 +120,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     keep_heap_small()
     rare_collections()
 
-    is_saved, is_listening = True, False
+    loss, is_listening = "", False
 
     def on_listening(server: Server) -> None:
         nonlocal is_listening
@@ -129,7 +129,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
         print(f"listening on {host}:{server.port}", flush=True)
 
     try:
-        is_saved = trio.run(serve, config, on_listening)
+        loss = trio.run(serve, config, on_listening)
     except* UprError as errors:
         _say(str(first_failure(errors)))
         sys.exit(EXIT_FAILED)
@@ -140,8 +140,8 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
         reason = str(first_failure(errors)) or "out of memory"
         _say(f"cannot start: {reason}; look at `ulimit -a`")
         sys.exit(EXIT_FAILED)
-    if not is_saved:
-        _say("stopped at once; what was only in memory is lost, and the log says how much")
+    if loss:
+        _say(f"{loss}; what was only in memory is lost, and the log says how much")
         sys.exit(EXIT_UNSAVED)
 
 

@@ -5,15 +5,17 @@ This imports only what starts them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
 import trio
 
+from upr_protocol.concurrency import first_failure
 from upr_server.config import Config
 from upr_server.runtime import is_loopback, run_until_signal
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.processes import open_store
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ async def started_server(config: Config) -> AsyncIterator[Server]:
             yield server
 
 
-async def serve(config: Config, on_listening: Callable[[Server], None]) -> bool:
+async def serve(config: Config, on_listening: Callable[[Server], None]) -> str:
     """Runs a server until SIGINT or SIGTERM. A second one, while peers still take what is queued,
     drops them at once.
 
@@ -43,7 +45,10 @@ async def serve(config: Config, on_listening: Callable[[Server], None]) -> bool:
         on_listening: Called once it listens.
 
     Returns:
-        Whether everything that was in memory is on disk.
+        Why mutations that were only in memory are lost; empty if everything is on disk.
+
+    Raises:
+        StorageError: The disk cannot be used, or failed.
     """
     servers: list[Server] = []
 
@@ -58,14 +63,26 @@ async def serve(config: Config, on_listening: Callable[[Server], None]) -> bool:
                 host=server.host,
             )
 
-    if await run_until_signal(started_server(config), on_running):
-        return True
-    lost_by_bucket = {
+    reason, is_complete = "", False
+    try:
+        is_complete = await run_until_signal(started_server(config), on_running)
+        reason = "stopped at once by a second signal"
+    except* DiskFullError as errors:
+        reason = f"stopped on a full disk: {first_failure(errors)}"
+        if not _unsaved_mutations(servers):
+            raise
+    unsaved = _unsaved_mutations(servers)
+    if is_complete or not unsaved:
+        return ""
+    log.error("mutations in memory are lost", reason=reason, mutations=unsaved)
+    return reason
+
+
+def _unsaved_mutations(servers: Sequence[Server]) -> dict[str, int]:
+    """How many mutations of each bucket are in memory only, without the buckets that have none."""
+    return {
         bucket.name: disk.flusher.lag_mutations
         for server in servers
         for bucket, disk in server.catalog.disks.items()
         if disk.flusher.lag_mutations
     }
-    if lost_by_bucket:
-        log.error("stopped at once; mutations in memory are lost", mutations=lost_by_bucket)
-    return not lost_by_bucket

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
@@ -12,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -240,6 +245,105 @@ def test_a_map_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"something else" * 1_000)
     with pytest.raises(CorruptionError, match="cannot be opened"):
         LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+
+
+# LMDB's memory map, and a disk that grows.
+
+
+def set_disk_size(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    blocks = nbytes // 4096
+    disk = SimpleNamespace(f_frsize=4096, f_blocks=blocks, f_bavail=blocks)
+    monkeypatch.setattr(os, "statvfs", lambda _path: disk)
+
+
+def fill_up(ordered_map: LmdbMap) -> int:
+    """Writes until the disk is full; returns how many records were written."""
+    for number in range(1_000):
+        try:
+            with ordered_map.write(reserve_bytes=MAP_BYTES // 4) as transaction:
+                transaction.put(b"%03d" % number, bytes(50_000))
+        except DiskFullError:
+            return number
+    pytest.fail("the disk is never full")
+
+
+def test_a_disk_that_grows_has_room_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_disk_size(monkeypatch, MAP_BYTES)
+    growing = LmdbMap(tmp_path)
+    records = fill_up(growing)
+    set_disk_size(monkeypatch, 8 * MAP_BYTES)
+    assert fill_up(growing) > 4 * records
+    assert len(contents(growing)) > 4 * records
+    growing.close()
+
+
+def test_a_map_does_not_move_under_an_open_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_disk_size(monkeypatch, MAP_BYTES)
+    growing = LmdbMap(tmp_path)
+    put(growing, [(b"a", bytes(50_000))])
+    set_disk_size(monkeypatch, 8 * MAP_BYTES)
+    with growing.read() as transaction:
+        value = transaction.get(b"a")
+        assert value is not None
+        put(growing, [(b"b", b"1")])
+        assert bytes(value) == bytes(50_000)
+        assert growing.free_bytes < MAP_BYTES
+    put(growing, [(b"c", b"1")])
+    assert growing.free_bytes > 7 * MAP_BYTES
+    growing.close()
+
+
+def test_a_setting_bounds_the_map_however_large_the_disk_becomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    records = fill_up(bounded)
+    set_disk_size(monkeypatch, 8 * MAP_BYTES)
+    assert fill_up(bounded) == 0
+    assert len(contents(bounded)) == records
+    bounded.close()
+
+
+def test_without_addresses_to_grow_a_map_serves_on_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_disk_size(monkeypatch, MAP_BYTES)
+    growing = LmdbMap(tmp_path)
+    records = fill_up(growing)
+    set_disk_size(monkeypatch, MAP_BYTES_DEFAULT)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MAP_BYTES_DEFAULT, limits[1]))
+    try:
+        assert fill_up(growing) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert len(contents(growing)) == records
+    put(growing, [(b"a", b"1")])
+    growing.close()
+
+
+def test_a_reader_follows_the_map_of_a_writer_in_another_process(tmp_path: Path) -> None:
+    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    put(first, [(b"a", b"1")])
+    first.close()
+    reader = LmdbMap(tmp_path, readonly=True, bytes_max=MAP_BYTES)
+    assert get(reader, b"a") == b"1"
+    program = f"""
+from pathlib import Path
+from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
+
+writer = LmdbMap(Path({str(tmp_path)!r}), bytes_max={8 * MAP_BYTES})
+with writer.write() as transaction:
+    transaction.put(b"b", bytes({4 * MAP_BYTES}))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert get(reader, b"b") == bytes(4 * MAP_BYTES)
+    assert get(reader, b"a") == b"1"
+    reader.close()
 
 
 # The simulated disk's own faults.

@@ -199,8 +199,16 @@ class Namespace:
     @property
     def program(self) -> tuple[str, ...]:
         """`upr-server` in it."""
+        return self._enter(*UPR_SERVER)
+
+    def _enter(self, *command: str) -> tuple[str, ...]:
         options = ("--preserve-credentials", "--user", "--mount", f"--wd={ROOT}")
-        return ("nsenter", *options, "--target", str(self.pid), *UPR_SERVER)
+        return ("nsenter", *options, "--target", str(self.pid), *command)
+
+    async def resize(self, disk: Path, megabytes: int) -> None:
+        """Gives a tmpfs that is mounted in it another size."""
+        done = await run(self._enter("mount", "-o", f"remount,size={megabytes}m", str(disk)))
+        assert done.code == 0, done
 
     def inside(self, path: Path) -> Path:
         """Where this process finds what is at `path` in it."""
@@ -396,9 +404,10 @@ async def fill_up(client: Client, prefix: str) -> tuple[dict[bytes, bytes], str]
 
 
 FULL: Final = "disk full"
+LOST: Final = "mutations in memory are lost"
 
 
-@pytest.mark.parametrize("way", ["a file goes", "a bucket goes"])
+@pytest.mark.parametrize("way", ["a file goes", "a bucket goes", "the disk grows"])
 async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
     tmp_path: Path, way: str
 ) -> None:
@@ -410,7 +419,7 @@ async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
         async with server_process(data_dir=data, program=found.program, errors=[FULL]) as server:
             await put_items(server)
             written = dict(ITEMS)
-            if way == "a file goes":
+            if way != "a bucket goes":
                 ballast.write_bytes(bytes(20 * MB))
             else:
                 async with connect(server.url()) as client:
@@ -454,6 +463,12 @@ async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
                     assert not waiting.is_set()
                     if way == "a file goes":
                         ballast.unlink()
+                    elif way == "the disk grows":
+                        # The files outgrow what the disk could hold at the start.
+                        await found.resize(disk, 3 * RESERVE_MB + 200)
+                        more = large("more", RESERVE_MB + 64)
+                        await write(server, more)
+                        written |= more
                     else:
                         await client.delete_bucket("ballast")
                     with trio.fail_after(STOP_TIMEOUT_S):
@@ -503,16 +518,23 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
         shutil.copytree(data, found.inside(there))
         ballast, rest = found.inside(disk / "ballast"), found.inside(disk / "rest")
         ballast.write_bytes(bytes(12 * MB))
-        async with server_process(data_dir=there, program=found.program, errors=[FULL]) as server:
+        async with server_process(
+            data_dir=there, program=found.program, errors=[FULL, LOST]
+        ) as server:
             async with connect(server.url(BUCKET)) as client:
                 acknowledged, _ = await fill_up(client, "full")
             # Not even a page is left, and nothing for a clean stop.
             with pytest.raises(OSError, match="No space left"):
                 rest.write_bytes(bytes(200 * MB))
             server.process.send_signal(signal.SIGTERM)
-            assert await server.wait() == 1
+            assert await server.wait() == 3
             (said,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
+            assert "stopped on a full disk" in said
             assert "bytes left" in said
+            assert "what was only in memory is lost" in said
+            # The batch that the full disk refused was taken in, and so it is what is lost.
+            (loss,) = server.events(LOST)
+            assert loss["mutations"] == {BUCKET: 1}
             assert "Traceback" not in server.log_text
         expected = {**ITEMS, **acknowledged}
         async with server_process(data_dir=there, program=found.program, errors=[FULL]) as server:

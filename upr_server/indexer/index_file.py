@@ -13,7 +13,6 @@ makes sure of it where something elsewhere relies on it.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,8 @@ from upr_server.indexer.mark import NO_MARK, Mark, timestamp
 from upr_server.indexer.pool import ANSWER_BYTES_MAX
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024 * 1024
-"""How large an index may become: addresses, not disk."""
+"""How large an index may become: addresses, not disk. A process has some for 2,000 indexes. The
+disk's own size is no bound here, as a disk may grow."""
 
 ENTRY_OVERHEAD_BYTES: Final = 48
 """What an entry that was read takes in memory beside its own bytes."""
@@ -134,10 +134,9 @@ class IndexFile:
         self._is_closed = False
         with _translated(path):
             path.mkdir(parents=True, exist_ok=True)
-            disk = os.statvfs(path)
             self._env = lmdb.open(
                 str(path),
-                map_size=min(FILE_BYTES_MAX, disk.f_frsize * disk.f_blocks),
+                map_size=FILE_BYTES_MAX,
                 max_dbs=3,
                 metasync=False,
                 # A scan ends in the thread in which it began, but a thread may serve many.

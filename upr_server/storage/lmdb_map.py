@@ -36,8 +36,13 @@ maps. With maps as large as a disk of 4 TiB no addresses would be left for the 1
 existing buckets once the disk has grown. With this limit 250 buckets fit, whatever the disk. The
 setting `disk_bytes_max` gives a bucket more."""
 
-PAGES_BYTES_MIN: Final = 1024 * 1024
+MAP_BYTES_MIN: Final = 1024 * 1024
 """The smallest memory map that works."""
+
+MAP_BYTES_TO_SPARE: Final = 256 * 1024 * 1024
+"""The memory map grows when less than this is left in it. It is more than one commit takes. Some
+file systems change their size with every write of somebody else, and to map a file anew costs as
+much as touching its pages anew; so the map does not follow each change."""
 
 COMMIT: Final = b"\0"
 """The key under which every commit stores its own number.
@@ -66,8 +71,8 @@ class LmdbMap:
     Args:
         path: Its folder, which must exist.
         readonly: Whether only to read. Another process may write at the same time.
-        bytes_max: How large its file may become; 0 for as large as the disk is, but no larger than
-            `MAP_BYTES_DEFAULT`.
+        bytes_max: How large its file may become; 0 for as large as the disk is at the time, but no
+            larger than `MAP_BYTES_DEFAULT`.
         is_alone: Whether nobody writes meanwhile. Then reading leaves no trace, not even in LMDB's
             table of readers.
         is_summed: Whether commits keep a sum over all records, for `verify`. It costs them a
@@ -88,17 +93,28 @@ class LmdbMap:
         is_summed: bool = False,
     ) -> None:
         self._path = path
+        self._is_readonly = readonly
+        self._is_alone = is_alone
         self._is_summed = is_summed
-        disk = os.statvfs(path)
-        disk_bytes = disk.f_frsize * disk.f_blocks
-        self._map_bytes = max(bytes_max or min(disk_bytes, MAP_BYTES_DEFAULT), PAGES_BYTES_MIN)
+        self._bytes_max = bytes_max
+        self._reads_open = 0
+        self._open(self._map_bytes_wanted())
+        if is_alone or not readonly:
+            try:
+                self._check_meta_pages()
+            except CorruptionError:
+                self._env.close()
+                raise
+
+    def _open(self, map_bytes: int) -> None:
+        self._map_bytes = map_bytes
         try:
             self._env = lmdb.open(
-                str(path),
-                map_size=self._map_bytes,
-                readonly=readonly,
-                create=not readonly,
-                lock=not is_alone,
+                str(self._path),
+                map_size=map_bytes,
+                readonly=self._is_readonly,
+                create=not self._is_readonly,
+                lock=not self._is_alone,
                 # Most reads go through neighbouring pages once.
                 readahead=True,
                 # A written page holds no bytes of memory freed before. So no secrets reach the
@@ -106,31 +122,60 @@ class LmdbMap:
                 meminit=True,
             )
             self._page_bytes = self._env.stat()["psize"]
-            if not readonly:
+            if not self._is_readonly:
                 # Killed processes leave their entries in the table of readers.
                 self._env.reader_check()
         except lmdb.InvalidError as error:
-            raise CorruptionError(f"{path} cannot be opened: {error}") from error
+            raise CorruptionError(f"{self._path} cannot be opened: {error}") from error
         except lmdb.ReadonlyError as error:
             raise DataDirectoryError(
-                f"{path} cannot be opened: {error}; give the server's user write permission"
+                f"{self._path} cannot be opened: {error}; give the server's user write permission"
             ) from error
         except lmdb.MemoryError as error:
             raise DataDirectoryError(
-                f"{path} cannot be opened: no addresses are left for a memory map of "
-                f"{self._map_bytes} bytes, and each bucket needs two; set disk_bytes_max to less, "
+                f"{self._path} cannot be opened: no addresses are left for a memory map of "
+                f"{map_bytes} bytes, and each bucket needs two; set disk_bytes_max to less, "
                 "or delete buckets"
             ) from error
         except lmdb.Error as error:
             if _is_full(error):
                 raise DiskFullError(f"the disk is full: {error}") from error
-            raise DataDirectoryError(f"{path} cannot be opened: {error}") from error
-        if is_alone or not readonly:
-            try:
-                self._check_meta_pages()
-            except CorruptionError:
-                self._env.close()
-                raise
+            raise DataDirectoryError(f"{self._path} cannot be opened: {error}") from error
+
+    def _map_bytes_wanted(self) -> int:
+        """How large the memory map should be, given the disk as it is now."""
+        if self._bytes_max:
+            return max(self._bytes_max, MAP_BYTES_MIN)
+        disk = os.statvfs(self._path)
+        return max(min(disk.f_frsize * disk.f_blocks, MAP_BYTES_DEFAULT), MAP_BYTES_MIN)
+
+    def _grow(self) -> None:
+        """Maps more of the file if it nears the end of the map and the disk has grown."""
+        if self._map_bytes - self._file_bytes >= MAP_BYTES_TO_SPARE or self._reads_open:
+            # Under an open transaction LMDB must not move the map.
+            return
+        map_bytes = self._map_bytes_wanted()
+        if map_bytes <= self._map_bytes:
+            return
+        try:
+            self._env.set_mapsize(map_bytes)
+            self._map_bytes = map_bytes
+        except lmdb.MemoryError:
+            # No addresses are left, and LMDB has given up the map that it had. What worked before
+            # goes on, and the file stays within that.
+            self._env.close()
+            self._bytes_max = self._map_bytes
+            self._open(self._map_bytes)
+
+    def _follow_growth(self) -> None:
+        """Maps the file as its writer does, which has grown its own map."""
+        try:
+            self._env.set_mapsize(0)
+        except lmdb.MemoryError as error:
+            raise DataDirectoryError(
+                f"no addresses are left for the grown file of {self._path}; set disk_bytes_max, or "
+                "delete buckets, and start the server again"
+            ) from error
 
     def _check_meta_pages(self) -> None:
         """Checks that the meta pages' commit numbers are neighbours, or both 0.
@@ -206,13 +251,25 @@ class LmdbMap:
 
     @contextmanager
     def read(self) -> Iterator[_ReadTransaction]:
-        with _translated(), self._env.begin(buffers=True) as transaction:
-            self._sum(transaction, transaction.id())
-            yield _ReadTransaction(transaction)
+        with _translated(), self._begin() as transaction:
+            self._reads_open += 1
+            try:
+                self._sum(transaction, transaction.id())
+                yield _ReadTransaction(transaction)
+            finally:
+                self._reads_open -= 1
+
+    def _begin(self) -> lmdb.Transaction:
+        try:
+            return self._env.begin(buffers=True)
+        except lmdb.MapResizedError:
+            self._follow_growth()
+            return self._env.begin(buffers=True)
 
     @contextmanager
     def write(self, *, reserve_bytes: int = 0) -> Iterator[_WriteTransaction]:
         with _translated(writing=True):
+            self._grow()
             if reserve_bytes and self.free_bytes < reserve_bytes:
                 raise DiskFullError(
                     f"{self._path} has {self.free_bytes} bytes left; the last {reserve_bytes} "
