@@ -15,6 +15,7 @@ from upr_server.engine import (
     PartitionImage,
     SnapshotEndItem,
     WriterToken,
+    unpack,
 )
 
 
@@ -71,7 +72,7 @@ class NaiveDisk:
                 self.answers.pop(token, None)
             else:
                 assert token not in self.answers
-                self.answers[token] = answer
+                self.answers[token] = unpack(answer)
         partition.manager.persistence.commit(self.high)
 
     def advance_index(self, chunks: int) -> None:

@@ -12,7 +12,7 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, SeqNo
 
 
-class MutateResult(msgspec.Struct, frozen=True, omit_defaults=True):
+class MutateResult(msgspec.Struct, frozen=True):
     """What became of one batch.
 
     A batch is not a transaction: each mutation fails alone, and those that succeed get consecutive
@@ -53,7 +53,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
         reasons: Why each failed, a byte each.
         counted: The distance of each counter from the one before it, in the batch.
         values: The counters' values.
-        chain: As in `MutateResult`. Older answers on disk lack this and what follows.
+        chain: As in `MutateResult`.
         attempt: As in `MutateResult`.
     """
 
@@ -65,32 +65,37 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
     reasons: bytes
     counted: list[int]
     values: list[int]
-    chain: int = 0
-    attempt: int = 0
+    chain: int
+    attempt: int
 
 
-_encode_packed: Final = msgspec.msgpack.Encoder().encode
-_decode_packed: Final = msgspec.msgpack.Decoder(_Packed).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(_Packed).decode
+_decode_map: Final = msgspec.msgpack.Decoder(MutateResult).decode
+
+_MAP_HEADS: Final = range(0x80, 0x90)
+"""What a msgpack map of up to 15 fields begins with. Older servers stored `MutateResult` as one."""
 
 
 def _gaps(rows: Sequence[tuple[int, int]]) -> list[int]:
-    if not rows:
-        return []
     return [after - before for (before, _), (after, _) in pairwise([(0, 0), *rows])]
 
 
 def pack(result: MutateResult) -> bytes:
-    """The result of a batch that was not refused, in few bytes. O(failures + counters)."""
-    return _encode_packed(
-        _Packed(
+    """The result of a batch that was not refused, in few bytes, as memory, disk and replicas keep
+    it. O(failures + counters)."""
+    # As a tuple, for speed: the fields of `_Packed`.
+    failures, counters = result.failures, result.counters
+    return _encode(
+        (
             result.history_id,
             result.first_seq,
             result.last_seq,
             result.first_cas,
-            _gaps(result.failures),
-            bytes([status for _, status in result.failures]),
-            _gaps(result.counters),
-            [value for _, value in result.counters],
+            _gaps(failures) if failures else (),
+            bytes([status for _, status in failures]) if failures else b"",
+            _gaps(counters) if counters else (),
+            [value for _, value in counters] if counters else (),
             result.chain,
             result.attempt,
         )
@@ -99,7 +104,9 @@ def pack(result: MutateResult) -> bytes:
 
 def unpack(data: bytes, *, repeated: bool = False) -> MutateResult:
     """The reverse of `pack`, marked as repeated if asked."""
-    packed = _decode_packed(data)
+    if data[:1] and data[0] in _MAP_HEADS:
+        return msgspec.structs.replace(_decode_map(data), repeated=repeated)
+    packed = _decode(data)
     failures: list[tuple[int, Status]] = []
     counters: list[tuple[int, int]] = []
     if packed.failed:

@@ -24,8 +24,9 @@ refused. The number is on disk with the writer's newest answer.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
-from operator import itemgetter
+from collections import OrderedDict
+from itertools import takewhile
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -59,7 +60,7 @@ ORDER_SLACK: Final = 256
 """The order holds at most so many forgotten answers more than remembered ones; then it is made
 anew."""
 
-_HIGH: Final = itemgetter(0)
+_HIGH: Final = attrgetter("high")
 
 
 class WriterToken(msgspec.Struct, frozen=True):
@@ -74,33 +75,36 @@ class WriterToken(msgspec.Struct, frozen=True):
     counter: int
 
 
-class _UnsavedAnswers:
-    """Changes for the disk, made while the partition's high number was the same: a commit takes all
-    of them or none.
+class _Change(msgspec.Struct, eq=False):
+    """One answer that was remembered, or, for the disk, that one was forgotten. Compared and hashed
+    by identity, as a token may be remembered again.
 
     Attributes:
-        high: The number.
-        changes: Answers remembered, and None for those forgotten. Empty once a commit took them.
-        forgotten_bytes: What those of `changes` take that are forgotten by now.
+        token: The batch's name.
+        answer: The answer; None for a change that forgets one.
+        high: The partition's high number then, which never falls.
+        is_forgotten: Whether the answer was forgotten since.
     """
 
-    __slots__ = ("changes", "forgotten_bytes", "high")
+    token: WriterToken
+    answer: bytes | None
+    high: int
+    is_forgotten: bool = False
 
-    def __init__(self, high: int) -> None:
-        self.high = high
-        self.changes: dict[WriterToken, bytes | None] = {}
-        self.forgotten_bytes = 0
+    @property
+    def nbytes(self) -> int:
+        """What an answer takes while it is remembered, about."""
+        return ANSWER_BYTES + len(self.answer or b"")
 
 
 class _WriterAnswers:
-    """One writer's answers by counter, the newest last, each with the unsaved changes it is among;
-    and the highest attempt seen."""
+    """One writer's answers by counter, the newest last; and the highest attempt seen."""
 
     __slots__ = ("attempt", "by_counter", "nbytes")
 
     def __init__(self) -> None:
         self.attempt = 0
-        self.by_counter: dict[int, tuple[bytes, _UnsavedAnswers | None]] = {}
+        self.by_counter: dict[int, _Change] = {}
         self.nbytes = 0
 
 
@@ -124,15 +128,16 @@ class PublisherAnswers:
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self._nbytes = 0
-        # Answers with the partition's high number then, which never falls; some are forgotten.
-        self._order: list[tuple[int, WriterToken]] = []
+        # All answers by high number; some are forgotten.
+        self._order: list[_Change] = []
         self._answer_count = 0
         # By when each was last heard from.
         self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
         # Writers with refused batches: the highest counter refused, and how many were.
         self._refused: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        # What the disk does not know yet, by high number; None without a disk.
-        self._unsaved: deque[_UnsavedAnswers] | None = None
+        # What the disk does not know yet, by high number; None without a disk. A dict, so that an
+        # answer that comes and goes at one high number can be taken out.
+        self._unsaved: dict[_Change, None] | None = None
 
     def __len__(self) -> int:
         return len(self._writers)
@@ -142,9 +147,9 @@ class PublisherAnswers:
         answers = self._writers.get(token.writer)
         if answers is None:
             return None, False
-        answer, _ = answers.by_counter.get(token.counter, (None, None))
-        if answer is not None:
-            return answer, False
+        remembered = answers.by_counter.get(token.counter)
+        if remembered is not None:
+            return remembered.answer, False
         return None, token.counter <= next(reversed(answers.by_counter))
 
     def is_certainly_new(self, token: WriterToken, attempt: int) -> bool:
@@ -167,8 +172,9 @@ class PublisherAnswers:
         answers = self._writers.get(writer)
         if answers is None:
             return None
-        counter = next(reversed(answers.by_counter))
-        return WriterToken(writer, counter), answers.by_counter[counter][0]
+        newest = next(reversed(answers.by_counter.values()))
+        assert newest.answer is not None
+        return newest.token, newest.answer
 
     # Batches that must not overtake a refused one.
 
@@ -208,18 +214,30 @@ class PublisherAnswers:
 
     def track_unsaved(self) -> None:
         """There is a disk: from now on, changes are kept for `take_unsaved`."""
-        self._unsaved = deque()
+        self._unsaved = {}
 
     def take_unsaved(self, through: int) -> dict[WriterToken, bytes | None]:
         """What has changed since the last call, while the partition's high number was at most
         `through`: answers remembered, and None for those forgotten."""
-        changes = dict[WriterToken, bytes | None]()
-        while self._unsaved and self._unsaved[0].high <= through:
-            unsaved = self._unsaved.popleft()
-            changes |= unsaved.changes
-            self._count(-unsaved.forgotten_bytes - UNSAVED_BYTES * len(unsaved.changes))
-            unsaved.changes = {}
-        return changes
+        taken: dict[WriterToken, bytes | None] = {}
+        unsaved = self._unsaved
+        if not unsaved:
+            return taken
+        freed = 0
+        changes = list(takewhile(lambda change: change.high <= through, unsaved))
+        for change in changes:
+            taken[change.token] = change.answer
+            freed += UNSAVED_BYTES
+            if change.is_forgotten:
+                freed += change.nbytes
+                change.answer = None
+        if len(changes) == len(unsaved):
+            unsaved.clear()
+        else:
+            for change in changes:
+                del unsaved[change]
+        self._count(-freed)
+        return taken
 
     def remember(self, token: WriterToken, answer: bytes, high: int = 0, attempt: int = 0) -> None:
         """Keeps the answer to a batch that had none. O(1), beside what it forgets.
@@ -230,80 +248,90 @@ class PublisherAnswers:
             high: The partition's high number with the batch.
             attempt: Which run of the writer's task sent it.
         """
+        nbytes = ANSWER_BYTES + len(answer)
         answers = self._writers.get(token.writer)
         if answers is None:
-            answers = self._writers[token.writer] = _WriterAnswers()
-            self._count(WRITER_OVERHEAD_BYTES)
-            if len(self._writers) > WRITERS_MAX:
-                writer, forgotten = self._writers.popitem(last=False)
-                self._count(-WRITER_OVERHEAD_BYTES)
-                for counter in list(forgotten.by_counter):
-                    self._forget(WriterToken(writer, counter), forgotten, high)
+            answers = self._add_writer(token.writer, high)
         else:
             self._writers.move_to_end(token.writer)
         answers.attempt = max(answers.attempt, attempt)
+        change = _Change(token, answer, high)
         by_counter = answers.by_counter
-        by_counter[token.counter] = (answer, self._note(token, answer, high))
-        self._answer_count += 1
-        self._order.append((high, token))
-        if len(self._order) > 2 * self._answer_count + ORDER_SLACK:
-            self._tidy_order()
-        nbytes = ANSWER_BYTES + len(answer)
+        by_counter[token.counter] = change
         answers.nbytes += nbytes
-        self._count(nbytes)
+        self._answer_count += 1
+        self._order.append(change)
+        if len(self._order) > 2 * self._answer_count + ORDER_SLACK:
+            self._order = [change for change in self._order if not change.is_forgotten]
+        if self._unsaved is not None:
+            self._unsaved[change] = None
+            self._count(nbytes + UNSAVED_BYTES)
+        else:
+            self._count(nbytes)
         while len(by_counter) > BATCHES_MAX or (
             answers.nbytes > ANSWERS_BYTES_MAX and len(by_counter) > 1
         ):
-            oldest = next(iter(by_counter))
-            self._forget(WriterToken(token.writer, oldest), answers, high)
+            self._forget(next(iter(by_counter.values())), answers, high)
+
+    def _add_writer(self, writer: bytes, high: int) -> _WriterAnswers:
+        self._writers[writer] = answers = _WriterAnswers()
+        self._count(WRITER_OVERHEAD_BYTES)
+        if len(self._writers) > WRITERS_MAX:
+            _, forgotten = self._writers.popitem(last=False)
+            self._count(-WRITER_OVERHEAD_BYTES)
+            for change in list(forgotten.by_counter.values()):
+                self._forget(change, forgotten, high)
+        return answers
 
     def replace_newest(self, token: WriterToken, answer: bytes, high: int, attempt: int) -> None:
         """Keeps another answer to the writer's newest batch. O(1), beside what it forgets."""
-        self._forget(token, self._writers[token.writer], high)
+        answers = self._writers[token.writer]
+        self._forget(answers.by_counter[token.counter], answers, high)
         self.remember(token, answer, high, attempt)
 
-    def _forget(self, token: WriterToken, answers: _WriterAnswers, high: int) -> None:
-        answer, unsaved = answers.by_counter.pop(token.counter)
-        self._answer_count -= 1
-        nbytes = ANSWER_BYTES + len(answer)
+    def _forget(self, change: _Change, answers: _WriterAnswers, high: int) -> None:
+        nbytes = change.nbytes
+        del answers.by_counter[change.token.counter]
         answers.nbytes -= nbytes
-        if (
-            unsaved is not None
-            and self._unsaved
-            and unsaved is self._unsaved[-1]
-            and unsaved.high == high
-        ):
+        self._answer_count -= 1
+        change.is_forgotten = True
+        unsaved = self._unsaved
+        if unsaved is None:
+            change.answer = None
+            self._count(-nbytes)
+        elif change not in unsaved:
+            unsaved[_Change(change.token, None, high)] = None
+            change.answer = None
+            self._count(UNSAVED_BYTES - nbytes)
+        elif change.high == high:
             # The answer came and went at one high number: the disk need not know of it.
-            del unsaved.changes[token]
+            del unsaved[change]
+            change.answer = None
             self._count(-nbytes - UNSAVED_BYTES)
-            return
-        self._note(token, None, high)
-        if unsaved is not None and unsaved.changes:
+        else:
             # A commit up to the lower number still has to write it: after a crash there, the batch
             # must be known. Until then the answer takes memory.
-            unsaved.forgotten_bytes += nbytes
-        else:
-            self._count(-nbytes)
+            unsaved[_Change(change.token, None, high)] = None
+            self._count(UNSAVED_BYTES)
 
     # For replicas.
 
     def between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
         and answer. O(log answers), beside what is found."""
-        rows: list[tuple[bytes, int, SeqNo, bytes]] = []
-        for index in range(bisect_left(self._order, start, key=_HIGH), len(self._order)):
-            high, token = self._order[index]
-            if high > end:
-                break
-            answer, _ = self.answer_to(token)
-            if answer is not None:
-                rows.append((token.writer, token.counter, SeqNo(high), answer))
-        return rows
+        order = self._order
+        first = bisect_left(order, start, key=_HIGH)
+        behind = bisect_left(order, end + 1, first, key=_HIGH)
+        return [
+            (change.token.writer, change.token.counter, SeqNo(change.high), change.answer)
+            for change in order[first:behind]
+            if change.answer is not None and not change.is_forgotten
+        ]
 
     def tokens_above(self, seq: int) -> list[WriterToken]:
         """The tokens of answers given at numbers above `seq`. O(answers)."""
         first = bisect_left(self._order, seq + 1, key=_HIGH)
-        return list(dict.fromkeys(token for _, token in self._order[first:]))
+        return list(dict.fromkeys(change.token for change in self._order[first:]))
 
     def truncate(self, seq: int) -> list[WriterToken]:
         """Forgets the answers given at numbers above `seq`, as if they had never been. O(answers).
@@ -312,51 +340,25 @@ class PublisherAnswers:
             Their tokens.
         """
         tokens = self.tokens_above(seq)
-        del self._order[bisect_left(self._order, seq + 1, key=_HIGH) :]
-        for token in tokens:
-            answers = self._writers.get(token.writer)
-            if answers is None or token.counter not in answers.by_counter:
+        first = bisect_left(self._order, seq + 1, key=_HIGH)
+        for change in self._order[first:]:
+            if change.is_forgotten:
                 continue
-            answer, _ = answers.by_counter.pop(token.counter)
+            writer, nbytes = change.token.writer, change.nbytes
+            answers = self._writers[writer]
+            del answers.by_counter[change.token.counter]
+            answers.nbytes -= nbytes
             self._answer_count -= 1
-            answers.nbytes -= ANSWER_BYTES + len(answer)
-            self._count(-ANSWER_BYTES - len(answer))
+            self._count(-nbytes)
             if not answers.by_counter:
-                del self._writers[token.writer]
+                del self._writers[writer]
                 self._count(-WRITER_OVERHEAD_BYTES)
-        while self._unsaved and self._unsaved[-1].high > seq:
-            unsaved = self._unsaved.pop()
-            self._count(-unsaved.forgotten_bytes - UNSAVED_BYTES * len(unsaved.changes))
+        del self._order[first:]
+        unsaved = self._unsaved or {}
+        for change in list(takewhile(lambda change: change.high > seq, reversed(unsaved))):
+            del unsaved[change]
+            self._count(-UNSAVED_BYTES - (change.nbytes if change.is_forgotten else 0))
         return tokens
-
-    def _tidy_order(self) -> None:
-        newest: dict[WriterToken, int] = {}
-        for high, token in self._order:
-            answers = self._writers.get(token.writer)
-            if answers is not None and token.counter in answers.by_counter:
-                newest.pop(token, None)
-                newest[token] = high
-        self._order = [(high, token) for token, high in newest.items()]
-
-    def _note(self, token: WriterToken, answer: bytes | None, high: int) -> _UnsavedAnswers | None:
-        """Notes a change for the disk.
-
-        Returns:
-            The pending changes it is among; None when they hold an older change of this token too,
-            so that it cannot be taken back alone.
-        """
-        if self._unsaved is None:
-            return None
-        unsaved = self._unsaved[-1] if self._unsaved else None
-        if unsaved is None or unsaved.high != high:
-            unsaved = _UnsavedAnswers(high)
-            self._unsaved.append(unsaved)
-        elif token in unsaved.changes:
-            unsaved.changes[token] = answer
-            return None
-        unsaved.changes[token] = answer
-        self._count(UNSAVED_BYTES)
-        return unsaved
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes
@@ -376,17 +378,25 @@ class PublisherAnswers:
             counters = list(answers.by_counter)
             assert 0 < len(counters) <= BATCHES_MAX
             assert sorted(counters) == counters, "counters rise"
-            sizes = [ANSWER_BYTES + len(answer) for answer, _ in answers.by_counter.values()]
+            sizes = [change.nbytes for change in answers.by_counter.values()]
             assert sum(sizes) == answers.nbytes
             assert answers.nbytes <= ANSWERS_BYTES_MAX or len(sizes) == 1
             total += WRITER_OVERHEAD_BYTES + answers.nbytes
         count = sum(len(answers.by_counter) for answers in self._writers.values())
         assert count == self._answer_count
         assert len(self._order) <= 2 * count + ORDER_SLACK + 1
-        order = [high for high, _ in self._order]
+        order = [change.high for change in self._order]
         assert sorted(order) == order, "numbers rise"
-        highs = [unsaved.high for unsaved in self._unsaved or ()]
-        assert sorted(set(highs)) == highs, "numbers rise"
-        for unsaved in self._unsaved or ():
-            total += unsaved.forgotten_bytes + UNSAVED_BYTES * len(unsaved.changes)
+        remembered = {
+            change for answers in self._writers.values() for change in answers.by_counter.values()
+        }
+        assert {change for change in self._order if not change.is_forgotten} == remembered
+        assert all(change.answer is not None for change in remembered)
+        unsaved = self._unsaved or {}
+        highs = [change.high for change in unsaved]
+        assert sorted(highs) == highs, "numbers rise"
+        total += UNSAVED_BYTES * len(unsaved)
+        total += sum(change.nbytes for change in unsaved if change.is_forgotten)
+        for change in self._order:
+            assert change.answer is None or not change.is_forgotten or change in unsaved
         assert total == self._nbytes, (total, self._nbytes)

@@ -131,12 +131,10 @@ class RepeatedBatches:
         """There is a disk: from now on, changes are kept for `take_unsaved`."""
         self._answers.track_unsaved()
 
-    def take_unsaved(self, through: SeqNo) -> dict[WriterToken, MutateResult | None]:
-        """Answers to keep on disk with everything up to `through`, and None for those to forget."""
-        return {
-            token: None if answer is None else unpack(answer)
-            for token, answer in self._answers.take_unsaved(through).items()
-        }
+    def take_unsaved(self, through: SeqNo) -> dict[WriterToken, bytes | None]:
+        """Answers to keep on disk with everything up to `through`, packed, and None for those to
+        forget."""
+        return self._answers.take_unsaved(through)
 
     # For replicas.
 

@@ -16,10 +16,10 @@ from upr_server.engine import (
     Bucket,
     FetchRequest,
     MemoryAction,
-    MutateResult,
     Partition,
     PartitionImage,
     WriterToken,
+    unpack,
 )
 from upr_server.storage.api import Store
 from upr_server.storage.calls import DeleteIndexEntries, FindExpired, FindItems, Truncate
@@ -253,8 +253,7 @@ def recover_partitions(
 def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionImage:
     record = partition.record
     answers = {
-        WriterToken(token.writer, token.counter): decode_answer(token.answer)
-        for token in partition.tokens
+        WriterToken(token.writer, token.counter): unpack(token.answer) for token in partition.tokens
     }
     # On disk they are ordered by publisher. The engine needs them by age, to forget the oldest.
     by_age = dict(sorted(answers.items(), key=lambda item: (item[1].last_seq, item[0].counter)))
@@ -268,7 +267,3 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
         by_age,
         partition.items,
     )
-
-
-decode_answer: Final = msgspec.msgpack.Decoder(MutateResult).decode
-"""The reverse of `flusher.encode_answer`."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
-import msgspec
 import structlog
 import trio
 
@@ -303,15 +302,11 @@ class Flusher:
         }
 
 
-encode_answer: Final = msgspec.msgpack.Encoder().encode
-"""Encodes the answer to a batch as tokens keep it; `bucket_disk.decode_answer` is the reverse."""
-
-
 def unsaved_answers(partition: Partition, through: SeqNo) -> list[StoredAnswer]:
     """Takes the changes to publishers' answers that belong on disk with everything up to
     `through`."""
     return [
-        StoredAnswer(token.writer, token.counter, b"" if answer is None else encode_answer(answer))
+        StoredAnswer(token.writer, token.counter, answer or b"")
         for token, answer in partition.repeated_batches.take_unsaved(through).items()
     ]
 
