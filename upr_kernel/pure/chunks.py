@@ -103,9 +103,9 @@ def _check_strings(
 
 
 @lru_cache(maxsize=64)
-def _even_offsets(length: int, rest: int, count: int) -> bytes:
+def _even_offsets(length: int, remainder: int, count: int) -> bytes:
     """The offsets of `count` strings of one length; of no use if there is a rest."""
-    if not 0 < length <= EVEN_MAX or rest:
+    if not 0 < length <= EVEN_MAX or remainder:
         return b""
     return array("i", range(0, length * count + 1, length)).tobytes()
 
@@ -180,9 +180,9 @@ class _Gathered:
 
     @staticmethod
     def _add_strings(
-        target: list[Buffer], at: int, columns: Columns, offsets: list[int], low: int, high: int
+        target: list[Buffer], start: int, columns: Columns, offsets: list[int], low: int, high: int
     ) -> None:
-        target.append(columns.view[at + offsets[low] : at + offsets[high]])
+        target.append(columns.view[start + offsets[low] : start + offsets[high]])
 
     def encoded(self, start: int, end: int) -> bytes:
         key_length, value_length = sum(self.key_lengths), sum(self.value_lengths)

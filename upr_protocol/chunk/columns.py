@@ -154,8 +154,8 @@ class Columns:
             return total if _TWO_OFFSETS.unpack_from(self._view, offsets_at) == (0, total) else 0
         if not 0 < count <= EVEN_MAX:
             return 0
-        length, rest = divmod(total, count)
-        if rest or not 0 < length <= EVEN_MAX:
+        length, remainder = divmod(total, count)
+        if remainder or not 0 < length <= EVEN_MAX:
             return 0
         if _TWO_OFFSETS.unpack_from(self._view, offsets_at) != (0, length):
             return 0

@@ -100,8 +100,8 @@ def _multiples(length: int) -> bytes:
 def even_offsets(base: int, length: int, count: int) -> bytes:
     """Where each of `count` strings of `length` bytes ends, when `base` bytes stand before them;
     i32. At memory speed, as long as `base` is a multiple of `length`."""
-    first, rest = divmod(base, length)
-    if rest or first + count > EVEN_MAX:
+    first, remainder = divmod(base, length)
+    if remainder or first + count > EVEN_MAX:
         return array("i", range(base + length, base + length * count + 1, length)).tobytes()
     return _multiples(length)[4 * first + 4 : 4 * (first + count) + 4]
 

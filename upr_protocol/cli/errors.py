@@ -142,5 +142,5 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _discard_output() -> None:
     # Python flushes its buffer when it exits, and would report that the pipe is broken.
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), sys.stdout.fileno())
+    with open(os.devnull, "wb") as null_device:
+        os.dup2(null_device.fileno(), sys.stdout.fileno())

@@ -42,4 +42,6 @@ def printable_json(data: bytes) -> bytes:
 
 def _json_escape(match: re.Match[bytes]) -> bytes:
     units = match[0].decode().encode("utf-16-be")
-    return b"".join(b"\\u" + units[at : at + 2].hex().encode() for at in range(0, len(units), 2))
+    return b"".join(
+        b"\\u" + units[index : index + 2].hex().encode() for index in range(0, len(units), 2)
+    )

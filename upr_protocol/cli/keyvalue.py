@@ -78,17 +78,17 @@ def _write_command(
             if "expire_in" in arguments:
                 expire_in = arguments.pop("expire_in")
                 arguments["expiry"] = 0 if expire_in is None else int(time.time()) + expire_in
-            written = ask(target, function(**arguments))
-            if written.count is not None:
-                click.echo(written.count)
+            result = ask(target, function(**arguments))
+            if result.count is not None:
+                click.echo(result.count)
             else:
-                click.echo(f"partition {written.partition}, seq {written.seq}, CAS {written.cas}")
+                click.echo(f"partition {result.partition}, seq {result.seq}, CAS {result.cas}")
 
         command: Any = run
         for parameter in reversed((bucket_argument, *parameters, durability_options)):
             command = parameter(command)
-        made: click.Command = click.command(name, cls=TargetCommand)(command)
-        return made
+        target_command: click.Command = click.command(name, cls=TargetCommand)(command)
+        return target_command
 
     return decorate
 

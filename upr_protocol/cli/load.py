@@ -138,8 +138,10 @@ def _format_of(file: str) -> str:
         raise click.UsageError("standard input needs --format, as it has no file name")
     form = FORMATS.get(Path(file).suffix.lower())
     if form is None:
-        known = ", ".join(FORMATS)
-        raise click.UsageError(f"{file} does not end with {known}; name its format with --format")
+        suffixes = ", ".join(FORMATS)
+        raise click.UsageError(
+            f"{file} does not end with {suffixes}; name its format with --format"
+        )
     return form
 
 

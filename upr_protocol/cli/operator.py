@@ -57,12 +57,12 @@ def _named_partitions(partitions: tuple[tuple[int, ...], ...], all_of: str) -> l
     Raises:
         click.UsageError: Neither is given, or both.
     """
-    named = [partition for numbers in partitions for partition in numbers]
-    if bool(named) is bool(all_of):
+    partition_ids = [partition for numbers in partitions for partition in numbers]
+    if bool(partition_ids) is bool(all_of):
         raise click.UsageError(
             "name the partitions, as in 5 or 0-15; or all those of a node, with --all-of"
         )
-    return named
+    return partition_ids
 
 
 def _operate(target: Address, work: Callable[[Operator], Awaitable[object]]) -> None:
@@ -229,12 +229,12 @@ def takeover(
       upr takeover upr://10.0.0.1:12000/flights --all-of a --to b
       upr takeover upr://10.0.0.1:12000/flights 0-15 --to b
     """
-    named = _named_partitions(partitions, all_of)
+    partition_ids = _named_partitions(partitions, all_of)
     timeouts = TakeoverTimeouts(approach_s=wait_s, handover_s=deadline_s)
     _operate(
         target,
         lambda operator: take_over(
-            operator, to=to, partitions=named, all_of=all_of, timeouts=timeouts
+            operator, to=to, partitions=partition_ids, all_of=all_of, timeouts=timeouts
         ),
     )
 
@@ -286,12 +286,12 @@ def failover(
       upr failover upr://10.0.0.2:12000/flights --all-of a
       upr failover upr://10.0.0.2:12000/flights 0-15 --to b --acknowledged 2
     """
-    named = _named_partitions(partitions, all_of)
+    partition_ids = _named_partitions(partitions, all_of)
     _operate(
         target,
         lambda operator: fail_over(
             operator,
-            partitions=named,
+            partitions=partition_ids,
             all_of=all_of,
             to=to,
             acknowledged=acknowledged,

@@ -150,13 +150,13 @@ def durability_options(command: Any) -> Any:
     replicate."""
 
     @wraps(command)
-    def with_copies(*args: Any, durability: Durability, copies: int | None, **others: Any) -> Any:
+    def with_copies(*args: Any, durability: Durability, copies: int | None, **options: Any) -> Any:
         if durability in _REPLICATED:
             copies = copies or 1
         elif copies is not None:
             levels = " or ".join(n for n, level in _LEVELS.items() if level in _REPLICATED)
             raise click.UsageError(f"--copies goes with --durability {levels}")
-        return command(*args, durability=durability, copies=copies or 0, **others)
+        return command(*args, durability=durability, copies=copies or 0, **options)
 
     for option in (
         click.option(

@@ -77,8 +77,8 @@ class PartitionCycle:
         """The next turn: a partition, the end of a cycle that sent anything or was the first, or
         None when nothing is ready."""
         assert self.current is None, "the turn before this one is not finished"
-        rest = self._ready >> self.next_partition
-        if not rest:
+        ready_ahead = self._ready >> self.next_partition
+        if not ready_ahead:
             if self._sent or self.completed == 0:
                 self._complete_cycle()
                 return CycleCompleted(self.completed)
@@ -87,9 +87,9 @@ class PartitionCycle:
             # Every ready partition is lower than the next one, and this cycle sent nothing: it
             # completes without an announcement.
             self._complete_cycle()
-            rest = self._ready
+            ready_ahead = self._ready
         # The lowest bit that is set: its number is that of the bits below it.
-        partition = PartitionId(self.next_partition + (rest & -rest).bit_length() - 1)
+        partition = PartitionId(self.next_partition + (ready_ahead & -ready_ahead).bit_length() - 1)
         self._ready ^= 1 << partition
         self.current = partition
         self.next_partition = partition

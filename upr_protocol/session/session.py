@@ -257,8 +257,8 @@ class Session(SessionContext):
         """Checks that an answer has a request."""
         request = self._requests.get(message.opaque)
         # What refuses a stream is StreamReply, which says more.
-        refused = isinstance(message, Refusal) and request is not Stream
-        if request is None or not (refused or type(message) in request.answers):
+        is_refusal = isinstance(message, Refusal) and request is not Stream
+        if request is None or not (is_refusal or type(message) in request.answers):
             raise ProtocolError(
                 f"{type(message).__name__} with opaque {message.opaque} answers no open request"
             )

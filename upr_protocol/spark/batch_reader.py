@@ -70,9 +70,9 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     """
     numbers = driver.persist() if options.durable else driver.numbers()
     infos = driver.infos()
-    for option, named in (("startingOffsets", options.start), ("endingOffsets", options.end)):
-        if not isinstance(named, str):
-            check_named(option, named, numbers)
+    for option, bound in (("startingOffsets", options.start), ("endingOffsets", options.end)):
+        if not isinstance(bound, str):
+            check_named(option, bound, numbers)
     ranges = []
     for partition, row in numbers.items():
         start = _start(options, partition)

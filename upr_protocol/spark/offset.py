@@ -53,8 +53,8 @@ class PartitionOffset:
         was changed again before the snapshot's end was left out, so that whoever was to go on from
         here must have all up to that end."""
         is_inside = self.snapshot_start < self.seq < self.snapshot_end
-        needed = self.snapshot_end if is_inside else self.seq
-        return Position(self.log, needed, needed, None)
+        complete_through = self.snapshot_end if is_inside else self.seq
+        return Position(self.log, complete_through, complete_through, None)
 
     def to_text(self) -> str:
         """As text: `SEQ[START-END]<CAME_FROM HISTORY@SEQ,HISTORY@SEQ`. The snapshot is left out

@@ -92,8 +92,8 @@ class Options:
             if name not in self._known and name not in _SPARK_OWN:
                 near = difflib.get_close_matches(name, self._known, 1)
                 hint = f"; perhaps {self._known[near[0]]} was meant" if near else ""
-                known = ", ".join(sorted(self._known.values(), key=str.lower))
-                raise OptionError(f"there is no option {name}{hint}. There are {known}")
+                option_names = ", ".join(sorted(self._known.values(), key=str.lower))
+                raise OptionError(f"there is no option {name}{hint}. There are {option_names}")
 
 
 def idle_interval_s(timeout_s: int) -> int:

@@ -132,9 +132,9 @@ class RowSpool:
         counters = pc.unique(pa.chunked_array(self._counters, TEXT))
         for rows in pa.ipc.open_stream(self._file):
             mask = pc.is_in(rows.column("key"), counters)
-            chosen = rows.filter(mask if of_counters else pc.invert(mask))
-            if chosen.num_rows:
-                yield chosen
+            selected_rows = rows.filter(mask if of_counters else pc.invert(mask))
+            if selected_rows.num_rows:
+                yield selected_rows
 
 
 def commit_rows(
@@ -215,8 +215,10 @@ def in_order(table: pa.Table) -> pa.Table:
     for name in table.column_names:
         if name not in ("op", "key"):
             column = table.column(name)
-            nothing = pa.scalar(b"" if pa.types.is_large_binary(column.type) else 0, column.type)
-            by[name] = pc.if_else(is_ordered, nothing, column)
+            empty_value = pa.scalar(
+                b"" if pa.types.is_large_binary(column.type) else 0, column.type
+            )
+            by[name] = pc.if_else(is_ordered, empty_value, column)
     # Stable: rows with the same keys of the sort stay in their order.
     order = pc.sort_indices(pa.table(by), sort_keys=[(name, "ascending") for name in by])
     return table.take(order)

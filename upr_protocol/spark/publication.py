@@ -193,18 +193,18 @@ class Publication:
         raise rows_refused(bad, self._rows)
 
 
-def rows_refused(bad: list[RejectedRow], written: int) -> PipelineError:
+def rows_refused(bad: list[RejectedRow], row_count: int) -> PipelineError:
     """The error of a write that fails on refused rows.
 
     Args:
         bad: The refused rows; some.
-        written: Rows that were written before.
+        row_count: Rows that were written before.
     """
     examples = "; ".join(_described(row) for row in bad[:EXAMPLES_MAX])
     more = f"; and {len(bad) - EXAMPLES_MAX} more" if len(bad) > EXAMPLES_MAX else ""
     return PipelineError(
         "UPR_ROWS_REFUSED",
-        f"{len(bad)} rows of a batch were refused, after {written} that were written: "
+        f"{len(bad)} rows of a batch were refused, after {row_count} that were written: "
         f"{examples}{more}. Correct them, or have them put aside: "
         '.option("onError", "deadLetter").option("deadLetterPath", "/a/folder")',
     )
@@ -233,10 +233,10 @@ def _refused(batch: Batch, status: Status) -> PipelineError:
     return PipelineError("UPR_REFUSED", f"{where} was refused: {ServerError(status)}")
 
 
-def _differs(what: str) -> PipelineError:
+def _differs(difference: str) -> PipelineError:
     return PipelineError(
         "UPR_REPLAY_DIFFERS",
-        f"{what}. Make the rows and their order the same each time: write from a table or a "
+        f"{difference}. Make the rows and their order the same each time: write from a table or a "
         "checkpoint (DataFrame.checkpoint), without random numbers, the time of day, or an order "
         "that a shuffle leaves open",
     )

@@ -150,8 +150,8 @@ def _offsets(
     if not text.lstrip().startswith("{"):
         return options.choice(name, default, words)
     try:
-        named = msgspec.json.decode(text, type=dict[str, int])
-        numbers = {int(partition): seq for partition, seq in named.items()}
+        seq_of_text = msgspec.json.decode(text, type=dict[str, int])
+        numbers = {int(partition): seq for partition, seq in seq_of_text.items()}
     except (msgspec.DecodeError, ValueError):
         numbers = {-1: 0}
     if not all(

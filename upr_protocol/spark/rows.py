@@ -169,8 +169,8 @@ def _operations(
         return np.full(batch.num_rows, options.operation, np.uint8)
     assert options.operation_column is not None
     words = pc.utf8_lower(_column(batch, options.operation_column).cast(pa.string()))
-    known = pa.array(list(WORDS), pa.string())
-    word_index = pc.index_in(words, known).fill_null(len(WORDS)).to_numpy()
+    known_words = pa.array(list(WORDS), pa.string())
+    word_index = pc.index_in(words, known_words).fill_null(len(WORDS)).to_numpy()
     problems.add(
         word_index == len(WORDS),
         Status.BAD_ARGUMENT,
@@ -187,9 +187,9 @@ def _values(
     operations: NDArray[np.uint8],
     problems: _Problems,
 ) -> pa.Array:
-    nothing = pa.scalar(b"", TEXT)
+    empty_text = pa.scalar(b"", TEXT)
     if options.operation is Operation.DELETE:
-        return pa.repeat(nothing, batch.num_rows)
+        return pa.repeat(empty_text, batch.num_rows)
     columns = [_column(batch, path) for path in options.value_columns]
     if options.value_is_object:
         values = objects(columns, [path[-1] for path in options.value_columns])
@@ -197,7 +197,7 @@ def _values(
         values = texts(columns[0])
     deletes = operations == Operation.DELETE
     if deletes.any():
-        values = pc.if_else(pa.array(deletes), nothing, values)
+        values = pc.if_else(pa.array(deletes), empty_text, values)
     problems.add(_nulls(values), Status.BAD_ARGUMENT, "the value is null")
     problems.add(
         _lengths(values) > VALUE_BYTES_MAX,

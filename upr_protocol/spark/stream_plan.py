@@ -316,16 +316,16 @@ def _begin_snapshots(
 ) -> Partitions:
     """Where the stream stands, with a new snapshot begun up to each of `ends` that is behind that;
     of those before, nothing is to be read any more."""
-    begun = {
+    offsets = {
         partition: attrs.evolve(offset, snapshot_end=offset.seq)
         for partition, offset in partitions.items()
     }
     for partition, seq in _backlog(partitions, ends).items():
         came_from = partitions.get(partition, _NOTHING).came_from
-        begun[partition] = PartitionOffset(
+        offsets[partition] = PartitionOffset(
             infos[partition].log, seq, seq, ends[partition], came_from
         )
-    return begun
+    return offsets
 
 
 def _backlog(
@@ -362,11 +362,11 @@ def batch_ends(
     if limits.nbytes is not None and nbytes > limits.nbytes:
         allowed = min(allowed, max(1, int(total * limits.nbytes / nbytes)))
     parts = {partition: allowed * backlog // total for partition, backlog in backlogs.items()}
-    rest = allowed - sum(parts.values())
+    unassigned = allowed - sum(parts.values())
     # What rounding left goes to those that have most left.
     for partition in sorted(
         backlogs, key=lambda partition: (parts[partition] - backlogs[partition], partition)
-    )[:rest]:
+    )[:unassigned]:
         parts[partition] += 1
     return {partition: SeqNo(partitions[partition].seq + part) for partition, part in parts.items()}
 
@@ -381,10 +381,10 @@ def sizes_of(lease: HeldLease) -> dict[PartitionId, float]:
 
 
 def check_named(
-    option: str, named: Mapping[int, int], rows: Mapping[PartitionId, PartitionNumbers]
+    option: str, seqs: Mapping[int, int], rows: Mapping[PartitionId, PartitionNumbers]
 ) -> None:
     """Makes sure that an option names only partitions that are read. Raises `OptionError`."""
-    for partition in named:
+    for partition in seqs:
         if partition not in rows:
             raise OptionError(
                 f"the option {option} names partition {partition}, which is none of those that are "

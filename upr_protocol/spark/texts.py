@@ -129,12 +129,12 @@ def _floats(column: pa.Array) -> pa.Array:
         pc.equal(size, 0),
         pc.and_(pc.greater_equal(size, _PLAIN_FLOAT_MIN), pc.less(size, _PLAIN_FLOAT_END)),
     )
-    others = pc.invert(is_plain).fill_null(False)
-    if not pc.any(others).as_py():
+    is_scientific = pc.invert(is_plain).fill_null(False)
+    if not pc.any(is_scientific).as_py():
         return strings
-    values = column.filter(others).to_numpy(zero_copy_only=False)
+    values = column.filter(is_scientific).to_numpy(zero_copy_only=False)
     return pc.replace_with_mask(
-        strings, others, pa.array([_scientific(value) for value in values], _STRING)
+        strings, is_scientific, pa.array([_scientific(value) for value in values], _STRING)
     )
 
 

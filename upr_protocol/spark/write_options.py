@@ -54,7 +54,7 @@ def operation_word(operation: Operation, fixed: Operation | None) -> str:
         operation: The operation.
         fixed: That of all rows, which the option `operation` names; None where a column does.
     """
-    words = {named: word for word, named in OPERATIONS.items()} if fixed is not None else {}
+    words = {value: word for word, value in OPERATIONS.items()} if fixed is not None else {}
     return words.get(operation, operation.name.lower())
 
 
@@ -206,14 +206,14 @@ class _Columns:
         self._schema = schema
 
     def optional(
-        self, option: str, bag: Options, kinds: tuple[type[DataType], ...], what: str
+        self, option: str, bag: Options, kinds: tuple[type[DataType], ...], expected: str
     ) -> ColumnPath | None:
         """The column that an option names, if it was given."""
         text = bag.text(option, None)
-        return None if text is None else self.named(option, text, kinds, what)
+        return None if text is None else self.named(option, text, kinds, expected)
 
     def named(
-        self, option: str, text: str, kinds: tuple[type[DataType], ...], what: str
+        self, option: str, text: str, kinds: tuple[type[DataType], ...], expected: str
     ) -> ColumnPath:
         """The column that a text names, which must be of one of some types."""
         paths = self._paths(option, text)
@@ -221,7 +221,7 @@ class _Columns:
             raise OptionError(f"the option {option} is {text!r}, which names {len(paths)} columns")
         kind = self._type_of(option, paths[0])
         if not isinstance(kind, kinds):
-            raise _wrong_type(option, paths[0], kind, what)
+            raise _wrong_type(option, paths[0], kind, expected)
         return paths[0]
 
     def several(self, option: str, text: str) -> tuple[ColumnPath, ...]:
@@ -231,9 +231,9 @@ class _Columns:
             self._check_text(option, path)
         return paths
 
-    def all_but(self, other: set[ColumnPath | None]) -> tuple[ColumnPath, ...]:
+    def all_but(self, excluded: set[ColumnPath | None]) -> tuple[ColumnPath, ...]:
         """All columns but some."""
-        paths = tuple((name,) for name in self._schema.fieldNames() if (name,) not in other)
+        paths = tuple((name,) for name in self._schema.fieldNames() if (name,) not in excluded)
         for path in paths:
             self._check_text("valueColumn", path)
         if not paths:
@@ -319,9 +319,9 @@ def spelled(path: ColumnPath) -> str:
     return ".".join(f"`{name}`" if set(name) & set(".,`") else name for name in path)
 
 
-def _wrong_type(option: str, path: ColumnPath, kind: DataType, what: str) -> OptionError:
+def _wrong_type(option: str, path: ColumnPath, kind: DataType, expected: str) -> OptionError:
     return OptionError(
-        f"the column {spelled(path)} ({option}) is {kind.simpleString()}, and not {what}"
+        f"the column {spelled(path)} ({option}) is {kind.simpleString()}, and not {expected}"
     )
 
 

@@ -103,8 +103,8 @@ class WriteTask:
             if not spool.has_counters:
                 return self._publish(rejected, spool.others())
             prepared = spool.counters()
-            written = self._publish([], spool.others())
-            return PreparedRows(query, prepared, tuple(rejected), written)
+            row_counts = self._publish([], spool.others())
+            return PreparedRows(query, prepared, tuple(rejected), row_counts)
 
     def _rejecting(self, rejected: list[RejectedRow]) -> Callable[[list[RejectedRow]], None]:
         def reject(bad: list[RejectedRow]) -> None:
@@ -132,8 +132,8 @@ class WriteTask:
         for encoded in rows:
             for enough in gathering.add(encoded):
                 yield from chunks(enough, partitions)
-        for rest in gathering.finish():
-            yield from chunks(rest, partitions)
+        for last_rows in gathering.finish():
+            yield from chunks(last_rows, partitions)
 
 
 def _encoded(

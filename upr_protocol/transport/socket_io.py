@@ -76,21 +76,25 @@ def write_available(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buff
     while buffers:
         batch = buffers[:_BUFFERS_MAX]
         try:
-            sent = os.writev(descriptor, batch)
+            sent_bytes = os.writev(descriptor, batch)
         except BlockingIOError:
             break
-        if sent < sum(map(len, batch)):
+        if sent_bytes < sum(map(len, batch)):
             # The socket is full: a further call would only say so.
-            return unsent(buffers, sent)
+            return unsent(buffers, sent_bytes)
         buffers = buffers[_BUFFERS_MAX:]
     return buffers
 
 
-def unsent(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
-    """What is left of `buffers` once `sent` bytes of them were written."""
+def unsent(buffers: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:
+    """What is left of `buffers` once `sent_bytes` bytes of them were written."""
     for index, buffer in enumerate(buffers):
-        if sent < len(buffer):
-            rest = buffers[index + 1 :]
-            return [memoryview(buffer)[sent:], *rest] if sent else [buffer, *rest]
-        sent -= len(buffer)
+        if sent_bytes < len(buffer):
+            later_buffers = buffers[index + 1 :]
+            return (
+                [memoryview(buffer)[sent_bytes:], *later_buffers]
+                if sent_bytes
+                else [buffer, *later_buffers]
+            )
+        sent_bytes -= len(buffer)
     return []

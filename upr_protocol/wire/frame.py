@@ -170,13 +170,13 @@ class FrameBuffer:
         if header is None:
             return _NO_BUFFER
         if body is None or filled == len(body):
-            rest: Buffer = memoryview(self._data)[self._offset :] if body is None else body
-            self._body_filled = filled = len(rest)
+            body_start: Buffer = memoryview(self._data)[self._offset :] if body is None else body
+            self._body_filled = filled = len(body_start)
             size = min(header.length, max(self._largest, 2 * filled))
             # Not made longer in its place: somebody may still hold a view upon it.
             self._body = body = self._allocate(size)
             # Put into a bytearray itself it would be copied twice.
-            memoryview(body)[:filled] = rest
+            memoryview(body)[:filled] = body_start
             self._data, self._offset = b"", 0
         return memoryview(body)[filled:]
 

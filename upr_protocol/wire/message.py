@@ -199,10 +199,10 @@ def check_end(body: Buffer, end: int) -> None:
     Raises:
         LayoutError: It does not.
     """
-    rest = bytes(body[end : end + 8])
+    padding = bytes(body[end : end + 8])
     if len(body) < end:
         raise LayoutError(f"{end - len(body)} bytes are missing at the end of the body")
-    if len(rest) > 7 or any(rest):
+    if len(padding) > 7 or any(padding):
         raise LayoutError(
             f"{len(body) - end} bytes follow the fields; only padding, 0 to 7 zeros, may"
         )

@@ -217,10 +217,10 @@ async def _play_rollback(accept: Accept) -> None:
     script = await accept()
     await script.open()
     request = await script.hear(Stream)
-    other = FailoverLog.of([(HISTORY, 4), (7, 0)])
+    foreign_log = FailoverLog.of([(HISTORY, 4), (7, 0)])
     await script.say(
         StreamReply(
-            SeqNo(4), "conformance", other,
+            SeqNo(4), "conformance", foreign_log,
             partition=P5, opaque=request.opaque, status=Status.ROLLBACK,
         )
     )  # fmt: skip
@@ -230,9 +230,11 @@ async def _play_rollback(accept: Accept) -> None:
     _require(
         request.position.highest_received == seq, "a client that went back has a partial snapshot"
     )
-    entries = [history for history, at in request.position.log.pairs() if at > seq]
+    entries = [history for history, start in request.position.log.pairs() if start > seq]
     _require(not entries, "the log has entries above the number that the client went back to")
-    await script.say(StreamReply(seq, "conformance", other, partition=P5, opaque=request.opaque))
+    await script.say(
+        StreamReply(seq, "conformance", foreign_log, partition=P5, opaque=request.opaque)
+    )
     await script.hear(Go)
     await script.start(seq, 6)
     await script.chunk(seq, 6, rows_of(*range(seq + 1, 7)))
@@ -245,8 +247,8 @@ async def _play_disk(accept: Accept) -> None:
     await script.begin()
     await script.start(0, 8, kind=SnapshotKind.DISK, may_repeat=True)
     old = Mutation(Operation.SET, b"key-4", b"old", SeqNo(1), Cas(1))
-    gone = Mutation(Operation.SET, b"gone", b"v", SeqNo(2), Cas(2))
-    await script.chunk(0, 3, [old, gone, *rows_of(3)])
+    deleted_later = Mutation(Operation.SET, b"gone", b"v", SeqNo(2), Cas(2))
+    await script.chunk(0, 3, [old, deleted_later, *rows_of(3)])
     deleted = Mutation(Operation.DELETE, b"gone", b"", SeqNo(5), Cas(5))
     expired = Mutation(Operation.EXPIRE, b"key-3", b"", SeqNo(7), Cas(7))
     await script.chunk(3, 8, [*rows_of(4), deleted, expired, *rows_of(8)])
@@ -301,12 +303,12 @@ async def _play_damaged(accept: Accept) -> None:
     frame = bytearray(b"".join(map(bytes, message.frame())))
     frame[-8] ^= 1
     await script.say_bytes(bytes(frame))
-    heard = await script.hear_any()
-    while isinstance(heard, Noop):
-        heard = await script.hear_any()
+    reply = await script.hear_any()
+    while isinstance(reply, Noop):
+        reply = await script.hear_any()
     _require(
-        heard is None or (isinstance(heard, Error) and heard.status == Status.BAD_CHECKSUM),
-        f"a damaged frame is an error, and the client said {heard}",
+        reply is None or (isinstance(reply, Error) and reply.status == Status.BAD_CHECKSUM),
+        f"a damaged frame is an error, and the client said {reply}",
     )
     await script.cut()
     script = await accept()
@@ -428,14 +430,14 @@ async def _play_credit(accept: Accept) -> None:
 async def _play_lost_answer(accept: Accept) -> None:
     script, store = await accept(), _Store()
     await script.open()
-    lost = await script.hear(Mutate)
-    store.apply(lost)
+    unanswered = await script.hear(Mutate)
+    store.apply(unanswered)
     await script.cut()
     script = await accept()
     await script.open()
     request = await script.hear(Mutate)
-    _require(request.writer == lost.writer, "the runs come again from another writer")
-    before = dict(zip(lost.bundle.runs, lost.bundle.run_chunks(), strict=True))
+    _require(request.writer == unanswered.writer, "the runs come again from another writer")
+    before = dict(zip(unanswered.bundle.runs, unanswered.bundle.run_chunks(), strict=True))
     again = dict(zip(request.bundle.runs, request.bundle.run_chunks(), strict=True))
     tokens = {(run.partition, run.counter) for run in again}
     oldest = {(run.partition, run.counter) for run in before}
@@ -452,18 +454,18 @@ async def _play_lost_answer(accept: Accept) -> None:
 async def _play_refused_runs(accept: Accept) -> None:
     script, store = await accept(), _Store()
     await script.open()
-    refused = await script.hear(Mutate)
-    store.check(refused)
-    if len(refused.bundle.runs) == 1:
-        busy = Refusal("try again", opaque=refused.opaque, status=Status.TEMPORARY_FAILURE)
+    first_request = await script.hear(Mutate)
+    store.check(first_request)
+    if len(first_request.bundle.runs) == 1:
+        busy = Refusal("try again", opaque=first_request.opaque, status=Status.TEMPORARY_FAILURE)
         await script.say(busy)
     else:
         results = tuple(
             RunResult(PartitionId(run.partition), Status.TEMPORARY_FAILURE)
-            for run in refused.bundle.runs
+            for run in first_request.bundle.runs
         )
-        await script.say(MutateReply(0, results, opaque=refused.opaque))
-    lowest = {run.partition: run.counter for run in refused.bundle.runs}
+        await script.say(MutateReply(0, results, opaque=first_request.opaque))
+    lowest = {run.partition: run.counter for run in first_request.bundle.runs}
     while len(store.rows) < len(_SETS):
         request = await script.hear(Mutate)
         for run in request.bundle.runs:
@@ -477,15 +479,15 @@ async def _play_refused_runs(accept: Accept) -> None:
 async def _play_failed_rows(accept: Accept) -> None:
     script = await accept()
     await script.open()
-    made, result, seq = 0, {}, 0
-    while made < 3:
+    row_count, result, seq = 0, {}, 0
+    while row_count < 3:
         request = await script.hear(Mutate)
         _Store().check(request)
         failures, counters, results, row = [], [], [], 0
         for run, chunk in zip(request.bundle.runs, request.bundle.run_chunks(), strict=True):
             first = seq + 1
             for mutation in chunk:
-                made += 1
+                row_count += 1
                 if mutation.op is Operation.ADD:
                     failures.append((row, int(Status.EXISTS)))
                 else:
@@ -524,13 +526,13 @@ def _check_failed_rows(outcome: Any) -> None:
 async def _play_get(accept: Accept) -> None:
     script = await accept()
     await script.open()
-    heard: list[bytes] = []
+    requested_keys: list[bytes] = []
     # Cut after the first key: the client asks for the rest.
     for limit in (1, 9):
         request = await script.hear(Get)
         _require(request.partition == P5, f"the partition is {request.partition}, not 5")
         keys = request.keys[:limit]
-        heard += keys
+        requested_keys += keys
         rows = [
             Mutation(Operation.SET, key, b"found", SeqNo(9 - index), Cas(1))
             if key != b"missing"
@@ -539,7 +541,9 @@ async def _play_get(accept: Accept) -> None:
         ]
         chunk = Chunk.build(rows, SeqNo(0), SeqNo(9))
         await script.say(GetReply(HISTORY, len(keys), chunk, partition=P5, opaque=request.opaque))
-    _require(heard == [b"one", b"missing", b"two"], f"the client asked for {heard}")
+    _require(
+        requested_keys == [b"one", b"missing", b"two"], f"the client asked for {requested_keys}"
+    )
     await script.hear_end()
 
 
@@ -716,12 +720,12 @@ class _RunningClient:
 
 async def _run_client(client: _RunningClient, command: Sequence[str], task: bytes) -> None:
     try:
-        done = await trio.run_process(command, stdin=task, capture_stdout=True, check=False)
+        process = await trio.run_process(command, stdin=task, capture_stdout=True, check=False)
     except OSError as error:
         raise ConformanceError(f"cannot start {command[0]}: {error.strerror}") from error
-    client.code, client.output = done.returncode, done.stdout
-    if done.returncode:
-        raise ConformanceError(f"the client ended with code {done.returncode}")
+    client.code, client.output = process.returncode, process.stdout
+    if process.returncode:
+        raise ConformanceError(f"the client ended with code {process.returncode}")
     client.ended.set()
 
 

@@ -274,10 +274,10 @@ async def barrier(server: ServerUnderTest) -> None:
         await stream(client)
         await client.send(Go())
         await client.send(Barrier(b"first"), Barrier(b"second"))
-        seen: list[Message] = []
+        messages: list[Message] = []
         while not isinstance(message := await client.expect(Message), BarrierReply):
-            seen.append(message)
-        chunks = [message for message in seen if isinstance(message, PartitionChunk)]
+            messages.append(message)
+        chunks = [message for message in messages if isinstance(message, PartitionChunk)]
         check(bool(chunks), "the barrier came back before the changes")
         check(message.cookie == b"first", f"the barrier {message.cookie!r} came back first")
         check(message.ends == ((P0, chunks[-1].chunk.end),), f"its ends are {message.ends}")

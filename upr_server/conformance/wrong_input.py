@@ -385,10 +385,10 @@ def _add_publishing(topic: Topic) -> None:
     earlier = _mutate(_set(), writer=_WRITER, counter=2, attempt=1)
     case("an older attempt", encoded(later, earlier), refused, Status.SUPERSEDED)
     first = _mutate(_set(), writer=_WRITER, counter=1, chain=_ONE.chained(0), opaque=OPAQUE + 1)
-    other = _mutate(_set(value=b"w"), writer=_WRITER, counter=1, chain=1)
+    other_chain = _mutate(_set(value=b"w"), writer=_WRITER, counter=1, chain=1)
     case(
         "the token of a run with another chain",
-        encoded(first, other),
+        encoded(first, other_chain),
         refused,
         Status.REPLAY_DIFFERS,
     )
@@ -446,8 +446,8 @@ def _add_requests(topic: Topic) -> None:
     case("a partition that the node is not active for", missing, refused, Status.NOT_MY_PARTITION)
     elsewhere = Get((key_in(1),), partition=P0, opaque=OPAQUE)
     case("a key that belongs to another partition", elsewhere, refused, bad)
-    other = Get((KEY,), UNKNOWN_HISTORY, partition=P0, opaque=OPAQUE)
-    case("another history", other, refused, Status.HISTORY_CHANGED)
+    other_history = Get((KEY,), UNKNOWN_HISTORY, partition=P0, opaque=OPAQUE)
+    case("another history", other_history, refused, Status.HISTORY_CHANGED)
 
     case = topic("`Seqnos`", Progress.OPENED)
     seqnos = Seqnos((MISSING,), opaque=OPAQUE)

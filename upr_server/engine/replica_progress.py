@@ -110,16 +110,16 @@ class ReplicaProgress:
         if not self._waiting:
             return
         reached: dict[tuple[int, bool], SeqNo] = {}
-        due: list[_WaitingCall] = []
+        due_calls: list[_WaitingCall] = []
         remaining: list[_WaitingCall] = []
         for wait in self._waiting:
             level = wait.copies, wait.persisted
             if level not in reached:
                 reached[level] = self.reached(wait.copies, persisted=wait.persisted)
-            (due if wait.seq <= reached[level] else remaining).append(wait)
+            (due_calls if wait.seq <= reached[level] else remaining).append(wait)
         self._waiting = remaining
         # Last, since a call may ask for more to be waited for.
-        for wait in due:
+        for wait in due_calls:
             wait.call(True)
 
     @property

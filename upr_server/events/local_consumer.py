@@ -75,7 +75,7 @@ class LocalConsumer:
     @property
     def _filters(self) -> tuple[EventFilter, ...]:
         """What is counted: whatever one of the callbacks wants."""
-        return tuple({each.event_filter: None for each in self._subscriptions})
+        return tuple({subscription.event_filter: None for subscription in self._subscriptions})
 
     def _update_filters(self) -> None:
         queue = self._queues.get(self._name)

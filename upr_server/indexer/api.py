@@ -74,10 +74,10 @@ def _answering(
             return _failure(error)
         except BaseExceptionGroup as group:
             # A connection to the server ended for several reasons at once.
-            _, others = group.split(UprError)
-            if others is not None:
+            _, unexpected = group.split(UprError)
+            if unexpected is not None:
                 raise
-            return _failure(UprError("; ".join(str(each) for each in group.exceptions)))
+            return _failure(UprError("; ".join(str(reason) for reason in group.exceptions)))
 
     return answer
 

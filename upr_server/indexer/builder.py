@@ -119,7 +119,7 @@ class Builder:
         """
         self._running.members += self._running_members
         self._stream.listeners.append(self._on_batch)
-        done = False
+        is_complete = False
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.pipeline.run)
@@ -131,13 +131,13 @@ class Builder:
             for member in list(self.members):
                 if member in self.members:
                     await self._work(member.file.mark_built)
-            done = True
+            is_complete = True
         finally:
             self._stream.listeners.remove(self._on_batch)
             self._assembler.drop_all()
             self.pipeline.abandon()
             self._provisional.clear()
-            built_files = [member.file for member in self.members] if done else []
+            built_files = [member.file for member in self.members] if is_complete else []
             for running_member in self._running_members:
                 if running_member.file in built_files:
                     running_member.partitions = None

@@ -354,11 +354,15 @@ class Definitions:
         index.is_defined = False
         del self._indexes[index.name]
         for builder, scope in list(self._builders.items()):
-            for member in [each for each in builder.members if each.file is index.file]:
+            for member in [
+                candidate for candidate in builder.members if candidate.file is index.file
+            ]:
                 builder.remove(member)
                 if not builder.members:
                     scope.cancel()
-        for member in [each for each in self._pipeline.members if each.file is index.file]:
+        for member in [
+            candidate for candidate in self._pipeline.members if candidate.file is index.file
+        ]:
             self._pipeline.members.remove(member)
         # Scans that wait for the index learn that it is gone.
         self._pipeline.applied.notify()

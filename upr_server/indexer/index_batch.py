@@ -109,10 +109,10 @@ class BatchAssembler:
     """
 
     def __init__(
-        self, pool: MemoryPool, put: Callable[[IndexBatch], None], batch_bytes: int
+        self, pool: MemoryPool, put_batch: Callable[[IndexBatch], None], batch_bytes: int
     ) -> None:
         self._pool = pool
-        self._put = put
+        self._put = put_batch
         self._batch_bytes = batch_bytes
         self._open: dict[PartitionId, _OpenBatch] = {}
 

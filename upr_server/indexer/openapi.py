@@ -49,8 +49,8 @@ def openapi() -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(
         _TYPES, ref_template="#/components/schemas/{name}"
     )
-    named: dict[Any, Any] = dict(zip(_TYPES, schemas, strict=True))
-    failures = {"description": "Why not", "content": {_JSON: {"schema": named[Failures]}}}
+    schema_of: dict[Any, Any] = dict(zip(_TYPES, schemas, strict=True))
+    failures = {"description": "Why not", "content": {_JSON: {"schema": schema_of[Failures]}}}
 
     def operation(
         summary: str, schema: Any = None, *, body: Any = None, statuses: tuple[int, ...] = ()
@@ -75,7 +75,10 @@ def openapi() -> dict[str, Any]:
         "/v1/designs/{design}": {
             "parameters": _parameters("design"),
             "put": operation(
-                "Write a design document", named[Design], body=anything, statuses=(400, 413, 502)
+                "Write a design document",
+                schema_of[Design],
+                body=anything,
+                statuses=(400, 413, 502),
             ),
             "delete": operation("Drop a design document", statuses=(404, 502)),
         },
@@ -84,20 +87,20 @@ def openapi() -> dict[str, Any]:
                 "The indexes",
                 {
                     "type": "object",
-                    "properties": {"indexes": {"type": "array", "items": named[IndexStatus]}},
+                    "properties": {"indexes": {"type": "array", "items": schema_of[IndexStatus]}},
                 },
             )
         },
         "/v1/indexes/{design}/{index}": {
             "parameters": index,
-            "get": operation("How an index does", named[IndexStatus], statuses=(404,)),
+            "get": operation("How an index does", schema_of[IndexStatus], statuses=(404,)),
         },
         "/v1/indexes/{design}/{index}/scan": {
             "parameters": index,
             "post": operation(
                 "Scan an index",
-                named[Answer],
-                body=named[Query],
+                schema_of[Answer],
+                body=schema_of[Query],
                 statuses=(400, 404, 409, 413, 502, 503, 504),
             ),
         },

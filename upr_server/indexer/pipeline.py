@@ -141,7 +141,7 @@ class Pipeline:
     def has_applied(self, counts: QueueCounts) -> bool:
         """Whether everything was applied that `counts` stands for."""
         pairs = zip(self._applied_counts, counts, strict=True)
-        return all(applied >= put for applied, put in pairs)
+        return all(applied >= count for applied, count in pairs)
 
     async def drain(self) -> bool:
         """Waits until everything that was put so far is applied. Returns False when it never will

@@ -153,9 +153,9 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def required_writes(self) -> RequiredWrites:
         """The changes that must be in the index, the newest of each partition."""
         newest: dict[PartitionId, tuple[HistoryId, SeqNo]] = {}
-        for each in self.written:
-            partition, seq = PartitionId(each.partition), SeqNo(each.seq)
-            history_id = HistoryId(int(each.history_id, 16))
+        for result in self.written:
+            partition, seq = PartitionId(result.partition), SeqNo(result.seq)
+            history_id = HistoryId(int(result.history_id, 16))
             if partition in newest and newest[partition][0] != history_id:
                 raise QueryError("written", f"partition {partition} is named in two histories")
             if partition not in newest or newest[partition][1] < seq:
@@ -229,19 +229,19 @@ class ScanAnswer:
     def pieces(self) -> Iterator[bytes]:
         """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
         the entries would take many times the memory."""
-        rest = msgspec.json.encode(self._rest)
+        other_fields = msgspec.json.encode(self._rest)
         if not self._entries:
-            yield rest
+            yield other_fields
             return
         # The rest is an object of its own: what stands behind its opening brace goes on here.
-        tail = b"]}" if rest == b"{}" else b"]," + rest[1:]
+        tail = b"]}" if other_fields == b"{}" else b"]," + other_fields[1:]
         head = b'{"entries":['
         start = nbytes = 0
         for end, data in enumerate(self._entries, 1):
             nbytes += len(data) + ENTRY_OVERHEAD_BYTES
             is_last = end == len(self._entries)
             if nbytes >= PIECE_BYTES or is_last:
-                entries = [_entry(each, self._part_count) for each in self._entries[start:end]]
+                entries = [_entry(entry, self._part_count) for entry in self._entries[start:end]]
                 yield head + msgspec.json.encode(entries)[1:-1] + (tail if is_last else b"")
                 head, start, nbytes = b",", end, 0
 

@@ -70,8 +70,8 @@ class CreditShares:
         self._refused[publisher] = None
 
     def _top_up_refused(self) -> None:
-        refused, self._refused = self._refused, {}
-        for publisher in refused:
+        publishers, self._refused = self._refused, {}
+        for publisher in publishers:
             publisher.top_up()
 
 

@@ -220,8 +220,8 @@ class NodeConnections:
 
     def close_others(self, addresses: Iterable[Address]) -> None:
         """Closes the connections to all nodes but these."""
-        named = {attrs.evolve(address, bucket="") for address in addresses}
-        for address in self._connections.keys() - named:
+        kept_addresses = {attrs.evolve(address, bucket="") for address in addresses}
+        for address in self._connections.keys() - kept_addresses:
             self._connections[address].close()
 
     async def _hold(self, address: Address, task_status: trio.TaskStatus[_OpenConnection]) -> None:

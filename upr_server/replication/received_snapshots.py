@@ -169,10 +169,10 @@ class ReceivedSnapshots:
             # The disk notes a snapshot's end with its last chunk, so that one waits for
             # `PartitionEnd`, which comes at once. The record describes what lies before it.
             kept_back = [chunks.pop()]
-            written = kept_back[0].start
+            written_through = kept_back[0].start
             partial = None
-            if written > self.high:
-                partial = msgspec.structs.replace(record.partial, received=written)
+            if written_through > self.high:
+                partial = msgspec.structs.replace(record.partial, received=written_through)
             record = msgspec.structs.replace(record, partial=partial)
         write = ReceivedWrite(record, chunks, self._ends, self._answers, self._purge_seq)
         self._chunks, self._ends, self._answers = kept_back, [], []

@@ -127,15 +127,15 @@ class Compaction:
             if lapsed:
                 dropped += [seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept]
             rewrite.add(chunk, keep)
-        replaced, written = rewrite.finish()
+        replaced, new_chunks = rewrite.finish()
         broken = [lease for lease in lapsed if _covers_any(lease, partition, dropped)]
-        purge_seq, grown = self._replace(replaced, written, purged, broken)
+        purge_seq, grown_bytes = self._replace(replaced, new_chunks, purged, broken)
         if chunks:
             self.seq = chunks[-1].end
         return CompactionStep(
             self.seq,
             len(chunks) < len(read) or self.seq >= self.through,
-            grown,
+            grown_bytes,
             purge_seq,
             purged,
             [lease.lease_id for lease in broken],
@@ -144,13 +144,13 @@ class Compaction:
     def _replace(
         self,
         replaced: list[Chunk],
-        written: list[Chunk],
+        new_chunks: list[Chunk],
         purged: list[tuple[bytes, int]],
         broken: list[LeaseRecord],
     ) -> tuple[SeqNo, int]:
         partition, log = self.partition, self._log
-        grown = sum(chunk.nbytes + CHUNK_HEAD.size for chunk in written)
-        grown -= sum(chunk.nbytes + CHUNK_HEAD.size for chunk in replaced)
+        grown_bytes = sum(chunk.nbytes + CHUNK_HEAD.size for chunk in new_chunks)
+        grown_bytes -= sum(chunk.nbytes + CHUNK_HEAD.size for chunk in replaced)
         purge_key = partition_key(PURGE, partition)
         floor_key = partition_key(FLOOR, partition)
         # What is dropped here may be superseded by any mutation up to the watermark, also by one
@@ -168,7 +168,7 @@ class Compaction:
                 if transaction.get(key) is None:
                     raise CorruptionError(f"{chunk!r} of partition {partition} is not in the log")
                 transaction.delete(key)
-            for chunk in written:
+            for chunk in new_chunks:
                 key = chunk_key(partition, chunk.end)
                 transaction.put(key, chunk_head(key, chunk.crc) + bytes(chunk))
             for lease in broken:
@@ -180,7 +180,7 @@ class Compaction:
             if highest_purged > purge_seq:
                 purge_seq = highest_purged
                 transaction.put(purge_key, pack_record(purge_key, purge_seq))
-        return purge_seq, grown
+        return purge_seq, grown_bytes
 
 
 def _merged(ranges: SeqRanges) -> list[tuple[int, int]]:

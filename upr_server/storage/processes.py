@@ -307,18 +307,26 @@ async def _start(
     path: Path, role: str, bytes_max: int, descriptor: int, shared: int = NO_DESCRIPTOR
 ) -> _Worker:
     slots = None if shared == NO_DESCRIPTOR else SlotPool(shared)
-    ours, theirs = socket.socketpair()
-    with theirs, ExitStack() as undo:
-        undo.callback(ours.close)
-        command = ("-c", _MAIN, str(theirs.fileno()), str(path), role, str(bytes_max), str(shared))
+    own_socket, worker_socket = socket.socketpair()
+    with worker_socket, ExitStack() as undo:
+        undo.callback(own_socket.close)
+        command = (
+            "-c",
+            _MAIN,
+            str(worker_socket.fileno()),
+            str(path),
+            role,
+            str(bytes_max),
+            str(shared),
+        )
         process = await trio.lowlevel.open_process(
             (sys.executable, *command),
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), descriptor, *([] if slots is None else [shared])),
+            pass_fds=(worker_socket.fileno(), descriptor, *([] if slots is None else [shared])),
         )
         undo.pop_all()
-    ours.setblocking(False)
-    stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+    own_socket.setblocking(False)
+    stream = trio.SocketStream(trio.socket.from_stdlib_socket(own_socket))
     return _Worker(process, stream, role, slots)
 
 

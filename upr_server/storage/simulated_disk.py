@@ -48,9 +48,9 @@ class SimulatedDisk:
         transaction = _WriteTransaction(self._items)
         try:
             yield transaction
-            grown = self._bytes + transaction.grown_bytes
-            if transaction.grown_bytes > 0 and grown > self.bytes_max:
-                raise DiskFullError(f"{grown} bytes exceed the disk's {self.bytes_max}")
+            new_bytes = self._bytes + transaction.grown_bytes
+            if transaction.grown_bytes > 0 and new_bytes > self.bytes_max:
+                raise DiskFullError(f"{new_bytes} bytes exceed the disk's {self.bytes_max}")
             if self.fault is not None:
                 self.fault()
         except StoreFailedError:
@@ -63,7 +63,7 @@ class SimulatedDisk:
         except BaseException:
             transaction.undo()
             raise
-        self._bytes = grown
+        self._bytes = new_bytes
         self.commits += 1
 
     @property

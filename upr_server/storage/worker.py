@@ -85,8 +85,10 @@ def _serve(
     packed, chunks = pack(answer)
     in_slot = [False] * len(chunks) if slots is None else slots.are_in_slot(chunks)
     head = head_of(packed, chunks, in_slot, failed=failed)
-    others = [chunk for chunk, is_in_slot in zip(chunks, in_slot, strict=True) if not is_in_slot]
-    _send(pipe, [head + packed, *others])
+    unshared_chunks = [
+        chunk for chunk, is_in_slot in zip(chunks, in_slot, strict=True) if not is_in_slot
+    ]
+    _send(pipe, [head + packed, *unshared_chunks])
 
 
 def _receive(pipe: socket.socket, length: int) -> bytearray:

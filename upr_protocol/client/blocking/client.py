@@ -309,9 +309,9 @@ class BlockingClient(KeyOperations[WriteResult]):
             ServerError: The batch was refused; or the bucket is over its quota.
             BrokenError: The server could not be reached for too long.
         """
-        answered: list[Batch] = []
-        self.publish_each([(partition, chunk)], answered.append, writer=writer)
-        (batch,) = answered
+        batches: list[Batch] = []
+        self.publish_each([(partition, chunk)], batches.append, writer=writer)
+        (batch,) = batches
         if batch.refusal is not None:
             raise batch.error(batch.refusal)
         assert batch.result is not None

@@ -191,10 +191,10 @@ class BlockingConnection:
                     return
             before = sum(map(len, self._writing))
             self._writing = write_available(self.socket.fileno(), self._writing)
-            left = sum(map(len, self._writing))
-            if left < before:
+            unsent_bytes = sum(map(len, self._writing))
+            if unsent_bytes < before:
                 self._written_at = now
-            if left:
+            if unsent_bytes:
                 return
 
     def _fail(self, error: UprError) -> None:

@@ -129,8 +129,8 @@ class BlockingPublisher:
 
     def _report(self, on_answer: Callable[[Batch], None]) -> None:
         """Tells the caller of the batches that are answered."""
-        answered = self._in_thread.answered
-        while answered:
-            batch = answered.popleft()
+        batches = self._in_thread.answered
+        while batches:
+            batch = batches.popleft()
             self._unanswered_bytes -= batch.chunk.nbytes
             on_answer(batch)

@@ -80,11 +80,11 @@ class _StreamsInThread:
             self.is_finished = True
         nbytes = 0
         while len(self.deliveries) < _DELIVERIES_MAX and nbytes < self._bytes_max:
-            taken = queue.take()
-            if taken is None:
+            next_delivery = queue.take()
+            if next_delivery is None:
                 break
-            self.deliveries.append(taken)
-            nbytes += taken.nbytes
+            self.deliveries.append(next_delivery)
+            nbytes += next_delivery.nbytes
         self.is_finished |= streams.state.is_finished and not len(queue)
 
     async def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:

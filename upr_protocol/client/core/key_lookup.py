@@ -124,15 +124,15 @@ class KeyRequest:
         Raises:
             RemoteProtocolError: The answer does not fit the request.
         """
-        answered = reply.next_index
-        if not 1 <= answered <= len(self._missing) or reply.chunk.count != answered:
+        answer_count = reply.next_index
+        if not 1 <= answer_count <= len(self._missing) or reply.chunk.count != answer_count:
             raise RemoteProtocolError(
-                f"GetReply has {reply.chunk.count} items and next_index {answered}, the request "
-                f"named {len(self._missing)} keys"
+                f"GetReply has {reply.chunk.count} items and next_index {answer_count}, the "
+                f"request named {len(self._missing)} keys"
             )
         for (index, _), item in zip(self._missing, items_of(self.partition, reply), strict=False):
             self._items[index] = item
-        self._missing = self._missing[answered:]
+        self._missing = self._missing[answer_count:]
         return not self._missing
 
 

@@ -413,20 +413,20 @@ class NodeBatches:
         if self._unsent_since is None:
             self._unsent_since = now
         is_due = is_due or now >= self._unsent_since + self._all_batches.options.linger_s
-        sent = False
+        has_sent = False
         while self._may_send(session):
             if not (is_due or self._is_worth_sending):
                 break
             self._send_bundle(session)
             self._unsent_since = now
-            sent = True
+            has_sent = True
         else:
             self._unsent_since = None
         if not self._sendable or session.credit.open:
             self.out_of_credit_since = None
-        elif sent or self.out_of_credit_since is None:
+        elif has_sent or self.out_of_credit_since is None:
             self.out_of_credit_since = now
-        return sent
+        return has_sent
 
     def _may_send(self, session: ClientSession) -> bool:
         return (
@@ -526,11 +526,11 @@ class NodeBatches:
         for batch, (status, result) in zip(batches, answers, strict=True):
             if batch.bundle is batches:
                 self._answered(batch, status, result, now)
-        done = [batch for batch in batches if batch.bundle is batches]
-        for batch in done:
+        finished_batches = [batch for batch in batches if batch.bundle is batches]
+        for batch in finished_batches:
             batch.bundle = None
             self._all_batches.finish(batch)
-        return done
+        return finished_batches
 
     def _answered(self, batch: Batch, status: Status, result: BatchResult, now: float) -> None:
         queue = self._all_batches.queue_of(batch.partition)

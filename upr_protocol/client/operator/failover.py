@@ -60,8 +60,8 @@ async def fail_over(
         PartlyDoneError: The command could not finish.
     """
     survey = await operator.survey()
-    chosen = choose_partitions(survey, partitions, all_of)
-    failover = _Failover(operator, survey, chosen, acknowledged)
+    partition_ids = choose_partitions(survey, partitions, all_of)
+    failover = _Failover(operator, survey, partition_ids, acknowledged)
     failover.check_no_active()
     if to:
         failover.check_target(to)
@@ -234,8 +234,8 @@ class _Failover:
                     f"partition {partition}: {self._problem(partition, candidates, to)}"
                 )
         if problems:
-            rest = len(problems) - _PROBLEMS_SHOWN
-            more = f"; and {rest} more" if rest > 0 else ""
+            unshown_count = len(problems) - _PROBLEMS_SHOWN
+            more = f"; and {unshown_count} more" if unshown_count > 0 else ""
             await self._restore(
                 f"{'; '.join(problems[:_PROBLEMS_SHOWN])}{more}. Choose a node that has "
                 "everything, or leave out --to; or say --to NODE and --lose-acknowledged, to lose "

@@ -145,8 +145,8 @@ class Handback:
             PartlyDoneError: A node does not answer.
         """
         await self.read_final_points()
-        others = [name for name in self._change.holders() if name != self._source]
-        return self._require_target(await self._give_back(others), WAS_ACTIVE)
+        holders = [name for name in self._change.holders() if name != self._source]
+        return self._require_target(await self._give_back(holders), WAS_ACTIVE)
 
     async def give_back(
         self, reason: str, suspects: Iterable[str] = (), *, is_unknown: bool = False

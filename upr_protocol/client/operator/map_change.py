@@ -47,9 +47,9 @@ class MapChange:
 
     def next_map(self, assignments: Mapping[PartitionId, Assignment]) -> PartitionMap:
         """The map at first, with these assignments and the next revision."""
-        made = self._base.with_assignments(assignments, self._revision)
+        new_map = self._base.with_assignments(assignments, self._revision)
         self._revision += 1
-        return made
+        return new_map
 
     def holders(self) -> list[str]:
         """Every node that has a copy of one of the partitions."""
@@ -93,11 +93,11 @@ def choose_partitions(survey: Survey, partitions: Iterable[int], all_of: str) ->
     if not all_of:
         return require_partitions(survey, partitions)
     survey.require_node(all_of)
-    chosen = [
+    partition_ids = [
         PartitionId(number)
         for number, assignment in enumerate(base.partitions)
         if last_active_of(assignment) == all_of
     ]
-    if not chosen:
+    if not partition_ids:
         raise NotDoneError(f"{all_of} is not active for any partition: there is nothing to do")
-    return chosen
+    return partition_ids

@@ -122,18 +122,20 @@ class MapPublisher:
     async def announce(self, nodes: Iterable[str], partition_map: PartitionMap) -> None:
         """Gives the remaining nodes a map, and reports which have it. A node that does not take it
         is no error: nodes ask each other for newer maps."""
-        known = [node for node in nodes if node in self._addresses]
-        unreachable = [node for node in known if node in self._unreachable]
+        known_nodes = [node for node in nodes if node in self._addresses]
+        unreachable = [node for node in known_nodes if node in self._unreachable]
         if unreachable:
             self._operator.on_progress(
                 f"{', '.join(unreachable)}: unreachable; will ask for the map when back"
             )
-        reachable = [node for node in known if node not in unreachable]
+        reachable = [node for node in known_nodes if node not in unreachable]
         failures = await self.publish_to(reachable, partition_map, self._operator.ask_timeout_s)
         for node, error in failures.items():
             self._operator.on_progress(
                 f"{node}: not yet at revision {partition_map.revision}; will ask for it ({error})"
             )
-        done = [node for node in reachable if node not in failures]
-        if done:
-            self._operator.on_progress(f"{', '.join(done)}: revision {partition_map.revision}")
+        updated_nodes = [node for node in reachable if node not in failures]
+        if updated_nodes:
+            self._operator.on_progress(
+                f"{', '.join(updated_nodes)}: revision {partition_map.revision}"
+            )

@@ -144,10 +144,12 @@ class PartitionCopy:
         began with a failover, which kept what was acknowledged; changes of `other` above the
         sequence number at which it began were not.
         """
-        mine, theirs = self.branch, other.branch
-        if mine.current == theirs.current:
+        own_branch, other_branch = self.branch, other.branch
+        if own_branch.current == other_branch.current:
             return self.high_seq >= other.high_seq
-        return not theirs.entries or any(theirs.current == entry.history_id for entry in mine)
+        return not other_branch.entries or any(
+            other_branch.current == entry.history_id for entry in own_branch
+        )
 
     def contains(self, point: HistoryPoint | None) -> bool:
         """Whether the copy has everything up to `point`: it is as far in the same history, or in

@@ -105,8 +105,8 @@ async def add_replicas(
     operator.on_progress(
         f"{node}: revision {new_map.revision}, a replica of {partitions_text(assignments)}"
     )
-    others = [name for name in new_map.nodes if name not in (node, *actives)]
-    await publisher.announce(others, new_map)
+    bystanders = [name for name in new_map.nodes if name not in (node, *actives)]
+    await publisher.announce(bystanders, new_map)
     return list(assignments)
 
 
@@ -203,14 +203,18 @@ async def remove_replicas(
     survey = await operator.survey()
     base = survey.require_map()
     survey.require_node(node)
-    chosen = require_partitions(survey, partitions)
-    led = [partition for partition in chosen if node == last_active_of(base.partitions[partition])]
+    partition_ids = require_partitions(survey, partitions)
+    led = [
+        partition
+        for partition in partition_ids
+        if node == last_active_of(base.partitions[partition])
+    ]
     if led:
         raise NotDoneError(
             f"{node} is active for {partitions_text(led)}: let another node take over first, with "
             "`upr takeover`"
         )
-    assignments = _without_replica(base, chosen, node)
+    assignments = _without_replica(base, partition_ids, node)
     nodes = base.nodes
     if not any(
         node in assignments.get(PartitionId(number), assignment).holders()
@@ -284,16 +288,17 @@ async def wait_caught_up(
     Raises:
         BrokenError: No node at the operator's address answers.
     """
-    chosen = list(partitions)
+    partition_ids = list(partitions)
     survey = await operator.survey()
     addresses = {name: report.address for name, report in survey.nodes.items()}
     base = survey.require_map()
     while True:
-        names = {last_active_of(base.partitions[partition]) for partition in chosen} - {"", node}
+        names = {last_active_of(base.partitions[partition]) for partition in partition_ids}
+        names -= {"", node}
         # The actives first: a replica that has what they had a moment ago has caught up.
         actives = await operator.node_reports({name: addresses[name] for name in names})
         replica = (await operator.node_reports({node: addresses[node]}))[node]
-        _measure(lag, base, chosen, actives, replica)
+        _measure(lag, base, partition_ids, actives, replica)
         if not lag.partitions and not lag.failure:
             return
         await trio.sleep(_POLL_S)

@@ -134,14 +134,14 @@ class _Takeover:
         self._check()
         if self._target == self._source:
             return await self._handback.undo()
-        others = [name for name in self._change.holders() if name != self._source]
+        holders = [name for name in self._change.holders() if name != self._source]
         is_resumed = self._handback.is_resumed
         if is_resumed:
             self._report(
                 "an earlier command was interrupted: the partitions that it handed over begin new "
                 "histories"
             )
-            await self._handback.fence(others)
+            await self._handback.fence(holders)
         else:
             with trio.move_on_after(timeouts.approach_s) as scope:
                 await self._approach()
@@ -156,7 +156,7 @@ class _Takeover:
         if self._handback.copies_ahead():
             return await self._handback.give_back(WAS_ACTIVE)
         if is_resumed:
-            await self._publisher.announce(others, handover_map)
+            await self._publisher.announce(holders, handover_map)
         with trio.move_on_after(timeouts.handover_s) as scope:
             await self._catch_up(handover_map)
         if scope.cancelled_caught:

@@ -65,8 +65,8 @@ class RollbackConsumer(RollbackIterator):
         """
         await self._acknowledge()
         if self._restarts:
-            partition, nothing = self._restarts.popleft(), SeqNo(0)
-            event = Undone(partition, nothing, nothing, nothing, ABOVE_POSITION, {})
+            partition, zero = self._restarts.popleft(), SeqNo(0)
+            event = Undone(partition, zero, zero, zero, ABOVE_POSITION, {})
             self._plan_in_hand = RollbackPlan(event, versions=None)
             return event
         return await self._next_processed()

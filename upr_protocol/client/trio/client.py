@@ -121,13 +121,14 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         items: list[Item | None] = []
         high = SeqNo(0)
         while len(items) < len(keys):
-            rest = tuple(keys[len(items) : len(items) + GET_KEYS_MAX])
+            requested_keys = tuple(keys[len(items) : len(items) + GET_KEYS_MAX])
             reply = await self._dispatcher.ask(
-                calls.get_from(PartitionId(partition), rest, HistoryId(history_id))
+                calls.get_from(PartitionId(partition), requested_keys, HistoryId(history_id))
             )
-            if not 1 <= reply.chunk.count <= len(rest):
+            if not 1 <= reply.chunk.count <= len(requested_keys):
                 raise RemoteProtocolError(
-                    f"GetReply has {reply.chunk.count} items, the request named {len(rest)} keys"
+                    f"GetReply has {reply.chunk.count} items, the request named "
+                    f"{len(requested_keys)} keys"
                 )
             items += items_of(PartitionId(partition), reply)
             high = reply.chunk.end

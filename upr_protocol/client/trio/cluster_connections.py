@@ -318,17 +318,19 @@ class ClusterConnections(Generic[H]):
         down = {node.address for node in self._nodes if node.is_down}
         now = trio.current_time()
         placements = self._router.route(owner.partitions, down, owner.is_waiting_for, now)
-        needed = {address for address in placements.values() if address is not None}
+        needed_addresses = {address for address in placements.values() if address is not None}
         nodes = {node.address: node for node in self._nodes}
         # First new nodes, then partitions, and unneeded nodes last: a handler that is removed has
         # nothing left to give away then.
-        for address in sorted(needed - nodes.keys(), key=str):
+        for address in sorted(needed_addresses - nodes.keys(), key=str):
             nodes[address] = self._add_node(address)
-        for partition, chosen in placements.items():
-            owner.place(partition, None if chosen is None else nodes[chosen].handler)
+        for partition, address_or_none in placements.items():
+            owner.place(
+                partition, None if address_or_none is None else nodes[address_or_none].handler
+            )
         # If the map names no node at all, the nodes that are connected can still tell a newer map.
-        if needed:
-            for node in [node for node in self._nodes if node.address not in needed]:
+        if needed_addresses:
+            for node in [node for node in self._nodes if node.address not in needed_addresses]:
                 self._remove_node(node)
 
     def _remove_node(self, node: _Node[H]) -> None:
@@ -354,8 +356,8 @@ class ClusterConnections(Generic[H]):
             if self._needs_map:
                 now = trio.current_time()
                 if self._refresher.begin_round(now):
-                    asked = {node.address for node in self._nodes if node.ask_map()}
-                    self._refresher.ask_others(asked, self._nursery)
+                    asked_nodes = {node.address for node in self._nodes if node.ask_map()}
+                    self._refresher.ask_others(asked_nodes, self._nursery)
                 self._route()
                 error = self._router.timed_out(self._owner.is_waiting_for, now)
                 if error is not None:

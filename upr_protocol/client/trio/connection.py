@@ -178,12 +178,12 @@ class Connection:
                 if not count:
                     self.fail(BrokenError("the server closed the connection"))
                     return
-                left = _READ_BYTES_AT_ONCE
+                bytes_left = _READ_BYTES_AT_ONCE
                 while count:
                     for message in session.events():
                         self._received(message)
-                    left -= count
-                    count = read_rest(stream, session, scratch) if left > 0 else 0
+                    bytes_left -= count
+                    count = read_rest(stream, session, scratch) if bytes_left > 0 else 0
                 self.flush()
                 self._is_paused = True
                 await self._handler.wait_for_room()
@@ -214,8 +214,8 @@ class Connection:
                 if self.failure is None:
                     self._handler.writable()
                 if buffers:
-                    if rest := write_now(self._stream, buffers):
-                        await write_rest(self._stream, rest)
+                    if unsent := write_now(self._stream, buffers):
+                        await write_rest(self._stream, unsent)
                 elif not session.outgoing_bytes and self.failure is None:
                     await self._wake.wait()
         except trio.TooSlowError:

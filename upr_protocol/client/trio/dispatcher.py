@@ -271,14 +271,14 @@ class RequestDispatcher:
         rows: dict[PartitionId, PartitionNumbers] = {}
         missing = set(partitions or self.partitions) & set(self.partitions)
         while missing:
-            channel, asked = await self._next_group(missing, deadline)
+            channel, group = await self._next_group(missing, deadline)
             try:
-                reply_rows = await channel.ask(calls.seqnos(asked, of_copies))
+                reply_rows = await channel.ask(calls.seqnos(group, of_copies))
             except ServerError as error:
                 if error.status not in WRONG_NODE or trio.current_time() >= deadline:
                     raise
                 # It does not say which of them it is not active for.
-                for partition in asked:
+                for partition in group:
                     if self._channel_of.get(partition) is channel:
                         self.connections.refused(partition, error, error.map_revision)
                         self._channel_of[partition] = None
@@ -329,13 +329,15 @@ class RequestDispatcher:
         leases: list[HeldLease] = []
         refusals: list[ServerError] = []
         broken: BrokenError | None = None
-        asked: set[NodeChannel | None] = set()
-        while left := [p for p in self._held_partitions() if self._channel_of.get(p) not in asked]:
-            channels = (self._channel_of.get(partition) for partition in left)
+        asked_channels: set[NodeChannel | None] = set()
+        while partitions_left := [
+            p for p in self._held_partitions() if self._channel_of.get(p) not in asked_channels
+        ]:
+            channels = (self._channel_of.get(partition) for partition in partitions_left)
             channel = next((c for c in channels if c is not None and c.is_up), None)
             if channel is None:
-                channel = await self._await_channel(left[0], deadline)
-            asked.add(channel)
+                channel = await self._await_channel(partitions_left[0], deadline)
+            asked_channels.add(channel)
             try:
                 leases.append(await channel.ask(call))
             except ServerError as error:

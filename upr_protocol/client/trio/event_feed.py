@@ -178,8 +178,8 @@ class EventFeed:
                 now = trio.current_time()
                 if now >= learned_at + MAP_INTERVAL_S:
                     known_as = node
-                    node, named = await self._ask_for_nodes(channel)
-                    self._named[node] = named
+                    node, addresses = await self._ask_for_nodes(channel)
+                    self._named[node] = addresses
                     if is_first:
                         self._first_node = node
                     if not known_as:  # it had none of the buckets, and said no name
@@ -200,25 +200,25 @@ class EventFeed:
     async def _ask_for_nodes(self, channel: RequestChannel) -> tuple[str, dict[str, Address]]:
         """The node's own name, and the nodes that its maps of the buckets name."""
         node = ""
-        named: dict[str, str] = {}
+        addresses: dict[str, str] = {}
         for bucket in await channel.ask(calls.list_buckets()):
             if self._event_filter.kinds_of(bucket.name):
                 with suppress(ServerError):  # the bucket was deleted meanwhile
                     status = await channel.ask(status_call(bucket.name))
                     node = status.node
                     if status.map is not None:
-                        named |= status.map.nodes
-        return node, {name: Address.parse(f"upr://{place}") for name, place in named.items()}
+                        addresses |= status.map.nodes
+        return node, {name: Address.parse(f"upr://{place}") for name, place in addresses.items()}
 
     def _follow_named_nodes(self) -> None:
         """Follows the nodes that maps name now, and no others."""
         assert self._nursery is not None
         addresses: dict[str, Address] = {}
-        asked = [self._first_node]
-        for node in asked:
+        nodes = [self._first_node]
+        for node in nodes:
             for name, address in self._named.get(node, {}).items():
-                if name not in asked:
-                    asked.append(name)
+                if name not in nodes:
+                    nodes.append(name)
                     addresses[name] = address
         for node, scope in list(self._other_nodes.items()):
             if node not in addresses:

@@ -172,11 +172,11 @@ class MapRefresher:
         self._waits.reset()
         self.next_round_at = -math.inf
 
-    def ask_others(self, asked: Container[Address], nursery: trio.Nursery) -> None:
+    def ask_others(self, excluded: Container[Address], nursery: trio.Nursery) -> None:
         """Asks every known node that was not asked on a connection of its own."""
         for address in self._metadata.known_nodes():
             connection = self._connections.get(address)
-            if address in asked or (connection is not None and connection.ask()):
+            if address in excluded or (connection is not None and connection.ask()):
                 continue
             if connection is not None:
                 connection.scope.cancel()

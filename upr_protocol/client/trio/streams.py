@@ -135,11 +135,13 @@ class NodeStreams:
         """Acts on what the follower has concluded, and has written what it sent."""
         connection, follower = self._connection, self.follower
         refused_streams, follower.refused_streams = follower.refused_streams, []
-        for refused in refused_streams:
+        for refused_stream in refused_streams:
             if self._connections.metadata.is_single_node and connection is not None:
-                connection.fail(refused.error)  # there is no other node to try meanwhile
+                connection.fail(refused_stream.error)  # there is no other node to try meanwhile
                 return
-            self._connections.refused(refused.partition, refused.error, refused.map_revision)
+            self._connections.refused(
+                refused_stream.partition, refused_stream.error, refused_stream.map_revision
+            )
         if connection is None:
             return
         if follower.failure is not None:

@@ -79,10 +79,10 @@ def backup(
             remove(things_in(into))
             tell(f"increment {index}: {_numbers(cut.starts, cut.ends)} numbers to read")
             cut.changes.write.parquet(str(into / DATA_FOLDER))
-            made = described(spark, cut, into, "increment", index)
-            made.write(into)
-            tell(f"increment {index}: {made.rows} rows, {made.deletions} of them deletions")
-            return made
+            manifest = described(spark, cut, into, "increment", index)
+            manifest.write(into)
+            tell(f"increment {index}: {manifest.rows} rows, {manifest.deletions} of them deletions")
+            return manifest
 
 
 def read_increments(folder: Path) -> list[Manifest]:
@@ -107,11 +107,11 @@ def read_increments(folder: Path) -> list[Manifest]:
         missing = len(increments) if gap is None else gap
         if number != len(increments) or gap is not None:
             raise _gap(folder, f"increment {missing} is missing, and {number} is there")
-        made = Manifest.read(thing)
-        if made.kind != "increment" or made.number != number:
+        manifest = Manifest.read(thing)
+        if manifest.kind != "increment" or manifest.number != number:
             raise _gap(folder, f"{thing.name} holds something else than increment {number}")
-        _check_joint(folder, increments[-1] if increments else None, made)
-        increments.append(made)
+        _check_joint(folder, increments[-1] if increments else None, manifest)
+        increments.append(manifest)
     return increments
 
 
@@ -120,22 +120,22 @@ def increment_folder(folder: Path, number: int) -> Path:
     return folder / f"{number:0{_DIGITS}}"
 
 
-def _check_joint(folder: Path, before: Manifest | None, made: Manifest) -> None:
+def _check_joint(folder: Path, before: Manifest | None, manifest: Manifest) -> None:
     """Makes sure that an increment begins where the one before it ends."""
     ends = {} if before is None else before.ends
-    for name, part in made.partitions.items():
+    for name, part in manifest.partitions.items():
         end = ends.get(PartitionId(int(name)), 0)
         if part.start != end:
             raise _gap(
                 folder,
-                f"increment {made.number} begins at {part.start} in partition {name}, and what is "
-                f"before it ends at {end}",
+                f"increment {manifest.number} begins at {part.start} in partition {name}, and the "
+                f"increment before it ends at {end}",
             )
     if before is not None and (before.bucket, set(before.partitions)) != (
-        made.bucket,
-        set(made.partitions),
+        manifest.bucket,
+        set(manifest.partitions),
     ):
-        raise _gap(folder, f"increment {made.number} is of another bucket")
+        raise _gap(folder, f"increment {manifest.number} is of another bucket")
 
 
 def _gap(folder: Path, sentence: str) -> PipelineError:

@@ -99,11 +99,11 @@ class LatestState:
         """
         app_id = self._app_id or _query_id(batch)
         table = self._open()
-        done = None if table is None else table.transaction_version(app_id)
-        if done is not None and done >= batch_id:
+        last_batch_id = None if table is None else table.transaction_version(app_id)
+        if last_batch_id is not None and last_batch_id >= batch_id:
             self._tell(f"batch {batch_id} is in the table already")
             return
-        is_first = table is not None and done is None
+        is_first = table is not None and last_batch_id is None
         if is_first and not self._begin_anew and table.count():
             raise PipelineError(
                 "UPR_TABLE",

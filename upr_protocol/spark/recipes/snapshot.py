@@ -100,11 +100,11 @@ def described(
 ) -> Manifest:
     """The manifest of what was written of a cut: rows are counted in the files."""
     files = dict(files_below(folder / DATA_FOLDER))
-    written = spark.read.parquet(str(folder / DATA_FOLDER))
+    stored_rows = spark.read.parquet(str(folder / DATA_FOLDER))
     deleted = F.col("value").isNull() if kind == "increment" else F.lit(False)
     counts = {
         row["partition"]: (row["rows"], row["deletions"])
-        for row in written.groupBy("partition")
+        for row in stored_rows.groupBy("partition")
         .agg(
             F.count(F.lit(1)).alias("rows"),
             F.sum(deleted.cast("long")).alias("deletions"),
@@ -139,10 +139,11 @@ def _check_may_be_used(folder: Path, *, overwrite: bool) -> None:
     if not things:
         return
     ours = {DATA_FOLDER, MANIFEST, f"_{MANIFEST}.unfinished"}
-    others = [thing.name for thing in things if thing.name not in ours]
-    if others:
+    foreign_names = [thing.name for thing in things if thing.name not in ours]
+    if foreign_names:
         raise PipelineError(
-            "UPR_FOLDER", f"{folder} has something else in it ({others[0]}): take another folder"
+            "UPR_FOLDER",
+            f"{folder} has something else in it ({foreign_names[0]}): take another folder",
         )
     if not overwrite:
         state = "a snapshot" if folder / MANIFEST in things else "a snapshot that was not finished"

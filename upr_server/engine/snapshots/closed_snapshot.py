@@ -92,9 +92,9 @@ class ClosedSnapshot:
 
     def recount(self, memory: MemoryAccount) -> None:
         """Adds what it holds to `memory`. O(segments)."""
-        seen: set[int] = set()
+        counted_arrays: set[int] = set()
         for segment in self._segments:
-            segment.recount(memory, seen)
+            segment.recount(memory, counted_arrays)
 
     def statistics(self) -> dict[str, int]:
         """Figures of this snapshot."""

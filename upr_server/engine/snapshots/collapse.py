@@ -117,17 +117,17 @@ class Collapse:
 
     def _take(self, chunk: Chunk, is_oldest: bool) -> None:
         """Takes in the next older chunk. O(its mutations)."""
-        seen = self._seen
+        seen_keys = self._seen
         keys = chunk.keys()
         skip: bytes | None = None
         count, nbytes = chunk.count, chunk.nbytes
-        superseded = bytes(map(seen.__contains__, keys))
+        superseded = bytes(map(seen_keys.__contains__, keys))
         if 1 in superseded:
             skip = superseded
             count = skip.count(0)
             nbytes = nbytes * count // chunk.count
         if not is_oldest:
-            seen.update(keys)
+            seen_keys.update(keys)
         # A long chunk of which nothing goes stays as it is, shared by all who read it.
         alone = skip is None and nbytes > CHUNK_BYTES // 2
         too_long = (

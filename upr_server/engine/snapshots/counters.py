@@ -39,9 +39,9 @@ class Counters:
     def append(self, counter: Mutation) -> None:
         """Adds an event whose number is above all others. O(1)."""
         self._by_seq[counter.seq] = counter
-        taken = counter_bytes(counter)
-        self.nbytes += taken
-        self._memory.counters += taken
+        nbytes = counter_bytes(counter)
+        self.nbytes += nbytes
+        self._memory.counters += nbytes
 
     def remove(self, seq: int) -> bool:
         """Takes out the event with this number, if it is here. O(1)."""

@@ -288,9 +288,9 @@ class FillingArray(DocumentArray):
         self.last = row.seq
         self.count += 1
         self.live += 1
-        taken = ROW_BYTES + len(row.key) + len(row.value)
-        self.nbytes += taken
-        return taken
+        nbytes = ROW_BYTES + len(row.key) + len(row.value)
+        self.nbytes += nbytes
+        return nbytes
 
     def extend(self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas) -> int:
         """Adds rows of a published chunk, `SET`s, at the end; returns the bytes they take. O(rows),

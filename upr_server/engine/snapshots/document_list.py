@@ -127,18 +127,18 @@ class DocumentList:
                 first_cas = Cas(first_cas + piece.count)
             return
         filling = self._filling or self._fill(first_seq)
-        taken = filling.extend(chunk, low, high, first_seq, first_cas)
-        self._memory.arrays += taken
-        self._added += taken
+        added_bytes = filling.extend(chunk, low, high, first_seq, first_cas)
+        self._memory.arrays += added_bytes
+        self._added += added_bytes
         if filling.is_full:
             self._seal(filling)
 
     def add(self, row: Mutation) -> None:
         """Takes in one document that is not large. O(1)."""
         filling = self._filling or self._fill(row.seq)
-        taken = filling.append(row)
-        self._memory.arrays += taken
-        self._added += taken
+        nbytes = filling.append(row)
+        self._memory.arrays += nbytes
+        self._added += nbytes
         if filling.is_full:
             self._seal(filling)
 
@@ -258,8 +258,8 @@ class DocumentList:
             live: The snapshot's live mutations.
         """
         # The second: what was superseded has come to outweigh what should be left.
-        added, due = self._added, self._tidy_at
-        if added <= due and 2 * self._superseded <= due + added:
+        added, threshold = self._added, self._tidy_at
+        if added <= threshold and 2 * self._superseded <= threshold + added:
             return
         skip_flags = self.skip_flags
         for array in self._arrays[bisect_left(self._arrays, skip_flags.base, key=_FIRST) :]:
@@ -267,16 +267,16 @@ class DocumentList:
                 array.live = array.count - skip_flags.skipped(array.first, array.last)
         live_bytes = sum(array.live_bytes for array in self._arrays)
         too_much = sum(array.nbytes for array in self._arrays) - 2 * live_bytes - SLACK_BYTES
-        done = True
+        is_complete = True
         if too_much > 0 or len(self._arrays) > ARRAYS_TO_MERGE_MIN:
-            done = self._rewrite(self._rewrite_divisor(too_much))
+            is_complete = self._rewrite(self._rewrite_divisor(too_much))
         excess = skip_flags.excess(live)
         if excess and self._filling is not None and self._filling.first < skip_flags.base + excess:
             self._seal(self._filling)
         self.move_flags_to_arrays(skip_flags.base + excess)
         self._added = self._superseded = 0
         self._mean_bytes = self._weighted_mean()
-        self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if done else 0
+        self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if is_complete else 0
 
     def _weighted_mean(self) -> int:
         """The mean size of a live document, each counted by its bytes: what the bytes are made of.

@@ -127,14 +127,14 @@ class Segment:
         array = self._arrays[index]
         return array.mutation(array.index(seq))
 
-    def recount(self, memory: MemoryAccount, seen: set[int]) -> None:
-        """Adds what it holds to `memory`, arrays in `seen` (by identity) excepted."""
+    def recount(self, memory: MemoryAccount, counted_arrays: set[int]) -> None:
+        """Adds what it holds to `memory`, except arrays whose `id` is in `counted_arrays`."""
         if self._chunk is not None:
             memory.encoded += self._chunk.nbytes
         memory.counters += sum(map(counter_bytes, self._counters))
         for array in self._arrays:
-            if id(array) not in seen:
-                seen.add(id(array))
+            if id(array) not in counted_arrays:
+                counted_arrays.add(id(array))
                 memory.arrays += array.nbytes
 
 

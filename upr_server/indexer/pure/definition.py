@@ -125,7 +125,10 @@ def parse_design(name: str, text: bytes) -> Design:
         raise DefinitionError("indexes", "name at least one index, as {'by_city': {'key': […]}}")
     if len(indexes) > INDEXES_MAX:
         raise DefinitionError("indexes", f"{len(indexes)} indexes; at most {INDEXES_MAX}")
-    return Design(name, {each: _parse_index(each, fields) for each, fields in indexes.items()})
+    return Design(
+        name,
+        {index_name: _parse_index(index_name, fields) for index_name, fields in indexes.items()},
+    )
 
 
 def _parse_index(name: str, fields: Any) -> IndexDefinition:

@@ -106,11 +106,11 @@ def check(text: str) -> Any:
             f"column {error.lex_position + _COUNTS_FROM}: {_reason(error)}"
         ) from error
     for name, arguments in _calls(compiled.parsed, 0):
-        known = _Functions.FUNCTION_TABLE.get(name)
+        function = _Functions.FUNCTION_TABLE.get(name)
         column = text.find(name) + _COUNTS_FROM
-        if known is None:
+        if function is None:
             raise ExpressionError(f"column {column}: unknown function {name}()")
-        signature = known["signature"]
+        signature = function["signature"]
         variadic = bool(signature) and bool(signature[-1].get("variadic"))
         if arguments < len(signature) or (arguments > len(signature) and not variadic):
             raise ExpressionError(

@@ -82,13 +82,13 @@ class BoundedInterpreter(visitor.TreeInterpreter):  # type: ignore[misc]
         base = self.visit(node["children"][0], value)
         if not isinstance(base, list):
             return None
-        self.charge(sum(len(each) if isinstance(each, list) else 1 for each in base))
+        self.charge(sum(len(element) if isinstance(element, list) else 1 for element in base))
         flat: list[Any] = []
-        for each in base:
-            if isinstance(each, list):
-                flat += each
+        for element in base:
+            if isinstance(element, list):
+                flat += element
             else:
-                flat.append(each)
+                flat.append(element)
         return flat
 
     def visit_slice(self, node: Any, value: Any) -> Any:

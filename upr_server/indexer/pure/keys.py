@@ -79,7 +79,7 @@ def _encode(part: object, depth: int) -> bytes:
     if isinstance(part, list | tuple):
         if depth == DEPTH_MAX:
             raise IndexKeyError(f"arrays nested deeper than {DEPTH_MAX} cannot be keys")
-        return _ARRAY + b"".join([_encode(each, depth + 1) for each in part]) + _END
+        return _ARRAY + b"".join([_encode(element, depth + 1) for element in part]) + _END
     kind = "object" if isinstance(part, dict) else type(part).__name__
     raise IndexKeyError(
         f"an {kind} cannot be a key; use null, booleans, numbers, strings and arrays"
@@ -93,12 +93,12 @@ def _encode_number(number: float) -> bytes:
         raise IndexKeyError("a number beyond the range of a double cannot be a key") from error
     if not math.isfinite(double):
         raise IndexKeyError("infinity and NaN cannot be keys")
-    rest = 0
+    remainder = 0
     if isinstance(number, int) and _EXACT_MIN <= number <= _EXACT_MAX:
-        rest = number - int(double)
+        remainder = number - int(double)
     (bits,) = _BITS.unpack(_DOUBLE.pack(double + 0.0))  # there is one zero
     bits = bits ^ _ALL if bits & _SIGN else bits | _SIGN
-    return _BITS.pack(bits) + _REST.pack(rest + _REST_ZERO)
+    return _BITS.pack(bits) + _REST.pack(remainder + _REST_ZERO)
 
 
 def decode_parts(data: bytes, count: int) -> tuple[list[Part], int]:
@@ -158,13 +158,13 @@ def _decode_number(data: bytes, offset: int) -> float:
     if len(data) < offset + 10:
         raise ValueError("a number is cut off")
     (bits,) = _BITS.unpack_from(data, offset)
-    (rest,) = _REST.unpack_from(data, offset + 8)
+    (remainder,) = _REST.unpack_from(data, offset + 8)
     bits = bits ^ _SIGN if bits & _SIGN else bits ^ _ALL
     (double,) = _DOUBLE.unpack(_BITS.pack(bits))
-    rest -= _REST_ZERO
-    whole: int = int(double) + rest
+    remainder -= _REST_ZERO
+    whole: int = int(double) + remainder
     is_exact = double.is_integer() and _EXACT_MIN <= whole <= _EXACT_MAX
-    if rest and not (is_exact and float(whole) == double):
+    if remainder and not (is_exact and float(whole) == double):
         raise ValueError("the rest of a number does not fit its double")
     return whole if is_exact else float(double)
 

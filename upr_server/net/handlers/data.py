@@ -166,12 +166,12 @@ def _reply_to_await(context: RequestContext, request: Await, reached: SeqNo) -> 
 
 async def _wait_for_replicas(partition: Partition, seq: SeqNo, target: DurabilityTarget) -> None:
     """Waits until so many replicas have a number, or none of them is expected to any more."""
-    done = trio.Event()
+    is_reached = trio.Event()
     partition.replicas.call_when_reached(
         seq,
         target.copies,
         persisted=target.persists,
         deadline=target.deadline,
-        call=lambda _: done.set(),
+        call=lambda _: is_reached.set(),
     )
-    await done.wait()
+    await is_reached.wait()

@@ -35,7 +35,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
 
     async def wait() -> None:
         try:
-            batch, everything, bucket_events = await events.next_events(
+            batch, is_everything, bucket_events = await events.next_events(
                 request.consumer,
                 EventFilter(request.kinds, request.pattern),
                 timeout_s=request.timeout_s,
@@ -45,7 +45,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
             )
         finally:
             context.is_asking_for_events = False
-        context.send(EventsReply(batch, everything, bucket_events, opaque=request.opaque))
+        context.send(EventsReply(batch, is_everything, bucket_events, opaque=request.opaque))
 
     context.reply_later(request, wait)
 

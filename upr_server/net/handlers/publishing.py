@@ -240,7 +240,7 @@ class _BundleRequest(OrderedReply):
             self._counters += [(low + row, value) for row, value in result.counters]
         partition = self._results[index].partition
         if result.last_seq >= result.first_seq:
-            done = RunResult(
+            run_result = RunResult(
                 partition,
                 status,
                 result.history_id,
@@ -249,8 +249,8 @@ class _BundleRequest(OrderedReply):
                 result.first_cas,
             )
         else:
-            done = RunResult(partition, status, result.history_id, SeqNo(0), SeqNo(0), Cas(0))
-        self._set_result(index, done)
+            run_result = RunResult(partition, status, result.history_id, SeqNo(0), SeqNo(0), Cas(0))
+        self._set_result(index, run_result)
 
     def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""

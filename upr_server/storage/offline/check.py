@@ -81,8 +81,8 @@ class Check:
         except Exception as error:  # noqa: BLE001  # damage may end a parser in any way
             yield self._problem(Damage(f"it cannot be read to its end ({error})", -1, in_index))
         if problems > PROBLEMS_MAX:
-            what = f"and {problems - PROBLEMS_MAX} problems more there"
-            yield self._problem(Damage(what, -1, in_index))
+            text = f"and {problems - PROBLEMS_MAX} problems more there"
+            yield self._problem(Damage(text, -1, in_index))
 
     def _problem(self, damage: Damage) -> Problem:
         advice = INDEX_ADVICE if damage.in_index else LOG_ADVICE
@@ -103,7 +103,7 @@ class Check:
         watermark = read_watermark(self._index, partition)
         yield from log.check_chunks(received, watermark.seq)
         if watermark.seq > high:
-            what = f"the index is at {watermark.seq}, beyond the log's end at {high}"
-            yield Damage(what, partition, in_index=True)
+            text = f"the index is at {watermark.seq}, beyond the log's end at {high}"
+            yield Damage(text, partition, in_index=True)
         if log.is_whole:
             yield from check_entries(self._index, partition, log.newest, watermark, purge_seq)

@@ -115,13 +115,13 @@ def check_entries(
             entry_key = index_key(partition, key)
             value = transaction.get(entry_key)
             if value is None:
-                what = f"the index does not find the key {_shown(key)}"
-                yield Damage(what, partition, in_index=True)
+                text = f"the index does not find the key {_shown(key)}"
+                yield Damage(text, partition, in_index=True)
                 continue
             entry = KeyIndexEntry.parse(entry_key, value)
             if entry != expected:
-                what = f"the newest mutation of the key {_shown(key)} is {expected}"
-                yield Damage(f"{what}, not {entry}", partition, in_index=True)
+                text = f"the newest mutation of the key {_shown(key)} is {expected}"
+                yield Damage(f"{text}, not {entry}", partition, in_index=True)
         for entry_key, value in transaction.scan(
             index_key(partition, b""), index_key(partition, KEYS_END)
         ):
@@ -130,12 +130,12 @@ def check_entries(
             key = entry_key[INDEX_KEY_PREFIX:]
             is_purged = entry.is_tombstone and entry.seq <= purge_seq
             if key not in newest and not is_purged:
-                what = f"the log has nothing of the key {_shown(key)}"
-                yield Damage(what, partition, in_index=True)
+                text = f"the log has nothing of the key {_shown(key)}"
+                yield Damage(text, partition, in_index=True)
     yield Progress(keys=len(newest))
     if items != watermark.items:
-        what = f"the index has {items} items, and should have {watermark.items}"
-        yield Damage(what, partition, in_index=True)
+        text = f"the index has {items} items, and should have {watermark.items}"
+        yield Damage(text, partition, in_index=True)
 
 
 def _shown(key: bytes) -> str:

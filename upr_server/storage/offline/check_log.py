@@ -165,8 +165,8 @@ class _RecordCheck:
         through = parse_record(key, value, SeqNo)
         self._check_partition_key(key, value)
         if through > self._highs.get(int.from_bytes(key[1:]), SEQS_END):
-            what = "tombstones" if key[:1] == PURGE else "superseded mutations"
-            raise ValueError(f"it says that {what} are dropped up to {through}, above the high")
+            subject = "tombstones" if key[:1] == PURGE else "superseded mutations"
+            raise ValueError(f"it says that {subject} are dropped up to {through}, above the high")
 
     def _check_clean_stop(self, key: bytes, value: Buffer) -> None:
         if key != CLEAN_STOP or unseal(key, value):
@@ -230,9 +230,9 @@ class PartitionLogCheck:
         if end != received:
             yield self._damage(f"the log ends at {end}, and should end at {received}")
 
-    def _damage(self, what: str) -> Damage:
+    def _damage(self, text: str) -> Damage:
         self.is_whole = False
-        return Damage(what, self._partition)
+        return Damage(text, self._partition)
 
     def _add(self, chunk: Chunk, watermark: int) -> None:
         if chunk.start >= watermark:

@@ -80,8 +80,8 @@ class Dump:
                 yield self._left_out(partition, chunk)
                 continue
             if chunk.start != end:
-                what = f"the log has nothing from {end} to {chunk.start}"
-                yield self._left_out(partition, what)
+                text = f"the log has nothing from {end} to {chunk.start}"
+                yield self._left_out(partition, text)
             end = chunk.end
             newest.update(zip(chunk.keys(), chunk.seqs.tolist(), strict=True))
         key = partition_key(PARTITION, partition)
@@ -134,9 +134,9 @@ class Dump:
             line |= _text_fields("value", row.value)
         return line
 
-    def _left_out(self, partition: int, what: str) -> Problem:
+    def _left_out(self, partition: int, text: str) -> Problem:
         advice = "left out; the dump may show older versions of its keys as the newest"
-        return Problem(self._name, partition, what, f"{advice}; {LOG_ADVICE}")
+        return Problem(self._name, partition, text, f"{advice}; {LOG_ADVICE}")
 
 
 def _text_fields(name: str, data: bytes) -> dict[str, str]:

@@ -118,8 +118,8 @@ def _death(folder: Path, name: str, stage: Stage, code: int) -> Problem:
         f"{part}/data.mdb has {_size(folder / part / 'data.mdb')}" for part in ("log", "index")
     )
     advice = INDEX_ADVICE if stage.is_index else LOG_ADVICE
-    what = f"{stage.text} cannot be read to the end: {reason} ({sizes})"
-    return Problem(name, stage.partition, what, advice)
+    text = f"{stage.text} cannot be read to the end: {reason} ({sizes})"
+    return Problem(name, stage.partition, text, advice)
 
 
 def _size(path: Path) -> str:

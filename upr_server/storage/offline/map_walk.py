@@ -32,27 +32,27 @@ def walk_map(
     """
     in_index = name == "index"
     previous: bytes | None = None
-    seen = 0
+    scanned_count = 0
     for key, value in transaction.scan(b"", KEYS_END):
         if previous is not None and key <= previous:
-            what = f"the {name} has {_record(key)} behind {_record(previous)}"
-            yield Damage(what, in_index=in_index)
+            text = f"the {name} has {_record(key)} behind {_record(previous)}"
+            yield Damage(text, in_index=in_index)
         previous = key
         looked_up = transaction.get(key)
         if looked_up is None or bytes(looked_up) != bytes(value):
-            what = f"the {name} has {_record(key)}, but does not find it"
-            yield Damage(what, in_index=in_index)
+            text = f"the {name} has {_record(key)}, but does not find it"
+            yield Damage(text, in_index=in_index)
         try:
             check_record(key, value)
         except Exception as error:  # noqa: BLE001  # see above
             yield Damage(f"{_record(key)} in the {name}: {error}", in_index=in_index)
-        seen += 1
-        if not seen % _PROGRESS_KEYS:
+        scanned_count += 1
+        if not scanned_count % _PROGRESS_KEYS:
             yield Progress(keys=_PROGRESS_KEYS)
-    yield Progress(keys=seen % _PROGRESS_KEYS)
-    if seen != count:
-        what = f"the {name} should have {count} records, and has {seen}"
-        yield Damage(what, in_index=in_index)
+    yield Progress(keys=scanned_count % _PROGRESS_KEYS)
+    if scanned_count != count:
+        text = f"the {name} should have {count} records, and has {scanned_count}"
+        yield Damage(text, in_index=in_index)
 
 
 def _record(key: bytes) -> str:

@@ -136,8 +136,8 @@ class Flusher:
 
     def refuse_all(self) -> None:
         """Answers all callbacks that durability cannot be promised now."""
-        refused, self._callbacks = self._callbacks, {}
-        for callbacks in refused.values():
+        callbacks_of, self._callbacks = self._callbacks, {}
+        for callbacks in callbacks_of.values():
             for _, call in callbacks:
                 call(False)
 
