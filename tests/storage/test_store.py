@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import lmdb
 import pytest
 import trio
 
-from tests.kit.process import ROOT, children_of, environment, eventually
+from tests.kit.process import ROOT, children_of, environment, eventually, status_of
 from tests.storage.log_model import Model, apply, chunk_of, record_of, row
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Operation, SeqNo
@@ -452,6 +453,25 @@ async def test_a_system_without_such_memory_reads_through_the_pipe(
 
 
 # Processes.
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's allocator")
+async def test_buckets_after_a_large_value_take_little_memory(tmp_path: Path) -> None:
+    def anonymous_bytes() -> int:
+        return sum(status_of(pid, "RssAnon") for pid in children_of(os.getpid()))
+
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        await create(store)
+        for seq in (1, 2):
+            value = row(Operation.SET, b"large", seq, seq, size=10 << 20)
+            chunk = chunk_of([value], seq - 1, seq)
+            await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(seq), [chunk])]))
+        before = anonymous_bytes()
+        for number in range(20):
+            record = BucketRecord(f"bucket-{number}", 1, 1 << 20)
+            await store.ask(CreateBucket(record, [record_of(0)]))
+        # The maps of each bucket reserve 6 MiB, and use hardly any of it.
+        assert anonymous_bytes() - before < 20 << 20
 
 
 @pytest.mark.parametrize("role", ["writer", "reader"])
