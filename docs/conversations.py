@@ -35,8 +35,8 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     Close,
-    Completed,
     Credit,
+    CycleEnd,
     Error,
     FrameBuffer,
     Get,
@@ -63,7 +63,7 @@ from upr_protocol.wire import (
 )
 from upr_protocol.wire.frame import pack_header
 from upr_server.app import running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.runtime import System
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
@@ -162,13 +162,13 @@ async def _first(client: Recorder) -> None:
     await client.hear(PartitionStart)
     chunk = await client.hear(PartitionChunk)
     assert isinstance(chunk, PartitionChunk)
-    await client.hear(PartitionEnd, Completed)
+    await client.hear(PartitionEnd, CycleEnd)
     await client.say(Ack(HEADER_BYTES + chunk.chunk.nbytes), Barrier(b"first"))
     await client.hear(BarrierReply)
     rows = _batch(Mutation(Operation.INCREMENT, COUNTER, CounterDelta(1).encode()))
     bundle = Bundle.of_one(P5, rows, counter=1, chain=rows.chained(0))
     await client.say(Mutate(bundle, b"writer of docs!!", opaque=3))
-    await client.hear(Credit, MutateReply, PartitionSnapshot, Completed)
+    await client.hear(Credit, MutateReply, PartitionSnapshot, CycleEnd)
     await client.say(Close())
 
 
@@ -176,7 +176,7 @@ async def _resume(client: Recorder, log: FailoverLog) -> None:
     partial = PartialSnapshot(log.current, SeqNo(0), SeqNo(3))
     await client.stream(Position(log, SeqNo(0), SeqNo(2), partial), end=3)
     await client.say(Go())
-    await client.hear(PartitionStart, PartitionChunk, PartitionEnd, StreamEnd, Completed)
+    await client.hear(PartitionStart, PartitionChunk, PartitionEnd, StreamEnd, CycleEnd)
     await client.say(Close())
 
 
@@ -207,7 +207,7 @@ async def _break(client: Recorder) -> None:
 async def _read_disk(client: Recorder) -> None:
     await client.stream(NOTHING_YET, end=3)
     await client.say(Go())
-    await client.hear(PartitionStart, PartitionChunk, PartitionEnd, StreamEnd, Completed)
+    await client.hear(PartitionStart, PartitionChunk, PartitionEnd, StreamEnd, CycleEnd)
     await client.say(Close())
 
 
@@ -290,7 +290,7 @@ async def _record() -> list[Conversation]:
 @asynccontextmanager
 async def _server(directory: SimulatedDirectory) -> AsyncIterator[tuple[int, FailoverLog]]:
     """A server, and the log of partition 5. A new one's bucket has two keys, one set twice."""
-    config = Config(
+    config = ServerConfig(
         listen="127.0.0.1:0",
         identity="upr-server",
         events=False,

@@ -41,7 +41,7 @@ from upr_protocol.wire import (
     decode,
 )
 from upr_server.app import running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.storage.simulated import SimulatedStore
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -180,7 +180,7 @@ def test_what_takes_from_the_window_is_read_from_the_rules() -> None:
 
 
 async def test_the_statistics_are_those_that_a_server_gives() -> None:
-    config = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
+    config = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
     async with (
         running_server(config, SimulatedStore()) as server,
         peer("127.0.0.1", server.port, "b") as client,

@@ -15,7 +15,7 @@ from upr_protocol.bucket_event import EventFilter, EventKind
 from upr_protocol.errors import Status
 from upr_protocol.ids import PartitionId
 from upr_server.buckets import BucketCatalog, Upkeep
-from upr_server.config import Config
+from upr_server.config import ServerConfig
 from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
@@ -55,7 +55,7 @@ class Server:
 
     def __init__(
         self,
-        config: Config,
+        config: ServerConfig,
         store: Store,
         system: System,
         bus: EventBus | None = None,
@@ -117,7 +117,7 @@ class Server:
 
 @asynccontextmanager
 async def running_server(
-    config: Config, store: Store, system: System | None = None
+    config: ServerConfig, store: Store, system: System | None = None
 ) -> AsyncIterator[Server]:
     """A server that runs for as long as the context.
 
@@ -186,7 +186,7 @@ async def _discard_event_queues(store: Store) -> None:
         await store.ask(TakeEventQueues())
 
 
-async def _create_configured(catalog: BucketCatalog, config: Config) -> None:
+async def _create_configured(catalog: BucketCatalog, config: ServerConfig) -> None:
     """Creates the buckets of the configuration, or gives those that exist its quotas."""
     for bucket_config in config.buckets:
         bucket = catalog.buckets.get(bucket_config.name)
@@ -212,7 +212,9 @@ async def _end_when_failed(store: Store) -> None:
 
 
 @asynccontextmanager
-async def _accepting(config: Config, server: Server, bound: BoundListeners) -> AsyncIterator[None]:
+async def _accepting(
+    config: ServerConfig, server: Server, bound: BoundListeners
+) -> AsyncIterator[None]:
     # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as nursery:

@@ -18,7 +18,7 @@ import upr_kernel
 from upr_protocol.address import Address, AddressError
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
-from upr_server.config import Config, load_config
+from upr_server.config import ServerConfig, load_config
 from upr_server.runtime import (
     ConfigError,
     keep_heap_small,
@@ -75,7 +75,7 @@ def _with_options(command: Any) -> Any:
     return command
 
 
-def _config(config_path: Path | None, **options: Any) -> Config:
+def _config(config_path: Path | None, **options: Any) -> ServerConfig:
     try:
         return load_config(config_path, os.environ, options)
     except ConfigError as error:

@@ -44,7 +44,7 @@ class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quota_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of a server.
 
     Attributes:
@@ -161,7 +161,7 @@ def _toml(value: object) -> str:
 
 def load_config(
     path: Path | None, environment: Mapping[str, str], options: Mapping[str, Any]
-) -> Config:
+) -> ServerConfig:
     """The configuration from `path` (if any), then `environment`, then `options`.
 
     Options that are None are left out. An environment variable is named `UPR_SERVER_` and the field
@@ -171,7 +171,7 @@ def load_config(
         ConfigError: A setting is invalid; the message says which, and what it should be.
     """
     config = load_settings(
-        Config, ENVIRONMENT_PREFIX, path, environment, options, ignored=("buckets",)
+        ServerConfig, ENVIRONMENT_PREFIX, path, environment, options, ignored=("buckets",)
     )
     config.check()
     return config

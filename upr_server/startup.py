@@ -13,7 +13,7 @@ import structlog
 import trio
 
 from upr_protocol.concurrency import first_failure
-from upr_server.config import Config
+from upr_server.config import ServerConfig
 from upr_server.runtime import is_loopback, run_until_signal
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.processes import open_store
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 @asynccontextmanager
-async def started_server(config: Config) -> AsyncIterator[Server]:
+async def started_server(config: ServerConfig) -> AsyncIterator[Server]:
     """A server over its data directory, for as long as the context; else as `running_server`."""
     async with open_store(config.data_path(), bytes_max=config.disk_bytes_max) as store:
         # Importing takes this process as long as the others need to start, and nobody is served
@@ -36,7 +36,7 @@ async def started_server(config: Config) -> AsyncIterator[Server]:
             yield server
 
 
-async def serve(config: Config, on_listening: Callable[[Server], None]) -> str:
+async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) -> str:
     """Runs a server until SIGINT or SIGTERM. A second one, while peers still take what is queued,
     drops them at once.
 

@@ -121,7 +121,7 @@ class Connection {
     else if (name === 'Error') this._fail(Object.assign(new Error(`status ${message.status}: ${message.sentence}; ${message.advice}`), { status: message.status }))
     else if (name === 'HelloReply') this._answer(name, message)
     else if (name === 'BarrierReply') this._answer(`barrier ${message.cookie.toString('hex')}`, message)
-    else if (name !== 'Noop' && name !== 'Completed') this._answer(opaque, message)
+    else if (name !== 'Noop' && name !== 'CycleEnd') this._answer(opaque, message)
   }
 
   _answer (key, message) {

@@ -30,11 +30,11 @@ from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITIONS = 8
-CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
+CONFIG = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 
 from tests.kit.process import UPR_SERVER, run, server_process
 from upr_server.app import running_server
-from upr_server.config import Config
+from upr_server.config import ServerConfig
 from upr_server.conformance import check_server, server_scenario_names
 from upr_server.storage.simulated import SimulatedStore
 
 
 async def test_this_server_passes_every_scenario(subtests: pytest.Subtests) -> None:
-    config = Config(listen="127.0.0.1:0")
+    config = ServerConfig(listen="127.0.0.1:0")
     passed = []
     async with (
         running_server(config, SimulatedStore()) as server,

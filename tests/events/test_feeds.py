@@ -25,12 +25,12 @@ from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status
 from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX
 from upr_protocol.wire import MESSAGES, NextEvents
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.events import EventBus
 from upr_server.startup import started_server
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
-CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 2),))
+CONFIG = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", 2),))
 
 EVERYTHING = LookAtEverything()
 
@@ -217,7 +217,7 @@ async def test_more_design_documents_than_are_named(server: Server) -> None:
 
 
 async def test_a_clean_restart_loses_nothing_and_a_crash_says_so(tmp_path: Path) -> None:
-    config = Config(listen="127.0.0.1:0", data_dir=str(tmp_path), buckets=CONFIG.buckets)
+    config = ServerConfig(listen="127.0.0.1:0", data_dir=str(tmp_path), buckets=CONFIG.buckets)
     async with started_server(config) as server, connect(server.url("b")) as client:
         async with feed_of(server) as feed:
             await client.set("k", "v")
@@ -246,7 +246,7 @@ async def test_a_run_without_a_bus_has_consumers_look_at_everything() -> None:
     """Nobody counts for them meanwhile, so what an earlier run counted is not all."""
     directory = SimulatedDirectory()
     for events, expected in ((True, EVERYTHING), (True, None), (False, None), (True, EVERYTHING)):
-        config = Config(listen="127.0.0.1:0", events=events, buckets=CONFIG.buckets)
+        config = ServerConfig(listen="127.0.0.1:0", events=events, buckets=CONFIG.buckets)
         async with running_server(config, SimulatedStore(directory)) as server:
             async with connect(server.url("b")) as client:
                 await client.set("k", "v")
@@ -263,7 +263,9 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = Config(listen=f"127.0.0.1:{port}", data_dir=str(tmp_path), buckets=CONFIG.buckets)
+    config = ServerConfig(
+        listen=f"127.0.0.1:{port}", data_dir=str(tmp_path), buckets=CONFIG.buckets
+    )
     async with follow_events(f"upr://127.0.0.1:{port}", consumer="c", draw=lambda: 0.0) as feed:
         for number in range(2):
             async with started_server(config) as server:
@@ -304,7 +306,7 @@ async def test_only_so_many_consumers_are_kept(server: Server) -> None:
 
 
 async def test_a_server_without_a_bus_says_so() -> None:
-    config = Config(listen="127.0.0.1:0", events=False, buckets=CONFIG.buckets)
+    config = ServerConfig(listen="127.0.0.1:0", events=False, buckets=CONFIG.buckets)
     async with running_server(config, SimulatedStore()) as server:
         async with connect(server.url("b")) as client:
             await client.set("_design/x", "v")

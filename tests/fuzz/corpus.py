@@ -50,7 +50,7 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     Close,
-    Completed,
+    CycleEnd,
     Go,
     Message,
     Noop,
@@ -142,7 +142,7 @@ def _client() -> Iterator[tuple[str, bytes]]:
     first = [start(3, opaque, 0, 10), chunk(3, opaque, 0, 10), end(3, opaque, 10)]
     whole = [snapshot(3, opaque, 10, 20), BarrierReply(b"cookie", ((PartitionId(3), SeqNo(20)),))]
     # The client closes its streams then; the rest is dropped.
-    dropped = [Completed(1), start(3, opaque, 20, 30), snapshot(3, opaque, 20, 30)]
+    dropped = [CycleEnd(1), start(3, opaque, 20, 30), snapshot(3, opaque, 20, 30)]
     replica = [
         start(3, opaque, 0, 10),
         msgspec.structs.replace(SAMPLES[PartitionAnswers], opaque=opaque),

@@ -38,8 +38,8 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
-    Completed,
     Credit,
+    CycleEnd,
     Error,
     Go,
     HelloReply,
@@ -205,7 +205,7 @@ def _follow(session: Session, message: Message) -> None:
         session.acknowledge(HEADER_BYTES + message.chunk.nbytes)
     elif isinstance(message, BarrierReply):
         _say(session, Barrier(message.cookie))
-    elif isinstance(message, Completed):
+    elif isinstance(message, CycleEnd):
         for partition, record in list(session.streams.items()):
             _say(session, CloseStream(partition=partition, opaque=record.opaque))
     elif isinstance(message, Credit):

@@ -14,7 +14,7 @@ from tests.indexer.pure.test_keys import compare
 from tests.kit.process import eventually
 from upr_protocol.client import Address, Client, ReceivedKeysLimits
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.indexer.indexer import Indexer, Settings, running_indexer
 from upr_server.indexer.pipeline import Work
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
@@ -36,7 +36,7 @@ async def a_server(
     port: int = 0,
     events: bool = True,
 ) -> AsyncIterator[Server]:
-    config = Config(
+    config = ServerConfig(
         listen=f"127.0.0.1:{port}",
         buckets=(BucketConfig(BUCKET, partitions),),
         shutdown_deadline_s=0.1,

@@ -40,7 +40,7 @@ from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.app import serve, serving
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.catalog import Catalog
-from upr_server.indexer.config import Config
+from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.indexer import Indexer, running_indexer
@@ -325,7 +325,7 @@ SIGNALS: Final = tries(serve)
 async def test_until_a_signal(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    config = Config(bucket=server.url(BUCKET), listen=f"{HOST}:0", data_dir=str(tmp_path))
+    config = IndexerConfig(bucket=server.url(BUCKET), listen=f"{HOST}:0", data_dir=str(tmp_path))
 
     def on_listening(_url: str) -> None:
         signal.raise_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from tests.indexer.processes import UPR_INDEXER
 from tests.kit.process import run
 from upr_server.indexer.cli import main
-from upr_server.indexer.config import Config, load_config
+from upr_server.indexer.config import IndexerConfig, load_config
 from upr_server.runtime import ConfigError
 
 URL: Final = "upr://127.0.0.1:12000/planes"
@@ -26,12 +26,12 @@ queues = 3
 """
 
 
-def load(**options: Any) -> Config:
+def load(**options: Any) -> IndexerConfig:
     return load_config(None, {}, {"bucket": URL, **options})
 
 
 def test_defaults() -> None:
-    assert load() == Config(URL)
+    assert load() == IndexerConfig(URL)
     settings = load().settings()
     assert settings.address.bucket == "planes"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -136,11 +136,11 @@ def test_help_names_every_setting() -> None:
         result = command(option)
         assert result.exit_code == 0
         # The bucket is the argument.
-        for name in Config.__struct_fields__[1:]:
+        for name in IndexerConfig.__struct_fields__[1:]:
             assert f"--{name.replace('_', '-')}" in result.output
         assert "Usage: upr-indexer [OPTIONS] URL" in result.output
         assert "upr://HOST:PORT/BUCKET" in result.output
-        assert f"[default: {Config().listen}]" in result.output
+        assert f"[default: {IndexerConfig().listen}]" in result.output
 
 
 def test_the_version() -> None:

@@ -20,7 +20,7 @@ from tests.indexer.oracle import Oracle
 from tests.kit.held_store import HeldStore
 from upr_protocol.client import connect
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 
 ROUNDS = int(os.environ.get("UPR_INDEXER_ROUNDS", "6"))
 PARTITIONS = 4
@@ -87,7 +87,7 @@ class World(Oracle):
         self._store.released.set()
 
         async def run(started: trio.Event) -> None:
-            config = Config(
+            config = ServerConfig(
                 listen=f"127.0.0.1:{self._port}", buckets=(BucketConfig(BUCKET, PARTITIONS),)
             )
             async with running_server(config, self._store) as self.server:

@@ -17,7 +17,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Partition
 from upr_server.storage.calls import StoreCall
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
@@ -75,7 +75,7 @@ class Node:
 
     async def _run(self, started: trio.Event) -> None:
         buckets = (BucketConfig(BUCKET, self.partitions),) if self.partitions else ()
-        config = Config(
+        config = ServerConfig(
             listen=self.address,
             node=self.name,
             buckets=buckets,

@@ -21,7 +21,7 @@ from tests.kit.fake_net import CuttableStream
 from upr_server import app
 from upr_server.app import Server, running_server
 from upr_server.buckets import upkeep
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.api import Store
 from upr_server.storage.simulated import SimulatedStore
@@ -114,7 +114,7 @@ async def node(
     name: str, *buckets: str, port: int = 0, store: Store | None = None
 ) -> AsyncIterator[Server]:
     """A server in the network, on simulated disks, with buckets of two partitions."""
-    config = Config(
+    config = ServerConfig(
         listen=f"{HOST}:{port}",
         node=name,
         buckets=tuple(BucketConfig(bucket, PARTITIONS) for bucket in buckets),

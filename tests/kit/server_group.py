@@ -16,7 +16,7 @@ from upr_protocol.client.operator import Operator, ReplicaLag, add_replicas, wai
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Partition
 from upr_server.startup import started_server
 from upr_server.storage.simulated import SimulatedStore
@@ -81,7 +81,7 @@ class ServerGroup:
 
     async def start(self, name: str, *, has_bucket: bool = False) -> None:
         """Starts a server, with the data that it had when it stopped."""
-        config = Config(
+        config = ServerConfig(
             listen="127.0.0.1:0",
             node=name,
             data_dir=str(self._directory / name) if self._directory else "",
@@ -98,7 +98,7 @@ class ServerGroup:
     async def _run(
         self,
         name: str,
-        config: Config,
+        config: ServerConfig,
         store: SimulatedStore | None,
         started: trio.Event,
     ) -> None:

@@ -15,7 +15,7 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import connect
 from upr_protocol.ids import Operation, PartitionState
 from upr_server.app import running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Bucket, batch_of
 from upr_server.runtime import System
 from upr_server.storage.calls import Maintain, StoreCall
@@ -25,7 +25,9 @@ from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 MIB = 1024 * 1024
 
 
-async def buckets_of(config: Config, directory: SimulatedDirectory) -> list[tuple[str, int, int]]:
+async def buckets_of(
+    config: ServerConfig, directory: SimulatedDirectory
+) -> list[tuple[str, int, int]]:
     """Name, partitions and quota of each bucket of a server that was started so."""
     async with (
         running_server(config, SimulatedStore(directory)) as server,
@@ -40,7 +42,7 @@ async def test_a_bucket_that_is_there_keeps_its_partitions_and_takes_a_new_quota
     directory = SimulatedDirectory()
 
     async def started(*buckets: BucketConfig) -> list[tuple[str, int, int]]:
-        config = Config(listen="127.0.0.1:0", quota_bytes=64 * MIB, buckets=buckets)
+        config = ServerConfig(listen="127.0.0.1:0", quota_bytes=64 * MIB, buckets=buckets)
         return await buckets_of(config, directory)
 
     assert await started(BucketConfig("b", 4)) == [("b", 4, 64 * MIB)]
@@ -60,7 +62,7 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
         return 0.001
 
     buckets = (BucketConfig("updated", 1), BucketConfig("idle", 1))
-    config = Config(listen="127.0.0.1:0", buckets=buckets, events=events)
+    config = ServerConfig(listen="127.0.0.1:0", buckets=buckets, events=events)
     async with running_server(config, SimulatedStore(delay=delay)) as server:
         bucket = server.catalog.bucket("updated")
         (partition,) = bucket.partitions
@@ -84,7 +86,7 @@ async def test_the_memory_of_a_deleted_bucket_is_free_soon(
 ) -> None:
     gc.disable()  # it would be found by chance
     try:
-        async with running_server(Config(listen="127.0.0.1:0"), SimulatedStore()) as server:
+        async with running_server(ServerConfig(listen="127.0.0.1:0"), SimulatedStore()) as server:
             await server.catalog.create_bucket("short-lived", 2, 64 * MIB)
             server.catalog.bucket("short-lived").partitions[1].mutate(
                 batch_of(batch(0, 100)), now=0.0
@@ -107,7 +109,7 @@ async def test_what_has_expired_where_nobody_is_active_keeps_nobody_busy(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """A node that hands over still knows when its items expire, and is not to delete them."""
-    config = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
+    config = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
     ahead_s = 0.0
     system = System(time=lambda: time.time() + ahead_s)
     async with running_server(config, SimulatedStore(), system) as server:

@@ -36,12 +36,12 @@ from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
 from upr_server.buckets import BucketCatalog, Upkeep
-from upr_server.config import Config
+from upr_server.config import ServerConfig
 from upr_server.engine import QUOTA_BYTES_MIN, FetchRequest
 from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
-from upr_server.net import Connection, ConnectionServer
+from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.partition_request_queue import LongRequestTurns
@@ -55,7 +55,7 @@ from upr_server.startup import serve, started_server
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Commit,
-    DeleteBucket,
+    DeleteBucketFiles,
     DeleteIndexEntries,
     DeleteLeases,
     FindExpired,
@@ -292,7 +292,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
     async def work() -> None:
         store = slow_store(directory)
         if await store.ask(LoadBuckets()):
-            await store.ask(DeleteBucket(name))
+            await store.ask(DeleteBucketFiles(name))
         await create(store)
         await store.ask(StartServing(name, []))
         await store.ask(Commit(name, [some_write(0, 0), some_write(1, 0)]))
@@ -310,7 +310,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
         await store.ask(DeleteLeases(name, [5]))
         await store.ask(MarkCleanStop(name))
         assert not store._call_lock.locked()
-        await store.ask(DeleteBucket(name))
+        await store.ask(DeleteBucketFiles(name))
 
     steps = await cancelled_at_each_step(work, then=work)
     steps.check_inside(*STORE)
@@ -386,7 +386,7 @@ async def test_a_connection_whose_peer_has_too_many_replies_to_take(
         (await cancelled_at_each_step(work, then=work)).check_inside(*BACKLOG)
 
 
-SERVED: Final = tries(ConnectionServer.serve, Connection.run)
+SERVED: Final = tries(ConnectionServer.serve, AcceptedConnection.run)
 
 
 async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
@@ -709,7 +709,7 @@ SIGNALS: Final = tries(serve, started_server, run_until_signal)
 
 
 async def test_a_server_until_a_signal(tmp_path: Path) -> None:
-    config = Config(listen=f"{HOST}:0", data_dir=str(tmp_path / "data"))
+    config = ServerConfig(listen=f"{HOST}:0", data_dir=str(tmp_path / "data"))
 
     def on_listening(server: Server) -> None:
         signal.raise_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import upr_kernel
 from upr_server.cli import main
-from upr_server.config import BucketConfig, Config, load_config
+from upr_server.config import BucketConfig, ServerConfig, load_config
 from upr_server.runtime import ConfigError
 
 FILE = """
@@ -22,8 +22,8 @@ partitions = 8
 
 
 def test_defaults() -> None:
-    assert load_config(None, {}, {}) == Config()
-    assert Config().address() == ("127.0.0.1", 12000)
+    assert load_config(None, {}, {}) == ServerConfig()
+    assert ServerConfig().address() == ("127.0.0.1", 12000)
 
 
 def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_printed_reads_back(tmp_path: Path) -> None:
-    config = Config(
+    config = ServerConfig(
         listen="[::1]:7",
         identity='a "quoted" näme\\ with words',
         data_dir='two\x7fcontrols\tand a "quote"',

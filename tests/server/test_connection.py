@@ -41,9 +41,9 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
-    Completed,
     CreateBucket,
     Credit,
+    CycleEnd,
     DeleteBucket,
     Error,
     FrameBuffer,
@@ -79,7 +79,7 @@ from upr_protocol.wire import (
 )
 from upr_protocol.wire.frame import pack_header
 from upr_server.app import Server
-from upr_server.config import Config
+from upr_server.config import ServerConfig
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
 from upr_server.net.handlers.streams import SLICE_PARTITIONS
@@ -172,7 +172,7 @@ def make_server(
 ) -> Server:
     """A server that does not listen, and whose history IDs count up."""
     numbers = count(1) if ids is None else ids
-    config = Config(
+    config = ServerConfig(
         identity="test-server", quota_bytes=QUOTA_BYTES, connections_max=connections_max
     )
     system = System(
@@ -403,7 +403,7 @@ async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
         chunk = (await peer.hear(PartitionChunk)).chunk
         assert [(mutation.key, mutation.seq) for mutation in chunk] == [(b"b", 2), (b"a", 3)]
         assert (await peer.hear(PartitionEnd)).end == 3
-        assert (await peer.hear(Completed)).cycle == 1
+        assert (await peer.hear(CycleEnd)).cycle == 1
         await peer.say(Barrier(b"idle"))
         assert (await peer.hear(BarrierReply)).ends == ((0, 3),)
         await peer.mutate(sets(b"c"))
@@ -586,7 +586,7 @@ async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_clos
             await peer.open()
             await peer.ask()
             await peer.say(Go())
-            await peer.hear(Completed)
+            await peer.hear(CycleEnd)
         for number in range(6):
             # Each is a snapshot of its own, because the fast one comes to read it.
             await publisher.mutate(sets(b"k%d" % number, value=bytes(70_000)))
@@ -615,7 +615,7 @@ async def test_deleting_the_bucket_ends_its_streams() -> None:
         await peer.open()
         await peer.ask()
         await peer.say(Go())
-        await peer.hear(Completed)
+        await peer.hear(CycleEnd)
         await server.catalog.delete_bucket("b")
         assert (await peer.hear(StreamEnd)).status == Status.BUCKET_DELETED
         await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
@@ -819,7 +819,7 @@ async def test_shutting_down_says_why_everywhere() -> None:
         await peer.open()
         await peer.ask()
         await peer.say(Go())
-        await peer.hear(Completed)
+        await peer.hear(CycleEnd)
         server.connections.shut_down()
         assert (await peer.hear(StreamEnd)).status == Status.SHUTTING_DOWN
         assert (await peer.hear(Error)).status == Status.SHUTTING_DOWN

@@ -30,13 +30,13 @@ from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo, SnapshotKi
 from upr_protocol.limits import LEASES_MAX
 from upr_protocol.transport import dial_tcp
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.storage import bucket_storage
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 PARTITIONS = 4
 KEYS = [b"key %d" % number for number in range(40)]
-CONFIG = Config(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
+CONFIG = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
 Rows = dict[PartitionId, list[Mutation]]
 Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
 

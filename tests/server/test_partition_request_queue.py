@@ -33,7 +33,7 @@ from upr_protocol.wire import (
     Noop,
 )
 from upr_server.app import Server
-from upr_server.net import Connection
+from upr_server.net import AcceptedConnection
 from upr_server.net.backlog import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.handlers.data import GET_REPLY_BYTES
 from upr_server.storage.calls import FindItems, PutLease, StoreCall
@@ -66,7 +66,7 @@ def fetches(disk: BucketDisk) -> object:
     return figures["batches"]
 
 
-def connection_of(server: Server, before: set[Connection]) -> Connection:
+def connection_of(server: Server, before: set[AcceptedConnection]) -> AcceptedConnection:
     (connection,) = server.connections.connections.keys() - before
     return connection
 

@@ -20,7 +20,7 @@ from tests.simulation.world import EPOCH_S
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Cas, SeqNo
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, Config
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Evaluation, MutationBatch, Partition
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
@@ -55,8 +55,8 @@ class Node:
         network: The network.
         chance: For its disk, its IDs, and its waits.
         history: Where what happens is written down.
-        undo_mutations: See `Config`.
-        purge_age_s: See `Config`.
+        undo_mutations: See `ServerConfig`.
+        purge_age_s: See `ServerConfig`.
         wear: What its disk is like.
         clock_s: What its clock is ahead of the true time.
         life: Counts its starts.
@@ -133,7 +133,7 @@ class Node:
     async def _run(self) -> None:
         _NODE.set(self)
         buckets = (BucketConfig(BUCKET, self.partitions, self.quota_bytes),)
-        config = Config(
+        config = ServerConfig(
             listen=f"{self.name}:{PORT}",
             node=self.name,
             identity=self.name,

@@ -29,8 +29,8 @@ from upr_server.storage.api import Store
 from upr_server.storage.bucket_storage import MaintenanceStep
 from upr_server.storage.calls import (
     Commit,
-    CreateBucket,
-    DeleteBucket,
+    CreateBucketFiles,
+    DeleteBucketFiles,
     DeleteLeases,
     FindExpired,
     FindItems,
@@ -83,7 +83,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
 
 
 async def create(store: Store) -> None:
-    await store.ask(CreateBucket(BUCKET, [record_of(0)] * PARTITIONS))
+    await store.ask(CreateBucketFiles(BUCKET, [record_of(0)] * PARTITIONS))
 
 
 def some_write(partition: int, high: int, count: int = 3, expiry: int = 0) -> PartitionWrite:
@@ -197,7 +197,7 @@ async def test_a_deleted_bucket_can_be_created_again(opener: Opener) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
             nursery.start_soon(read)
-            await store.ask(DeleteBucket(BUCKET.name))
+            await store.ask(DeleteBucketFiles(BUCKET.name))
         assert await store.ask(LoadBuckets()) == []
         # Nobody has a file of it open: else the disk would not get its room back.
         assert mapped_files("/buckets/") == []
@@ -469,7 +469,7 @@ async def test_buckets_after_a_large_value_take_little_memory(tmp_path: Path) ->
         before = anonymous_bytes()
         for number in range(20):
             record = BucketRecord(f"bucket-{number}", 1, 1 << 20)
-            await store.ask(CreateBucket(record, [record_of(0)]))
+            await store.ask(CreateBucketFiles(record, [record_of(0)]))
         # The maps of each bucket reserve 6 MiB, and use hardly any of it.
         assert anonymous_bytes() - before < 20 << 20
 

@@ -18,7 +18,7 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
-    Completed,
+    CycleEnd,
     Hello,
     HelloReply,
     Message,
@@ -102,7 +102,7 @@ class ServerSession(Session):
             self._cycle.mark_ready(partition)
 
     def next_partition(self) -> PartitionId | None:
-        """The partition whose changes are to be sent now, after queueing the `Completed` and the
+        """The partition whose changes are to be sent now, after queueing the `CycleEnd` and the
         barriers that come before it. None when nothing is to be streamed: then every barrier came
         back.
 
@@ -123,7 +123,7 @@ class ServerSession(Session):
             self._return_due()
             if not isinstance(turn, CycleCompleted):
                 return turn
-            self.send(Completed(turn.cycle))
+            self.send(CycleEnd(turn.cycle))
 
     def end_turn(self) -> None:
         """The partition whose turn it is has nothing more to send, or nothing after all. When no

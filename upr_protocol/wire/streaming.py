@@ -122,7 +122,7 @@ class PartitionEnd(U64Message, frozen=True):
     end: SeqNo
 
 
-class Completed(U64Message, frozen=True):
+class CycleEnd(U64Message, frozen=True):
     """Every registered partition was streamed or skipped once more; sent after each cycle that sent
     anything, and after the first."""
 

@@ -16,8 +16,8 @@ from upr_server.buckets.upkeep import Upkeep
 from upr_server.engine import Bucket, BucketObserver, Buckets, PartitionImage, check_bucket
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
-    CreateBucket,
-    DeleteBucket,
+    CreateBucketFiles,
+    DeleteBucketFiles,
     LoadBuckets,
     MarkCleanStop,
     StartServing,
@@ -234,7 +234,7 @@ class BucketCatalog:
             ]
             # A client that asked for it may leave meanwhile. What is on disk must be in memory too.
             with trio.CancelScope(shield=True):
-                await self._store.ask(CreateBucket(record, partitions))
+                await self._store.ask(CreateBucketFiles(record, partitions))
             bucket = self.buckets.create(
                 name, len(states), quota_bytes, images, incarnation=incarnation
             )
@@ -282,5 +282,5 @@ class BucketCatalog:
                 callback(bucket)
             with trio.CancelScope(shield=True):
                 await self.disks.pop(bucket).abandon()
-                await self._store.ask(DeleteBucket(name))
+                await self._store.ask(DeleteBucketFiles(name))
                 self._upkeep.collect_garbage_soon()

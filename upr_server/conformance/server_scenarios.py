@@ -26,9 +26,9 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     BucketDone,
-    Completed,
     CreateBucket,
     Credit,
+    CycleEnd,
     DeleteBucket,
     Error,
     Get,
@@ -161,7 +161,7 @@ async def read_stream(client: PlainClient) -> tuple[dict[bytes, bytes], SeqNo]:
             check(message.end == seq == end, f"a snapshot to {end} ends at {message.end}")
         else:
             check(
-                isinstance(message, Completed | Credit), f"the server said {type(message).__name__}"
+                isinstance(message, CycleEnd | Credit), f"the server said {type(message).__name__}"
             )
     check(message.status == Status.END_REACHED, f"the stream ended with {message.status}")
     return contents, seq

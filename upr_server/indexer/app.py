@@ -15,7 +15,7 @@ import trio
 from hypercorn.trio import serve as serve_http
 
 from upr_server.indexer.api import application
-from upr_server.indexer.config import Config
+from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.runtime import open_listeners, run_until_signal
 
@@ -53,7 +53,7 @@ async def serving(indexer: Indexer, listen: str) -> AsyncIterator[str]:
         stop.set()
 
 
-async def serve(config: Config, on_listening: Callable[[str], None]) -> None:
+async def serve(config: IndexerConfig, on_listening: Callable[[str], None]) -> None:
     """Runs an indexer until SIGINT or SIGTERM, and then applies what was read. A second signal ends
     it at once.
 
@@ -70,7 +70,7 @@ async def serve(config: Config, on_listening: Callable[[str], None]) -> None:
 
 
 @asynccontextmanager
-async def _running(config: Config) -> AsyncIterator[str]:
+async def _running(config: IndexerConfig) -> AsyncIterator[str]:
     async with (
         running_indexer(config.settings()) as indexer,
         serving(indexer, config.listen) as url,

@@ -27,7 +27,7 @@ POOL_BYTES_MIN: Final = 8 * 1024 * 1024
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of an indexer.
 
     Attributes:
@@ -89,7 +89,7 @@ def _memory_bytes() -> int:
 
 def load_config(
     path: Path | None, environment: Mapping[str, str], options: Mapping[str, Any]
-) -> Config:
+) -> IndexerConfig:
     """The configuration from `path` (if any), then `environment`, then `options`.
 
     An option that is None is not set. Environment variables are a field's name in capitals behind
@@ -99,6 +99,8 @@ def load_config(
         ConfigError: With the name of what is wrong, and what it should be.
     """
     # `UPR_INDEXER_URL` tells `upr index` where the indexer is.
-    config = load_settings(Config, ENVIRONMENT_PREFIX, path, environment, options, ignored=("url",))
+    config = load_settings(
+        IndexerConfig, ENVIRONMENT_PREFIX, path, environment, options, ignored=("url",)
+    )
     config.settings()
     return config

@@ -39,7 +39,7 @@ _UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
 log = structlog.get_logger(__name__)
 
 
-class Connection:
+class AcceptedConnection:
     """Drives one session over one stream until either side ends it.
 
     A reader takes bytes in and answers requests at once; a writer sends what the session holds and

@@ -14,7 +14,7 @@ from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Message
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
-from upr_server.net.connection import Connection
+from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CreditShares
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
@@ -66,7 +66,7 @@ class ConnectionServer:
         send_timeout_s: float,
         replication_timeout_s: float,
     ) -> None:
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[AcceptedConnection, None] = {}
         self.resources = ServerResources(
             identity,
             catalog,
@@ -98,18 +98,20 @@ class ConnectionServer:
             self.connections.pop(connection, None)
             connection.context.credit.close()
 
-    def new_connection(self, stream: trio.abc.HalfCloseableStream, peer: str) -> Connection:
+    def new_connection(self, stream: trio.abc.HalfCloseableStream, peer: str) -> AcceptedConnection:
         """A connection that is not served yet."""
-        return Connection(self.resources, self.handlers, stream, peer)
+        return AcceptedConnection(self.resources, self.handlers, stream, peer)
 
-    async def _run(self, connection: Connection) -> None:
+    async def _run(self, connection: AcceptedConnection) -> None:
         try:
             await connection.run()
         except Exception:
             # A fault of ours must not take the other connections with it.
             log.exception("connection failed", peer=connection.peer)
 
-    async def _refuse(self, connection: Connection, stream: trio.abc.HalfCloseableStream) -> None:
+    async def _refuse(
+        self, connection: AcceptedConnection, stream: trio.abc.HalfCloseableStream
+    ) -> None:
         self._refused += 1
         log.warning("too many connections; refusing one", connections=len(self.connections))
         if self._being_refused >= REFUSALS_MAX:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import trio
 
-from upr_server.storage.calls import CloseBucket, CreateBucket, DeleteBucket, StoreCall
+from upr_server.storage.calls import CloseBucket, CreateBucketFiles, DeleteBucketFiles, StoreCall
 from upr_server.storage.errors import StoreFailedError
 
 Answer = TypeVar("Answer")
@@ -47,7 +47,7 @@ class Store(ABC):
         # A call that waited behind the one that failed was carried out, and nobody knows what that
         # is worth: the system reports a failed write once, and then goes on as if it had succeeded.
         self.check_not_failed()
-        if isinstance(call, CreateBucket | DeleteBucket):
+        if isinstance(call, CreateBucketFiles | DeleteBucketFiles):
             # The side that reads may have the deleted files open, or open them again in a read that
             # races the deletion; so it closes them afterwards, and not before. Else the disk would
             # not get their space back, and a new bucket of this name would be read from them.

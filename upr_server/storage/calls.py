@@ -83,7 +83,7 @@ class LoadBuckets(StoreCall[list[StoredBucket]], frozen=True):
         return [server.bucket(name).open() for name in server.names()]
 
 
-class CreateBucket(StoreCall[None], frozen=True):
+class CreateBucketFiles(StoreCall[None], frozen=True):
     """Makes a bucket. It is there, whole, when this is answered, or not at all."""
 
     record: BucketRecord
@@ -98,7 +98,7 @@ class CreateBucket(StoreCall[None], frozen=True):
         server.create(self.record, self.partitions)
 
 
-class DeleteBucket(StoreCall[None], frozen=True):
+class DeleteBucketFiles(StoreCall[None], frozen=True):
     """Deletes a bucket and all that is in it."""
 
     name: str

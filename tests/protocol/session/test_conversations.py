@@ -41,9 +41,9 @@ from upr_protocol.wire import (
     BarrierReply,
     BucketDone,
     Close,
-    Completed,
     CreateBucket,
     Credit,
+    CycleEnd,
     Get,
     GetReply,
     Go,
@@ -279,19 +279,19 @@ def test_the_streaming_conversation_in_full() -> None:
         "PartitionStart 2: 10 to 11",
         "PartitionChunk 2: 10 to 11",
         "PartitionEnd 2",
-        "Completed 1",
+        "CycleEnd 1",
         "BarrierReply one ((0, 7), (1, 25), (2, 11))",
         "BarrierReply two ((0, 7), (1, 25), (2, 11))",
         # Of partition 0 nothing more is heard, and partition 1 ended before its end was asked for.
         "StreamEnd 1",
         "StreamEnd 0",
-        "Completed 2",
+        "CycleEnd 2",
         "BarrierReply three ((2, 11),)",
         "StreamReply",
         "PartitionStart 0: 7 to 9",
         "PartitionChunk 0: 7 to 9",
         "PartitionEnd 0",
-        "Completed 3",
+        "CycleEnd 3",
         "StreamEnd 0",
     ]
 
@@ -302,7 +302,7 @@ def _brief(message: Message) -> str:
         return f"{text} {message.partition}: {message.chunk.start} to {message.chunk.end}"
     if isinstance(message, BarrierReply):
         return f"{text} {message.cookie.decode()} {message.ends}"
-    if isinstance(message, Completed):
+    if isinstance(message, CycleEnd):
         return f"{text} {message.cycle}"
     if text == "PartitionStart":
         return f"{text} {message.partition}: {message.start} to {message.end}"  # type: ignore[attr-defined]

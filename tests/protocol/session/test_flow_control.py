@@ -121,7 +121,7 @@ def test_messages_other_than_chunks_pass_a_closed_window() -> None:
     pair.server_says(end(3, 9, 100), Noop())
     pair.client_says(Barrier(b"b"))
     assert pair.server.next_partition() is None
-    assert [type(message).__name__ for message in pair.to_client()] == ["Completed", "BarrierReply"]
+    assert [type(message).__name__ for message in pair.to_client()] == ["CycleEnd", "BarrierReply"]
 
 
 def test_an_acknowledgement_opens_the_window_again() -> None:

@@ -35,8 +35,8 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
-    Completed,
     Credit,
+    CycleEnd,
     Get,
     GetReply,
     Go,
@@ -140,7 +140,7 @@ class Conversation(RuleBasedStateMachine):
         if isinstance(message, BarrierReply):
             self.back.append(message.cookie)
             self.check_barrier(message)
-        elif isinstance(message, Completed):
+        elif isinstance(message, CycleEnd):
             assert message.cycle > self.cycle
             self.cycle, self.in_cycle = message.cycle, -1
         elif isinstance(message, StreamReply) and message.status == Status.OK:

@@ -16,7 +16,7 @@ from tests.protocol.session.kit import Pair, chunk, end, start, stream, stream_r
 from upr_protocol.ids import PartitionId
 from upr_protocol.session import CycleCompleted, PartitionCycle, SessionState
 from upr_protocol.session.barrier_queue import BarrierQueue
-from upr_protocol.wire import Barrier, BarrierReply, Completed, Go, PartitionStart
+from upr_protocol.wire import Barrier, BarrierReply, CycleEnd, Go, PartitionStart
 
 PARTITIONS: Final = 5
 
@@ -305,7 +305,7 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
             pair.server.ready(PartitionId(2))
             pair.client_says(Barrier(b"second"))
     for message in pair.to_client():
-        if isinstance(message, Completed):
+        if isinstance(message, CycleEnd):
             heard.append(message.cycle)
         elif isinstance(message, BarrierReply):
             heard.append((message.cookie, message.ends))
@@ -396,6 +396,6 @@ def test_the_first_cycle_is_announced_even_if_it_was_empty() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(Go())
     assert pair.server.next_partition() is None
-    assert pair.to_client() == [Completed(1)]
+    assert pair.to_client() == [CycleEnd(1)]
     assert pair.server.next_partition() is None
     assert pair.to_client() == []

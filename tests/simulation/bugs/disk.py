@@ -22,7 +22,7 @@ from upr_server.engine import Partition
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.storage import chunk_log, compaction, key_index, records
 from upr_server.storage.api import Store
-from upr_server.storage.calls import Commit, CreateBucket, DeleteBucket
+from upr_server.storage.calls import Commit, CreateBucketFiles, DeleteBucketFiles
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.online.flusher import Flusher
@@ -71,7 +71,7 @@ def acknowledge_after_failed_commit() -> Iterator[None]:
     real: Any = Store.ask
 
     async def ask(self: Store, call: Any) -> Any:
-        if call.is_read or isinstance(call, CreateBucket | DeleteBucket):
+        if call.is_read or isinstance(call, CreateBucketFiles | DeleteBucketFiles):
             return await real(self, call)
         self.check_not_failed()
         try:

@@ -29,6 +29,7 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
+    CycleEnd,
     Go,
     Message,
     PartitionChunk,
@@ -38,7 +39,6 @@ from upr_protocol.wire import (
     StreamEnd,
     StreamReply,
 )
-from upr_protocol.wire import Completed as CompletedMessage
 
 _FINAL_STATUSES: Final = frozenset(
     {Status.END_REACHED, Status.STREAM_CLOSED, Status.BUCKET_DELETED}
@@ -288,7 +288,7 @@ class StreamFollower:
         assert connection is not None
         if type(message) in SNAPSHOT_MESSAGES:
             return self._snapshots.receive(message, connection.number)
-        if isinstance(message, CompletedMessage):
+        if isinstance(message, CycleEnd):
             return (Delivery(Completed(message.cycle)),)
         if isinstance(message, BarrierReply):
             return self._barrier_returned(connection, message)

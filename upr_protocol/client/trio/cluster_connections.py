@@ -21,8 +21,8 @@ from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.trio.connection import (
     ClusterOptions,
-    Connection,
     ConnectionHandler,
+    TrioConnection,
     open_connection,
 )
 from upr_protocol.client.trio.map_refresher import MapRefresher, MapRequest
@@ -97,7 +97,7 @@ class _Node(Generic[H]):
 
     address: Address
     handler: H
-    connection: Connection | None = None
+    connection: TrioConnection | None = None
     map_request: MapRequest = attrs.field(factory=MapRequest)
     is_down: bool = False
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
@@ -234,7 +234,7 @@ class ClusterConnections(Generic[H]):
 
     # For handlers.
 
-    def connected(self, handler: H, connection: Connection) -> None:
+    def connected(self, handler: H, connection: TrioConnection) -> None:
         """A handler's connection has opened the bucket. The handler calls this before it uses
         the connection, once the owner knows the bucket's partitions."""
         self._was_connected = True

@@ -80,7 +80,7 @@ class ClusterOptions:
 class ConnectionHandler(Protocol):
     """Handles what arrives on a connection. Only `wait_for_room` waits."""
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: TrioConnection) -> None:
         """The handshake is done; called before any message is handed on."""
 
     def received(self, message: Message) -> None:
@@ -96,7 +96,7 @@ class ConnectionHandler(Protocol):
         """The connection is over; called once."""
 
 
-class Connection:
+class TrioConnection:
     """A connection on which the handshake is done. `open_connection` makes one.
 
     Attributes:
@@ -266,7 +266,7 @@ async def open_connection(
     options: TrioOptions,
     handler: ConnectionHandler,
     partitions: tuple[PartitionId, ...] = (),
-) -> AsyncIterator[Connection]:
+) -> AsyncIterator[TrioConnection]:
     """A connection to `address`, its bucket opened when the address names one.
 
     Cancelled while it connects, it leaves nothing behind. Leaving the context closes it.
@@ -279,7 +279,7 @@ async def open_connection(
     deadline = trio.current_time() + options.connect_timeout_s
     session = options.session(trio.current_time())
     stream = await _dial(address, options, deadline)
-    connection = Connection(
+    connection = TrioConnection(
         address, stream, session, Handshake(session, address.bucket, partitions), handler
     )
     async with background() as nursery:

@@ -14,7 +14,7 @@ from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import ClusterOptions, Connection
+from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.client.trio.request_channel import PendingReply, RequestChannel
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
@@ -43,7 +43,7 @@ class NodeChannel(RequestChannel):
         self.retry = RetryState(float("inf"), dispatcher.draw)
         self._dispatcher = dispatcher
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: TrioConnection) -> None:
         super().connected(connection)
         self._dispatcher.connected(self, connection)
 
@@ -136,7 +136,7 @@ class RequestDispatcher:
 
     # For the channels.
 
-    def connected(self, channel: NodeChannel, connection: Connection) -> None:
+    def connected(self, channel: NodeChannel, connection: TrioConnection) -> None:
         """A node has opened the bucket."""
         self.partition_count = connection.handshake.partition_count
         self.connections.connected(channel, connection)

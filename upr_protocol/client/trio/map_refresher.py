@@ -18,7 +18,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.metadata import ClusterMetadata
 from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
-from upr_protocol.client.trio.connection import Connection, TrioOptions, open_connection
+from upr_protocol.client.trio.connection import TrioConnection, TrioOptions, open_connection
 from upr_protocol.errors import UprError
 from upr_protocol.wire import GetMap, MapReply, Message
 
@@ -45,7 +45,7 @@ class MapRequest:
     asked_at: float = -math.inf
     is_open: bool = False
 
-    def send(self, connection: Connection, bucket: str, timeout_s: float) -> bool:
+    def send(self, connection: TrioConnection, bucket: str, timeout_s: float) -> bool:
         """Asks, unless the node owes an answer.
 
         Returns:
@@ -81,7 +81,7 @@ class MapConnection:
         self._address = address
         self._options = options
         self._on_map = on_map
-        self._connection: Connection | None = None
+        self._connection: TrioConnection | None = None
         self._request = MapRequest(trio.current_time())
         self._is_over = False
 
@@ -108,7 +108,7 @@ class MapConnection:
             return trio.current_time() < self._request.asked_at + MAP_ANSWER_TIMEOUT_S
         return self._request.send(self._connection, self._address.bucket, MAP_ANSWER_TIMEOUT_S)
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: TrioConnection) -> None:
         self._connection = connection
         self.ask()
 

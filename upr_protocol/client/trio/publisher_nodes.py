@@ -11,7 +11,7 @@ from upr_protocol.client.core.results import is_wrong_node
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import ClusterOptions, Connection
+from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
@@ -34,9 +34,9 @@ class NodePublisher:
         self.retry = retry
         self.batches = nodes.unanswered.new_node()
         self._nodes = nodes
-        self._connection: Connection | None = None
+        self._connection: TrioConnection | None = None
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: TrioConnection) -> None:
         if self._nodes.connected(self, connection):
             self._connection = connection
             self.send()
@@ -142,7 +142,7 @@ class PublisherNodes:
 
     # For the nodes' publishers.
 
-    def connected(self, publisher: NodePublisher, connection: Connection) -> bool:
+    def connected(self, publisher: NodePublisher, connection: TrioConnection) -> bool:
         """A node has opened the bucket; whether it is the same bucket as before."""
         count = connection.handshake.partition_count
         if self.partition_count not in (0, count):

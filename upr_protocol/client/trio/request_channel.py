@@ -13,7 +13,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.calls import Call, checked, over_quota
 from upr_protocol.client.core.changes import Change, ChangeBundle, count_fitting
 from upr_protocol.client.core.results import WriteResult
-from upr_protocol.client.trio.connection import Connection
+from upr_protocol.client.trio.connection import TrioConnection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability
@@ -142,7 +142,7 @@ class RequestChannel:
         self.requests = 0
         self._address = address
         self._credit_timeout_s = credit_timeout_s
-        self._connection: Connection | None = None
+        self._connection: TrioConnection | None = None
         self._replies: dict[int, PendingReply[Any] | PendingBundle] = {}
         self._unsent: dict[tuple[Durability, int], dict[PendingChange, None]] = {}
         """The changes to send, in their order, by their level: a bundle has one. The level whose
@@ -155,7 +155,7 @@ class RequestChannel:
         return len(self._replies)
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> TrioConnection:
         """The connection; the last one when it is lost."""
         assert self._connection is not None
         return self._connection
@@ -167,7 +167,7 @@ class RequestChannel:
 
     # For the connection.
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: TrioConnection) -> None:
         self._connection = connection
 
     def received(self, message: Message) -> None:
@@ -281,7 +281,7 @@ class RequestChannel:
             self._sending -= 1
             self._changed.notify()
 
-    async def _send(self, connection: Connection, call: Call[T]) -> PendingReply[T]:
+    async def _send(self, connection: TrioConnection, call: Call[T]) -> PendingReply[T]:
         await self._await_room(connection)
         opaque = connection.session.new_opaque()
         connection.send(call.request(opaque))
@@ -298,7 +298,7 @@ class RequestChannel:
             lambda: not self._sending and not self._unsent and not self._replies
         )
 
-    async def _await_room(self, connection: Connection) -> None:
+    async def _await_room(self, connection: TrioConnection) -> None:
         await self._changed.wait_until(lambda: connection.failure is not None or self._has_room)
 
     @property

@@ -14,7 +14,7 @@ from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections
-from upr_protocol.client.trio.connection import ClusterOptions, Connection
+from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
@@ -119,7 +119,7 @@ class NodeStreams:
         self._queue = queue
         self._opened = opened
         self._connections = connections
-        self._connection: Connection | None = None
+        self._connection: TrioConnection | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -154,7 +154,7 @@ class NodeStreams:
     # What the connection and `ClusterConnections` call; `ConnectionHandler` and `NodeHandler`
     # document it.
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: TrioConnection) -> None:
         for delivery in self.follower.learn_partitions(connection.handshake):
             self._queue.put(delivery)
         self._connections.connected(self, connection)
