@@ -115,16 +115,20 @@ class PartitionRequestQueue:
         """Whether no request waits."""
         return not self._queues and not self._answer_lock.locked()
 
+    def has_earlier(self, client: QueuedClient) -> bool:
+        """Whether a request of `client` would have to wait behind others."""
+        return client in self._queues or self._answer_lock.locked()
+
     def submit(self, client: QueuedClient, request: PartitionRequest) -> None:
         """Applies `request`: now, or behind those that wait already.
 
         Raises:
             ServerError: It was applied now, and is to be refused.
         """
+        if not self.has_earlier(client) and not request.apply(NOTHING_FETCHED):
+            return
         queue = self._queues.get(client)
         if queue is None:
-            if not self._answer_lock.locked() and not request.apply(NOTHING_FETCHED):
-                return
             queue = self._queues[client] = deque()
             client.start(partial(self._run_requests, client, queue))
         queue.append(request)

@@ -205,6 +205,10 @@ class RequestContext:
         assert self._nursery is not None
         self._nursery.start_soon(task)
 
+    def has_earlier(self, partition: Partition) -> bool:
+        """Whether a request to this partition would have to wait behind others."""
+        return self._queues.of(self.disk, partition).has_earlier(self)
+
     def submit(self, partition: Partition, request: PartitionRequest) -> None:
         """Applies `request` once what it needs from disk is there, in the order of the partition's
         requests."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import trio
 
@@ -107,9 +107,9 @@ class _BundleRequest(OrderedReply):
         "_batches",
         "_context",
         "_counters",
-        "_disk",
         "_error",
         "_failures",
+        "_flusher",
         "_is_wrong_node",
         "_request",
         "_results",
@@ -123,8 +123,8 @@ class _BundleRequest(OrderedReply):
         self._context = context
         self._request = request
         self._batches = batches
-        self._disk = context.disk
-        self._results: list[RunResult] = [RunResult(run.partition) for run in request.bundle.runs]
+        self._flusher = context.disk.flusher
+        self._results: list[RunResult | None] = [None] * len(batches)
         self._unfinished_count = len(batches)
         self._failures: list[tuple[int, int]] = []
         self._counters: list[tuple[int, int]] = []
@@ -158,6 +158,11 @@ class _BundleRequest(OrderedReply):
             # A partition that is not active refuses the run, and notes for its writer that it did.
             if partition.state is PartitionState.ACTIVE:
                 target = durability_target(context, partition, request.durability, request.copies)
+            batch = self._batches[index]
+            if batch.is_plain and not context.has_earlier(partition):
+                # It needs nothing from disk and no second turn, so no request that could wait.
+                self._mutate(index, partition, target, None)
+                return len(batch) + self.run_bytes(index) // BYTES_PER_COST
             run = _RunRequest(self, index, partition, target)
             context.submit(partition, run)
         except ServerError as error:
@@ -165,7 +170,7 @@ class _BundleRequest(OrderedReply):
             return 0
         if run.evaluation is not None:
             return run.evaluation.cost
-        return len(self._batches[index]) + self.run_bytes(index) // BYTES_PER_COST
+        return len(batch) + self.run_bytes(index) // BYTES_PER_COST
 
     def _check_keys(self, index: int, partition: Partition) -> None:
         """Raises `ServerError` when a key does not belong to the run's partition: nobody who asks
@@ -180,14 +185,11 @@ class _BundleRequest(OrderedReply):
     def apply_run(self, run: _RunRequest, fetched: Fetched) -> StillNeeded:
         """Applies one run; or says what it needs first."""
         index, partition = run.index, run.partition
-        batch, flusher = self._batches[index], self._disk.flusher
-        if flusher.full:
-            partition.repeated_batches.note_refused(batch.token)
-            raise ServerError(Status.TEMPORARY_FAILURE, flusher.full)
-        now = self._context.time()
+        batch = self._batches[index]
         if run.evaluation is None:
-            run.evaluation = partition.evaluate(batch, now=now)
+            run.evaluation = partition.evaluate(batch, now=self._context.time())
         if run.evaluation is not None:
+            self._check_disk(index, partition)
             missing = run.evaluation.step(fetched, SLICE_COST)
             if run.evaluation.copied_bytes > EVALUATED_BYTES_MAX:
                 partition.repeated_batches.note_refused(batch.token)
@@ -201,28 +203,49 @@ class _BundleRequest(OrderedReply):
                 # sent behind it must not be applied either.
                 partition.repeated_batches.note_refused(batch.token)
                 return missing or UNFINISHED
-        result = partition.mutate(batch, now=now, evaluation=run.evaluation)
-        if result.status is Status.WRONG_STATE:
-            self.refuse(index, not_active_error(partition))
-        elif result.status is Status.TEMPORARY_FAILURE:
-            sentence = "send the earlier batch of this writer again first"
-            self.refuse(index, ServerError(result.status, sentence))
-        elif result.status is not Status.OK:
-            self.refuse(index, ServerError(result.status, _SENTENCES[result.status]))
-        else:
-            self._await_durability(index, partition, result, run.target)
+        self._mutate(index, partition, run.target, run.evaluation)
         return ()
+
+    def _check_disk(self, index: int, partition: Partition) -> None:
+        """Raises `ServerError` while the disk is full."""
+        if self._flusher.full:
+            partition.repeated_batches.note_refused(self._batches[index].token)
+            raise ServerError(Status.TEMPORARY_FAILURE, self._flusher.full)
+
+    def _mutate(
+        self,
+        index: int,
+        partition: Partition,
+        target: DurabilityTarget,
+        evaluation: Evaluation | None,
+    ) -> None:
+        """Applies one run that needs nothing more."""
+        self._check_disk(index, partition)
+        batch, now = self._batches[index], self._context.time()
+        result = partition.mutate(batch, now=now, evaluation=evaluation)
+        status = result.status
+        if status is Status.OK:
+            self._await_durability(index, partition, result, target)
+        elif status is Status.WRONG_STATE:
+            self.refuse(index, not_active_error(partition))
+        elif status is Status.TEMPORARY_FAILURE:
+            sentence = "send the earlier batch of this writer again first"
+            self.refuse(index, ServerError(status, sentence))
+        else:
+            self.refuse(index, ServerError(status, _SENTENCES[status]))
 
     def _await_durability(
         self, index: int, partition: Partition, result: MutateResult, target: DurabilityTarget
     ) -> None:
+        if target is IN_MEMORY:
+            self._finish(index, result, True, True)
+            return
         # An operation that failed did so because of another change: that must be as durable as what
         # succeeded.
         succeeded = result.last_seq >= result.first_seq
         seq = partition.high_seq if not succeeded or result.repeated else result.last_seq
-        call_when_durable(
-            partial(self._finish, index, result), partition, self._disk.flusher, seq, target
-        )
+        call = partial(self._finish, index, result)
+        call_when_durable(call, partition, self._flusher, seq, target)
 
     def _finish(
         self, index: int, result: MutateResult, is_on_disk: bool, is_replicated: bool
@@ -232,31 +255,29 @@ class _BundleRequest(OrderedReply):
             sentence = "the batch was taken in, but cannot be put on disk now"
             self.refuse(index, ServerError(Status.TEMPORARY_FAILURE, sentence))
             return
-        status = Status.OK if is_replicated else Status.NOT_DURABLE_YET
         low = self._batches[index].low
         if result.failures:
             self._failures += [(low + row, reason) for row, reason in result.failures]
         if result.counters:
             self._counters += [(low + row, value) for row, value in result.counters]
-        partition = self._results[index].partition
-        if result.last_seq >= result.first_seq:
-            run_result = RunResult(
-                partition,
-                status,
+        has_succeeded = result.last_seq >= result.first_seq
+        self._set_result(
+            index,
+            RunResult(
+                self.partitions[index],
+                Status.OK if is_replicated else Status.NOT_DURABLE_YET,
                 result.history_id,
-                result.first_seq,
-                result.last_seq,
-                result.first_cas,
-            )
-        else:
-            run_result = RunResult(partition, status, result.history_id, SeqNo(0), SeqNo(0), Cas(0))
-        self._set_result(index, run_result)
+                result.first_seq if has_succeeded else SeqNo(0),
+                result.last_seq if has_succeeded else SeqNo(0),
+                result.first_cas if has_succeeded else Cas(0),
+            ),
+        )
 
     def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""
         self._is_wrong_node |= error.status is Status.NOT_MY_PARTITION
         self._error = error
-        self._set_result(index, RunResult(self._results[index].partition, error.status))
+        self._set_result(index, RunResult(self.partitions[index], error.status))
 
     def fail(self) -> None:
         """The server failed to apply a run."""
@@ -277,7 +298,7 @@ class _BundleRequest(OrderedReply):
             context.send(
                 MutateReply(
                     context.map_revision if self._is_wrong_node else 0,
-                    tuple(self._results),
+                    tuple(cast("list[RunResult]", self._results)),
                     # Runs may finish in another order than theirs.
                     tuple(sorted(self._failures)),
                     tuple(sorted(self._counters)),
