@@ -12,7 +12,7 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, SeqNo
 
 
-class MutateResult(msgspec.Struct, frozen=True):
+class MutateResult(msgspec.Struct, frozen=True, gc=False):
     """What became of one batch.
 
     A batch is not a transaction: each mutation fails alone, and those that succeed get consecutive

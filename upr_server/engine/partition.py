@@ -222,7 +222,8 @@ class Partition:
             # It may become active again, and the publisher will then send the batch again.
             self.repeated_batches.note_refused(token)
             return self._refusal(Status.WRONG_STATE)
-        high_before = self.snapshots.high
+        snapshots = self.snapshots
+        high_before = snapshots.open.high
         if token is not None:
             answer = self.repeated_batches.answer_unless_new(batch, high_before)
             if answer is not None:
@@ -243,11 +244,12 @@ class Partition:
             if batch.chain or batch.attempt:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
             # Also when every mutation failed: sent again, the batch must fail again.
-            self.repeated_batches.remember(token, result, self.snapshots.high)
-        if self.snapshots.high > high_before:
-            self.snapshots.wake()
+            self.repeated_batches.remember(token, result, snapshots.open.high)
+        if snapshots.open.high > high_before:
+            snapshots.wake()
             if self._on_update is not None:
-                self._on_update(_design_keys(batch, result))
+                may_hold_designs = batch.columns.may_hold_designs
+                self._on_update(_design_keys(batch, result) if may_hold_designs else ())
         return result
 
     def _refusal(self, status: Status) -> MutateResult:
@@ -260,11 +262,12 @@ class Partition:
         return Cas(max(self._last_cas + 1, int(now * _NANOSECONDS)))
 
     def _set_all(self, batch: MutationBatch, now: float) -> MutateResult:
-        first_seq, first_cas = SeqNo(self.snapshots.high + 1), self.next_cas(now)
+        snapshot = self.snapshots.open
+        first_seq, first_cas = SeqNo(snapshot.high + 1), self.next_cas(now)
         columns, low, high = batch.columns, batch.low, batch.high
         count = high - low
         if count:
-            self.snapshots.open.add_rows(columns.chunk, low, high, first_seq, first_cas, self.table)
+            snapshot.add_rows(columns.chunk, low, high, first_seq, first_cas, self.table)
             self._last_cas = first_cas + count - 1
             if columns.may_expire:
                 expiries = columns.chunk.expiries[low:high].tolist()
@@ -547,9 +550,7 @@ def _is_design_key(key: bytes) -> bool:
 
 
 def _design_keys(batch: MutationBatch, result: MutateResult) -> Sequence[bytes]:
-    """The keys of the design documents that a batch has changed. O(1) for most batches."""
-    if not batch.columns.may_hold_designs:
-        return ()
+    """The keys of the design documents that a batch has changed. O(rows)."""
     failed = {index for index, _ in result.failures}
     return [
         key for index, key in enumerate(batch.keys) if _is_design_key(key) and index not in failed

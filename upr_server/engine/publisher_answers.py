@@ -63,7 +63,7 @@ anew."""
 _HIGH: Final = attrgetter("high")
 
 
-class WriterToken(msgspec.Struct, frozen=True):
+class WriterToken(msgspec.Struct, frozen=True, gc=False):
     """One batch's name.
 
     Attributes:
@@ -75,7 +75,7 @@ class WriterToken(msgspec.Struct, frozen=True):
     counter: int
 
 
-class _Change(msgspec.Struct, eq=False):
+class _Change(msgspec.Struct, eq=False, gc=False):
     """One answer that was remembered, or, for the disk, that one was forgotten. Compared and hashed
     by identity, as a token may be remembered again.
 
@@ -83,18 +83,15 @@ class _Change(msgspec.Struct, eq=False):
         token: The batch's name.
         answer: The answer; None for a change that forgets one.
         high: The partition's high number then, which never falls.
+        nbytes: What an answer takes while it is remembered, about.
         is_forgotten: Whether the answer was forgotten since.
     """
 
     token: WriterToken
     answer: bytes | None
     high: int
+    nbytes: int = 0
     is_forgotten: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """What an answer takes while it is remembered, about."""
-        return ANSWER_BYTES + len(self.answer or b"")
 
 
 class _WriterAnswers:
@@ -219,15 +216,17 @@ class PublisherAnswers:
     def take_unsaved(self, through: int) -> dict[WriterToken, bytes | None]:
         """What has changed since the last call, while the partition's high number was at most
         `through`: answers remembered, and None for those forgotten."""
-        taken: dict[WriterToken, bytes | None] = {}
+        answers: dict[WriterToken, bytes | None] = {}
         unsaved = self._unsaved
         if not unsaved:
-            return taken
+            return answers
         freed = 0
-        changes = list(takewhile(lambda change: change.high <= through, unsaved))
-        for change in changes:
-            taken[change.token] = change.answer
-            freed += UNSAVED_BYTES
+        changes: list[_Change] = []
+        for change in unsaved:
+            if change.high > through:
+                break
+            changes.append(change)
+            answers[change.token] = change.answer
             if change.is_forgotten:
                 freed += change.nbytes
                 change.answer = None
@@ -236,8 +235,8 @@ class PublisherAnswers:
         else:
             for change in changes:
                 del unsaved[change]
-        self._count(-freed)
-        return taken
+        self._count(-freed - UNSAVED_BYTES * len(changes))
+        return answers
 
     def remember(self, token: WriterToken, answer: bytes, high: int = 0, attempt: int = 0) -> None:
         """Keeps the answer to a batch that had none. O(1), beside what it forgets.
@@ -255,7 +254,7 @@ class PublisherAnswers:
         else:
             self._writers.move_to_end(token.writer)
         answers.attempt = max(answers.attempt, attempt)
-        change = _Change(token, answer, high)
+        change = _Change(token, answer, high, nbytes)
         by_counter = answers.by_counter
         by_counter[token.counter] = change
         answers.nbytes += nbytes

@@ -47,6 +47,9 @@ EVALUATED_BYTES_MAX: Final = FETCHED_BYTES_MAX
 """What the operations of one run may copy of values that are there. A longer run is refused, whole,
 as if it needed so much from disk."""
 
+_MEMORY: Final = Durability.MEMORY  # an enum's attributes are slow to look up
+_OK: Final = Status.OK
+
 _NO_WRITER: Final = bytes(16)
 
 _SENTENCES: Final = {
@@ -61,7 +64,7 @@ def durability_target(
     context: RequestContext, partition: Partition, durability: Durability, copies: int
 ) -> DurabilityTarget:
     """How durable a change must be; `ServerError` when it never can be."""
-    if durability is Durability.MEMORY:
+    if durability is _MEMORY:
         return IN_MEMORY
     if durability is Durability.PERSISTED:
         return DurabilityTarget(durability)
@@ -152,11 +155,11 @@ class _BundleRequest(OrderedReply):
         """Starts a run; returns what that has cost, in plain rows."""
         context, request = self._context, self._request
         try:
-            partition = context.partition(request.bundle.runs[index].partition)
+            partition = context.partition(self.partitions[index])
             self._check_keys(index, partition)
             target = IN_MEMORY
             # A partition that is not active refuses the run, and notes for its writer that it did.
-            if partition.state is PartitionState.ACTIVE:
+            if request.durability is not _MEMORY and partition.state is PartitionState.ACTIVE:
                 target = durability_target(context, partition, request.durability, request.copies)
             batch = self._batches[index]
             if batch.is_plain and not context.has_earlier(partition):
@@ -224,7 +227,7 @@ class _BundleRequest(OrderedReply):
         batch, now = self._batches[index], self._context.time()
         result = partition.mutate(batch, now=now, evaluation=evaluation)
         status = result.status
-        if status is Status.OK:
+        if status is _OK:
             self._await_durability(index, partition, result, target)
         elif status is Status.WRONG_STATE:
             self.refuse(index, not_active_error(partition))
@@ -265,7 +268,7 @@ class _BundleRequest(OrderedReply):
             index,
             RunResult(
                 self.partitions[index],
-                Status.OK if is_replicated else Status.NOT_DURABLE_YET,
+                _OK if is_replicated else Status.NOT_DURABLE_YET,
                 result.history_id,
                 result.first_seq if has_succeeded else SeqNo(0),
                 result.last_seq if has_succeeded else SeqNo(0),
