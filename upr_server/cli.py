@@ -141,7 +141,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
         _say(f"cannot start: {reason}; look at `ulimit -a`")
         sys.exit(EXIT_FAILED)
     if loss:
-        _say(f"{loss}; what was only in memory is lost, and the log says how much")
+        _say(f"{loss}; data that was only in memory is lost; the log says how much")
         sys.exit(EXIT_UNSAVED)
 
 

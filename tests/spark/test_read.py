@@ -276,8 +276,8 @@ def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: Ne
     [
         ({"maxOffsetPerTrigger": 5}, "there is no option maxoffsetpertrigger; perhaps"),
         ({"stability": "sometimes"}, "the option stability is 'sometimes', and not one of"),
-        ({"partitions": "3-1"}, "what it takes is like 0-3,7"),
-        ({"partitions": "x"}, "what it takes is like 0-3,7"),
+        ({"partitions": "3-1"}, "write it like 0-3,7"),
+        ({"partitions": "x"}, "write it like 0-3,7"),
         ({"startingOffsets": '{"0": -1}'}, "numbers by partition like"),
         ({"endingOffsets": "{"}, "numbers by partition like"),
         ({"leaseSeconds": "0"}, "no whole number from 1 to 86400"),

@@ -531,7 +531,7 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
             (said,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
             assert "stopped on a full disk" in said
             assert "bytes left" in said
-            assert "what was only in memory is lost" in said
+            assert "data that was only in memory is lost" in said
             # The batch that the full disk refused was taken in, and so it is what is lost.
             (loss,) = server.events(LOST)
             assert loss["mutations"] == {BUCKET: 1}

@@ -396,7 +396,7 @@ async def test_a_second_signal_with_unsaved_data_says_so_by_its_exit_code() -> N
         assert await server.wait() == 3
         (event,) = server.events(lost)
         assert event["mutations"] == {BUCKET: 400}
-        assert "what was only in memory is lost" in server.log_text
+        assert "data that was only in memory is lost" in server.log_text
 
 
 @pytest.mark.parametrize("limit", ["-n 12", "-n 15", "-v 100000", "-v 250000"])

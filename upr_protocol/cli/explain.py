@@ -62,7 +62,9 @@ def _read(path: Path) -> tuple[ResumeState, RollbackFloor]:
             return reader.state, reader.floors().get
     state = FileStore(path).load_now()
     if state is None:
-        raise BadInputError(f"there is no file {path}; name the path given to --resume or --state")
+        raise BadInputError(
+            f"the file {path} does not exist; name the path given to --resume or --state"
+        )
     return state, _cannot_undo
 
 

@@ -76,7 +76,7 @@ class PartitionCycle:
     def advance(self) -> PartitionId | CycleCompleted | None:
         """The next turn: a partition, the end of a cycle that sent anything or was the first, or
         None when nothing is ready."""
-        assert self.current is None, "the turn before this one is not finished"
+        assert self.current is None, "the previous partition's turn has not ended"
         ready_ahead = self._ready >> self.next_partition
         if not ready_ahead:
             if self._sent or self.completed == 0:
@@ -97,7 +97,7 @@ class PartitionCycle:
 
     def begin(self) -> None:
         """A snapshot of the current partition begins."""
-        assert self.current is not None, "no partition has the turn"
+        assert self.current is not None, "the cycle is at no partition"
         self._sent = True
 
     def _complete_cycle(self) -> None:
@@ -107,7 +107,7 @@ class PartitionCycle:
 
     def finish(self) -> None:
         """The current partition's snapshot is complete, or it has none."""
-        assert self.current is not None, "no partition has the turn"
+        assert self.current is not None, "the cycle is at no partition"
         self.next_partition = self.current + 1
         self.current = None
 

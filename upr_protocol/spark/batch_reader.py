@@ -135,13 +135,14 @@ def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:
     if error.status is Status.RANGE_GONE:
         return PipelineError(
             "UPR_RANGE_GONE",
-            f"{options.address}: what this DataFrame has read before was compacted meanwhile, and "
-            f"its lease of {options.lease_s} s (leaseSeconds) was over: load it anew, or cache it",
+            f"{options.address}: compaction has removed changes that this DataFrame reads, "
+            f"because its lease of {options.lease_s} s (leaseSeconds) had lapsed: load it "
+            "again, or cache it",
         )
     if error.status is Status.ROLLBACK_NEEDED:
         return PipelineError(
             "UPR_RANGE_GONE",
-            f"{options.address}: deletions behind startingOffsets are forgotten ({error.sentence}):"
-            " read from the beginning",
+            f"{options.address}: the server has removed deletions after startingOffsets "
+            f"({error.sentence}): read from the beginning",
         )
     return explained(error, options.address)

@@ -171,11 +171,11 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._options.fails_on_data_loss:
             raise PipelineError(
                 "UPR_RANGE_GONE",
-                f"{self._options.address}: a batch is to be read again, and some of what it had "
-                f"was compacted since: the query was away for longer than its lease of "
-                f"{self._options.lease_s} s (leaseSeconds). The newest version of every key is "
-                "still there: set failOnDataLoss=false to go on without the older ones, or begin "
-                "with a new checkpoint",
+                f"{self._options.address}: Spark reads a batch again, and compaction has removed "
+                f"some of its changes: the query stood still for longer than its lease of "
+                f"{self._options.lease_s} s (leaseSeconds). The server still has the newest "
+                "version of every key: set failOnDataLoss=false to continue without the older "
+                "ones, or begin with a new checkpoint",
             ) from error
         lease_id = new_lease_id()
         ranges = [(part.partition, part.start, part.end) for part in slices]

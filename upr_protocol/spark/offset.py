@@ -76,7 +76,7 @@ class PartitionOffset:
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no offset of a partition")
+            raise ValueError(f"{text!r} is not an offset of a partition")
         seq = _number(int(match["seq"]))
         start, end, came_from, log = (match[name] for name in ("start", "end", "came_from", "log"))
         entries = [entry.split("@") for entry in log.split(",")] if log else []
@@ -143,7 +143,7 @@ class Offset:
         """The reverse of `to_json`.
 
         Raises:
-            PipelineError: It is no offset of this data source.
+            PipelineError: It is not an offset of this data source.
         """
         try:
             version = document["version"]
@@ -165,8 +165,8 @@ class Offset:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PipelineError(
                 "UPR_OFFSET",
-                f"the checkpoint holds an offset that is none of this data source ({error!r}): was "
-                "it made by another one? Begin with a new checkpoint",
+                f"the checkpoint holds an offset of another data source ({error!r}). "
+                "Begin with a new checkpoint",
             ) from error
 
 
@@ -185,5 +185,5 @@ def _partitions_of_json(
 
 def _number(value: Any) -> SeqNo:
     if not isinstance(value, int) or not 0 <= value <= SEQ_MAX:
-        raise ValueError(f"{value!r} is no 64-bit number")
+        raise ValueError(f"{value!r} is not a 64-bit number")
     return SeqNo(value)

@@ -100,11 +100,13 @@ class ReadOptions:
             deduplicate = options.flag("deduplicate", default=False)
             end = _offsets(options, "endingOffsets", "latest", ("latest",))
             if streaming is False and start == "latest":
-                raise OptionError("the option startingOffsets is latest: a read would find nothing")
+                raise OptionError(
+                    "the option startingOffsets is latest: a read would return nothing"
+                )
         if not durable and max_bytes is not None:
             raise OptionError(
-                "the option maxBytesPerTrigger needs stability=durable: nobody says how large is "
-                "what is in memory. Take maxOffsetsPerTrigger"
+                "the option maxBytesPerTrigger needs stability=durable: the server does not report "
+                "the size of data in memory. Use maxOffsetsPerTrigger"
             )
         options.finish()
         return cls(
@@ -137,7 +139,7 @@ def _partitions(text: str) -> tuple[int, ...]:
         except ValueError:
             first, last = 1, 0
         if not 0 <= first <= last < PARTITIONS_END:
-            raise OptionError(f"the option partitions is {text!r}; what it takes is like 0-3,7")
+            raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
         partitions.update(range(first, last + 1))
     return tuple(sorted(partitions))
 
@@ -158,7 +160,7 @@ def _offsets(
         0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX for partition, seq in numbers.items()
     ):
         raise OptionError(
-            f"the option {name} is {text!r}; what it takes is {', '.join(words)}, or numbers by "
-            'partition like {"0": 17, "3": 4}'
+            f"the option {name} is {text!r}; use {', '.join(words)}, or numbers by partition "
+            'like {"0": 17, "3": 4}'
         )
     return numbers

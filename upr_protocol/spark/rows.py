@@ -174,7 +174,7 @@ def _operations(
     problems.add(
         word_index == len(WORDS),
         Status.BAD_ARGUMENT,
-        f"the operation is none of {', '.join(WORDS)}",
+        f"unknown operation; use one of {', '.join(WORDS)}",
     )
     code_of_word = np.array([*WORDS.values(), Operation.SET], np.uint8)
     codes: NDArray[np.uint8] = code_of_word[word_index]

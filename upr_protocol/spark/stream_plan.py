@@ -172,8 +172,8 @@ class StreamPlan:
             if not self._marks_rollback:
                 raise PipelineError(
                     "UPR_RANGE_GONE",
-                    f"the stream was away for so long that deletions behind {offset.seq} in "
-                    f"partition {partition} are forgotten, up to {infos[partition].purge_seq}: "
+                    f"the stream stood still for too long: the server has removed deletions "
+                    f"from {offset.seq} to {infos[partition].purge_seq} in partition {partition}: "
                     "begin with a new checkpoint and an empty sink, or stream with "
                     "onRollback=marker into a sink that can undo",
                 )
@@ -387,8 +387,8 @@ def check_named(
     for partition in seqs:
         if partition not in rows:
             raise OptionError(
-                f"the option {option} names partition {partition}, which is none of those that are "
-                f"read: {min(rows)} to {max(rows)}"
+                f"the option {option} names partition {partition}; the partitions read are "
+                f"{min(rows)} to {max(rows)}"
             )
 
 

@@ -305,7 +305,7 @@ def parse_columns(option: str, text: str) -> list[ColumnPath]:
             break
     if parsed_chars != len(text) or names or not paths:
         raise OptionError(
-            f"the option {option} is {text!r}; what it takes is like a, b.c, `name with . or ,`"
+            f"the option {option} is {text!r}; write it like a, b.c, `name with . or ,`"
         )
     return paths
 

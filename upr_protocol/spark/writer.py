@@ -185,7 +185,7 @@ class BatchWriter(DataSourceArrowWriter):
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """A task failed for good: says how much others wrote, which stays."""
         _log.warning(
-            "a write to %s failed; what was written stays: %s",
+            "a write to %s failed; rows already written stay: %s",
             self._options.address,
             WriteCounts.sum(messages),
         )
@@ -250,4 +250,4 @@ class StreamWriter(DataSourceStreamArrowWriter):
     ) -> None:
         """A task of a batch failed for good: says how much others wrote, which stays."""
         counts = WriteCounts.sum(messages)
-        _log.warning("batch %d failed; what was written stays: %s", batchId, counts)
+        _log.warning("batch %d failed; rows already written stay: %s", batchId, counts)

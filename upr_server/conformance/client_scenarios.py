@@ -606,25 +606,25 @@ CLIENT_SCENARIOS: Final[Mapping[str, ClientScenario]] = {
         _has(4, 8, position=8),
     ),
     "replaced": ClientScenario(
-        "goes on where it stands when a second PartitionStart replaces the first",
+        "continues at its position when a second PartitionStart replaces the first",
         _consume(7),
         _play_replaced,
         _has(1, 2, 4, 6, 7, position=7),
     ),
     "ended-early": ClientScenario(
-        "asks again when a stream ends early, for what it does not have",
+        "asks again for the rest when a stream ends early",
         _consume(3),
         _play_ended_early,
         _has(1, 2, 3, position=3),
     ),
     "damaged": ClientScenario(
-        "takes nothing from a damaged frame, and comes again over another connection",
+        "uses nothing from a damaged frame, and connects again",
         _consume(2),
         _play_damaged,
         _has(1, 2, position=2),
     ),
     "silence": ClientScenario(
-        "says Noop when it has nothing to say for the idle interval of 1 s",
+        "sends Noop when it has sent nothing for the idle interval of 1 s",
         _consume(1, idle_interval_s=1),
         _play_silence,
         _has(1, position=1),
@@ -654,7 +654,7 @@ CLIENT_SCENARIOS: Final[Mapping[str, ClientScenario]] = {
         _check_sets,
     ),
     "failed-rows": ClientScenario(
-        "tells rows that failed alone from the others, and gets new values of counters",
+        "tells failed rows from the others, and reads the new values of counters",
         _publish(("ADD", "a", "1"), ("INCREMENT", "n", "5"), ("SET", "b", "2")),
         _play_failed_rows,
         _check_failed_rows,

@@ -181,7 +181,7 @@ async def publish_and_stream(server: ServerUnderTest) -> None:
         await client.send(Go())
         contents, seq = await read_stream(client)
     expected = {key: key for key in keys[1:]} | {TEXT_KEY: b"text"}
-    check(contents == expected, "the stream does not come to what was published")
+    check(contents == expected, "the stream does not reach the published changes")
     check(seq >= last.runs[0].last_seq, "the stream ended before its end")
 
 
@@ -191,7 +191,7 @@ async def end_at_the_position(server: ServerUnderTest) -> None:
         log, seq = client.logs[0].log, client.logs[0].high_seq
         reply = await stream(client, Position(log, seq, seq, None), seq)
         check((reply.status, reply.seq) == (Status.OK, seq), "the stream was not accepted")
-        check(reply.log == log, "the reply has another log than Open told")
+        check(reply.log == log, "the log in the reply differs from the log in OpenReply")
         end = await client.expect(StreamEnd)
         check(end.status == Status.END_REACHED, f"the stream ended with status {end.status}")
 

@@ -255,7 +255,7 @@ def _cases() -> list[WrongInput]:
     case("its checksum", damaged, closed, Status.BAD_CHECKSUM)
     body = b"".join(map(bytes, _HELLO.body()))
     case("it ends inside a field", frame_of(Hello, body[:16], opaque=0), closed, Status.MALFORMED)
-    case("8 bytes behind the fields", frame_of(Hello, body + bytes(8)), closed, Status.MALFORMED)
+    case("8 bytes after the fields", frame_of(Hello, body + bytes(8)), closed, Status.MALFORMED)
     case("padding that is not zeros", frame_of(Hello, body + b"x"), closed, Status.MALFORMED)
     not_utf8 = body[:-1] + b"\xff"
     case("a text that is not UTF-8", frame_of(Hello, not_utf8), closed, Status.MALFORMED)
@@ -345,7 +345,7 @@ def _add_publishing(topic: Topic) -> None:
     closed, refused, failed = Outcome.CLOSED, Outcome.REFUSED, Outcome.ROW_FAILED
     case = topic("a bundle", Progress.OPENED)
     case("sent with no credit", None, closed, Status.FLOW_CONTROL)
-    case("a durability that there is not", _wrong_durability(), closed, Status.MALFORMED)
+    case("an unknown durability", _wrong_durability(), closed, Status.MALFORMED)
     case("no run", _bundle([], bytes(plain_chunk([], []))), closed, Status.MALFORMED)
     case("a run without rows", _bundle([(0, 1), (1, 0)]), closed, Status.MALFORMED)
     case("runs that are not in order", _bundle([(1, 1), (0, 1)]), closed, Status.MALFORMED)
@@ -418,7 +418,7 @@ def _add_publishing(topic: Topic) -> None:
         Status.NOT_FOUND,
     )
     text = Mutation(Operation.INCREMENT, TEXT_KEY, CounterDelta(1).encode())
-    case("`INCREMENT` of what is not a number", _mutate(text), failed, Status.NOT_A_NUMBER)
+    case("`INCREMENT` of a value that is not a number", _mutate(text), failed, Status.NOT_A_NUMBER)
     stale = Mutation(Operation.SET, TEXT_KEY, b"", cas=Cas(7))
     case("another CAS than the item's", _mutate(stale), failed, Status.CAS_MISMATCH)
 
@@ -488,12 +488,17 @@ def _add_requests(topic: Topic) -> None:
     case("1,025 partitions", CreateBucket("other", 1025, opaque=OPAQUE), refused, bad)
     case("a quota of 1 byte", CreateBucket("other", 1, 1, opaque=OPAQUE), refused, bad)
     no_bucket = Status.NO_BUCKET
-    case("`DeleteBucket` of none", DeleteBucket("nowhere", opaque=OPAQUE), refused, no_bucket)
-    case("`Stats` of none", Stats("nowhere", opaque=OPAQUE), refused, no_bucket)
-    case("`GetMap` of none", GetMap("nowhere", opaque=OPAQUE), refused, no_bucket)
+    case(
+        "`DeleteBucket` of an unknown bucket",
+        DeleteBucket("nowhere", opaque=OPAQUE),
+        refused,
+        no_bucket,
+    )
+    case("`Stats` of an unknown bucket", Stats("nowhere", opaque=OPAQUE), refused, no_bucket)
+    case("`GetMap` of an unknown bucket", GetMap("nowhere", opaque=OPAQUE), refused, no_bucket)
     case("`Join` with an address that does not answer", None, refused, bad)
     case = topic("buckets and maps", Progress.OPENED)
-    case("`SetMap` of what is not a map", SetMap(0, "{}", opaque=OPAQUE), refused, bad)
+    case("`SetMap` of bytes that are not a map", SetMap(0, "{}", opaque=OPAQUE), refused, bad)
     case("`SetMap` in place of another revision", None, refused, Status.REVISION_CONFLICT)
 
     case = topic("`NextEvents`", Progress.GREETED)

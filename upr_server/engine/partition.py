@@ -238,7 +238,7 @@ class Partition:
             if evaluation is None:
                 evaluation = Evaluation(batch, self, self._lookup, now)
                 missing = evaluation.step(fetched)
-                assert not missing, "the caller must ask first what is missing"
+                assert not missing, "the caller must first ask which keys are missing"
             result = self._store_all(evaluation)
         if token is not None:
             if batch.chain or batch.attempt:
@@ -497,7 +497,7 @@ class Partition:
                 continue
             row = self._lookup.find(key, now, fetched)
             if row is NOT_FETCHED:
-                assert len(builder), "the caller must ask first what is missing"
+                assert len(builder), "the caller must first ask which keys are missing"
                 break
             bytes_left -= ROW_BYTES_MAX + len(key) + (0 if row is None else len(row.value))
             if bytes_left < 0 and len(builder):

@@ -43,7 +43,11 @@ and would wait for the default, 5 ms, each time that the loop has something to d
     metavar="DIR",
     help="Where indexes are kept; made when missing.  [default: the platform's data directory]",
 )
-@click.option("--pool-bytes", type=int, help="Memory for what waits.  [default: 30 % of all]")
+@click.option(
+    "--pool-bytes",
+    type=int,
+    help="Memory for changes that wait to be indexed.  [default: 30 % of all]",
+)
 @click.option("--queues", type=int, help="Among how many queues partitions are divided.")
 @click.option("--undo-mutations", type=int, help="How many mutations can be undone.")
 @click.option("--log-level", help="debug, info, warning or error.")

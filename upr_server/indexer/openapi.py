@@ -71,7 +71,7 @@ def openapi() -> dict[str, Any]:
     index = _parameters("design", "index")
     paths = {
         "/v1/status": {"get": operation("How the indexer does", anything)},
-        "/v1/designs": {"get": operation("The design documents, and what is wrong", anything)},
+        "/v1/designs": {"get": operation("The design documents, and their mistakes", anything)},
         "/v1/designs/{design}": {
             "parameters": _parameters("design"),
             "put": operation(

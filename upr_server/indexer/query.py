@@ -110,7 +110,9 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             QueryError: A count has a limit, or `at_least` names no changes.
         """
         if self.count and self.limit is not None:
-            raise QueryError("limit", "a count has no limit; leave out one of the two")
+            raise QueryError(
+                "limit", "`count` and `limit` exclude each other; leave out one of them"
+            )
         if self.consistency == "at_least" and not self.written:
             raise QueryError(
                 "written", "consistency `at_least` needs at least one change; name it, or ask `any`"

@@ -163,7 +163,7 @@ class Scanner:
                 return await self._scan(index, query, key_range, writes)
         assert scope.cancelled_caught
         raise NotFreshError(
-            f"the index {index.name} is still behind after {query.timeout_s:g} s; ask again, or "
+            f"the index {index.name} has not caught up after {query.timeout_s:g} s; ask again, or "
             "with a higher timeout_s"
         )
 

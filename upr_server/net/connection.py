@@ -335,7 +335,7 @@ class AcceptedConnection:
                 peer=self.peer,
                 identity=session.client_identity,
             )
-            session.fail(Status.IDLE, "nothing was heard for two idle intervals")
+            session.fail(Status.IDLE, "the peer sent nothing for two idle intervals")
 
     # The end.
 

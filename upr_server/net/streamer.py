@@ -290,9 +290,7 @@ class Streamer:
             first = stream.reader.next()
             if isinstance(first, Chunk) and first.end == start.end:
                 end = stream.reader.next()
-                assert isinstance(end, SnapshotEndItem), (
-                    "nothing comes behind a snapshot's last chunk"
-                )
+                assert isinstance(end, SnapshotEndItem), "nothing follows a snapshot's last chunk"
                 session.send(PartitionSnapshot(first, partition=partition.id, opaque=stream.opaque))
                 self._has_ended(stream, end.end)
                 return True

@@ -31,7 +31,7 @@ _KINDS_MAX: Final = 1000
 """Kinds that are counted; texts of libraries may have numbers in them."""
 
 _LEFT_OUT: Final = "log lines of a kind left out"
-_DROPPED: Final = "log lines dropped; nobody reads them quickly enough"
+_DROPPED: Final = "log lines dropped; standard error is read too slowly"
 
 
 class LogWriter(logging.Handler):

@@ -432,7 +432,7 @@ class ChunkLog:
                 mutations_max -= chunk.count
                 if after >= through or bytes_max <= 0 or mutations_max <= 0:
                     return chunks
-        raise CorruptionError(f"the log of partition {partition} has no chunk behind {after}")
+        raise CorruptionError(f"the log of partition {partition} has no chunk after {after}")
 
     def find(self, partition: int, seqs: Sequence[int], bytes_max: int) -> list[Mutation]:
         """The mutations with these sequence numbers, in the same order. Each chunk is checked once.

@@ -237,7 +237,7 @@ async def test_nothing_is_written_outside_of_a_transaction(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     server.put(b"k", b"v")
-    with pytest.raises(LocalCopyWriteError, match="the transaction is gone"):  # noqa: PT012
+    with pytest.raises(LocalCopyWriteError, match="the transaction has ended"):  # noqa: PT012
         async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
             await until_completed(copy)
             copy._file._database.execute("ROLLBACK")

@@ -255,7 +255,7 @@ def test_a_dump_goes_on_behind_a_truncated_part(data: Path) -> None:
 
 def test_a_chunk_that_is_missing_is_noticed(data: Path) -> None:
     change(data, "log", lambda transaction: transaction.delete(first(transaction, CHUNK)[0]))
-    assert (0, "the log has nothing from 0 to ") in [(p, w[:30]) for p, w in problems_in(data)]
+    assert (0, "the log has no chunks from 0 to ") in [(p, w[:32]) for p, w in problems_in(data)]
 
 
 def test_the_last_chunk_missing_is_noticed(data: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
     change(data, "index", lambda transaction: transaction.put(key, KeyIndexEntry(5, 0).pack(key)))
     problems = [what for _, what in problems_in(data)]
     assert any(
-        what.startswith("the log has nothing of the key 'never written'") for what in problems
+        what.startswith("the log has no mutation of the key 'never written'") for what in problems
     )
     assert any("items, and should have" in what for what in problems)
 

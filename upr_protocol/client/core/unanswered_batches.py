@@ -519,7 +519,7 @@ class NodeBatches:
             bounds = list(accumulate((batch.chunk.count for batch in batches), initial=0))
             answers = split_reply(message, list(map(_partition_of, batches)), bounds)
         else:
-            assert isinstance(message, Refusal), "the session lets nothing else answer a Mutate"
+            assert isinstance(message, Refusal), "the session accepts no other answer to a Mutate"
             answers = [(status_of(message.status), _NO_RESULT)] * len(batches)
         del self._bundles[message.opaque]
         # The answer may tell of a batch that was meanwhile sent again, in another bundle.

@@ -87,7 +87,7 @@ def write_error(directory: Path, error: sqlite3.Error) -> LocalCopyWriteError:
     """The error for a disk that is full, or fails."""
     return LocalCopyWriteError(
         f"{directory}: {error}; check that the disk has room and is writable, then start again: "
-        "the copy goes on from the last commit"
+        "the copy continues from the last commit"
     )
 
 

@@ -138,14 +138,14 @@ class LocalCopyFile:
     def _guard(self, function: Callable[..., T], *args: object) -> T:
         if self.broken:
             raise LocalCopyWriteError(
-                f"{self._directory} could not be written before; start again to go on from the "
-                "last commit"
+                f"{self._directory} could not be written before; start again to continue from "
+                "the last commit"
             )
         try:
             # SQLite ends the transaction after some failures. Without one every statement would
             # commit on its own, and items would be apart from their positions.
             if not self._database.in_transaction:
-                raise sqlite3.OperationalError("the transaction is gone")
+                raise sqlite3.OperationalError("the transaction has ended")
             return function(*args)
         except sqlite3.Error as error:
             self._break()

@@ -99,5 +99,5 @@ def choose_partitions(survey: Survey, partitions: Iterable[int], all_of: str) ->
         if last_active_of(assignment) == all_of
     ]
     if not partition_ids:
-        raise NotDoneError(f"{all_of} is not active for any partition: there is nothing to do")
+        raise NotDoneError(f"{all_of} is not active for any partition; nothing to do")
     return partition_ids

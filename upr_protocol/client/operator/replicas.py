@@ -149,7 +149,7 @@ def _check_new_replica(
     if not address and node not in base.nodes:
         raise NotDoneError(f"the map does not name {node}: write {node}=HOST:PORT")
     if source and source not in base.nodes:
-        raise NotDoneError(f"there is no node {source!r} to follow")
+        raise NotDoneError(f"unknown node {source!r}: it cannot be followed")
     survey.require_answer(node)
     if survey.nodes[node].partitions and survey.nodes[node].map is None:
         raise NotDoneError(

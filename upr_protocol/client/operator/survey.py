@@ -106,7 +106,7 @@ class Survey:
         """Raises `NotDoneError` if the map does not name a node."""
         if name not in self.map.nodes:
             names = ", ".join(sorted(self.map.nodes))
-            raise NotDoneError(f"there is no node {name!r}; the nodes are {names}")
+            raise NotDoneError(f"unknown node {name!r}; the nodes are {names}")
 
     def require_answer(self, name: str) -> None:
         """Raises `NotDoneError` if a node does not answer."""

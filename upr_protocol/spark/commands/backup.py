@@ -16,9 +16,9 @@ from upr_protocol.spark.recipes import backup, command
 def arguments() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
-        "Adds an increment to a backup: every change since the last one. It ends with code 1 and "
-        "UPR_ROLLBACK or UPR_RANGE_GONE when the bucket has lost what the backup has: begin a new "
-        "one in another folder then."
+        "Adds an increment to a backup: every change since the last one. If the bucket no "
+        "longer has changes that the backup has, it ends with code 1 and UPR_ROLLBACK or "
+        "UPR_RANGE_GONE: then begin a new backup in another folder."
     )
     parser.add_argument("url", help="upr://host:port/bucket")
     parser.add_argument("folder", help="the backup's folder; made with the first increment")

@@ -40,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
         "JSON object (default: %(default)s)",
     )
     parser.add_argument(
-        "--dead-letters", metavar="FOLDER", help="put rows that are refused there, and go on"
+        "--dead-letters", metavar="FOLDER", help="write refused rows there, and continue"
     )
     return parser
 

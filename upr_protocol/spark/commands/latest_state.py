@@ -17,8 +17,8 @@ from upr_protocol.spark.recipes import command, keep_latest_state
 def arguments() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
-        "Keeps a Delta table that holds what a bucket holds, until it is stopped. It may be "
-        "started again, and goes on where it was."
+        "Keeps a Delta table equal to a bucket until it is stopped. A restart continues at the "
+        "checkpoint."
     )
     parser.add_argument("url", help="upr://host:port/bucket")
     parser.add_argument("table", help="the folder of the table; made when it is missing")

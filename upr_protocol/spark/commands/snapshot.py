@@ -16,8 +16,8 @@ from upr_protocol.spark.recipes import command, snapshot
 def arguments() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
-        "Writes what a bucket holds at one moment to a folder: data/*.parquet, and manifest.json, "
-        "which is written last. A folder without it is no whole snapshot."
+        "Writes the contents of a bucket at one moment to a folder: data/*.parquet, and "
+        "manifest.json last. A folder without manifest.json is incomplete."
     )
     parser.add_argument("url", help="upr://host:port/bucket")
     parser.add_argument("folder", help="a folder that is empty or not there")

@@ -152,7 +152,7 @@ def _starts(last: Manifest, infos: Infos) -> Mapping[PartitionId, SeqNo]:
         raise PipelineError(
             "UPR_ROLLBACK",
             f"the bucket has {len(infos)} partitions, and had {last.partition_count} at the last "
-            f"increment: it is another one. {anew}",
+            f"increment: it is another bucket. {anew}",
         )
     for partition, info in infos.items():
         part = last.partitions[str(partition)]

@@ -99,8 +99,8 @@ def consistent_cut(
         if error.status is Status.ROLLBACK_NEEDED:
             raise PipelineError(
                 "UPR_RANGE_GONE",
-                f"{url}: deletions behind the start are forgotten ({error.sentence}): begin anew, "
-                "with all that there is",
+                f"{url}: the server has removed deletions after the start ({error.sentence}): "
+                "begin again from the beginning",
             ) from error
         raise explained(error, read_options.address) from error
     finally:

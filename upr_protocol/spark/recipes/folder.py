@@ -28,8 +28,8 @@ def plain_path(text: str | os.PathLike[str]) -> Path:
     parts = urlsplit(os.fspath(text))
     if parts.scheme not in ("", "file"):
         raise OptionError(
-            f"{os.fspath(text)!r} is no folder that every executor reaches by a plain path: name "
-            "one, as of a batch_ends file system, and copy it elsewhere when it is whole"
+            f"{os.fspath(text)!r} is not a plain path that every executor reaches: name a folder "
+            "of a shared file system, and copy it elsewhere when it is complete"
         )
     return Path(unquote(parts.path) if parts.scheme else os.fspath(text)).absolute()
 

@@ -267,7 +267,7 @@ def keep_latest_state(
 def _query_id(batch: DataFrame) -> str:
     query_id = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
     if not query_id:
-        raise OptionError("there is no streaming query to take the ID from: give app_id")
+        raise OptionError("no streaming query has an ID to take: pass app_id")
     return f"upr:{query_id}"
 
 

@@ -97,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except FileNotFoundError:
             raise PipelineError(
                 "UPR_FOLDER",
-                f"{folder} has no {MANIFEST}: it was never finished, or is something else",
+                f"{folder} has no {MANIFEST}: it is incomplete, or something else",
             ) from None
         try:
             manifest = msgspec.json.decode(text, type=cls)

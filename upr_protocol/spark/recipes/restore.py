@@ -92,7 +92,7 @@ def restore(
         if through is not None:
             if not 0 <= through < len(increments):
                 raise OptionError(
-                    f"there is no increment {through}; the last is {len(increments) - 1}"
+                    f"increment {through} does not exist; the last is {len(increments) - 1}"
                 )
             increments = increments[: through + 1]
         if not may_have_contents:

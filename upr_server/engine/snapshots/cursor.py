@@ -170,7 +170,7 @@ class Cursor:
         if not self._is_reading:
             return self._begin() if self._state is _LISTED else self._backfill_needed()
         snapshot = self.entry.snapshot
-        assert isinstance(snapshot, ClosedSnapshot), "what is read is closed"
+        assert isinstance(snapshot, ClosedSnapshot), "only closed snapshots are read"
         if self._index == len(snapshot):
             if self.seq == self._end:
                 return self._finish()

@@ -217,7 +217,9 @@ class DocumentList:
             array_index = bisect_left(arrays, seq, array_index, key=_LAST)
             array = arrays[array_index]
             skip = array.skip
-            assert skip is not None, "what the shared flags do not cover has flags of its own"
+            assert skip is not None, (
+                "rows that the shared flags do not cover have flags of their own"
+            )
             index = array.index(seq)
             assert not skip[index], "superseded twice"
             skip[index] = 1
@@ -426,7 +428,7 @@ class DocumentList:
                 inside = sum(skip_flags.flags[n - skip_flags.base] for n in array.seqs())
                 assert outside == inside, "a flag that is for no document"
         if skip_flags:
-            assert any(array.skip is None for array in self._arrays), "skip flags for nothing"
+            assert any(array.skip is None for array in self._arrays), "skip flags that cover no row"
         if self._filling is not None:
             assert self._filling is self._arrays[-1]
             assert self._filling.count, "an empty array stayed"

@@ -130,7 +130,7 @@ def check_entries(
             key = entry_key[INDEX_KEY_PREFIX:]
             is_purged = entry.is_tombstone and entry.seq <= purge_seq
             if key not in newest and not is_purged:
-                text = f"the log has nothing of the key {_shown(key)}"
+                text = f"the log has no mutation of the key {_shown(key)}"
                 yield Damage(text, partition, in_index=True)
     yield Progress(keys=len(newest))
     if items != watermark.items:

@@ -92,7 +92,7 @@ def _check_partition_record(transaction: ReadTransaction, partition: int) -> int
     log = FailoverLog.of(record.failover_log)
     partial = record.partial
     if partial is not None and not record.high < partial.received <= partial.end:
-        raise ValueError(f"it cannot have {partial} behind {record.high}")
+        raise ValueError(f"it cannot have {partial} after {record.high}")
     # A replica knows its master's log before it has the data that the log tells of.
     is_replica = record.state == PartitionState.REPLICA
     if log.entries and log.entries[0].seq > record.high and not is_replica:
@@ -220,7 +220,7 @@ class PartitionLogCheck:
                     yield self._damage(str(error))
                     continue
                 if chunk.start != end:
-                    yield self._damage(f"the log has nothing from {end} to {chunk.start}")
+                    yield self._damage(f"the log has no chunks from {end} to {chunk.start}")
                 end = chunk.end
                 self._add(chunk, watermark)
                 if read.chunk_bytes >= _PROGRESS_BYTES:

@@ -80,7 +80,7 @@ class Dump:
                 yield self._left_out(partition, chunk)
                 continue
             if chunk.start != end:
-                text = f"the log has nothing from {end} to {chunk.start}"
+                text = f"the log has no chunks from {end} to {chunk.start}"
                 yield self._left_out(partition, text)
             end = chunk.end
             newest.update(zip(chunk.keys(), chunk.seqs.tolist(), strict=True))

@@ -35,7 +35,7 @@ def walk_map(
     scanned_count = 0
     for key, value in transaction.scan(b"", KEYS_END):
         if previous is not None and key <= previous:
-            text = f"the {name} has {_record(key)} behind {_record(previous)}"
+            text = f"the {name} has {_record(key)} after {_record(previous)}"
             yield Damage(text, in_index=in_index)
         previous = key
         looked_up = transaction.get(key)
