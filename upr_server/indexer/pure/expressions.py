@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import jmespath
@@ -10,6 +11,7 @@ from jmespath import exceptions, functions
 
 from upr_protocol.errors import UprError
 from upr_server.indexer.pure.interpreter import WORK_MAX, BoundedInterpreter, CostlyError
+from upr_server.indexer.pure.paths import Lookup, plain_lookup
 
 
 class ExpressionError(UprError, ValueError):
@@ -19,11 +21,11 @@ class ExpressionError(UprError, ValueError):
 class _Functions(functions.Functions):  # type: ignore[misc]
     """JMESPath's functions, and `document_key()`. jmespath publishes no types."""
 
-    key = ""
+    key = b""
 
     @functions.signature()  # type: ignore[untyped-decorator]
     def _func_document_key(self) -> str:
-        return self.key
+        return self.key.decode(errors="surrogateescape")
 
 
 class Expressions:
@@ -39,9 +41,22 @@ class Expressions:
     def __init__(self, *texts: str) -> None:
         self._functions = _Functions()
         self._interpreter = BoundedInterpreter(jmespath.Options(custom_functions=self._functions))
-        self._parsed = [check(text) for text in texts]
+        self._lookups = [self._lookup(check(text)) for text in texts]
 
-    def values(self, key: str, document: object) -> list[Any]:
+    def _lookup(self, tree: Any) -> Lookup:
+        return plain_lookup(tree) or partial(self._interpret, tree)
+
+    def _interpret(self, tree: Any, document: object) -> Any:
+        try:
+            return self._interpreter.visit(tree, document)
+        except CostlyError:
+            raise
+        except Exception:  # noqa: BLE001
+            # Not only JMESPathError: jmespath passes on what Python raises for a number in a
+            # string, for strings compared with numbers, for infinity made an integer.
+            return None
+
+    def values(self, key: bytes, document: object) -> list[Any]:
         """The expressions' values for `document`; None where the document lacks what an expression
         asks for, or has it in a type that the expression cannot use. To walk through all of them
         costs no more than is left of `WORK_MAX`.
@@ -50,19 +65,9 @@ class Expressions:
             CostlyError: They cost more than they may for one document.
         """
         self._functions.key = key
-        interpreter = self._interpreter
-        interpreter.work_left = WORK_MAX
-        values = []
-        for parsed in self._parsed:
-            try:
-                values.append(interpreter.visit(parsed, document))
-            except CostlyError:
-                raise
-            except Exception:  # noqa: BLE001
-                # Not only JMESPathError: jmespath passes on what Python raises for a number in a
-                # string, for strings compared with numbers, for infinity made an integer.
-                values.append(None)
-        interpreter.charge_value(values)
+        self._interpreter.work_left = WORK_MAX
+        values = [lookup(document) for lookup in self._lookups]
+        self._interpreter.charge_values(values)
         return values
 
 

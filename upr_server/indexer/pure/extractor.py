@@ -71,7 +71,7 @@ class Extractor:
         if document is NOT_JSON or key.startswith(DESIGN_PREFIX) or self.failure:
             return None
         try:
-            values = self._expressions.values(key.decode(errors="surrogateescape"), document)
+            values = self._expressions.values(key, document)
         except CostlyError as error:
             self._note_costly(str(error))
             return None

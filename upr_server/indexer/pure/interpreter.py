@@ -70,6 +70,18 @@ class BoundedInterpreter(visitor.TreeInterpreter):  # type: ignore[misc]
                 break
         self.charge(work + len(values))
 
+    def charge_values(self, values: list[Any]) -> None:
+        """Counts `values` and everything in them; see `charge_value`. O(values) if they are neither
+        arrays nor objects, as most keys are."""
+        work = 1 + len(values)
+        for value in values:
+            if isinstance(value, str):
+                work += len(value) // _CHARACTERS
+            elif isinstance(value, list | dict):
+                self.charge_value(values)
+                return
+        self.charge(work)
+
     def visit(self, node: Any, *arguments: Any, **options: Any) -> Any:
         """Takes one step."""
         self.work_left -= 1
