@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,58 @@ async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
     assert again.keys.floors() == {PartitionId(2): 7}
     with pytest.raises(ChecksummedFileError, match="of the bucket 'b', not of 'other'"):
         ReceivedKeysFile(path, "other")
+
+
+async def test_buffered_keys_are_written_with_one_record(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    file = ReceivedKeysFile(path, "b", is_buffered=True)
+    length = path.stat().st_size
+    for number in range(1, 4):
+        await file.receive(PartitionId(number), [(b"k", SeqNo(number), HistoryId(1))])
+    assert path.stat().st_size == length
+    assert len(file.keys) == 3
+    file.flush()
+    written = path.stat().st_size
+    assert written > length
+    file.flush()
+    assert path.stat().st_size == written
+    # What comes later than buffered keys is written after them.
+    await file.receive(P, [(b"k", SeqNo(5), HistoryId(1))])
+    await file.confirm_rollback(P, None)
+    await file.receive(PartitionId(9), [(b"k", SeqNo(9), HistoryId(1))])
+    file.close()
+    again = ReceivedKeysFile(path, "b")
+    again.close()
+    expected = [
+        (PartitionId(n), b"k", ReceivedVersion(SeqNo(n), HistoryId(1))) for n in (1, 2, 3, 9)
+    ]
+    assert list(again.keys.versions()) == [each for each in expected if each[0] != P]
+    # A crash leaves all of a record or none of it.
+    data = path.read_bytes()
+    path.write_bytes(data[: written - 1])
+    cut = ReceivedKeysFile(path, "b")
+    cut.close()
+    assert len(cut.keys) == 0
+
+
+async def test_keys_that_could_not_be_written_stay_buffered(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    file = ReceivedKeysFile(path, "b", is_buffered=True)
+    await file.receive(P, [(b"k", SeqNo(1), HistoryId(1))])
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            file.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    file.flush()
+    file.close()
+    again = ReceivedKeysFile(path, "b")
+    again.close()
+    assert list(again.keys.versions()) == [(P, b"k", ReceivedVersion(SeqNo(1), HistoryId(1)))]
 
 
 async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:

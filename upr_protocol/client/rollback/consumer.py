@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, Literal
 
 import trio
@@ -38,9 +39,9 @@ class RollbackConsumer(RollbackIterator):
     back. And while a key that was read again is ahead of the stream, snapshot ends below it are
     left out, because the partition matches no state of the server there.
 
-    Every key is recorded on disk before the application is given the event that brings it. An
-    application that is killed while it processes `Undone` gets it, or one that undoes as much,
-    again.
+    Every key is recorded on disk before the application is given the event that brings it, or
+    when the application calls `flush_received_keys`, if it has asked for that. An application that
+    is killed while it processes `Undone` gets it, or one that undoes as much, again.
     """
 
     def __init__(
@@ -86,6 +87,15 @@ class RollbackConsumer(RollbackIterator):
         if not self._planner.is_compared(partition):
             return SeqNo(0)
         return self._consumer.position(partition).highest_received
+
+    def flush_received_keys(self) -> None:
+        """Records the received keys on disk, with one write. May be called in any thread, and
+        blocks it. Needed only with `buffer_received_keys`.
+
+        Raises:
+            OSError: They cannot be written; call it again.
+        """
+        self._received_keys.flush()
 
     async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
         chunk, branch_of = event.chunk, log.branch_of
@@ -149,6 +159,7 @@ async def consume_with_rollback(
     *,
     resume: Resume,
     received_keys_limits: ReceivedKeysLimits | None = None,
+    buffer_received_keys: bool = False,
     partitions: Sequence[int] | None = None,
     start: Literal["beginning", "now"] = "beginning",
     end: End = None,
@@ -166,6 +177,10 @@ async def consume_with_rollback(
     everything processed. An application that keeps the state itself must do so at every event.
     The other arguments are those of `consume`.
 
+    By default each chunk's keys are written and synced before the application is given the chunk.
+    An application that makes the effects of many events durable at once can save these writes:
+    with `buffer_received_keys` it calls `flush_received_keys` itself, before each such commit.
+
     Raises:
         ChecksummedFileError: The file of received keys is damaged, or of another bucket.
         OSError: The received keys or the resume file cannot be read or written.
@@ -173,7 +188,13 @@ async def consume_with_rollback(
     """
     address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
     keys_file = await trio.to_thread.run_sync(
-        ReceivedKeysFile, received_keys, address.bucket, received_keys_limits
+        partial(
+            ReceivedKeysFile,
+            received_keys,
+            address.bucket,
+            received_keys_limits,
+            is_buffered=buffer_received_keys,
+        )
     )
     try:
         state, store = await load_resume_state(resume, address.bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,18 +23,23 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 _MAGIC: Final = "ring"
 _VERSION: Final = 1
+_SEVERAL: Final = "several"
+"""The kind of a record that holds several changes: they share a checksum, so a crash leaves all of
+them or none."""
+
 _VERSIONS_PER_RECORD: Final = 10_000
 _GARBAGE_BYTES: Final = 4 * 1024 * 1024
 """The file is rewritten when it holds this much garbage, plus as much again as it holds data."""
 
 
 class ReceivedKeysFile:
-    """The received keys, on disk before the application sees the events that bring them.
+    """The received keys in memory and on disk.
 
     Args:
         path: The file; created if it is missing. Two consumers must not share it.
         bucket: The bucket of the keys.
         limits: How many keys are kept.
+        is_buffered: Whether received keys are written by `flush`, and not one chunk at a time.
 
     Attributes:
         keys: The same keys in memory.
@@ -45,10 +51,19 @@ class ReceivedKeysFile:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], bucket: str, limits: ReceivedKeysLimits | None = None
+        self,
+        path: str | os.PathLike[str],
+        bucket: str,
+        limits: ReceivedKeysLimits | None = None,
+        *,
+        is_buffered: bool = False,
     ) -> None:
         self.keys = ReceivedKeys(limits or ReceivedKeysLimits())
         self._bucket = bucket
+        self._is_buffered = is_buffered
+        self._buffer: list[tuple[Any, ...]] = []
+        # `flush` may run in a thread of the application's.
+        self._write_lock = threading.Lock()
         self._file, records = ChecksummedFile.open(Path(path))
         self.is_new = not records
         try:
@@ -68,10 +83,13 @@ class ReceivedKeysFile:
         for index, record in enumerate(records):
             try:
                 kind, *fields = msgspec.msgpack.decode(record)
-                if index:
-                    self._apply(kind, *fields)
-                else:
+                if not index:
                     self._check_header(kind, *fields)
+                elif kind == _SEVERAL:
+                    for change in fields[0]:
+                        self._apply(*change)
+                else:
+                    self._apply(kind, *fields)
             except ChecksummedFileError:
                 raise
             except (msgspec.DecodeError, ValueError, TypeError, IndexError, KeyError) as error:
@@ -104,18 +122,46 @@ class ReceivedKeysFile:
         else:
             raise ValueError(f"unknown kind of record: {kind!r}")
 
-    # Changes. Each is on disk when its method returns.
+    # Changes. Each is on disk when its method returns, but for `receive` with a buffer.
 
     async def _append(self, *fields: Any) -> None:
-        await trio.to_thread.run_sync(self._file.append, msgspec.msgpack.encode(fields))
+        await trio.to_thread.run_sync(self._write, fields)
         # Only now: a caller that was cancelled before has changed nothing.
         self._apply(*fields)
+
+    def _write(self, *changes: tuple[Any, ...]) -> None:
+        """Appends the buffer and `changes`."""
+        with self._write_lock:
+            buffer, self._buffer = self._buffer, []
+            changes = (*buffer, *changes)
+            if not changes:
+                return
+            fields = changes[0] if len(changes) == 1 else (_SEVERAL, changes)
+            try:
+                self._file.append(msgspec.msgpack.encode(fields))
+            except BaseException:
+                self._buffer = buffer + self._buffer
+                raise
 
     async def receive(
         self, partition: PartitionId, rows: Iterable[tuple[bytes, SeqNo, HistoryId]]
     ) -> None:
         """Adds the keys that the application is about to be given."""
-        await self._append("received", partition, list(rows))
+        fields = ("received", partition, list(rows))
+        if self._is_buffered:
+            await trio.lowlevel.checkpoint()
+            self._buffer.append(fields)
+            self._apply(*fields)
+        else:
+            await self._append(*fields)
+
+    def flush(self) -> None:
+        """Writes the keys in the buffer. May be called in any thread, and blocks it.
+
+        Raises:
+            OSError: They cannot be written, and are still in the buffer.
+        """
+        self._write()
 
     async def confirm_rollback(
         self, partition: PartitionId, versions: Mapping[bytes, ReceivedVersion] | None
@@ -135,10 +181,14 @@ class ReceivedKeysFile:
         `ReceivedKeys.trim`."""
         self.keys.trim(droppable_seq)
         if self._file.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
-            await trio.to_thread.run_sync(self._file.replace, list(self._compact()))
+            await trio.to_thread.run_sync(self._replace, list(self._compact()))
             self._compacted_bytes = self._file.nbytes
         else:
             await trio.lowlevel.checkpoint()
+
+    def _replace(self, records: list[bytes]) -> None:
+        with self._write_lock:
+            self._file.replace(records)
 
     def _compact(self) -> Iterator[bytes]:
         yield self._header()
@@ -154,8 +204,15 @@ class ReceivedKeysFile:
                 yield msgspec.msgpack.encode(("replaced", partition, batch))
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Writes what is buffered, and closes the file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
     # Questions, as `ReceivedKeysSource` has them.
 
