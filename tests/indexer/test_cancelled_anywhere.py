@@ -254,7 +254,7 @@ async def test_an_indexer(
     cancellations.check_inside(*RUN)
 
 
-UNDOING: Final = tries(IndexerStream.run, Pipeline.drain, Pipeline.sync)
+UNDOING: Final = tries(IndexerStream.run, Pipeline.drain, Pipeline.wait_until, Pipeline.sync)
 
 
 async def test_a_rollback(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import structlog
 
-from tests.indexer.kit import an_indexer, by_brute_force, define, scan, until_ready
+from tests.indexer.kit import BUCKET, an_indexer, by_brute_force, define, scan, until_ready
 from tests.indexer.test_oracle import World
 from tests.kit.process import eventually
 from tests.kit.server_group import running_servers
 from upr_protocol.client import WriteResult
 from upr_protocol.client.operator import fail_over
+from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.ids import Durability
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.pure.definition import IndexDefinition
@@ -23,6 +25,24 @@ BY_A = IndexDefinition(("a",))
 
 def as_written(answer: WriteResult) -> tuple[RequiredWrite, ...]:
     return (RequiredWrite(answer.partition, f"{answer.history_id:016x}", answer.seq),)
+
+
+async def test_an_indexed_change_has_its_key_on_disk(tmp_path: Path) -> None:
+    """Otherwise an indexer that is killed could not undo it."""
+    world = World(0, tmp_path)
+    async with world.running():
+        await define(world.client, "x", {"i": BY_A})
+        await until_ready(world.indexer, "x/i")
+        written = await world.client.set("k", '{"a": 1}')
+        assert len(await scan(world.indexer, "x/i", prefix=[1])) == 1
+        path = tmp_path / "ring"
+        copy = tmp_path / "copy"
+        shutil.copy(path, copy)
+        keys_file = ReceivedKeysFile(copy, BUCKET)
+        keys_file.close()
+        assert (written.partition, b"k") in {
+            (partition, key) for partition, key, _ in keys_file.keys.versions()
+        }
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -19,7 +19,13 @@ from upr_server.indexer import pipeline as pipeline_module
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
-from upr_server.indexer.pipeline import QUEUE_BATCHES_MAX, Pipeline, worker_thread
+from upr_server.indexer.pipeline import (
+    GATHER_S,
+    QUEUE_BATCHES_MAX,
+    ROUND_BYTES,
+    Pipeline,
+    worker_thread,
+)
 from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.scanner import NotFreshError
@@ -156,11 +162,7 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
     pool = MemoryPool(POOL_BYTES)
     batches: list[list[IndexBatch]] = []
 
-    async def work(function: Callable[[], T]) -> T:
-        await trio.lowlevel.checkpoint()
-        return function()
-
-    pipeline = Pipeline(pool, work, (), queues=2)
+    pipeline = Pipeline(pool, _work_at_once, (), queues=2)
     real = pipeline._next_round
 
     def next_batch() -> list[IndexBatch]:
@@ -188,6 +190,39 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
     assert not await pipeline.drain()
     pipeline.abandon()
     assert pool.used == 0
+
+
+async def test_a_round_waits_for_more_batches_unless_somebody_waits_for_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pool = MemoryPool(16 * ROUND_BYTES)
+    pipeline = Pipeline(pool, _work_at_once, (), queues=2)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        began = trio.current_time()
+        pipeline.put(_batch(pool, 0, 1000))
+        pipeline.put(_batch(pool, 1, 1000))
+        await pipeline.applied.wait()
+        assert trio.current_time() - began == pytest.approx(GATHER_S)
+        assert (pipeline.rounds, pipeline.length) == (1, 0)
+        # Enough for a round.
+        began = trio.current_time()
+        pipeline.put(_batch(pool, 0, 1000))
+        await trio.testing.wait_all_tasks_blocked()
+        pipeline.put(_batch(pool, 0, ROUND_BYTES))
+        await pipeline.applied.wait()
+        assert trio.current_time() == began
+        # Somebody waits.
+        pipeline.put(_batch(pool, 0, 1000))
+        await trio.testing.wait_all_tasks_blocked()
+        assert await pipeline.drain()
+        assert trio.current_time() == began
+        nursery.cancel_scope.cancel()
+
+
+async def _work_at_once(function: Callable[[], T]) -> T:
+    await trio.lowlevel.checkpoint()
+    return function()
 
 
 async def test_building_stops_at_half_of_the_pool(tmp_path: Path) -> None:

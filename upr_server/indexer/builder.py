@@ -210,7 +210,7 @@ class Builder:
                 if not self._pool.has_room(BUILD_SHARE):
                     self._assembler.flush_all()
                     await self._pool.wait_for_room(BUILD_SHARE)
-                await self.pipeline.applied.wait_until(lambda: not self.pipeline.is_full)
+                await self.pipeline.wait_until(lambda: not self.pipeline.is_full)
 
     def _handle(self, consumer: Consumer, event: Event) -> None:
         partition = getattr(event, "partition", None)
@@ -294,7 +294,7 @@ class Builder:
             self._stream.pause()
             try:
                 with trio.move_on_after(PAUSE_S):
-                    await self.pipeline.applied.wait_until(lambda: not self.behind())
+                    await self.pipeline.wait_until(lambda: not self.behind())
             finally:
                 self._stream.resume()
 

@@ -74,7 +74,7 @@ class Barriers:
         self.waits += 1
         self._requested.notify()
         await barrier.returned.wait()
-        await self._pipeline.applied.wait_until(lambda: self._pipeline.has_applied(barrier.counts))
+        await self._pipeline.wait_until(lambda: self._pipeline.has_applied(barrier.counts))
 
 
 RequiredWrites = Mapping[PartitionId, tuple[HistoryId, SeqNo]]

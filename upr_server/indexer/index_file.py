@@ -205,7 +205,7 @@ class IndexFile:
         if self._is_closed:
             return 0
         with self._write() as transaction:
-            trees = _Trees(transaction, self._main, self._back)
+            trees = _Trees(transaction, self._main, self._back, source)
             for batch, changes in batches:
                 partition = batch.partition
                 previous = marks.get(partition) or self.mark(partition)
@@ -214,10 +214,9 @@ class IndexFile:
                     changed += trees.forget(prefix)
                 # Indexes may be differently far: this one may have a part of the batch already.
                 first_seq = 0 if batch.is_rollback else previous.seq + 1
-                for change in changes:
-                    if change.seq >= first_seq:
-                        changed += trees.put(prefix, change, source)
+                trees.add(prefix, (each for each in changes if each.seq >= first_seq))
                 marks[partition] = _mark_after(previous, batch)
+            changed += trees.write()
             self._put_marks(transaction, marks)
             failure = source.failure
             if failure and not self.failure:
@@ -351,42 +350,84 @@ class IndexFile:
                 )
 
 
-@attrs.frozen
 class _Trees:
-    """The trees of entries in one transaction."""
+    """The trees of entries in one transaction.
 
-    transaction: lmdb.Transaction[bytes]
-    main: _Tree
-    back: _Tree
+    It gathers the newest change of each document, and writes their entries in the order of the
+    trees: neighbours share their pages.
 
-    def put(self, prefix: bytes, change: DocumentChange, source: EntrySource) -> bool:
-        """Puts the entry of a document's new state in place of the old one; whether it differs."""
-        transaction, back_key = self.transaction, prefix + change.key
-        old = transaction.get(back_key, db=self.back)
-        new = None if change.value is None else source.entry(change)
-        if new is None:
-            if old is None:
-                return False
-            transaction.delete(old, db=self.main)
-            transaction.delete(back_key, db=self.back)
-            return True
-        entry, payload = new
-        if old == entry and not payload:
-            return False
-        if old != entry:
-            if old is not None:
-                transaction.delete(old, db=self.main)
-            transaction.put(back_key, entry, db=self.back)
-        transaction.put(entry, payload, db=self.main)
-        return True
+    Args:
+        transaction: A transaction that writes.
+        main: The tree of entries.
+        back: The tree of documents.
+        source: Makes the entries.
+    """
+
+    def __init__(
+        self,
+        transaction: lmdb.Transaction[bytes],
+        main: _Tree,
+        back: _Tree,
+        source: EntrySource,
+    ) -> None:
+        self._transaction = transaction
+        self._main = main
+        self._back = back
+        self._source = source
+        self._changes: dict[bytes, DocumentChange] = {}
+
+    def add(self, prefix: bytes, changes: Iterable[DocumentChange]) -> None:
+        """Notes documents' changes, in place of earlier ones of the same documents."""
+        for change in changes:
+            self._changes[prefix + change.key] = change
+
+    def write(self) -> int:
+        """Puts the entries of the noted changes in place of those that are there. O(n log n).
+
+        Returns:
+            How many entries differ.
+        """
+        changes, self._changes = self._changes, {}
+        back_keys = sorted(changes)
+        with self._transaction.cursor(self._back) as cursor:
+            old_entries = dict(cursor.getmulti(back_keys))
+        removed: list[bytes] = []
+        added: list[tuple[bytes, bytes]] = []
+        moved: list[tuple[bytes, bytes]] = []
+        changed = 0
+        for back_key in back_keys:
+            change, old = changes[back_key], old_entries.get(back_key)
+            new = None if change.value is None else self._source.entry(change)
+            if new is None:
+                if old is not None:
+                    removed.append(old)
+                    self._transaction.delete(back_key, db=self._back)
+                    changed += 1
+                continue
+            entry, payload = new
+            if old != entry:
+                if old is not None:
+                    removed.append(old)
+                moved.append((back_key, entry))
+            elif not payload:
+                continue
+            added.append(new)
+            changed += 1
+        for entry in sorted(removed):
+            self._transaction.delete(entry, db=self._main)
+        with self._transaction.cursor(self._back) as cursor:
+            cursor.putmulti(moved)
+        with self._transaction.cursor(self._main) as cursor:
+            cursor.putmulti(sorted(added))
+        return changed
 
     def forget(self, prefix: bytes) -> int:
-        """Removes all entries of a partition. O(its entries)."""
-        count = 0
-        with self.transaction.cursor(self.back) as cursor:
+        """Removes all entries of a partition, those that were noted, too. O(its entries)."""
+        count = self.write()
+        with self._transaction.cursor(self._back) as cursor:
             has_key = cursor.set_range(prefix)
             while has_key and cursor.key().startswith(prefix):
-                self.transaction.delete(cursor.value(), db=self.main)
+                self._transaction.delete(cursor.value(), db=self._main)
                 count += 1
                 # A deletion moves the cursor to the next key.
                 has_key = cursor.delete() and bool(cursor.key())

@@ -5,6 +5,9 @@ order. A round takes some batches of each queue in turn, so that a busy partitio
 others wait. A worker thread turns their documents into entries, each decoded once for all indexes,
 and brings one index after another up to date, with one commit each. Over all pipelines one round
 runs at a time: LMDB has one writer an index, and Python one interpreter.
+
+Commits cost more than entries when they are small. So a round waits until enough has gathered for
+it, but not for long, and not when somebody waits for the round.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from upr_server.indexer.pool import MemoryPool
 
 T = TypeVar("T")
 
-ROUND_BYTES: Final = 1024 * 1024
-"""About what one round applies: enough to pay for its commits, and little enough that the next in
-turn does not wait for long."""
+ROUND_BYTES: Final = 4 * 1024 * 1024
+"""About what one round applies: enough to pay for its commits, some 0.2 s of work."""
+
+GATHER_S: Final = 0.05
+"""The longest time that batches wait for a round to be worth its commits."""
 
 QUEUE_BATCHES_MAX: Final = 4096
 """A queue's length: batches may be small, and each has its overhead."""
@@ -88,7 +93,8 @@ class Pipeline:
 
     Attributes:
         members: The indexes; may be changed at any time.
-        applied: Notified when batches were applied.
+        applied: Notified when batches were applied. `wait_until` waits for it, and hurries rounds.
+        before_round: Called in the worker's thread before a round's batches are applied.
         is_stopped: Whether `run` has ended, so that nothing more will be applied.
         mutations: How many mutations were applied.
         rounds: How many rounds were applied: commits of each index.
@@ -104,8 +110,11 @@ class Pipeline:
         self._put_counts = [0] * queues
         self._applied_counts = [0] * queues
         self._queued: Counter[PartitionId] = Counter()
+        self._queued_bytes = 0
+        self._waiting_tasks = 0
         self._arrived = Notifier()
         self.applied = Notifier()
+        self.before_round: Callable[[], None] = lambda: None
         self.is_stopped = False
         self.mutations = self.rounds = 0
 
@@ -115,6 +124,7 @@ class Pipeline:
         self._queues[queue].append(batch)
         self._put_counts[queue] += 1
         self._queued[batch.partition] += 1
+        self._queued_bytes += batch.nbytes
         self._arrived.notify()
 
     def _queue_of(self, batch: IndexBatch) -> int:
@@ -147,8 +157,20 @@ class Pipeline:
         """Waits until everything that was put so far is applied. Returns False when it never will
         be, as the pipeline has stopped."""
         counts = self.put_counts()
-        await self.applied.wait_until(lambda: self.is_stopped or self.has_applied(counts))
+        await self.wait_until(lambda: self.is_stopped or self.has_applied(counts))
         return self.has_applied(counts)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits until rounds have made `condition` true. They do not wait for more batches
+        meanwhile."""
+        if condition():
+            return
+        self._waiting_tasks += 1
+        self._arrived.notify()
+        try:
+            await self.applied.wait_until(condition)
+        finally:
+            self._waiting_tasks -= 1
 
     async def sync(self) -> None:
         """Makes what was applied survive a crash of the machine."""
@@ -164,15 +186,33 @@ class Pipeline:
         try:
             while True:
                 await self._arrived.wait_until(lambda: any(self._queues))
+                with trio.move_on_after(GATHER_S):
+                    await self._arrived.wait_until(self._is_round_due)
                 batches = self._next_round()
                 members = list(self.members)
-                changed = await self._work(partial(_apply, batches, members))
+                changed = await self._work(partial(self._apply, batches, members))
                 self._finish(batches)
                 for member in changed:
                     member.on_change()
         finally:
             self.is_stopped = True
             self.applied.notify()
+
+    def _is_round_due(self) -> bool:
+        # A stream waits for the pool, too, when half of it is in use.
+        is_worthwhile = self._queued_bytes >= min(ROUND_BYTES, self._pool.nbytes // 4)
+        return is_worthwhile or self._waiting_tasks > 0 or self.is_full
+
+    def _apply(self, batches: Sequence[IndexBatch], members: Sequence[Member]) -> list[Member]:
+        """Brings each member up to date. Returns those whose entries have changed."""
+        self.before_round()
+        decoded = [(batch, list(batch.changes())) for batch in batches]
+        changed = []
+        for member in members:
+            own = [(batch, changes) for batch, changes in decoded if member.takes(batch.partition)]
+            if own and member.file.apply(own, member.source):
+                changed.append(member)
+        return changed
 
     def _next_round(self) -> list[IndexBatch]:
         batches: list[IndexBatch] = []
@@ -198,6 +238,7 @@ class Pipeline:
             assert self._queues[queue].popleft() is batch
             self._applied_counts[queue] += 1
             self._queued[batch.partition] -= 1
+            self._queued_bytes -= batch.nbytes
             self._pool.release(batch.nbytes)
             self.mutations += sum(len(chunk) for chunk in batch.chunks)
         self.rounds += 1
@@ -209,14 +250,4 @@ class Pipeline:
             for batch in queue:
                 self._pool.release(batch.nbytes)
             queue.clear()
-
-
-def _apply(batches: Sequence[IndexBatch], members: Sequence[Member]) -> list[Member]:
-    """Brings each member up to date. Returns those whose entries have changed."""
-    decoded = [(batch, list(batch.changes())) for batch in batches]
-    changed = []
-    for member in members:
-        own = [(batch, changes) for batch, changes in decoded if member.takes(batch.partition)]
-        if own and member.file.apply(own, member.source):
-            changed.append(member)
-    return changed
+        self._queued_bytes = 0

@@ -187,7 +187,7 @@ class Scanner:
 
     async def _wait(self, index: Index, condition: Callable[[], bool]) -> None:
         """Waits for rounds until `condition` holds, or the index is dropped."""
-        await self._pipeline.applied.wait_until(lambda: not index.is_defined or condition())
+        await self._pipeline.wait_until(lambda: not index.is_defined or condition())
 
 
 def _read(index: Index, query: Query, key_range: KeyRange) -> ScanAnswer:

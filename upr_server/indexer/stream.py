@@ -170,11 +170,14 @@ class IndexerStream:
             self._received_keys_path,
             resume=self._store,
             received_keys_limits=self._received_keys_limits,
+            buffer_received_keys=True,
             retry_timeout_s=math.inf,
             save_limits=NEVER,
             identity="upr-indexer",
         ) as consumer:
             self._consumer = consumer
+            # Before the indexes have a change, its key must be on disk.
+            self._pipeline.before_round = consumer.flush_received_keys
             self._changed.notify()
             try:
                 async for event in consumer:
@@ -190,7 +193,7 @@ class IndexerStream:
         if not self._pool.has_room(STREAM_SHARE):
             self._assembler.flush_all()
             await self._pool.wait_for_room(STREAM_SHARE)
-        await self._pipeline.applied.wait_until(lambda: not self._pipeline.is_full)
+        await self._pipeline.wait_until(lambda: not self._pipeline.is_full)
         await self._changed.wait_until(lambda: not self._pauses)
 
     async def _handle(self, consumer: RollbackConsumer, event: Event | Undone) -> None:
