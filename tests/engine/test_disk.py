@@ -373,6 +373,15 @@ class OnDisk(RuleBasedStateMachine):
     def evict(self, budget: int) -> None:
         self.partition.eviction.evict(budget)
 
+    @rule(budget=st.integers(1, 12))
+    def evict_tombstones(self, budget: int) -> None:
+        table, eviction = self.partition.table, self.partition.eviction
+        items, known_on_disk = table.items, eviction.pinned
+        before = {key for key, seq, is_tombstone in table if is_tombstone and seq > known_on_disk}
+        eviction.evict_tombstones(budget, self.partition.high_seq)
+        assert table.items == items, "items stay"
+        assert before <= {key for key, _, is_tombstone in table if is_tombstone}
+
     @rule(part=st.sampled_from([0.5, 0.9, 1.05, 1.5, 4]))
     def relieve(self, part: float) -> None:
         """Memory is short, or full; afterwards it is not, or nothing is left to be freed."""
@@ -574,6 +583,7 @@ class Walk:
             (2, lambda: machine.settle(random.random() < 0.7, random.random() < 0.7)),
             (4, lambda: machine.free_oldest(random.randint(1, 3))),
             (4, lambda: machine.evict(random.randint(1, 12))),
+            (4, lambda: machine.evict_tombstones(random.randint(1, 12))),
             (1, lambda: machine.relieve(random.choice([0.5, 0.9, 1.05, 1.1, 4]))),
             (1, lambda: machine.leave_snapshots(8, random.choice(KEYS))),
         ]
@@ -631,6 +641,50 @@ def stored(partition: Partition, disk: NaiveDisk, *, evict: bool = False) -> Non
     free(partition)
     while evict and partition.eviction.evict(100):
         partition.check_invariants()
+
+
+def evict_tombstones(partition: Partition) -> None:
+    """Sweeps for tombstones, in steps, until nothing is left to do."""
+    while partition.eviction.evict_tombstones(7, partition.high_seq):
+        partition.check_invariants()
+
+
+def test_tombstones_that_the_index_knows_leave_the_table_and_items_stay() -> None:
+    partition, disk = new_partition(), NaiveDisk()
+    keys = [b"%d" % number for number in range(40)]
+    for key in keys:
+        put(partition, key)
+    send(partition, *(request(Operation.DELETE, key) for key in keys[:20]))
+    evict_tombstones(partition)
+    assert len(partition.table) == 40, "the disk does not know them yet"
+    stored(partition, disk)
+    evict_tombstones(partition)
+    assert [key for key, _, _ in sorted(partition.table)] == sorted(keys[20:])
+    assert partition.items == 20
+    # All items are in the table still: the disk is not asked about a key that is not.
+    rows = [request(Operation.ADD, keys[0]), request(Operation.REPLACE, b"new")]
+    assert missing_for(partition, *rows) == []
+    assert send(partition, *rows).failures == [(1, Status.NOT_FOUND)]
+
+
+def test_a_sweep_for_tombstones_waits_until_it_is_worth_its_cost() -> None:
+    partition, disk = new_partition(), NaiveDisk()
+    keys = [b"%d" % number for number in range(64)]
+    for key in keys:
+        put(partition, key)
+    send(partition, *(request(Operation.DELETE, key) for key in keys[:4]))
+    stored(partition, disk)
+    evict_tombstones(partition)
+    assert partition.table.tombstones == 4, "a sixteenth of the keys: too few"
+    send(partition, request(Operation.DELETE, keys[4]))
+    evict_tombstones(partition)
+    assert partition.table.tombstones == 1, "the index does not know the newest"
+    send(partition, *(request(Operation.DELETE, key) for key in keys[5:10]))
+    stored(partition, disk)
+    put(partition, b"more")
+    evict_tombstones(partition)
+    assert partition.table.tombstones == 0
+    partition.check_invariants()
 
 
 def missing_for(

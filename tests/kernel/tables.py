@@ -34,11 +34,12 @@ class NaiveTable:
                 superseded.append(previous)
         return superseded, fresh
 
-    def evict(self, through: int, budget: int) -> int:
+    def evict(self, through: int, budget: int, *, tombstones_only: bool) -> int:
         evicted = 0
         for key in list(self.entries)[:budget]:
             entry = self.entries.pop(key)
-            if entry[0] > through:
+            seq, is_tombstone = entry
+            if seq > through or (tombstones_only and not is_tombstone):
                 self.entries[key] = entry
             else:
                 evicted += 1
@@ -88,10 +89,10 @@ class Tables:
         self.naive.entries = {key: (seq, is_tombstone) for key, seq, is_tombstone in entries}
         return outcomes[0]
 
-    def evict(self, through: int, budget: int) -> None:
-        expected = self.naive.evict(through, budget)
+    def evict(self, through: int, budget: int, *, tombstones_only: bool = False) -> None:
+        expected = self.naive.evict(through, budget, tombstones_only=tombstones_only)
         for table in self.tables:
-            assert table.evict(through, budget) == expected
+            assert table.evict(through, budget, tombstones_only) == expected
 
     def clear(self) -> None:
         self.naive.entries = {}

@@ -76,7 +76,9 @@ def table(data: bytes) -> None:
             tables.put_run(keys, seq, seq - 1, seq, 0)
             seq += len(keys)
         elif action < 0xFC:
-            tables.evict(max(0, seq - 8 * (action - 0xC0)), 3 * amount)
+            tables.evict(
+                max(0, seq - 8 * (action - 0xC0)), 3 * amount, tombstones_only=amount % 4 == 0
+            )
         else:
             tables.clear()
         tables.check_key(b"%d" % (amount % 32))

@@ -57,9 +57,10 @@ class TableMachine(RuleBasedStateMachine):
         keys = [b"many %d" % number for number in range(first, first + count)]
         self.tables.put_run(keys, self.next_seq(count), self.seq, 1, 0)
 
-    @rule(behind=st.integers(0, 500), budget=st.integers(0, 400))
-    def evict(self, behind: int, budget: int) -> None:
-        self.tables.evict(max(0, self.seq - behind), budget)
+    @rule(behind=st.integers(0, 500), budget=st.integers(0, 400), tombstones_only=st.booleans())
+    def evict(self, behind: int, budget: int, tombstones_only: bool) -> None:
+        through = max(0, self.seq - behind)
+        self.tables.evict(through, budget, tombstones_only=tombstones_only)
 
     @rule()
     def clear(self) -> None:

@@ -187,6 +187,28 @@ async def test_items_that_expire_together_stay_within_the_quota(
         assert partition.high_seq == 2 * count
 
 
+async def test_deleted_keys_leave_the_memory_of_an_idle_bucket(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    count = 20_000
+    async with serving(SimulatedStore(), 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        partition = bucket.partitions[0]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.upkeep.expire)
+            for first in range(0, count, 1000):
+                partition.mutate(batch_of(batch(first, 1000, nbytes=1)), now=NOW)
+            deletions = [Mutation(Operation.DELETE, b"%d" % number) for number in range(10, count)]
+            for first in range(0, count, 1000):
+                partition.mutate(batch_of(Chunk.build(deletions[first : first + 1000])), now=NOW)
+            assert bucket.memory.table > 500_000
+            await trio.sleep(10)
+            nursery.cancel_scope.cancel()
+        assert sorted(key for key, _, _ in partition.table) == [b"%d" % n for n in range(10)]
+        assert bucket.memory.table < 200_000, "the table shrinks in steps as it is used"
+        bucket.check_invariants()
+
+
 async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

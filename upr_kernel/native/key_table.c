@@ -784,7 +784,7 @@ front_place(const KeyTable *table)
 
 /* Takes the first key out of the arena; it is forgotten, or added at the end again. */
 static bool
-pass_front(KeyTable *table, uint64_t through, Py_ssize_t *evicted)
+pass_front(KeyTable *table, uint64_t through, bool tombstones_only, Py_ssize_t *evicted)
 {
     uint8_t key[KEY_BYTES_MAX];
     uint64_t place = front_place(table);
@@ -794,7 +794,7 @@ pass_front(KeyTable *table, uint64_t through, Py_ssize_t *evicted)
     memcpy(key, record + 1, length);
     uint32_t hash = hash_of(key, length);
     Slot *slot = find_place(table, hash, place, &slots, &index);
-    if (slot->entry >> 1 > through) {
+    if (slot->entry >> 1 > through || (tombstones_only && !is_tombstone(slot->entry))) {
         if (!arena_add(table, key, length, &place))
             return false;
         slot->tag = (uint64_t)hash << PLACE_BITS | place;
@@ -831,7 +831,10 @@ evict(KeyTable *self, PyObject *const *args, Py_ssize_t count)
 {
     uint64_t through, budget;
     Py_ssize_t evicted = 0;
-    if (!takes("evict", count, 2, 2) || !number_of(args[0], &through) || !number_of(args[1], &budget))
+    if (!takes("evict", count, 2, 3) || !number_of(args[0], &through) || !number_of(args[1], &budget))
+        return NULL;
+    int tombstones_only = count == 3 ? PyObject_IsTrue(args[2]) : 0;
+    if (tombstones_only < 0)
         return NULL;
     budget = budget < self->keys ? budget : self->keys;
     while (budget) {
@@ -839,7 +842,7 @@ evict(KeyTable *self, PyObject *const *args, Py_ssize_t count)
             return PyErr_NoMemory();
         uint64_t together = prefetch_front(self, budget);
         for (; together; together--, budget--)
-            if (!pass_front(self, through, &evicted))
+            if (!pass_front(self, through, tombstones_only, &evicted))
                 return PyErr_NoMemory();
     }
     if (!shrink(self))

@@ -150,7 +150,7 @@ class KeyTable:
         self._key_bytes += sum(map(len, new))
         return superseded, fresh + len(new)
 
-    def evict(self, through: int, budget: int, /) -> int:
+    def evict(self, through: int, budget: int, tombstones_only: bool = False, /) -> int:
         """Looks at the `budget` keys that stand first, and forgets those up to a number.
 
         O(budget). The others are put at the end, so that the next call looks at others.
@@ -158,6 +158,7 @@ class KeyTable:
         Args:
             through: Keys whose newest number is at most this are forgotten.
             budget: How many keys to look at.
+            tombstones_only: Whether to forget only tombstones.
 
         Returns:
             How many were forgotten.
@@ -166,7 +167,7 @@ class KeyTable:
         evicted = 0
         for key, entry in list(islice(entries.items(), budget)):
             del entries[key]
-            if -through <= entry <= through:
+            if -through <= entry <= (0 if tombstones_only else through):
                 evicted += 1
                 self._key_bytes -= len(key)
                 self.items -= entry > 0

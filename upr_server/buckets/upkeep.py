@@ -1,4 +1,5 @@
-"""The work on buckets between requests: collapsing snapshots, freeing memory, expiring items."""
+"""The work on buckets between requests: collapsing snapshots, freeing memory, expiring items, and
+forgetting tombstones that the disk's index knows."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 
 COLLAPSE_MUTATIONS: Final = 2000
 """Mutations that one step of collapsing goes through: about a millisecond of the loop."""
+
+TOMBSTONES_STEP: Final = 8192
+"""Keys of a hash table that one step of a sweep for tombstones looks at: below a millisecond."""
 
 RELIEF_RETRY_S: Final = 0.05
 """When nothing could be freed, how soon to look again."""
@@ -128,6 +132,7 @@ class Upkeep:
             now = self._time()
             await self._expire_items(now)
             await self._expire_on_disk(now)
+            await self._evict_tombstones()
             self._give_up_on_replicas()
             self._end_step()
             self._return_memory()
@@ -152,6 +157,15 @@ class Upkeep:
                 pass
             if disk.bucket.memory_action() is not MemoryAction.NOTHING:
                 self.relieve(disk.bucket)
+
+    async def _evict_tombstones(self) -> None:
+        for bucket in list(self._disks):
+            for partition in bucket.partitions:
+                eviction = partition.eviction
+                may_have_more = eviction.evict_tombstones(TOMBSTONES_STEP, partition.high_seq)
+                while may_have_more:
+                    await trio.lowlevel.checkpoint()
+                    may_have_more = eviction.evict_tombstones(TOMBSTONES_STEP, partition.high_seq)
 
     def _give_up_on_replicas(self) -> None:
         """Answers publishers whose replicas took too long."""

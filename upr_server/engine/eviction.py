@@ -11,6 +11,10 @@ from upr_server.engine.hash_table import HashTable
 
 _NEVER: Final = SeqNo(0)
 
+TOMBSTONES_SHARE_MIN: Final = 1 / 16
+"""A table is swept for tombstones when they are this part of its keys: a sweep looks at every key,
+at 20 to 40 ns each."""
+
 
 class KeyEviction:
     """Forgets keys of a partition's table, and keeps those that a fetch under way relies on.
@@ -25,7 +29,7 @@ class KeyEviction:
         restored: The number with which the partition began here: the disk cannot be asked for a
             key until `indexed` has come to it.
         indexed: The disk's index knows the newest mutation up to here of every key.
-        has_evicted: Whether the disk may know keys that the table does not.
+        has_evicted: Whether the disk may know items whose keys the table does not.
     """
 
     __slots__ = (
@@ -36,6 +40,9 @@ class KeyEviction:
         "_sweep_left",
         "_sweep_through",
         "_table",
+        "_tombstones_high",
+        "_tombstones_left",
+        "_tombstones_through",
         "has_evicted",
         "indexed",
         "restored",
@@ -54,6 +61,9 @@ class KeyEviction:
         # Keys that the sweep under way has still to look at, and what `indexed` was at its start.
         self._sweep_left = 0
         self._sweep_through = _NEVER
+        # The same for the sweep for tombstones, and the partition's high number at its start.
+        self._tombstones_left = 0
+        self._tombstones_through = self._tombstones_high = _NEVER
         # Fetches under way: what `indexed` was when each began.
         self._pins: dict[int, SeqNo] = {}
         self._next_pin = count()
@@ -62,7 +72,8 @@ class KeyEviction:
         """The table is empty, and the disk has everything up to `seq`."""
         self.restored = seq
         self.has_evicted = seq > 0
-        self._sweep_left = 0
+        self._sweep_left = self._tombstones_left = 0
+        self._tombstones_through = self._tombstones_high = _NEVER
 
     @property
     def is_index_ready(self) -> bool:
@@ -114,6 +125,8 @@ class KeyEviction:
                 return 0  # the last sweep forgot all that this one could
             self._sweep_through = through
             self._sweep_left = len(self._table)
+            # Two sweeps at once would put keys to the end that the other has not looked at.
+            self._tombstones_left = 0
         looked_at = min(budget, self._sweep_left, len(self._table))
         if not looked_at:
             self._sweep_left = 0
@@ -125,4 +138,34 @@ class KeyEviction:
         if not self._sweep_left and self._has_stale_expiries:
             self._has_stale_expiries = False
             self._expiries.clean()
+        return looked_at
+
+    def evict_tombstones(self, budget: int, high: SeqNo) -> int:
+        """Goes on with a sweep of the table for tombstones, or begins one if it is worth its cost:
+        looks at `budget` keys, and forgets the tombstones that the disk's index knows.
+
+        Items stay, so that a key that the table does not know still needs no look at the disk,
+        unless `evict` has forgotten items.
+
+        Args:
+            budget: How many keys to look at.
+            high: The partition's high number.
+
+        Returns:
+            How many were looked at; 0 when there is nothing to do now.
+        """
+        if not self._tombstones_left:
+            through = self.pinned
+            # The index must have come to all that the last sweep had to leave: so what one sweep
+            # costs, the next one's gain pays for.
+            is_due = self._tombstones_through < through and through >= self._tombstones_high
+            tombstones = self._table.tombstones
+            if not (is_due and tombstones > TOMBSTONES_SHARE_MIN * len(self._table)):
+                return 0
+            self._tombstones_through, self._tombstones_high = through, high
+            self._tombstones_left = len(self._table)
+            self._sweep_left, self._sweep_through = 0, _NEVER
+        looked_at = min(budget, self._tombstones_left, len(self._table))
+        self._tombstones_left -= looked_at
+        self._table.evict(self._tombstones_through, looked_at, tombstones_only=True)
         return looked_at

@@ -19,8 +19,8 @@ from upr_server.engine.memory_account import MemoryAccount
 class HashTable:
     """Key to the number of its newest mutation, and whether that is a tombstone.
 
-    Whether a key exists is told without a look at the mutation. Tombstones stay: until they are
-    persisted, only the table knows of them. What the disk's index knows may be evicted.
+    Whether a key exists is told without a look at the mutation. Until a tombstone is persisted,
+    only the table knows of it. What the disk's index knows may be evicted.
     """
 
     __slots__ = ("_empty_bytes", "_memory", "_nbytes", "_table", "holds_item", "newest")
@@ -47,6 +47,11 @@ class HashTable:
     def items(self) -> int:
         """Keys that exist: those whose newest mutation is not a tombstone."""
         return self._table.items
+
+    @property
+    def tombstones(self) -> int:
+        """Keys whose newest mutation is a tombstone."""
+        return len(self._table) - self._table.items
 
     def put(self, key: bytes, seq: int, *, is_tombstone: bool = False) -> int:
         """Enters one mutation. O(1).
@@ -88,7 +93,7 @@ class HashTable:
         self._account()
         return result
 
-    def evict(self, through: int, budget: int) -> int:
+    def evict(self, through: int, budget: int, *, tombstones_only: bool = False) -> int:
         """Looks at the `budget` keys that stand first, and forgets those that the disk knows.
 
         O(budget). The others are put at the end, so that the next call looks at others.
@@ -96,11 +101,12 @@ class HashTable:
         Args:
             through: The disk knows the newest mutation of every key up to this number.
             budget: How many keys to look at.
+            tombstones_only: Whether to forget only tombstones.
 
         Returns:
             How many were forgotten.
         """
-        evicted = self._table.evict(through, budget)
+        evicted = self._table.evict(through, budget, tombstones_only)
         self._account()
         return evicted
 
