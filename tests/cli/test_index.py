@@ -32,7 +32,7 @@ def test_indexes_are_made_listed_scanned_and_dropped(
         for number in range(6):
             client.set(f"k{number}", json.dumps({"city": "ab"[number % 2], "n": number}))
         written: WriteResult = client.set("own", '{"city": "c", "n": 7}')
-    indexes = ("--index", "city=city", "--index", "both=city,n")
+    indexes = ("--index", "city=city", "--index", "both=city,n", "--filter", "both=n != `0`")
     created = run("index", "create", "d", *indexes, "--indexer", indexer)
     assert created.stdout == "created d\n"
     monkeypatch.setenv("UPR_INDEXER_URL", indexer)
@@ -56,11 +56,12 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     ]
     down = run("index", "scan", "d/both", "--descending", "--limit", "2")
     assert lines(down.stdout) == [(["c", 7], "own"), (["b", 5], "k5")]
-    assert run("index", "scan", "d/both", "--count").stdout == "7\n"
+    assert run("index", "scan", "d/both", "--count").stdout == "6\n"
+    assert run("index", "scan", "d/city", "--count").stdout == "7\n"
     change = f"{written.partition}:{written.history_id:x}:{written.seq}"
     own = run("index", "scan", "d/city", "--prefix", "c", "--written", change)
     assert lines(own.stdout) == [(["c"], "own")]
-    assert json.loads(run("index", "status", "d/both").stdout)["entries"] == 7
+    assert json.loads(run("index", "status", "d/both").stdout)["entries"] == 6
     assert json.loads(run("index", "status").stdout)["connected"] is True
     assert run("index", "drop", "d").stdout == "dropped d\n"
     while run("index", "list", "--json").stdout:
@@ -81,6 +82,9 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
     [
         (("create", "d"), "give either a file or --index"),
         (("create", "d", "--index", "x"), "write NAME=EXPRESSION"),
+        (("create", "d", "--index", "x=a", "--index", "x=b"), "the index 'x' is defined twice"),
+        (("create", "d", "--index", "x=a", "--filter", "y=b"), "the filter 'y' has no --index y="),
+        (("create", "d", "file.json", "--filter", "y=b"), "leave out --filter"),
         (("scan", "d/i", "--prefix", "{}"), "a key cannot be an object"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
         (("scan", "d/i", "--count", "--limit", "5"), "leave out --limit"),

@@ -27,7 +27,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
-from upr_server.indexer import app, scanner
+from upr_server.indexer import app, scanner, server_progress
 from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
 from upr_server.indexer.indexer import Indexer
@@ -104,6 +104,22 @@ async def test_scans(site: Site) -> None:
     assert [entry.id for entry in every] == [entry.id for entry in page.entries]
 
 
+async def test_behind_counts_what_the_stream_has_not_received_yet(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_progress, "MAX_AGE_S", 0.0)
+    site.indexer.stream.pause()
+    # What is on its way is still received: the first of these, perhaps.
+    for number in range(10):
+        await site.client.set(f"k{number:02}", "{}")
+    index = await site.ask(site.asking.index, "d/city")
+    assert index["behind"] >= 9
+    site.indexer.stream.resume()
+    await site.ask(site.asking.scan, "d/city", consistency="now")
+    index = await site.ask(site.asking.index, "d/city")
+    assert index["behind"] == 0
+
+
 async def test_the_status_of_indexes_and_of_the_indexer(site: Site) -> None:
     statuses = await site.ask(site.asking.indexes)
     assert [(status["name"], status["state"]) for status in statuses] == [
@@ -116,6 +132,7 @@ async def test_the_status_of_indexes_and_of_the_indexer(site: Site) -> None:
     status = await site.ask(site.asking.status)
     assert status["connected"] is True
     assert status["mutations"] >= 21
+    assert index["behind"] == 0
     await site.client.set("_design/bad", "{}")
     await site.ask(site.asking.scan, "d/city", consistency="now")
     with trio.fail_after(5):

@@ -49,6 +49,7 @@ from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.scanner import Scanner
+from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.stream import IndexerStream
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ def whole(server: Server, indexer: Indexer) -> None:
 
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
+    ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
     Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),
     Barriers.wait: lambda indexer, _: indexer.barriers.wait(),
     IndexerStream.barrier: lambda indexer, _: indexer.stream.barrier(),

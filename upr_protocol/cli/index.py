@@ -72,33 +72,61 @@ def index() -> None:
     metavar="NAME=EXPRESSION[,EXPRESSION…]",
     help="An index, and the JMESPath expressions of its key. Repeat it for several.",
 )
+@click.option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="NAME=EXPRESSION",
+    help="What must be true of the documents in the index NAME, which --index defines.",
+)
 @_indexer_option
-def create(design: str, file: Path | None, indexes: tuple[str, ...], url: str) -> None:
+def create(
+    design: str,
+    file: Path | None,
+    indexes: tuple[str, ...],
+    filters: tuple[str, ...],
+    url: str,
+) -> None:
     r"""Store the design document DESIGN, from FILE (JSON) or from --index.
 
     \b
     Examples:
       upr index create flights --index by_origin=origin --index by_hour=origin,time_hour
+      upr index create flights --index late=origin --filter "late=dep_delay > `60`"
       upr index create flights flights.json
     """
     if (file is None) == (not indexes):
         raise click.UsageError("give either a file or --index")
-    body: object = file.read_bytes() if file is not None else _design(indexes)
+    if file is not None and filters:
+        raise click.UsageError("a file has its filters in it; leave out --filter")
+    body: object = file.read_bytes() if file is not None else _design(indexes, filters)
     with _indexer(url) as client:
         client.create(design, body)
     print_line(f"created {design}")
 
 
-def _design(indexes: tuple[str, ...]) -> object:
-    definitions: dict[str, object] = {}
-    for text in indexes:
+def _design(indexes: tuple[str, ...], filters: tuple[str, ...]) -> object:
+    definitions: dict[str, dict[str, object]] = {}
+    for name, expressions in _definitions("index", indexes):
+        definitions[name] = {"key": split_expressions(expressions)}
+    for name, expression in _definitions("filter", filters):
+        if name not in definitions:
+            raise click.UsageError(f"the filter {name!r} has no --index {name}=…")
+        definitions[name]["filter"] = expression
+    return {"indexes": definitions}
+
+
+def _definitions(kind: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The name and the expressions of each option of a kind."""
+    names: set[str] = set()
+    for text in texts:
         name, equals, expressions = text.partition("=")
         if not equals:
-            raise click.UsageError(f"{text!r} is not an index; write NAME=EXPRESSION")
-        if name in definitions:
-            raise click.UsageError(f"the index {name!r} is defined twice; rename one of them")
-        definitions[name] = {"key": split_expressions(expressions)}
-    return {"indexes": definitions}
+            raise click.UsageError(f"--{kind} {text!r} lacks a name; write NAME=EXPRESSION")
+        if name in names:
+            raise click.UsageError(f"the {kind} {name!r} is defined twice; leave out one of them")
+        names.add(name)
+        yield name, expressions
 
 
 def split_expressions(text: str) -> list[str]:

@@ -19,6 +19,7 @@ from upr_server.indexer.index_file import IndexFile, IndexFileError
 from upr_server.indexer.pipeline import Pipeline, Work, worker_thread
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.scanner import Scanner
+from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.stream import IndexerStream
 
 QUEUES_DEFAULT: Final = 8
@@ -53,6 +54,7 @@ class Indexer:
         stream: The running indexes' stream.
         barriers: The barriers that scans wait for.
         definitions: Which indexes there are.
+        server_progress: How far the server is.
         scanner: Answers scans.
     """
 
@@ -76,8 +78,14 @@ class Indexer:
             stream=self.stream,
             barriers=self.barriers,
         )
+        self.server_progress = ServerProgress(address)
         self.scanner = Scanner(
-            self.definitions, self.pool, self.pipeline, self.stream, self.barriers
+            self.definitions,
+            self.pool,
+            self.pipeline,
+            self.stream,
+            self.barriers,
+            self.server_progress,
         )
 
     async def run(self) -> None:

@@ -11,6 +11,7 @@ import attrs
 import trio
 
 from upr_protocol.errors import UprError
+from upr_protocol.ids import SeqNo
 from upr_server.indexer.definitions import Definitions, Index, NoIndexError
 from upr_server.indexer.freshness import Barriers, RequiredWrites, has_writes
 from upr_server.indexer.index_file import KeyRange, NotSettledError, ScanResult
@@ -18,6 +19,7 @@ from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, MemoryPool
 from upr_server.indexer.pure.definition import IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT, Query, ScanAnswer
+from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.stream import IndexerStream
 
 
@@ -55,7 +57,7 @@ class IndexStatus:
         too_long: Documents left out since the start, as their keys are too long.
         too_costly: Documents left out since the start, as the expressions cost too much for them.
         failure: Why it was left out; empty unless it was.
-        behind: How many sequence numbers it is behind the running indexes' stream.
+        behind: How many of the server's sequence numbers it lacks, by the server's last answer.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Scanner:
         pipeline: The running indexes' pipeline.
         stream: The running indexes' stream.
         barriers: Barriers of that stream.
+        server_progress: How far the server is.
     """
 
     def __init__(
@@ -88,12 +91,14 @@ class Scanner:
         pipeline: Pipeline,
         stream: IndexerStream,
         barriers: Barriers,
+        server_progress: ServerProgress,
     ) -> None:
         self._definitions = definitions
         self._pool = pool
         self._pipeline = pipeline
         self._stream = stream
         self._barriers = barriers
+        self._server_progress = server_progress
 
     async def status(self, name: IndexName) -> IndexStatus:
         """What can be told of an index.
@@ -107,9 +112,11 @@ class Scanner:
             entries, disk_bytes = await trio.to_thread.run_sync(
                 lambda: (file.entry_count(), file.disk_bytes())
             )
+        newest_seqs = dict(await self._server_progress.seqs())
+        for partition, mark in self._stream.marks.items():
+            newest_seqs[partition] = max(mark.seq, newest_seqs.get(partition, SeqNo(0)))
         behind = sum(
-            max(0, mark.seq - file.mark(partition).seq)
-            for partition, mark in self._stream.marks.items()
+            max(0, seq - file.mark(partition).seq) for partition, seq in newest_seqs.items()
         )
         return IndexStatus(
             str(name),
