@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
-import trio
 
 from upr_protocol.concurrency import first_failure
 from upr_server.config import ServerConfig
@@ -54,7 +53,7 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
 
     def on_running(server: Server) -> None:
         servers.append(server)
-        trio.lowlevel.add_instrument(server.connections.resources.turn_timer)
+        server.connections.resources.turn_timer.start()
         on_listening(server)
         log.info("listening", host=server.host, port=server.port)
         if not is_loopback(server.host):

@@ -92,7 +92,7 @@ class ServerResources:
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
         statistics_of: The figures of a bucket, or of the server for an empty name.
-        turn_timer: Measures the turns of the loop, if it was added to it.
+        turn_timer: Measures the loop, if it was started.
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         scratch: What sockets are read into.
