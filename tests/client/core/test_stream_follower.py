@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
             self.carry_to_server()
             for message in self.carry_to_client():
                 handshake.receive(message)
-        assert not list(self.follower.learn_partitions(handshake))
+        assert not self.state.learn_partitions(handshake)
         self.follower.connected(self.session, handshake)
 
     @precondition(lambda self: self.connection is not None)

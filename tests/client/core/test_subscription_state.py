@@ -6,6 +6,7 @@ import pytest
 
 from upr_protocol.client import ResumeState
 from upr_protocol.client.core.delivery_tracker import RollbackRequest
+from upr_protocol.client.core.events import RolledBack
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
@@ -67,7 +68,11 @@ def test_partitions_that_the_bucket_does_not_have_any_more_are_named_once() -> N
     state = new_state()
     received = Position(LOG, SeqNo(5), SeqNo(5), None)
     state.received.positions.update({PartitionId(1): received, PartitionId(3): received})
-    assert state.learn_partitions(handshake(2)) == [3]
+    (delivery,) = state.learn_partitions(handshake(2))
+    assert delivery.event == RolledBack(
+        PartitionId(3), SeqNo(0), SeqNo(0), "the bucket does not have this partition any more"
+    )
+    assert state.received.position(PartitionId(3)).highest_received == 0
     assert state.learn_partitions(handshake(2)) == []
 
 

@@ -14,7 +14,7 @@ import attrs
 
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
-from upr_protocol.client.core.events import Completed, RolledBack, StreamAccepted, StreamEnded
+from upr_protocol.client.core.events import Completed, StreamAccepted, StreamEnded
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import is_retryable
@@ -125,20 +125,9 @@ class StreamFollower:
 
     # The life of a connection.
 
-    def learn_partitions(self, handshake: Handshake) -> Iterable[Delivery]:
-        """A connection is made; precedes `connected`, because it tells which partitions there are.
-
-        Raises:
-            ServerError: See `SubscriptionState.learn_partitions`.
-        """
-        reason = "the bucket does not have this partition any more"
-        return [
-            self._roll_back(RollbackRequest(partition, SeqNo(0), reason), SeqNo(0))
-            for partition in self._state.learn_partitions(handshake)
-        ]
-
     def connected(self, session: ClientSession, handshake: Handshake) -> None:
-        """Requests the remaining streams on a new connection."""
+        """Requests the remaining streams on a new connection, once the subscription has learned
+        which partitions there are."""
         self.failure = None
         self._connection = _ConnectionStreams(session, handshake, self._state.new_connection())
         for partition in sorted(self.partitions & self._state.remaining):
@@ -274,7 +263,7 @@ class StreamFollower:
         Raises:
             ValueError: `to` is above the ceiling.
         """
-        delivery = self._roll_back(self._state.finish_rollback(partition, to), to)
+        delivery = self._state.roll_back(self._state.finish_rollback(partition, to), to)
         connection = self._connection
         if connection is not None and partition in connection.requested:
             self._request_stream(connection.session, partition)
@@ -365,17 +354,9 @@ class StreamFollower:
         if self._state.subscription.has_undo:
             self._state.rollbacks[request.partition] = request
             return Delivery(request)
-        delivery = self._roll_back(request, SeqNo(0))
+        delivery = self._state.roll_back(request, SeqNo(0))
         self._request_stream(connection.session, request.partition)
         return delivery
-
-    def _roll_back(self, request: RollbackRequest, to: SeqNo) -> Delivery:
-        partition, state = request.partition, self._state
-        state.rollback_count += 1
-        position = resume_state.rolled_back(state.received.position(partition), to)
-        state.received.positions[partition] = position
-        event = RolledBack(partition, request.ceiling, to, request.reason)
-        return Delivery(event, (partition, position), priority=SavePriority.URGENT)
 
     def _stream_ended(
         self, connection: _ConnectionStreams, message: StreamEnd

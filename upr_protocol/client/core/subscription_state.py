@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.barrier_tracker import BarrierTracker
-from upr_protocol.client.core.delivery_tracker import RollbackRequest
+from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
+from upr_protocol.client.core.events import RolledBack
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.subscription import Subscription
@@ -50,11 +52,12 @@ class SubscriptionState:
         """Whether every stream has ended for good."""
         return self.partitions is not None and not self.remaining
 
-    def learn_partitions(self, handshake: Handshake) -> list[PartitionId]:
+    def learn_partitions(self, handshake: Handshake) -> list[Delivery]:
         """A node tells how many partitions the bucket has.
 
         Returns:
-            Partitions that were streamed once, and that the bucket does not have any more.
+            `RolledBack` of the partitions that were streamed once, and that the bucket does not
+            have any more.
 
         Raises:
             ServerError: The bucket does not have a partition that was asked for; or the bucket was
@@ -81,8 +84,9 @@ class SubscriptionState:
         self.remaining = set(self.partitions)
         if asked_for:
             return []
+        reason = "the bucket does not have this partition any more"
         return [
-            partition
+            self.roll_back(RollbackRequest(partition, SeqNo(0), reason), SeqNo(0))
             for partition, position in sorted(self.received.positions.items())
             if partition >= count and position.highest_received
         ]
@@ -143,6 +147,15 @@ class SubscriptionState:
         """Numbers one more connection, of any follower."""
         self.connection_count += 1
         return self.connection_count
+
+    def roll_back(self, request: RollbackRequest, to: SeqNo) -> Delivery:
+        """Moves a partition back to `to`; gives `RolledBack`, for the application."""
+        partition = request.partition
+        self.rollback_count += 1
+        position = resume_state.rolled_back(self.received.position(partition), to)
+        self.received.positions[partition] = position
+        event = RolledBack(partition, request.ceiling, to, request.reason)
+        return Delivery(event, (partition, position), priority=SavePriority.URGENT)
 
     def finish_rollback(self, partition: PartitionId, to: SeqNo) -> RollbackRequest:
         """The application has rolled back to `to`.

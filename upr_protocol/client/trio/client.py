@@ -300,7 +300,7 @@ async def connect(
     )
     async with background() as nursery:
         nursery.start_soon(dispatcher.run)
-        await dispatcher.opened.wait()
+        await dispatcher.has_opened.wait()
         if dispatcher.error is None:
             with trio.move_on_after(connect_timeout_s):
                 await dispatcher.connections.located.wait()

@@ -29,7 +29,7 @@ from upr_protocol.client.trio.map_refresher import MapRefresher, MapRequest
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.wire import MapReply
+from upr_protocol.wire import MapReply, Message
 
 STABLE_CONNECTION_S: Final = 10.0
 """The loss of a connection that lasted so long counts as a first failure."""
@@ -39,8 +39,8 @@ _BUSY_ANSWER_TIMEOUT_S: Final = 0.1
 asked on a connection of its own: this one may be dead."""
 
 
-class NodeHandler(ConnectionHandler, Protocol):
-    """What uses one node, over one connection after another: a publisher's batches, a client's
+class NodeHandler(ConnectionHandler):
+    """Uses one node, over one connection after another: for a publisher's batches, a client's
     requests or a consumer's streams.
 
     Attributes:
@@ -49,9 +49,12 @@ class NodeHandler(ConnectionHandler, Protocol):
 
     retry: RetryState
 
+    def removed(self) -> None:
+        """The node is not needed any more."""
+
     async def drain(self) -> None:
         """Waits until closing the connection costs nobody an answer: a request that was sent may
-        have been carried out, and is not repeated."""
+        have been carried out, and is not repeated. What another node repeats need not wait."""
 
 
 H = TypeVar("H", bound=NodeHandler)
@@ -68,6 +71,13 @@ class ConnectionsOwner(Protocol[H]):
     def partitions(self) -> Iterable[PartitionId]:
         """The partitions that need a node."""
 
+    def opened(self, connection: TrioConnection) -> None:
+        """A connection has opened the bucket. From now on the owner knows its partitions.
+
+        Raises:
+            UprError: The bucket is not the one that it was; the connection ends with this error.
+        """
+
     def is_waiting_for(self, partition: PartitionId) -> bool:
         """Whether something waits until `partition` has a node."""
 
@@ -77,15 +87,13 @@ class ConnectionsOwner(Protocol[H]):
     def place(self, partition: PartitionId, handler: H | None) -> None:
         """Uses `partition` at this handler's node from now on; None while it has no node."""
 
-    def remove_handler(self, handler: H) -> None:
-        """The node is not needed any more."""
-
 
 @attrs.define(eq=False)
-class _Node(Generic[H]):
-    """A node that is needed.
+class _Node(ConnectionHandler, Generic[H]):
+    """A node that is needed. Its messages go to the handler, but for its map.
 
     Attributes:
+        cluster: The connections to all nodes.
         address: Where it is. The user's address may name several hosts; one after the other is
             tried for the first node.
         handler: Uses it.
@@ -95,6 +103,7 @@ class _Node(Generic[H]):
         scope: Cancel it to close the connection for good.
     """
 
+    cluster: ClusterConnections[H]
     address: Address
     handler: H
     connection: TrioConnection | None = None
@@ -109,6 +118,25 @@ class _Node(Generic[H]):
             return not self.is_down
         return self.map_request.send(self.connection, self.address.bucket, _BUSY_ANSWER_TIMEOUT_S)
 
+    def connected(self, connection: TrioConnection) -> None:
+        self.cluster.connected(self, connection)
+
+    def received(self, message: Message) -> None:
+        if isinstance(message, MapReply):
+            self.map_request.is_open = False
+            self.cluster.learn_map(message)
+        else:
+            self.handler.received(message)
+
+    def writable(self) -> None:
+        self.handler.writable()
+
+    async def wait_for_room(self) -> None:
+        await self.handler.wait_for_room()
+
+    def lost(self, error: UprError) -> None:
+        self.handler.lost(error)
+
 
 class ClusterConnections(Generic[H]):
     """Keeps connections to the nodes that its owner needs.
@@ -122,6 +150,7 @@ class ClusterConnections(Generic[H]):
 
     Attributes:
         metadata: The client's view of the cluster.
+        router: Chooses the node of each partition.
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
         located: Set when all partitions have been located for the first time: the map is the
             newest, and each node that it names was reached or could not be.
@@ -142,9 +171,9 @@ class ClusterConnections(Generic[H]):
         self._options = options.connection
         self._owner = owner
         self._opened = opened
-        self._router = PartitionRouter(self.metadata, state, options.retry_timeout_s, options.draw)
+        self.router = PartitionRouter(self.metadata, state, options.retry_timeout_s, options.draw)
         self._refresher = MapRefresher(
-            self.metadata, options.connection, options.draw, self._learn_map
+            self.metadata, options.connection, options.draw, self.learn_map
         )
         self._error: UprError | None = None
         self._nursery: trio.Nursery | None = None
@@ -179,7 +208,7 @@ class ClusterConnections(Generic[H]):
 
     def _add_node(self, address: Address) -> _Node[H]:
         assert self._nursery is not None
-        node = _Node(address, self._owner.new_handler())
+        node = _Node(self, address, self._owner.new_handler())
         self._nodes.append(node)
         self._nursery.start_soon(self._run_node, node)
         return node
@@ -217,9 +246,7 @@ class ClusterConnections(Generic[H]):
     async def _connect_once(self, node: _Node[H], host: Address) -> UprError:
         """Connects to a node and waits until the connection ends; gives the reason."""
         try:
-            async with open_connection(
-                host, self._options, node.handler, self._opened
-            ) as connection:
+            async with open_connection(host, self._options, node, self._opened) as connection:
                 connected_at = trio.current_time()
                 await connection.ended.wait()
                 if trio.current_time() - connected_at >= STABLE_CONNECTION_S:
@@ -232,14 +259,17 @@ class ClusterConnections(Generic[H]):
         await node.handler.drain()
         node.scope.cancel()
 
-    # For handlers.
+    # For the nodes.
 
-    def connected(self, handler: H, connection: TrioConnection) -> None:
-        """A handler's connection has opened the bucket. The handler calls this before it uses
-        the connection, once the owner knows the bucket's partitions."""
+    def connected(self, node: _Node[H], connection: TrioConnection) -> None:
+        """A node has opened the bucket.
+
+        Raises:
+            UprError: See `ConnectionsOwner.opened`.
+        """
+        self._owner.opened(connection)
         self._was_connected = True
-        node = self._node_of(handler)
-        if node is None:
+        if node not in self._nodes:
             return  # it was removed this moment
         node.connection, node.map_request, node.is_down = connection, MapRequest(), False
         was_single_node = self.metadata.is_single_node
@@ -251,17 +281,28 @@ class ClusterConnections(Generic[H]):
         if self.metadata.is_stale:
             node.ask_map()
         self._check_located()
+        node.handler.connected(connection)
 
-    def received_map(self, handler: H, reply: MapReply) -> None:
+    def learn_map(self, reply: MapReply) -> None:
         """A node told its map.
 
         Raises:
             RemoteProtocolError: The answer is not a valid map.
         """
-        node = self._node_of(handler)
-        if node is not None:
-            node.map_request.is_open = False
-        self._learn_map(reply)
+        partition_map = partition_map_of(reply)
+        if partition_map is not None and self.metadata.update(partition_map):
+            self.router.map_changed()
+            self._refresher.map_changed()
+            self._route()
+            self._check_located()
+            self._map_needed.notify()
+
+    # For the owner and the handlers.
+
+    @property
+    def handlers(self) -> list[H]:
+        """The handler of each node."""
+        return [node.handler for node in self._nodes]
 
     def request_map(self, map_revision: int = 0) -> None:
         """Has the nodes asked for the map, because it may be stale.
@@ -275,36 +316,16 @@ class ClusterConnections(Generic[H]):
 
     def refused(self, partition: PartitionId, error: UprError, map_revision: int) -> None:
         """The node of a partition refused it."""
-        self._router.refused(partition, error, trio.current_time())
+        self.router.refused(partition, error, trio.current_time())
         self.last_failure = str(error)
         self.request_map(map_revision)
-
-    def succeeded(self, partition: PartitionId) -> None:
-        """The node of a partition did what it was asked to."""
-        self._router.succeeded(partition)
-
-    def reason_unplaced(self, partition: PartitionId) -> UprError | None:
-        """Why a partition has no node; None when that is not known."""
-        return self._router.reason_unplaced(partition)
-
-    def _node_of(self, handler: H) -> _Node[H] | None:
-        return next((node for node in self._nodes if node.handler is handler), None)
 
     def _check_located(self) -> None:
         reached = all(node.connection is not None or node.is_down for node in self._nodes)
         if reached and not self.metadata.is_stale:
             self.located.set()
 
-    # The map, and where partitions are.
-
-    def _learn_map(self, reply: MapReply) -> None:
-        partition_map = partition_map_of(reply)
-        if partition_map is not None and self.metadata.update(partition_map):
-            self._router.map_changed()
-            self._refresher.map_changed()
-            self._route()
-            self._check_located()
-            self._map_needed.notify()
+    # Where partitions are.
 
     def _route(self) -> None:
         """Places each partition with the node that the map names, if it names one."""
@@ -317,7 +338,7 @@ class ClusterConnections(Generic[H]):
                     node.address = node.connection.address
         down = {node.address for node in self._nodes if node.is_down}
         now = trio.current_time()
-        placements = self._router.route(owner.partitions, down, owner.is_waiting_for, now)
+        placements = self.router.route(owner.partitions, down, owner.is_waiting_for, now)
         needed_addresses = {address for address in placements.values() if address is not None}
         nodes = {node.address: node for node in self._nodes}
         # First new nodes, then partitions, and unneeded nodes last: a handler that is removed has
@@ -336,7 +357,7 @@ class ClusterConnections(Generic[H]):
     def _remove_node(self, node: _Node[H]) -> None:
         assert self._nursery is not None
         self._nodes.remove(node)
-        self._owner.remove_handler(node.handler)
+        node.handler.removed()
         self._nursery.start_soon(self._close_node, node)
 
     @property
@@ -345,7 +366,7 @@ class ClusterConnections(Generic[H]):
         return not self.metadata.is_single_node and (
             self._refresher.is_requested
             or self.metadata.is_stale
-            or self._router.has_unplaced
+            or self.router.has_unplaced
             or any(node.connection is None for node in self._nodes)
         )
 
@@ -359,12 +380,12 @@ class ClusterConnections(Generic[H]):
                     asked_nodes = {node.address for node in self._nodes if node.ask_map()}
                     self._refresher.ask_others(asked_nodes, self._nursery)
                 self._route()
-                error = self._router.timed_out(self._owner.is_waiting_for, now)
+                error = self.router.timed_out(self._owner.is_waiting_for, now)
                 if error is not None:
                     self._end(error)
             if self._needs_map:
                 now = trio.current_time()
                 round_at = max(self._refresher.next_round_at, now)
-                await trio.sleep_until(min(round_at, self._router.next_retry_at(now)))
+                await trio.sleep_until(min(round_at, self.router.next_retry_at(now)))
             else:
                 await self._map_needed.wait()

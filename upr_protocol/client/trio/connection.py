@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Final, Protocol
+from typing import Final
 
 import attrs
 import trio
@@ -77,8 +77,9 @@ class ClusterOptions:
         return RetryState(self.retry_timeout_s, self.draw)
 
 
-class ConnectionHandler(Protocol):
-    """Handles what arrives on a connection. Only `wait_for_room` waits."""
+class ConnectionHandler:
+    """Handles what arrives on a connection. Only `wait_for_room` waits. Here nothing is done: a
+    handler has the methods that concern it."""
 
     def connected(self, connection: TrioConnection) -> None:
         """The handshake is done; called before any message is handed on."""

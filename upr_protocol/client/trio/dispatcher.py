@@ -13,13 +13,13 @@ from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, Partit
 from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
-from upr_protocol.client.trio.cluster_connections import ClusterConnections
+from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.client.trio.request_channel import PendingReply, RequestChannel
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.wire import MapReply, Message, PartitionLog
+from upr_protocol.wire import PartitionLog
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ REQUEST_RETRY_TIMEOUT_S: Final = 30.0
 """How long a request waits for the node of its partition: longer than a failover should take."""
 
 
-class NodeChannel(RequestChannel):
+class NodeChannel(RequestChannel, NodeHandler):
     """Requests to one node, over one connection after another.
 
     Args:
@@ -45,17 +45,14 @@ class NodeChannel(RequestChannel):
 
     def connected(self, connection: TrioConnection) -> None:
         super().connected(connection)
-        self._dispatcher.connected(self, connection)
-
-    def received(self, message: Message) -> None:
-        if isinstance(message, MapReply):
-            self._dispatcher.connections.received_map(self, message)
-        else:
-            super().received(message)
+        self._dispatcher.notify_changed()
 
     def lost(self, error: UprError) -> None:
         super().lost(error)
         self._dispatcher.lost(error)
+
+    def removed(self) -> None:
+        self._dispatcher.requests_before += self.requests
 
 
 class RequestDispatcher:
@@ -76,22 +73,22 @@ class RequestDispatcher:
         address: See above.
         draw: Gives numbers in [0, 1), for the waits between connections.
         connections: The connections to all nodes.
-        opened: Set once the first connection is made, or could not be made.
+        has_opened: Set once the first connection is made, or could not be made.
         error: Why no request can be made any more; None while it can.
         partition_count: The bucket's; 0 when no bucket was opened.
+        requests_before: How many requests were sent to nodes that are not needed any more.
     """
 
     def __init__(self, address: Address, options: ClusterOptions, credit_timeout_s: float) -> None:
         self.address = address
         self.draw = options.draw
-        self.opened = trio.Event()
+        self.has_opened = trio.Event()
         self.error: UprError | None = None
         self.partition_count = 0
         self._credit_timeout_s = credit_timeout_s
         self._retry_timeout_s = options.retry_timeout_s
-        self._channels: list[NodeChannel] = []
         self._channel_of: dict[PartitionId, NodeChannel | None] = {}
-        self._requests_before = 0
+        self.requests_before = 0
         self._is_lost = False
         self._changed = Notifier()
         self.connections = ClusterConnections(address, options, self)
@@ -102,7 +99,7 @@ class RequestDispatcher:
             await self.connections.run()
         except UprError as error:
             self.error = error
-        self.opened.set()
+        self.has_opened.set()
         self.connections.located.set()
         self._changed.notify()
 
@@ -116,36 +113,31 @@ class RequestDispatcher:
     def partitions(self) -> Iterable[PartitionId]:
         return map(PartitionId, range(self.partition_count))
 
+    def opened(self, connection: TrioConnection) -> None:
+        self.partition_count = connection.handshake.partition_count
+        self.has_opened.set()
+
     def is_waiting_for(self, partition: PartitionId) -> bool:  # noqa: ARG002
         """Never: each request has a timeout of its own."""
         return False
 
     def new_handler(self) -> NodeChannel:
-        channel = NodeChannel(self, self._credit_timeout_s)
-        self._channels.append(channel)
-        return channel
+        return NodeChannel(self, self._credit_timeout_s)
 
     def place(self, partition: PartitionId, handler: NodeChannel | None) -> None:
         if self._channel_of.get(partition) is not handler:
             self._channel_of[partition] = handler
             self._changed.notify()
 
-    def remove_handler(self, handler: NodeChannel) -> None:
-        self._requests_before += handler.requests
-        self._channels.remove(handler)
-
     # For the channels.
 
-    def connected(self, channel: NodeChannel, connection: TrioConnection) -> None:
-        """A node has opened the bucket."""
-        self.partition_count = connection.handshake.partition_count
-        self.connections.connected(channel, connection)
-        self.opened.set()
+    def notify_changed(self) -> None:
+        """Wakes the tasks that wait for a channel."""
         self._changed.notify()
 
     def lost(self, error: UprError) -> None:
         """The connection to a node is lost."""
-        if self.opened.is_set():
+        if self.has_opened.is_set():
             self._is_lost = True
             if self.connections.metadata.is_single_node and self.error is None:
                 self.error = error
@@ -221,7 +213,7 @@ class RequestDispatcher:
                     self._channel_of[partition] = None
             else:
                 if partition is not None:
-                    self.connections.succeeded(partition)
+                    self.connections.router.succeeded(partition)
                 return result
 
     async def _await_channel(self, partition: PartitionId | None, deadline: float) -> NodeChannel:
@@ -234,7 +226,7 @@ class RequestDispatcher:
             if self.error is not None:
                 raise self.error
             if partition is None:
-                channel = next((channel for channel in self._channels if channel.is_up), None)
+                channel = next((c for c in self.connections.handlers if c.is_up), None)
             else:
                 channel = self._channel_of.get(partition)
             if channel is not None and channel.is_up:
@@ -249,7 +241,7 @@ class RequestDispatcher:
         return not scope.cancelled_caught
 
     def _no_channel_error(self, partition: PartitionId | None) -> UprError:
-        reason = None if partition is None else self.connections.reason_unplaced(partition)
+        reason = None if partition is None else self.connections.router.reason_unplaced(partition)
         if reason is not None:
             return reason
         node = "any node" if partition is None else f"the active node of partition {partition}"
@@ -284,7 +276,7 @@ class RequestDispatcher:
                         self._channel_of[partition] = None
                 continue
             for row in reply_rows:
-                self.connections.succeeded(row.partition)
+                self.connections.router.succeeded(row.partition)
                 rows[row.partition] = row
             missing -= rows.keys()
         return [rows[partition] for partition in sorted(rows)]
@@ -375,14 +367,14 @@ class RequestDispatcher:
     @property
     def requests(self) -> int:
         """How many requests were sent."""
-        return self._requests_before + sum(channel.requests for channel in self._channels)
+        return self.requests_before + sum(c.requests for c in self.connections.handlers)
 
     @property
     def credit_left(self) -> int:
         """How many bytes of changes the nodes would take."""
-        up = (channel for channel in self._channels if channel.is_up)
+        up = (channel for channel in self.connections.handlers if channel.is_up)
         return sum(channel.connection.session.credit.left for channel in up)
 
     def __len__(self) -> int:
         """How many requests have no answer yet."""
-        return sum(len(channel) for channel in self._channels)
+        return sum(len(channel) for channel in self.connections.handlers)

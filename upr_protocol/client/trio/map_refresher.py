@@ -18,7 +18,12 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.metadata import ClusterMetadata
 from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
-from upr_protocol.client.trio.connection import TrioConnection, TrioOptions, open_connection
+from upr_protocol.client.trio.connection import (
+    ConnectionHandler,
+    TrioConnection,
+    TrioOptions,
+    open_connection,
+)
 from upr_protocol.errors import UprError
 from upr_protocol.wire import GetMap, MapReply, Message
 
@@ -62,7 +67,7 @@ class MapRequest:
         return True
 
 
-class MapConnection:
+class MapConnection(ConnectionHandler):
     """A connection to one node, only to ask for its map.
 
     Args:
@@ -117,12 +122,6 @@ class MapConnection:
         self._request.is_open = False
         if isinstance(message, MapReply):
             self._on_map(message)
-
-    def writable(self) -> None:
-        """Does nothing: one request does not congest a connection."""
-
-    async def wait_for_room(self) -> None:
-        """Reads on: each question has one answer."""
 
     def lost(self, error: UprError) -> None:  # noqa: ARG002  the next round connects anew
         self._is_over = True

@@ -10,15 +10,15 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.results import is_wrong_node
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
-from upr_protocol.client.trio.cluster_connections import ClusterConnections
+from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.ids import PartitionId
-from upr_protocol.wire import MapReply, Message, MutateReply, Refusal
+from upr_protocol.wire import Message, MutateReply, Refusal
 
 
-class NodePublisher:
+class NodePublisher(NodeHandler):
     """Publishes to one node, over one connection after another.
 
     Args:
@@ -37,15 +37,11 @@ class NodePublisher:
         self._connection: TrioConnection | None = None
 
     def connected(self, connection: TrioConnection) -> None:
-        if self._nodes.connected(self, connection):
-            self._connection = connection
-            self.send()
+        self._connection = connection
+        self.send()
 
     def received(self, message: Message) -> None:
         nodes = self._nodes
-        if isinstance(message, MapReply):
-            nodes.connections.received_map(self, message)
-            return
         if isinstance(message, MutateReply | Refusal) and is_wrong_node(message):
             nodes.connections.request_map(message.map_revision)
         for batch in self.batches.receive(message, trio.current_time()):
@@ -57,16 +53,15 @@ class NodePublisher:
     def writable(self) -> None:
         self.send()
 
-    async def wait_for_room(self) -> None:
-        """Reads on: the batches in flight bound the answers."""
-
     def lost(self, error: UprError) -> None:  # noqa: ARG002  ClusterConnections keeps it
         self._connection = None
         self.batches.disconnected()
         self._nodes.notify_changed()
 
-    async def drain(self) -> None:
-        """Nothing to wait for: other nodes are sent the unanswered batches with the same tokens."""
+    def removed(self) -> None:
+        """Other nodes are sent the unanswered batches, with the same tokens."""
+        self._nodes.unanswered.unplace_all(self.batches)
+        self._nodes.notify_changed()
 
     def send(self, *, is_due: bool = False) -> None:
         """Sends as much as may be sent now; with `is_due`, bundles that are not full, too."""
@@ -110,7 +105,6 @@ class PublisherNodes:
         self.partition_count = 0
         self.send_later = Notifier()
         self._new_retry_state = options.new_retry_state
-        self._publishers: list[NodePublisher] = []
         self._changed = Notifier()
         self.connections = ClusterConnections(address, options, self)
 
@@ -120,13 +114,24 @@ class PublisherNodes:
     def partitions(self) -> Iterable[PartitionId]:
         return map(PartitionId, range(self.partition_count))
 
+    def opened(self, connection: TrioConnection) -> None:
+        count = connection.handshake.partition_count
+        if self.partition_count not in (0, count):
+            error = BrokenError(
+                f"the bucket was deleted and created again, with {count} partitions instead of "
+                f"{self.partition_count}"
+            )
+            self.stop(error)
+            raise error
+        self.partition_count = count
+        self.connection_count += 1
+        self.notify_changed()
+
     def is_waiting_for(self, partition: PartitionId) -> bool:
         return self.unanswered.is_unplaced(partition)
 
     def new_handler(self) -> NodePublisher:
-        publisher = NodePublisher(self, self._new_retry_state())
-        self._publishers.append(publisher)
-        return publisher
+        return NodePublisher(self, self._new_retry_state())
 
     def place(self, partition: PartitionId, handler: NodePublisher | None) -> None:
         node = self.unanswered.unplaced if handler is None else handler.batches
@@ -135,33 +140,11 @@ class PublisherNodes:
                 handler.send()
             self.notify_changed()
 
-    def remove_handler(self, handler: NodePublisher) -> None:
-        self.unanswered.unplace_all(handler.batches)
-        self._publishers.remove(handler)
-        self.notify_changed()
-
     # For the nodes' publishers.
-
-    def connected(self, publisher: NodePublisher, connection: TrioConnection) -> bool:
-        """A node has opened the bucket; whether it is the same bucket as before."""
-        count = connection.handshake.partition_count
-        if self.partition_count not in (0, count):
-            error = BrokenError(
-                f"the bucket was deleted and created again, with {count} partitions instead of "
-                f"{self.partition_count}"
-            )
-            connection.fail(error)
-            self.stop(error)
-            return False
-        self.partition_count = count
-        self.connection_count += 1
-        self.connections.connected(publisher, connection)
-        self.notify_changed()
-        return True
 
     def finish_batch(self, batch: Batch) -> None:
         """A batch is answered, or refused for good."""
-        self.connections.succeeded(batch.partition)
+        self.connections.router.succeeded(batch.partition)
         self.on_done(batch)
 
     def notify_changed(self) -> None:
@@ -173,19 +156,19 @@ class PublisherNodes:
     @property
     def out_of_credit_since(self) -> float | None:
         """Since when the credit of some node keeps batches waiting; None while none does."""
-        times = (publisher.batches.out_of_credit_since for publisher in self._publishers)
+        times = (publisher.batches.out_of_credit_since for publisher in self.connections.handlers)
         return min((time for time in times if time is not None), default=None)
 
     def send(self, *, is_due: bool = False) -> None:
         """Sends as much as may be sent now; with `is_due`, bundles that are not full, too."""
-        for publisher in self._publishers:
+        for publisher in self.connections.handlers:
             publisher.send(is_due=is_due)
 
     async def send_when_due(self) -> None:
         """Runs for ever: sends refused batches again, and bundles that are not full, when they have
         waited long enough."""
         while True:
-            times = (publisher.batches.send_at for publisher in self._publishers)
+            times = (publisher.batches.send_at for publisher in self.connections.handlers)
             send_at = min((time for time in times if time is not None), default=None)
             if send_at is None:
                 await self.send_later.wait()

@@ -13,7 +13,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.calls import Call, checked, over_quota
 from upr_protocol.client.core.changes import Change, ChangeBundle, count_fitting
 from upr_protocol.client.core.results import WriteResult
-from upr_protocol.client.trio.connection import TrioConnection
+from upr_protocol.client.trio.connection import ConnectionHandler, TrioConnection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability
@@ -127,7 +127,7 @@ class PendingBundle:
             pending.resolve(error)
 
 
-class RequestChannel:
+class RequestChannel(ConnectionHandler):
     """Sends requests, and brings each answer to its caller; the handler of a connection.
 
     Args:
@@ -207,9 +207,6 @@ class RequestChannel:
             change.is_sent = True
         self._replies[opaque] = reply
         self.requests += 1
-
-    async def wait_for_room(self) -> None:
-        """Reads on: the open requests bound the answers."""
 
     def lost(self, error: UprError) -> None:
         replies, self._replies = self._replies, {}

@@ -13,13 +13,13 @@ from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
 from upr_protocol.client.core.subscription_state import SubscriptionState
-from upr_protocol.client.trio.cluster_connections import ClusterConnections
+from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session.states import SNAPSHOT_MESSAGES
-from upr_protocol.wire import MapReply, Message, ReplicaAck, StreamReply
+from upr_protocol.wire import Message, ReplicaAck, StreamReply
 
 DELIVERIES_MAX: Final = 4096
 """Deliveries that may wait for the application. The windows bound the chunks; this bounds the
@@ -95,14 +95,13 @@ class DeliveryQueue:
             await self._has_arrived.wait()
 
 
-class NodeStreams:
+class NodeStreams(NodeHandler):
     """The streams of one node; handles one connection after another to it.
 
     Args:
         follower: Turns messages into deliveries.
         retry: Notified of progress.
         queue: Where deliveries go.
-        opened: Set when a connection is made.
         connections: Notified of what concerns other nodes.
     """
 
@@ -111,13 +110,11 @@ class NodeStreams:
         follower: StreamFollower,
         retry: RetryState,
         queue: DeliveryQueue,
-        opened: trio.Event,
         connections: ClusterConnections[NodeStreams],
     ) -> None:
         self.follower = follower
         self.retry = retry
         self._queue = queue
-        self._opened = opened
         self._connections = connections
         self._connection: TrioConnection | None = None
 
@@ -151,23 +148,15 @@ class NodeStreams:
         else:
             connection.flush()
 
-    # What the connection and `ClusterConnections` call; `ConnectionHandler` and `NodeHandler`
-    # document it.
+    # What the connection calls; `ConnectionHandler` documents it.
 
     def connected(self, connection: TrioConnection) -> None:
-        for delivery in self.follower.learn_partitions(connection.handshake):
-            self._queue.put(delivery)
-        self._connections.connected(self, connection)
         self.follower.connected(connection.session, connection.handshake)
         self._connection = connection
-        self._opened.set()
         self.react()
 
     def received(self, message: Message) -> None:
         if self._connection is None:
-            return
-        if isinstance(message, MapReply):
-            self._connections.received_map(self, message)
             return
         for delivery in self.follower.receive(message):
             self._queue.put(delivery)
@@ -176,11 +165,8 @@ class NodeStreams:
         if type(message) in SNAPSHOT_MESSAGES:
             return  # there are many, and none of them refuses or ends anything
         if isinstance(message, StreamReply) and not message.status:
-            self._connections.succeeded(message.partition)
+            self._connections.router.succeeded(message.partition)
         self.react()
-
-    def writable(self) -> None:
-        pass
 
     async def wait_for_room(self) -> None:
         if self._queue.is_full:
@@ -189,9 +175,6 @@ class NodeStreams:
     def lost(self, error: UprError) -> None:  # noqa: ARG002  ClusterConnections reconnects
         self._connection = None
         self.follower.disconnected()
-
-    async def drain(self) -> None:
-        """Waits for nothing: what has not arrived comes from another node."""
 
 
 class ConsumerStreams:
@@ -204,17 +187,15 @@ class ConsumerStreams:
 
     Attributes:
         queue: The deliveries that the application has not taken.
-        opened: Set when the first connection is made, or could not be made.
         state: See above.
         connections: The connections to all nodes.
     """
 
     def __init__(self, address: Address, options: ClusterOptions, state: SubscriptionState) -> None:
         self.queue = DeliveryQueue()
-        self.opened = trio.Event()
+        self._has_opened = trio.Event()
         self.state = state
         self._new_retry_state = options.new_retry_state
-        self._nodes: list[NodeStreams] = []
         self.connections = ClusterConnections(
             address,
             options,
@@ -232,7 +213,7 @@ class ConsumerStreams:
         except UprError as failure:
             error = failure
         self.queue.end(error)
-        self.opened.set()
+        self._has_opened.set()
 
     async def wait_opened(self) -> None:
         """Waits for the first connection.
@@ -240,7 +221,7 @@ class ConsumerStreams:
         Raises:
             UprError: No node could be reached, or none has the bucket.
         """
-        await self.opened.wait()
+        await self._has_opened.wait()
         if not self.state.connection_count:
             await self.queue.wait()  # raises why there was no connection
 
@@ -254,19 +235,20 @@ class ConsumerStreams:
     def partitions(self) -> Iterable[PartitionId]:
         return sorted(self.state.remaining)
 
+    def opened(self, connection: TrioConnection) -> None:
+        for delivery in self.state.learn_partitions(connection.handshake):
+            self.queue.put(delivery)
+        self._has_opened.set()
+
     def is_waiting_for(self, partition: PartitionId) -> bool:
         return partition in self.state.remaining
 
     def new_handler(self) -> NodeStreams:
         follower = StreamFollower(self.state)
-        node = NodeStreams(
-            follower, self._new_retry_state(), self.queue, self.opened, self.connections
-        )
-        self._nodes.append(node)
-        return node
+        return NodeStreams(follower, self._new_retry_state(), self.queue, self.connections)
 
     def place(self, partition: PartitionId, handler: NodeStreams | None) -> None:
-        for node in self._nodes:
+        for node in self.connections.handlers:
             if node is not handler and partition in node.follower.partitions:
                 node.follower.remove_partition(partition)
                 node.react()
@@ -274,20 +256,17 @@ class ConsumerStreams:
             handler.follower.add_partition(partition)
             handler.react()
 
-    def remove_handler(self, handler: NodeStreams) -> None:
-        self._nodes.remove(handler)
-
     # What the consumer calls.
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a connection to any node."""
-        return any(node.is_connected for node in self._nodes)
+        return any(node.is_connected for node in self.connections.handlers)
 
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has processed a delivery: its node may send as many bytes again."""
         if delivery.nbytes:
-            for node in self._nodes:
+            for node in self.connections.handlers:
                 if node.follower.acknowledge(delivery):
                     node.flush()
 
@@ -318,11 +297,11 @@ class ConsumerStreams:
             LocalProtocolError: Too many barriers are open, this one is, or the cookie is too long.
         """
         self.state.barriers.open_barrier(cookie)
-        for node in self._nodes:
+        for node in self.connections.handlers:
             node.follower.send_barriers()
             node.react()
 
     def _node_of(self, partition: PartitionId) -> NodeStreams:
         """The node that streams a partition; any node while the partition is with none."""
-        nodes = (node for node in self._nodes if partition in node.follower.partitions)
-        return next(nodes, self._nodes[0])
+        nodes = self.connections.handlers
+        return next((node for node in nodes if partition in node.follower.partitions), nodes[0])
