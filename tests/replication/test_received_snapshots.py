@@ -66,6 +66,20 @@ def test_answers_to_publishers_wait_for_the_end_of_their_snapshot() -> None:
     assert snapshots.take_write().answers == [answer]
 
 
+def test_answers_without_their_snapshot_are_dropped_when_the_stream_begins_anew() -> None:
+    """The next source may have another history, with other mutations under these numbers."""
+    snapshots = received(2, chunk(1, 2))
+    snapshots.end_snapshot(SeqNo(2))
+    snapshots.add_answers([(bytes(16), 1, SeqNo(4), b"of a snapshot that never came")])
+    snapshots.discard_answers()
+    answer = (bytes(16), 1, SeqNo(3), b"answer")
+    snapshots.add_answers([answer])
+    snapshots.begin_snapshot(HISTORY, SeqNo(3), SeqNo(0))
+    snapshots.add_chunk(chunk(3))
+    snapshots.end_snapshot(SeqNo(3))
+    assert snapshots.take_write().answers == [answer]
+
+
 def test_a_source_that_skips_or_shortens_is_refused() -> None:
     snapshots = received(10, chunk(1, 2))
     with pytest.raises(RemoteProtocolError, match="does not follow 2"):

@@ -33,6 +33,7 @@ from upr_protocol.limits import (
     WINDOW_BYTES_DEFAULT,
     WINDOW_BYTES_MIN,
 )
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.session import ClientSession
 from upr_protocol.wire import (
     VERSION,
@@ -62,6 +63,7 @@ from upr_protocol.wire import (
     Noop,
     Open,
     Opened,
+    PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
     PartitionLog,
@@ -99,12 +101,13 @@ class Peer:
         self,
         stream: trio.abc.HalfCloseableStream,
         *,
+        identity: str = "test:peer",
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
     ) -> None:
         self.stream = stream
         self.session = ClientSession(
-            "test:peer",
+            identity,
             window_bytes=window_bytes,
             idle_interval_s=idle_interval_s,
             now=trio.current_time(),
@@ -148,11 +151,18 @@ class Peer:
         await self.say(Mutate(Bundle.of_one(partition, chunk), opaque=self.opaque()))
         return await self.hear(MutateReply)
 
-    async def ask(self, position: Position = NOTHING_YET, end_seq: SeqNo = SEQ_MAX) -> StreamReply:
+    async def ask(
+        self,
+        position: Position = NOTHING_YET,
+        end_seq: SeqNo = SEQ_MAX,
+        *,
+        with_answers: bool = False,
+    ) -> StreamReply:
         request = Stream(
             PartitionState.ACTIVE,
             position,
             end_seq,
+            with_answers=with_answers,
             partition=P0,
             opaque=self.opaque(),
         )
@@ -168,12 +178,15 @@ QUOTA_BYTES: Final = 64 * 1024 * 1024
 
 
 def make_server(
-    store: Store | None = None, connections_max: int = 10, ids: Iterator[int] | None = None
+    store: Store | None = None,
+    connections_max: int = 10,
+    ids: Iterator[int] | None = None,
+    node: str = "",
 ) -> Server:
     """A server that does not listen, and whose history IDs count up."""
     numbers = count(1) if ids is None else ids
     config = ServerConfig(
-        identity="test-server", quota_bytes=QUOTA_BYTES, connections_max=connections_max
+        identity="test-server", quota_bytes=QUOTA_BYTES, connections_max=connections_max, node=node
     )
     system = System(
         time=lambda: 1000.0 + trio.current_time(), random_bits=lambda _bits: next(numbers)
@@ -186,7 +199,11 @@ StreamPair = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
 
 @asynccontextmanager
 async def connected(
-    server: Server, streams: StreamPair | None = None, **options: int
+    server: Server,
+    streams: StreamPair | None = None,
+    *,
+    identity: str = "test:peer",
+    **options: int,
 ) -> AsyncIterator[Peer]:
     ours, theirs = streams or trio.testing.memory_stream_pair()
     async with AsyncExitStack() as stack:
@@ -197,7 +214,7 @@ async def connected(
             connection = server.connections.new_connection(theirs, "memory")
             server.connections.connections[connection] = None
             nursery.start_soon(connection.run)
-            yield Peer(ours, **options)
+            yield Peer(ours, identity=identity, **options)
             await ours.aclose()
             nursery.cancel_scope.cancel()
 
@@ -443,6 +460,44 @@ async def test_what_a_start_says_is_said_again_when_it_is_not_so_any_more() -> N
         assert await snapshot() == ["PartitionChunk", "PartitionEnd"]
         await change(b"d")
         assert await snapshot() == ["PartitionSnapshot"]
+
+
+async def test_a_replica_gets_a_small_snapshot_whole_behind_its_answers() -> None:
+    server = make_server(node="a")
+    async with connected(server, identity="replica:r") as peer:
+        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
+        assignments = (Assignment("a", {"r": ""}),)
+        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.partition_maps.set_map(0, partition_map.encode())
+        await peer.open()
+
+        async def change(counter: int) -> None:
+            bundle = Bundle.of_one(P0, sets(b"k"), counter)
+            await peer.say(Mutate(bundle, bytes([7] * 16), opaque=peer.opaque()))
+
+        async def messages() -> list[Message]:
+            """What comes of the partition until its snapshot ends."""
+            received: list[Message] = []
+            while not received or not isinstance(received[-1], PartitionEnd | PartitionSnapshot):
+                received.append(await peer.hear(Message))
+            return [message for message in received if "Partition" in type(message).__name__]
+
+        await change(1)
+        assert (await peer.ask(with_answers=True)).status == Status.OK
+        await peer.say(Go())
+        first = await messages()
+        assert list(map(type, first)) == [
+            PartitionStart,
+            PartitionChunk,
+            PartitionAnswers,
+            PartitionEnd,
+        ]
+        await change(2)
+        answers, snapshot = await messages()
+        assert isinstance(answers, PartitionAnswers)
+        assert [(counter, seq) for _, counter, seq, _ in answers.rows][-1] == (2, 2)
+        assert isinstance(snapshot, PartitionSnapshot)
+        assert (snapshot.chunk.start, snapshot.chunk.end) == (1, 2)
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:

@@ -90,6 +90,8 @@ STREAM: Final[Mapping[StreamState, Mapping[StreamInput, StreamState]]] = {
     StreamState.BETWEEN: {
         StreamInput.START: StreamState.INSIDE,
         StreamInput.WHOLE: StreamState.BETWEEN,
+        # They are about the snapshot that comes whole behind them.
+        StreamInput.ANSWERS: StreamState.BETWEEN,
         StreamInput.CLOSE: StreamState.CLOSING,
         StreamInput.ENDED: StreamState.ABSENT,
     },

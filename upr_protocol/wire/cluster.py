@@ -130,8 +130,8 @@ class Join(Message, frozen=True):
 
 
 class PartitionAnswers(Message, frozen=True):
-    """Answers to publishers, for batches in the snapshot under way. Sent before `PartitionEnd`, and
-    only on streams that ask for them."""
+    """Answers to publishers, for batches in one snapshot: the one under way, else the
+    `PartitionSnapshot` that follows. Sent only on streams that ask for them."""
 
     opcode = 0xA2
     sender = Role.SERVER

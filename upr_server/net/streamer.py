@@ -291,6 +291,8 @@ class Streamer:
             if isinstance(first, Chunk) and first.end == start.end:
                 end = stream.reader.next()
                 assert isinstance(end, SnapshotEndItem), "nothing follows a snapshot's last chunk"
+                if stream.answers_from is not None:
+                    self._send_answers(stream, stream.answers_from, end.end)
                 session.send(PartitionSnapshot(first, partition=partition.id, opaque=stream.opaque))
                 self._has_ended(stream, end.end)
                 return True
@@ -314,7 +316,6 @@ class Streamer:
         return (
             start.kind is SnapshotKind.MEMORY
             and not start.may_repeat
-            and stream.answers_from is None
             and self._session.window.open
             and self._session.streams[stream.partition.id].state is StreamState.BETWEEN
         )
@@ -327,7 +328,8 @@ class Streamer:
             self._end_turn(stream)
 
     def _send_answers(self, stream: _Stream, start: SeqNo, end: SeqNo) -> None:
-        """Sends what publishers were answered, of the snapshot that is about to end."""
+        """Sends what publishers were answered, of the snapshot that is about to end, or comes next
+        as a whole."""
         rows: list[tuple[bytes, int, int, bytes]] = []
         nbytes = 0
         answers = stream.partition.repeated_batches.between(start, end)

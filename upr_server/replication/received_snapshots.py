@@ -121,8 +121,14 @@ class ReceivedSnapshots:
         self.has_unwritten = True
 
     def add_answers(self, rows: Sequence[PublisherAnswer]) -> None:
-        """Answers to batches of the snapshot came. They count once it is complete."""
+        """Answers to batches of the snapshot under way, or of the next, came. They count once it is
+        complete."""
         self._answers_of_snapshot += rows
+
+    def discard_answers(self) -> None:
+        """The stream begins anew, and sends the answers of the snapshot under way again. It may be
+        another history's, in which those batches never were."""
+        self._answers_of_snapshot = []
 
     def end_snapshot(self, end: SeqNo) -> None:
         """The snapshot is complete.

@@ -171,7 +171,8 @@ class Replicator:
                 ) as consumer:
                     async for event in consumer:
                         self._receive(consumer, event)
-                        await self._wait_for_room()
+                        if isinstance(event, ChunkReceived):
+                            await self._wait_for_room()
                 self.trouble = "every stream has ended"
             except UprError as error:
                 self.trouble = str(error)
@@ -202,6 +203,7 @@ class Replicator:
         elif isinstance(event, StreamAccepted):
             self.trouble = ""
             self._consumer = consumer
+            self._received[event.partition].discard_answers()
             self._report(consumer, event.partition)
 
     def _report(self, consumer: ReplicaConsumer, partition_id: PartitionId) -> None:

@@ -53,7 +53,7 @@ server refuses       .          ABSENT     .         .         .
 server PartitionStart .         .          INSIDE    INSIDE    [CLOSING]
 server PartitionChunk .         .          .         INSIDE    [CLOSING]
 server PartitionSnapshot .      .          BETWEEN   .         [CLOSING]
-server PartitionAnswers .       .          .         INSIDE    [CLOSING]
+server PartitionAnswers .       .          BETWEEN   INSIDE    [CLOSING]
 server PartitionEnd  .          .          .         BETWEEN   [CLOSING]
 client CloseStream   .          .          CLOSING   CLOSING   .
 server StreamEnd     .          .          ABSENT    ABSENT    ABSENT
