@@ -31,6 +31,7 @@ from upr_server.storage.errors import DataDirectoryError, StorageError
 from upr_server.storage.offline.dump import DumpOptions
 from upr_server.storage.offline.findings import Problem, Progress
 from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
+from upr_server.storage.offline.mend import empty_damaged_replicas
 from upr_server.storage.offline.restore import begin_new_histories
 
 if TYPE_CHECKING:
@@ -238,6 +239,13 @@ Exit codes:
   2    wrong usage: check the command line
 """
 
+_MEND_EXITS = """\b
+Exit codes:
+  0    no replica has damaged chunks any more
+  1    the node is active for a damaged partition, or the directory cannot be used
+  2    wrong usage: check the command line
+"""
+
 _data_dir = click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
@@ -319,6 +327,29 @@ def restore_command(data_dir: Path, new_histories: bool) -> None:
     for bucket in buckets:
         click.echo(f"{bucket.name}: {bucket.partition_count} partitions begin new histories")
     click.echo(f"{data_dir} is ready to be served")
+
+
+@main.command("mend", epilog=_MEND_EXITS)
+@_data_dir
+def mend_command(data_dir: Path) -> None:
+    """Empty the damaged partitions of which this node is a replica.
+
+    The node copies them from the active node when it runs again. The command reads and verifies all
+    chunks. It changes nothing in partitions that are intact, and nothing in those for which this
+    node is active: let a replica take these over first. Stop the server that uses the directory
+    first.
+    """
+    try:
+        damaged = empty_damaged_replicas(data_dir)
+    except StorageError as error:
+        _say(f"{error}; run `upr-server check`")
+        sys.exit(EXIT_FAILED)
+    for partition in damaged:
+        click.echo(str(partition))
+    if not damaged:
+        click.echo(f"{data_dir} has no damaged chunks")
+    if not all(partition.is_emptied for partition in damaged):
+        sys.exit(EXIT_FAILED)
 
 
 class _Inspected:

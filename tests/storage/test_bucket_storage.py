@@ -265,17 +265,13 @@ def test_the_purge_number_is_reported_even_if_the_index_fails(
     failed = False
     for _ in range(200):
         overwrite(bucket, model, random)
-        try:
-            more = True
-            while more:
-                before_cas = max(model.highs) - 100
-                step = bucket.maintain(urgent=True, leases=(), purge_before_cas=before_cas)
-                more = step.has_more
-                if step.partition >= 0:
-                    purge_seqs[step.partition] = step.purge_seq
-        except CorruptionError:
-            failed = True
-            break
+        more = True
+        while more and not failed:
+            before_cas = max(model.highs) - 100
+            step = bucket.maintain(urgent=True, leases=(), purge_before_cas=before_cas)
+            more, failed = step.has_more, step.is_stuck
+            if step.partition >= 0:
+                purge_seqs[step.partition] = step.purge_seq
     assert failed == isinstance(error, CorruptionError)
     assert any(purge_seqs)
     assert purge_seqs == [partition.purge_seq for partition in bucket.log.load().partitions]

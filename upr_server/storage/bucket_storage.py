@@ -67,6 +67,8 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
         is_compaction: Whether it was a step of a compaction, and not of indexing.
         has_more: Whether there is more to do at once.
         broken: Leases that compaction broke.
+        damage: The damage that it met in the partition; empty for none.
+        is_stuck: Whether the partition's index is damaged, and follows its log no further.
     """
 
     partition: int = -1
@@ -76,6 +78,8 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     is_compaction: bool = False
     has_more: bool = False
     broken: Sequence[int] = ()
+    damage: str = ""
+    is_stuck: bool = False
 
 
 class _PartitionUsage(msgspec.Struct):
@@ -86,17 +90,22 @@ class _PartitionUsage(msgspec.Struct):
         purge_seq: Its purge number.
         watermark: How far the index is, with its items and garbage there.
         chunk_bytes: What its chunks take in the log.
+        damage: The first damage that was met in it; empty for none. It is not compacted then: a
+            compaction begins at the oldest chunk, and knows a superseded mutation by the index.
+        is_stuck: Whether its index is damaged, and follows its log no further.
     """
 
     high: SeqNo
     purge_seq: SeqNo
     watermark: Watermark
     chunk_bytes: int
+    damage: str = ""
+    is_stuck: bool = False
 
     @property
     def lag(self) -> int:
-        """How many sequence numbers the index is behind the log."""
-        return self.high - self.watermark.seq
+        """How many sequence numbers the index is behind the log, and can follow it."""
+        return 0 if self.is_stuck else self.high - self.watermark.seq
 
     @property
     def garbage_bytes(self) -> int:
@@ -134,7 +143,6 @@ class BucketStorage:
         self._garbage_at_start = 0
         self._steps_in_round = 0
         self._is_full = False
-        self._index_damage: CorruptionError | None = None
         self._commits = 0
         self._compactions = 0
 
@@ -156,6 +164,11 @@ class BucketStorage:
             for partition_id, partition in enumerate(stored.partitions)
         ]
         for partition_id, usage in enumerate(self._partitions):
+            if usage.watermark.damaged_through:
+                usage.damage = (
+                    f"partition {partition_id} has damaged changes at or below "
+                    f"{usage.watermark.damaged_through}"
+                )
             # A crash may have interrupted a truncation to 0 after the first entries went.
             while not usage.watermark.seq and self.index.has_entries(partition_id):
                 self.index.delete_entries(partition_id, INDEX_DELETE_KEYS)
@@ -216,6 +229,7 @@ class BucketStorage:
         if not record.high:
             usage.purge_seq = SeqNo(0)
             usage.chunk_bytes = 0
+            usage.damage, usage.is_stuck = "", False
         return broken
 
     def delete_index_entries(self, partition: int) -> bool:
@@ -241,28 +255,33 @@ class BucketStorage:
         keep_unindexed: int = 0,
     ) -> MaintenanceStep:
         """One bounded step of indexing or compaction: they take turns when both have something to
-        do. The call `Maintain` describes the arguments.
+        do. The call `Maintain` describes the arguments. Damage concerns the partition in which it
+        is, and no other: the step tells of it.
 
         Raises:
-            CorruptionError: The log or the index is damaged.
             DiskFullError: There is not enough space; nothing has changed.
         """
-        if self._index_damage is not None:
-            raise self._index_damage
         behind = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
         broken: Sequence[int] = ()
+        damage = ""
         if compaction is not None and (behind is None or self._compacts_next(urgent)):
             partition = compaction.partition
-            broken = self._compact(compaction, leases, lapsed, purge_before_cas)
+            try:
+                broken, damage = self._compact(compaction, leases, lapsed, purge_before_cas)
+            except CorruptionError as error:
+                self._compaction = None
+                damage = str(error)
             is_compaction = True
         elif behind is not None:
             partition = behind
-            self._follow(behind, keep_unindexed)
+            damage = self._follow(behind, keep_unindexed)
             is_compaction = False
         else:
             return MaintenanceStep()
         usage = self._partitions[partition]
+        if damage and not usage.damage:
+            usage.damage = damage
         return MaintenanceStep(
             partition,
             usage.watermark.seq,
@@ -272,6 +291,8 @@ class BucketStorage:
             self._furthest_behind(urgent, keep_unindexed) is not None
             or self._due_compaction() is not None,
             broken,
+            damage,
+            usage.is_stuck,
         )
 
     def _compacts_next(self, urgent: bool) -> bool:
@@ -292,12 +313,21 @@ class BucketStorage:
             return None
         return max(range(len(lags)), key=lags.__getitem__)
 
-    def _follow(self, partition: int, keep_unindexed: int) -> None:
+    def _follow(self, partition: int, keep_unindexed: int) -> str:
+        """Indexes the next part of a partition's log. Returns what is damaged there."""
         usage = self._partitions[partition]
         # What stays unindexed is shared out among the partitions in proportion to their lags.
         lag_sum = sum(other.lag for other in self._partitions)
         through = SeqNo(usage.high - keep_unindexed * usage.lag // lag_sum)
-        usage.watermark = self.index.follow(partition, INDEX_MUTATIONS, through=through)
+        try:
+            usage.watermark = self.index.follow(partition, INDEX_MUTATIONS, through=through)
+        except CorruptionError as error:
+            try:
+                usage.watermark = self.index.skip_damage(partition)
+            except CorruptionError:
+                usage.is_stuck = True
+            return str(error)
+        return ""
 
     def _due_compaction(self) -> Compaction | None:
         """The compaction under way, or a new one of the first partition with too much garbage."""
@@ -306,6 +336,8 @@ class BucketStorage:
             allowed = 0 if self._is_full else GARBAGE_BYTES // len(self._partitions)
             for partition, usage in enumerate(self._partitions):
                 garbage = usage.garbage_bytes
+                if usage.damage:
+                    continue
                 if garbage > share * (usage.chunk_bytes - garbage) + allowed:
                     through = usage.watermark.seq
                     self._compaction = Compaction(self.log, self.index, partition, through)
@@ -319,8 +351,8 @@ class BucketStorage:
         leases: Sequence[tuple[int, int, int]],
         lapsed: Sequence[LeaseRecord],
         purge_before_cas: int,
-    ) -> Sequence[int]:
-        """One step. Returns the leases that it broke."""
+    ) -> tuple[Sequence[int], str]:
+        """One step. Returns the leases that it broke, and what is damaged in the index."""
         usage = self._partitions[compaction.partition]
         leased = [
             (start, end) for partition, start, end in leases if partition == compaction.partition
@@ -343,8 +375,9 @@ class BucketStorage:
             except DiskFullError:
                 pass
             except CorruptionError as error:
-                self._index_damage = error
-        return step.broken
+                usage.is_stuck = True
+                return step.broken, str(error)
+        return step.broken, ""
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes."""
@@ -354,6 +387,10 @@ class BucketStorage:
             "chunk_bytes": sum(usage.chunk_bytes for usage in self._partitions),
             "commits": self._commits,
             "compactions": self._compactions,
+            "damaged": next((usage.damage for usage in self._partitions if usage.damage), ""),
+            "damaged_partitions": [
+                partition for partition, usage in enumerate(self._partitions) if usage.damage
+            ],
         }
 
     def close(self) -> None:

@@ -409,16 +409,21 @@ class ChunkLog:
 
         Returns:
             At least one chunk. The first begins at `after`, each begins where the one before ends,
-            and the last ends at `through` or before it.
+            and the last ends at `through`, at a damaged chunk, or before them.
 
         Raises:
-            CorruptionError: A chunk is damaged or missing.
+            CorruptionError: The first chunk is damaged or missing.
         """
         chunks: list[Chunk] = []
         first, last = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
         with self.ordered_map.read() as transaction:
             for key, value in transaction.scan(first, last):
-                chunk = parse_chunk(key, value)
+                try:
+                    chunk = parse_chunk(key, value)
+                except CorruptionError:
+                    if not chunks:
+                        raise
+                    break
                 # Each chunk begins where the one before ended. Only the first may begin earlier,
                 # when the reader stands inside it.
                 if not chunk.start <= after < chunk.end or (chunks and chunk.start != after):
@@ -431,8 +436,23 @@ class ChunkLog:
                 bytes_max -= chunk.nbytes
                 mutations_max -= chunk.count
                 if after >= through or bytes_max <= 0 or mutations_max <= 0:
-                    return chunks
-        raise CorruptionError(f"the log of partition {partition} has no chunk after {after}")
+                    break
+        if not chunks:
+            raise CorruptionError(f"the log of partition {partition} has no chunk after {after}")
+        return chunks
+
+    def find_intact(self, partition: int, after: int, through: int) -> SeqNo:
+        """Where the log can be read again after `after`: where the next intact chunk begins, or
+        `through` if that is lower. O(damaged chunks)."""
+        first, last = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
+        with self.ordered_map.read() as transaction:
+            for key, value in transaction.scan(first, last):
+                try:
+                    chunk = parse_chunk(key, value)
+                except CorruptionError:
+                    continue
+                return SeqNo(min(chunk.start, through))
+        return SeqNo(through)
 
     def find(self, partition: int, seqs: Sequence[int], bytes_max: int) -> list[Mutation]:
         """The mutations with these sequence numbers, in the same order. Each chunk is checked once.

@@ -18,7 +18,7 @@ from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
-from upr_server.storage.ordered_map import OrderedMap, ReadTransaction
+from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.records import (
     EXPIRY,
     INDEX_KEY_PREFIX,
@@ -130,9 +130,28 @@ class KeyIndex:
             transaction.put_all(pack_entries(keys, entries))
             transaction.put_all(_expiring(partition, keys, entries))
             garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(keys) - known_keys)
-            mark = Watermark(chunks[-1].end, items, garbage_bytes)
-            key = partition_key(WATERMARK, partition)
-            transaction.put(key, pack_record(key, mark))
+            mark = Watermark(chunks[-1].end, items, garbage_bytes, mark.damaged_through)
+            _put_watermark(transaction, partition, mark)
+        return mark
+
+    def skip_damage(self, partition: int) -> Watermark:
+        """Moves the watermark past chunks of the log that are damaged or missing. Nobody knows
+        which keys were in them. So from then on `find` refuses the keys of this partition that the
+        index does not know from a later mutation.
+
+        Returns:
+            The new watermark.
+
+        Raises:
+            CorruptionError: The log is intact at the watermark, so the index is damaged.
+        """
+        mark = self.watermark(partition)
+        intact = self._log.find_intact(partition, mark.seq, self._log.high(partition))
+        if intact <= mark.seq:
+            raise CorruptionError(f"the index of partition {partition} is damaged, and not its log")
+        mark = msgspec.structs.replace(mark, seq=intact, damaged_through=intact)
+        with self.ordered_map.write() as transaction:
+            _put_watermark(transaction, partition, mark)
         return mark
 
     def has_entries(self, partition: int) -> bool:
@@ -183,8 +202,7 @@ class KeyIndex:
             mark = msgspec.structs.replace(
                 _watermark(transaction, partition), garbage_bytes=garbage_bytes
             )
-            key = partition_key(WATERMARK, partition)
-            transaction.put(key, pack_record(key, mark))
+            _put_watermark(transaction, partition, mark)
 
     # Reading.
 
@@ -207,8 +225,9 @@ class KeyIndex:
             bytes_max: The answer ends with the item that comes to this: ask again for the others.
 
         Raises:
-            CorruptionError: An item is damaged; or the index is that of an earlier commit, as one
-                flipped bit in a meta page of LMDB makes it.
+            CorruptionError: An item is damaged, or may have a newer version in a damaged part of
+                the log; or the index is that of an earlier commit, as one flipped bit in a meta
+                page of LMDB makes it.
         """
         entries = self._entries_of(partition, requests, indexed)
         while True:
@@ -252,6 +271,11 @@ class KeyIndex:
                 if request.seq and (entry is None or entry.seq < request.seq):
                     # The index has not come so far.
                     entry = KeyIndexEntry(request.seq, 0)
+                elif mark.damaged_through and (entry is None or entry.seq <= mark.damaged_through):
+                    raise CorruptionError(
+                        f"the newest change of the key {request.key!r} may be among the changes of "
+                        f"partition {partition} up to {mark.damaged_through} that are damaged"
+                    )
                 entries.append(None if entry is None or entry.is_tombstone else entry)
         return entries
 
@@ -297,7 +321,8 @@ class KeyIndex:
                 yield None if value is None else KeyIndexEntry.parse(entry_key, value)
 
     def find_expired(self, now: int, after: bytes, limit: int) -> tuple[list[ExpiredItem], bytes]:
-        """Items that expired at `now` or before, by time.
+        """Items that expired at `now` or before, by time. Left out are items whose record is
+        damaged, and those that may have a newer version in a damaged part of the log.
 
         Args:
             now: Seconds since 1970.
@@ -308,11 +333,20 @@ class KeyIndex:
             The items, and the continuation for the next call; empty when there are no more.
         """
         items: list[ExpiredItem] = []
+        damaged_through: dict[int, SeqNo] = {}
         last = expiry_key(now, 0xFFFF, (1 << 64) - 1)
         with self.ordered_map.read() as transaction:
             for key, value in transaction.scan(after + b"\0" if after else EXPIRY, last):
-                expiry, partition, seq = parse_expiry_key(key)
-                item_key = unseal(key, value)
+                try:
+                    expiry, partition, seq = parse_expiry_key(key)
+                    item_key = unseal(key, value)
+                    if partition not in damaged_through:
+                        mark = _watermark(transaction, partition)
+                        damaged_through[partition] = mark.damaged_through
+                except CorruptionError:
+                    continue
+                if seq <= damaged_through[partition]:
+                    continue
                 items.append(ExpiredItem(PartitionId(partition), SeqNo(seq), item_key, expiry))
                 if len(items) == limit:
                     return items, key
@@ -335,6 +369,11 @@ def _watermark(transaction: ReadTransaction, partition: int) -> Watermark:
     key = partition_key(WATERMARK, partition)
     value = transaction.get(key)
     return Watermark() if value is None else parse_record(key, value, Watermark)
+
+
+def _put_watermark(transaction: WriteTransaction, partition: int, mark: Watermark) -> None:
+    key = partition_key(WATERMARK, partition)
+    transaction.put(key, pack_record(key, mark))
 
 
 def _garbage_bytes(chunks: Sequence[Chunk], new_keys: int) -> int:

@@ -304,11 +304,15 @@ class Watermark(msgspec.Struct, frozen=True):
         seq: The index has the newest mutation of every key up to here.
         items: How many keys exist at `seq`.
         garbage_bytes: About how many bytes of the log up to here are superseded mutations.
+        damaged_through: The last number of the log that could not be read when the index passed it;
+            0 for none. An entry that is not above it may have been superseded by a lost mutation.
+            Missing in older records.
     """
 
     seq: SeqNo = SeqNo(0)
     items: int = 0
     garbage_bytes: int = 0
+    damaged_through: SeqNo = SeqNo(0)
 
 
 class KeyIndexEntry(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 
 LOG_ADVICE: Final = (
-    "restore the bucket from a copy, or let a replica take over; the server refuses what is "
-    "damaged and never serves it"
+    "restore the bucket from a backup, or let a replica take over and run `upr-server mend`; the "
+    "server refuses what is damaged and never serves it"
 )
 INDEX_ADVICE: Final = (
     "stop the server and delete the file data.mdb in the bucket's folder index; the server "

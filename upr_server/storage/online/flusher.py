@@ -85,6 +85,8 @@ class Flusher:
         self._is_stopping = False
         self._index_moved = Notifier()
         self._index_can_move = True
+        # Partitions whose index is damaged: it follows their log no further.
+        self._stuck: set[PartitionId] = set()
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
         self.full = ""
@@ -182,11 +184,21 @@ class Flusher:
         )
 
     def unindexed(self) -> int:
-        """How many mutations are on disk and not yet in the index. O(partitions)."""
+        """How many mutations are on disk and not yet in the index, without the partitions whose
+        index is stuck. O(partitions)."""
         return sum(
             partition.manager.persistence.committed - partition.eviction.indexed
             for partition in self._bucket.partitions
+            if partition.id not in self._stuck
         )
+
+    def set_index_stuck(self, partition: PartitionId, is_stuck: bool) -> None:
+        """Tells whether a partition's index is damaged. Then commits must not wait for it."""
+        if is_stuck:
+            self._stuck.add(partition)
+        else:
+            self._stuck.discard(partition)
+        self._index_moved.notify()
 
     def set_index_can_move(self, can_move: bool) -> None:
         """Tells that the index has come further; or that it cannot, and commits must not wait."""

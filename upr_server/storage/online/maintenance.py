@@ -11,10 +11,10 @@ import trio
 
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import PartitionState
+from upr_protocol.ids import PartitionId, PartitionState
 from upr_server.engine import Bucket, Partition
 from upr_server.storage.api import Store
-from upr_server.storage.bucket_storage import INDEX_LAG_MUTATIONS
+from upr_server.storage.bucket_storage import INDEX_LAG_MUTATIONS, MaintenanceStep
 from upr_server.storage.calls import Maintain
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.online.flusher import FULL_DISK_RETRY_S, Flusher
@@ -74,7 +74,9 @@ class Maintenance:
         self._progress = Notifier()
         # Tasks in `wait_until_indexed`.
         self._waiters = 0
-        self._damage = self._full = ""
+        self._full = ""
+        # Why the index of a partition follows its log no further, by partition.
+        self._stuck: dict[PartitionId, str] = {}
         self._is_abandoned = False
         self._figures: dict[str, object] = {}
         self.undo_mutations = 0
@@ -121,8 +123,8 @@ class Maintenance:
         self._waiters += 1
         try:
             while not partition.eviction.is_index_ready:
-                if self._damage:
-                    raise CorruptionError(self._damage)
+                if partition.id in self._stuck:
+                    raise CorruptionError(self._stuck[partition.id])
                 self.check_not_deleted()
                 if self._full:
                     raise DiskFullError(self._full)
@@ -152,25 +154,17 @@ class Maintenance:
                 self._flusher.set_index_can_move(False)
                 self._progress.notify()
                 await trio.sleep(FULL_DISK_RETRY_S)
-            except CorruptionError as error:
-                if not self._damage:
-                    log.error(
-                        "damaged record; indexing and compaction stopped; run upr-server check",
-                        bucket=self._bucket.name,
-                        error=str(error),
-                    )
-                self._damage = str(error)
-                self._flusher.set_index_can_move(False)
-                self._progress.notify()
-                await trio.sleep_forever()
             if not has_more:
                 with trio.move_on_after(self._rest_s if self._is_idle() else IDLE_S):
                     await wakeup.wait()
 
     def _is_idle(self) -> bool:
         """Whether there is nothing to do until something changes."""
-        partitions = self._bucket.partitions
-        behind = sum(partition.high_seq - partition.eviction.indexed for partition in partitions)
+        behind = sum(
+            partition.high_seq - partition.eviction.indexed
+            for partition in self._bucket.partitions
+            if partition.id not in self._stuck
+        )
         return behind <= self.undo_mutations and not self._full and not self._is_urgently_needed()
 
     def _is_urgently_needed(self) -> bool:
@@ -179,7 +173,9 @@ class Maintenance:
         return bool(self._waiters) or (
             self.undo_mutations > 0
             and any(
-                partition.state is PartitionState.ACTIVE and not partition.eviction.is_index_ready
+                partition.state is PartitionState.ACTIVE
+                and not partition.eviction.is_index_ready
+                and partition.id not in self._stuck
                 for partition in self._bucket.partitions
             )
         )
@@ -206,16 +202,31 @@ class Maintenance:
         if step.partition < 0:
             return False
         partition = self._bucket.partitions[step.partition]
+        self._note_damage(partition.id, step)
         partition.index_advanced(step.indexed, step.items)
         partition.purge_seq = max(partition.purge_seq, step.purge_seq)
         self._progress.notify()
         self._on_progress()
         return step.has_more
 
+    def _note_damage(self, partition: PartitionId, step: MaintenanceStep) -> None:
+        """Damage concerns the partition in which it is, and no other."""
+        if step.damage:
+            log.error(
+                "damaged record; the rest is served; run upr-server check",
+                bucket=self._bucket.name,
+                partition=partition,
+                error=step.damage,
+            )
+        if step.is_stuck:
+            self._stuck.setdefault(partition, step.damage)
+        else:
+            self._stuck.pop(partition, None)
+        self._flusher.set_index_stuck(partition, step.is_stuck)
+
     def statistics(self) -> dict[str, object]:
         """Figures of the bucket's disk, as of the last step, and of what is left to do."""
         return {
             **self._figures,
             "unindexed_mutations": self._flusher.unindexed(),
-            "damaged": self._damage,
         }

@@ -1,0 +1,90 @@
+"""`upr-server mend`: a replica empties its damaged partitions, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.storage.small_directory import BUCKET, PARTITIONS, PLENTY, make
+from upr_protocol.ids import PartitionState
+from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.chunk_log import StoredPartition
+from upr_server.storage.directory import DataDirectory, lock
+from upr_server.storage.errors import DataDirectoryError
+from upr_server.storage.offline.mend import empty_damaged_replicas
+
+
+def opened(data: Path) -> BucketStorage:
+    return BucketStorage(*DataDirectory(data).open(BUCKET))
+
+
+def set_state(data: Path, state: PartitionState) -> None:
+    storage = opened(data)
+    records = [
+        (number, msgspec.structs.replace(partition.record, state=state))
+        for number, partition in enumerate(storage.open().partitions)
+    ]
+    storage.put_partition_map("{}", records)
+    storage.close()
+
+
+def stored(data: Path) -> list[tuple[StoredPartition, list[bytes]]]:
+    """Each partition, and its chunks."""
+    storage = opened(data)
+    partitions = []
+    for number, partition in enumerate(storage.open().partitions):
+        high = partition.record.high
+        chunks = storage.log.read(number, 0, high, bytes_max=PLENTY) if high else []
+        partitions.append((partition, [bytes(chunk) for chunk in chunks]))
+    storage.close()
+    return partitions
+
+
+def flip_a_chunk(data: Path, partition: int) -> None:
+    """Flips a bit at the end of a partition's first chunk."""
+    storage = opened(data)
+    high = storage.log.high(partition)
+    chunk = bytes(storage.log.read(partition, 0, high, bytes_max=PLENTY)[0])
+    storage.close()
+    path = data / "buckets" / BUCKET / "log" / "data.mdb"
+    content = bytearray(path.read_bytes())
+    # Pages that are free again may hold the chunk, too.
+    position = content.find(chunk)
+    while position >= 0:
+        content[position + len(chunk) - 9] ^= 1
+        position = content.find(chunk)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("state", PartitionState)
+def test_only_a_replica_empties_what_is_damaged(tmp_path: Path, state: PartitionState) -> None:
+    make(tmp_path)
+    set_state(tmp_path, state)
+    before = stored(tmp_path)
+    assert empty_damaged_replicas(tmp_path) == []
+    assert stored(tmp_path) == before
+    flip_a_chunk(tmp_path, 1)
+    (damaged,) = empty_damaged_replicas(tmp_path)
+    is_replica = state is PartitionState.REPLICA
+    assert (damaged.bucket, damaged.partition, damaged.is_emptied) == (BUCKET, 1, is_replica)
+    if not is_replica:
+        assert empty_damaged_replicas(tmp_path) == [damaged]
+        return
+    assert empty_damaged_replicas(tmp_path) == []
+    after = stored(tmp_path)
+    for number in range(PARTITIONS):
+        if number != 1:
+            assert after[number] == before[number]
+    emptied, chunks = after[1]
+    assert (emptied.record.high, emptied.indexed, emptied.items, chunks) == (0, 0, 0, [])
+    assert not emptied.tokens
+    assert emptied.record.last_cas == before[1][0].record.last_cas
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert lock(tmp_path) is not None
+    with pytest.raises(DataDirectoryError, match="is in use by a server"):
+        empty_damaged_replicas(tmp_path)

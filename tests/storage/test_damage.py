@@ -1,0 +1,221 @@
+"""Damage concerns the changes that are damaged, and nothing else of their bucket."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.storage.log_model import Model, chunk_of, read, record_of, row
+from upr_protocol.chunk import Mutation
+from upr_protocol.ids import Operation
+from upr_server.engine import FetchRequest
+from upr_server.storage import bucket_storage
+from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
+from upr_server.storage.chunk_log import PartitionWrite
+from upr_server.storage.errors import CorruptionError
+from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_key
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+PARTITIONS: Final = 3
+KEYS: Final = [b"key %d" % number for number in range(12)]
+CHUNK_ROWS: Final = 3
+
+
+class DamagedBucket:
+    """A bucket over simulated disks, and what it should hold.
+
+    Attributes:
+        storage: Its storage, as after the last start.
+        model: What was committed.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._log, self._index = SimulatedDisk(), SimulatedDisk()
+        self.model = Model(PARTITIONS)
+        log = BucketStorage(self._log, self._index).log
+        log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
+        self.restart()
+
+    def restart(self) -> None:
+        self.storage = BucketStorage(self._log, self._index)
+        self.storage.open()
+
+    def commit(self, partition: int, *, expiry: int = 0) -> None:
+        """One chunk of random changes."""
+        start = self.model.highs[partition]
+        end = start + CHUNK_ROWS
+        rows = []
+        for seq in range(start + 1, end + 1):
+            operation = self._random.choice((Operation.SET, Operation.SET, Operation.DELETE))
+            key_expiry = expiry if operation is Operation.SET else 0
+            rows.append(row(operation, self._random.choice(KEYS), seq, seq, key_expiry))
+        write = PartitionWrite(partition, record_of(end), [chunk_of(rows, start, end)])
+        self.storage.commit([write])
+        self.model.take([write])
+
+    def flip_chunk(self, partition: int, end: int) -> None:
+        self._log.flip(chunk_key(partition, end), self._random.randrange(8 * 100))
+
+    def flip_entry(self, partition: int, key: bytes) -> None:
+        self._index.flip(index_key(partition, key), self._random.randrange(8 * 16))
+
+    def flip_expiry(self, expiry: int, partition: int, seq: int) -> None:
+        self._index.flip(expiry_key(expiry, partition, seq), self._random.randrange(8 * 8))
+
+    def maintain(self) -> list[MaintenanceStep]:
+        """Maintains it until there is nothing to do. Returns the steps that met damage."""
+        damaged = []
+        while True:
+            step = self.storage.maintain(urgent=True, leases=(), purge_before_cas=0)
+            if step.damage:
+                damaged.append(step)
+            if not step.has_more:
+                return damaged
+
+    def newest(self, partition: int, key: bytes) -> Mutation | None:
+        """The newest change of a key, deletions included."""
+        changes = [change for change in self.model.histories[partition] if change.key == key]
+        return changes[-1] if changes else None
+
+    def find(self, partition: int, key: bytes) -> Mutation | None:
+        return self.storage.index.find(partition, [FetchRequest(key, 0, needs_value=True)])[0]
+
+    def damaged_partitions(self) -> object:
+        return self.storage.statistics()["damaged_partitions"]
+
+    def check(self, partition: int, damaged_through: int = 0) -> None:
+        """Checks that each key has its newest change, or is refused as that may be damaged."""
+        for key in KEYS:
+            newest = self.newest(partition, key)
+            if damaged_through and (newest is None or newest.seq <= damaged_through):
+                with pytest.raises(CorruptionError, match="damaged"):
+                    self.find(partition, key)
+            else:
+                is_set = newest is not None and newest.op is Operation.SET
+                assert self.find(partition, key) == (newest if is_set else None)
+
+
+@given(random=st.randoms(use_true_random=False), chunks=st.integers(1, 12), data=st.data())
+def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
+    random: Random, chunks: int, data: st.DataObject
+) -> None:
+    bucket = DamagedBucket(random)
+    for _ in range(chunks):
+        for partition in range(PARTITIONS):
+            bucket.commit(partition)
+    damaged = data.draw(st.integers(0, PARTITIONS - 1))
+    numbers = sorted(data.draw(st.sets(st.integers(1, chunks), min_size=1, max_size=3)))
+    for number in numbers:
+        bucket.flip_chunk(damaged, CHUNK_ROWS * number)
+    bucket.restart()
+    # Neighbouring damaged chunks are passed in one step.
+    runs = [number for number in numbers if number - 1 not in numbers]
+    steps = [(step.partition, step.is_stuck) for step in bucket.maintain()]
+    assert steps == [(damaged, False)] * len(runs)
+    end = CHUNK_ROWS * numbers[-1]
+    for partition in range(PARTITIONS):
+        bucket.check(partition, end if partition == damaged else 0)
+        high = bucket.model.highs[partition]
+        if partition != damaged:
+            bucket.model.check_read(bucket.storage.log, partition, 0, high)
+    # Streams come up to the damage, and can begin behind it.
+    start = CHUNK_ROWS * (numbers[0] - 1)
+    log, high = bucket.storage.log, bucket.model.highs[damaged]
+    if start:
+        (chunk, *others) = log.read(damaged, 0, high, bytes_max=1 << 20)
+        assert (others[-1] if others else chunk).end == start
+    with pytest.raises(CorruptionError):
+        log.read(damaged, start, high, bytes_max=1 << 20)
+    assert read(log, damaged, end, high) == bucket.model.histories[damaged][end:]
+    # Writes go on, and what they change is known again. A later start knows of the damage.
+    for _ in range(4):
+        bucket.commit(damaged)
+    assert not bucket.maintain()
+    bucket.check(damaged, end)
+    bucket.restart()
+    assert not bucket.maintain()
+    assert bucket.damaged_partitions() == [damaged]
+    bucket.check(damaged, end)
+
+
+def test_a_damaged_partition_that_is_truncated_to_nothing_is_whole_again() -> None:
+    bucket = DamagedBucket(Random(1))
+    bucket.commit(0)
+    bucket.flip_chunk(0, CHUNK_ROWS)
+    assert [step.partition for step in bucket.maintain()] == [0]
+    while bucket.storage.delete_index_entries(0):
+        pass
+    bucket.storage.truncate(0, record_of(0), ())
+    assert bucket.damaged_partitions() == []
+    bucket.model = Model(PARTITIONS)
+    bucket.commit(0)
+    assert not bucket.maintain()
+    bucket.check(0)
+
+
+def test_a_damaged_index_entry_stops_the_index_of_its_partition_alone() -> None:
+    bucket = DamagedBucket(Random(2))
+    for partition in range(PARTITIONS):
+        bucket.commit(partition)
+    bucket.maintain()
+    key = bucket.model.histories[1][0].key
+    bucket.flip_entry(1, key)
+    stuck: list[MaintenanceStep] = []
+    for _ in range(20):
+        for partition in range(PARTITIONS):
+            bucket.commit(partition)
+        stuck += bucket.maintain()
+    assert [(step.partition, step.is_stuck) for step in stuck] == [(1, True)]
+    assert bucket.damaged_partitions() == [1]
+    for partition in (0, 2):
+        bucket.check(partition)
+
+
+def test_compaction_leaves_out_a_partition_with_damage_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = DamagedBucket(Random(3))
+    for _ in range(30):
+        for partition in range(PARTITIONS):
+            bucket.commit(partition)
+    # It is indexed while it is intact, and compaction meets the damage.
+    assert not bucket.maintain()
+    bucket.flip_chunk(1, CHUNK_ROWS)
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    steps = bucket.maintain()
+    assert [(step.partition, step.is_compaction, step.is_stuck) for step in steps] == [
+        (1, True, False)
+    ]
+    assert bucket.storage.statistics()["compactions"] == PARTITIONS - 1
+    for partition in (0, 2):
+        bucket.check(partition)
+        bucket.model.check_read(bucket.storage.log, partition, 0, bucket.model.highs[partition])
+
+
+def test_what_may_have_been_changed_by_damaged_changes_does_not_expire() -> None:
+    """A deletion would overwrite on every replica what this node cannot read."""
+    bucket = DamagedBucket(Random(4))
+    for partition in range(PARTITIONS):
+        bucket.commit(partition, expiry=10)
+        bucket.maintain()
+    bucket.commit(0)
+    bucket.flip_chunk(0, 2 * CHUNK_ROWS)
+    bucket.maintain()
+    items, _ = bucket.storage.index.find_expired(20, b"", 100)
+    assert {item.partition for item in items} == {1, 2}
+
+
+def test_a_damaged_expiry_record_keeps_no_other_item_from_expiring() -> None:
+    bucket = DamagedBucket(Random(5))
+    for partition in range(PARTITIONS):
+        bucket.commit(partition, expiry=10)
+    bucket.maintain()
+    items, _ = bucket.storage.index.find_expired(20, b"", 100)
+    first = items[0]
+    bucket.flip_expiry(first.expiry, first.partition, first.seq)
+    assert bucket.storage.index.find_expired(20, b"", 100) == (items[1:], b"")

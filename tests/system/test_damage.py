@@ -1,0 +1,173 @@
+"""Flipped bits in the files of real servers: what is refused, what is served, and how a replica
+mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.kit.mirror import Mirror, assert_same, server_contents
+from tests.kit.process import UPR, UPR_SERVER, ServerProcess, run, server_process
+from upr_protocol.client import Client, connect, consume, publisher
+from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.hashing import partition_of
+from upr_protocol.ids import Durability, PartitionId
+
+BUCKET: Final = "planes"
+PARTITIONS: Final = 4
+DAMAGED: Final = PartitionId(2)
+LOGGED: Final = ("damaged record; the rest is served; run upr-server check", "damaged record")
+STREAM_LOGGED: Final = (*LOGGED, "backfill failed")
+
+
+def some_items(prefix: str) -> dict[bytes, bytes]:
+    names = [f"{prefix}-{number}" for number in range(400)]
+    return {name.encode(): f"the value of {name}.".encode() for name in names}
+
+
+FIRST, SECOND, THIRD = some_items("first"), some_items("second"), some_items("third")
+"""Each in a chunk of its own in every partition. The second is damaged."""
+
+
+def in_partition(items: Mapping[bytes, bytes], partition: int = DAMAGED) -> dict[bytes, bytes]:
+    return {key: items[key] for key in items if partition_of(key, PARTITIONS) == partition}
+
+
+async def write(server: ServerProcess, items: Mapping[bytes, bytes]) -> None:
+    async with publisher(server.url(BUCKET), durability=Durability.PERSISTED) as sink:
+        for key, value in items.items():
+            await sink.set(key, value)
+
+
+def flip_a_bit(data: Path) -> None:
+    """Flips one bit in a value of `SECOND`, in the damaged partition's log. The index goes, so that
+    the server meets the damage when it builds another."""
+    path = data / "buckets" / BUCKET / "log" / "data.mdb"
+    value = next(iter(in_partition(SECOND).values()))
+    content = bytearray(path.read_bytes())
+    assert content.count(value) == 1
+    content[content.index(value)] ^= 4
+    path.write_bytes(content)
+    (data / "buckets" / BUCKET / "index" / "data.mdb").unlink()
+
+
+async def stream(server: ServerProcess, partitions: list[int]) -> dict[bytes, bytes]:
+    """What a consumer receives until it has everything, or until the server can send no more."""
+    mirror = Mirror()
+    # Which error it is depends on whether it came within the time for retries.
+    with suppress(UprError):
+        async with consume(
+            server.url(BUCKET), partitions=partitions, end="now", retry_timeout_s=1
+        ) as consumer:
+            async for event in consumer:
+                mirror.apply(event)
+    return mirror.contents
+
+
+async def assert_new(client: Client, key: bytes) -> None:
+    item = await client.get(key)
+    assert item is not None
+    assert item.value == b"new"
+
+
+async def test_a_flipped_bit_takes_only_what_is_damaged(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    async with server_process(data_dir=data) as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket(BUCKET, PARTITIONS)
+        for items in FIRST, SECOND, THIRD:
+            await write(server, items)
+    flip_a_bit(data)
+    everything = {**FIRST, **SECOND, **THIRD}
+    async with server_process(data_dir=data, errors=STREAM_LOGGED) as server:
+        async with connect(server.url(BUCKET)) as client:
+            intact = {
+                key: value
+                for key, value in everything.items()
+                if partition_of(key, PARTITIONS) != DAMAGED or key in THIRD
+            }
+            assert_same(await server_contents(client, intact), intact, PARTITIONS)
+            for key in [*in_partition(FIRST), *in_partition(SECOND)]:
+                with pytest.raises(ServerError, match="damaged") as refused:
+                    await client.get(key)
+                assert refused.value.status is Status.DAMAGED
+            figures = (await client.stats(BUCKET))["disk"]
+            assert figures["damaged_partitions"] == [DAMAGED]
+            assert "mismatch" in figures["damaged"]
+            # Writes go on, and mend the keys that they change.
+            key = next(iter(in_partition(SECOND)))
+            await client.set(key, b"new", durability=Durability.PERSISTED)
+            await assert_new(client, key)
+        others = [number for number in range(PARTITIONS) if number != DAMAGED]
+        expected = {
+            key: everything[key] for key in everything if key not in in_partition(everything)
+        }
+        assert await stream(server, others) == expected
+        assert await stream(server, [DAMAGED]) == in_partition(FIRST)
+        names = [event["event"] for event in server.events()]
+        assert names.count(LOGGED[0]) == 1
+    # A later start knows of it, though the index has passed it.
+    async with (
+        server_process(data_dir=data, errors=LOGGED) as server,
+        connect(server.url(BUCKET)) as client,
+    ):
+        with pytest.raises(ServerError, match="damaged"):
+            await client.get(next(iter(in_partition(FIRST))))
+        await assert_new(client, key)
+        figures = (await client.stats(BUCKET))["disk"]
+        assert figures["damaged_partitions"] == [DAMAGED]
+
+
+async def upr(*arguments: str) -> None:
+    done = await run((*UPR, *arguments))
+    assert done.code == 0, done
+
+
+async def mend(data: Path) -> tuple[int, str]:
+    done = await run((*UPR_SERVER, "mend", "--data-dir", str(data)))
+    assert done.err == ""
+    return done.code, done.out
+
+
+async def test_a_replica_mends_what_is_damaged(tmp_path: Path) -> None:
+    first_data, second_data = tmp_path / "a", tmp_path / "b"
+    everything = {**FIRST, **SECOND, **THIRD}
+    async with server_process("--node", "b", data_dir=second_data) as second:
+        async with server_process("--node", "a", data_dir=first_data) as first:
+            url, listen = first.url(BUCKET), f"127.0.0.1:{first.port}"
+            async with connect(first.url()) as client:
+                await client.create_bucket(BUCKET, PARTITIONS)
+            for items in FIRST, SECOND, THIRD:
+                await write(first, items)
+            await upr("replicas", "add", url, f"b=127.0.0.1:{second.port}")
+        flip_a_bit(first_data)
+        assert await mend(first_data) == (
+            1,
+            f"bucket {BUCKET}, partition {DAMAGED}: left as it is, as this node is no replica of "
+            "it: " + (await damage_of(first_data)) + "; let a replica take it over with `upr "
+            "takeover`, stop this node, and repeat the command\n",
+        )
+        started = server_process(
+            "--node", "a", listen=listen, data_dir=first_data, errors=STREAM_LOGGED
+        )
+        async with started as first:
+            await upr("takeover", url, "--all-of", "a", "--to", "b")
+        emptied = f"bucket {BUCKET}, partition {DAMAGED}: emptied; the node copies it from the "
+        assert await mend(first_data) == (0, emptied + "active node when it runs\n")
+        assert await mend(first_data) == (0, f"{first_data} has no damaged chunks\n")
+        async with server_process("--node", "a", listen=listen, data_dir=first_data) as first:
+            await upr("takeover", url, "--all-of", "b", "--to", "a")
+            async with connect(first.url(BUCKET), by_map=False) as client:
+                assert_same(await server_contents(client, everything), everything, PARTITIONS)
+            assert await stream(first, list(range(PARTITIONS))) == everything
+
+
+async def damage_of(data: Path) -> str:
+    """What `upr-server check` says of the damaged chunk."""
+    done = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
+    (line,) = [line for line in done.out.splitlines() if "mismatch" in line]
+    return line.partition(": ")[2].partition(";")[0]

@@ -1,0 +1,105 @@
+"""Removing damaged partitions from a replica, so that it copies them from the active node again.
+
+A replica whose partition is empty follows the active node from the beginning. So it is enough to
+empty the partition, as a rollback to 0 does. An active node must not do that: the others would
+follow it, and lose what they have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import PartitionState, SeqNo
+from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.chunk_log import ChunkLog, StoredAnswer, StoredPartition
+from upr_server.storage.directory import DataDirectory, lock_for_writing
+from upr_server.storage.errors import CorruptionError
+
+_READ_BYTES = 8 * 1024 * 1024
+
+
+class DamagedPartition(msgspec.Struct, frozen=True):
+    """A partition in whose log something is damaged.
+
+    Attributes:
+        bucket: The bucket.
+        partition: The partition.
+        is_emptied: Whether it was emptied. Only a replica is.
+        damage: What is damaged.
+    """
+
+    bucket: str
+    partition: int
+    is_emptied: bool
+    damage: str
+
+    def __str__(self) -> str:
+        where = f"bucket {self.bucket}, partition {self.partition}"
+        if self.is_emptied:
+            return f"{where}: emptied; the node copies it from the active node when it runs"
+        return (
+            f"{where}: left as it is, as this node is no replica of it: {self.damage}; let a "
+            "replica take it over with `upr takeover`, stop this node, and repeat the command"
+        )
+
+
+def empty_damaged_replicas(path: Path) -> list[DamagedPartition]:
+    """Empties the partitions whose log is damaged and of which the node is a replica.
+
+    Returns:
+        All partitions whose log is damaged.
+
+    Raises:
+        DataDirectoryError: It is not a data directory, a server uses it, or it cannot be written.
+        CorruptionError: Something other than a chunk is damaged.
+        DiskFullError: There is no room for a commit.
+    """
+    damaged: list[DamagedPartition] = []
+    with lock_for_writing(path):
+        directory = DataDirectory(path)
+        for name in directory.names():
+            storage = BucketStorage(*directory.open(name))
+            try:
+                damaged += _mend(storage, name)
+            finally:
+                storage.close()
+    return damaged
+
+
+def _mend(storage: BucketStorage, name: str) -> list[DamagedPartition]:
+    damaged: list[DamagedPartition] = []
+    for number, partition in enumerate(storage.open().partitions):
+        damage = _damage_in(storage.log, number, partition)
+        if damage:
+            is_replica = partition.record.state == PartitionState.REPLICA
+            if is_replica:
+                _empty(storage, number, partition)
+            damaged.append(DamagedPartition(name, number, is_replica, damage))
+    return damaged
+
+
+def _damage_in(log: ChunkLog, number: int, partition: StoredPartition) -> str:
+    after, through = SeqNo(0), partition.record.received
+    try:
+        while after < through:
+            after = log.read(number, after, through, bytes_max=_READ_BYTES)[-1].end
+    except CorruptionError as error:
+        return str(error)
+    return ""
+
+
+def _empty(storage: BucketStorage, number: int, partition: StoredPartition) -> None:
+    while storage.delete_index_entries(number):
+        pass
+    record = partition.record
+    failover_log = FailoverLog.of(record.failover_log).up_to(SeqNo(0))
+    storage.truncate(
+        number,
+        msgspec.structs.replace(
+            record, failover_log=tuple(failover_log.pairs()), high=SeqNo(0), partial=None
+        ),
+        [StoredAnswer(token.writer, token.counter, b"") for token in partition.tokens],
+    )
