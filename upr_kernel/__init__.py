@@ -19,23 +19,23 @@ REVISION: Final = 3
 NATIVE: Final = "native"
 
 if TYPE_CHECKING:
-    from upr_kernel.pure import KeyTable, check, find_misplaced, gather
+    from upr_kernel.pure import KeyTable, check, find_misplaced, gather, join_sets
 
     BUILD: str
 elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
-    from upr_kernel.pure import KeyTable, check, find_misplaced, gather
+    from upr_kernel.pure import KeyTable, check, find_misplaced, gather, join_sets
 
     BUILD = "pure Python: UPR_PURE_PYTHON is set"
 else:
     try:
         from upr_kernel._native import REVISION as BUILT_REVISION
-        from upr_kernel._native import KeyTable, check, find_misplaced, gather
+        from upr_kernel._native import KeyTable, check, find_misplaced, gather, join_sets
 
         BUILD = NATIVE
         if BUILT_REVISION != REVISION:
             raise ImportError(f"it was built as revision {BUILT_REVISION}, not {REVISION}")
     except ImportError as error:
-        from upr_kernel.pure import KeyTable, check, find_misplaced, gather
+        from upr_kernel.pure import KeyTable, check, find_misplaced, gather, join_sets
 
         BUILD = f"pure Python: {error}"
 
@@ -53,4 +53,5 @@ __all__ = [
     "check",
     "find_misplaced",
     "gather",
+    "join_sets",
 ]

@@ -6,5 +6,6 @@ from upr_kernel.pure import KeyTable as KeyTable
 from upr_kernel.pure import check as check
 from upr_kernel.pure import find_misplaced as find_misplaced
 from upr_kernel.pure import gather as gather
+from upr_kernel.pure import join_sets as join_sets
 
 REVISION: Final[int]

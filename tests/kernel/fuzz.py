@@ -16,9 +16,19 @@ from tests.fuzz.corpus import corpus
 from tests.fuzz.mutations import mutations
 from tests.kernel.targets import TARGETS
 from upr_kernel import BUILD
+from upr_protocol.chunk import Bundle, Chunk, Mutation
+from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.wire import Mutate
 
 ROUND: Final = 200
 """Mutations of one input before the next has its turn."""
+
+
+def set_frame(number: int) -> bytes:
+    """A frame that publishes one plain `SET`, to the only partition."""
+    mutation = Mutation(Operation.SET, b"k%d" % number, b"v" * number, expiry=number, flags=2)
+    bundle = Bundle.of_one(PartitionId(0), Chunk.build([mutation], SeqNo(0), SeqNo(0)), number)
+    return b"".join(map(bytes, Mutate(bundle, bytes(15) + b"w", opaque=number).frame()))
 
 
 def inputs(name: str) -> Mapping[str, bytes]:
@@ -26,6 +36,11 @@ def inputs(name: str) -> Mapping[str, bytes]:
     if name == "chunks":
         return corpus("chunk")
     random = Random(1)
+    if name == "frames":
+        return {
+            f"frames of {count} sets": b"\x80" + b"".join(map(set_frame, range(1, count + 1)))
+            for count in (1, 3, 20)
+        }
     return {f"{steps} steps": random.randbytes(2 * steps) for steps in (5, 30, 60)}
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from tests.fuzz.frames import MENDED
-from tests.fuzz.mending import mended_chunk
+from tests.fuzz.mending import mended_chunk, mended_frames
 from tests.kernel.builds import agreed
 from tests.kernel.tables import Tables
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES
@@ -59,6 +59,19 @@ def _gather(chunk: bytes, count: int, first: int) -> None:
             assert all(low <= high for low, high in pairwise(result.key_offsets.tolist()))
 
 
+def frames(data: bytes) -> None:
+    """Frames of single operations, joined: a first byte that says how, then the frames."""
+    first, data = data[0] if data else 0, data[1:]
+    if first & MENDED:
+        data = mended_frames(data)
+    for offset in (0, first & 0x7F, len(data), len(data) + 1):
+        for frames_max, partition_count in ((0, 1), (1, 1), (64, 0), (64, 1), (64, 3)):
+            agreed(
+                "join_sets",
+                *(data, offset, frames_max, partition_count, KEY_BYTES_MAX, VALUE_BYTES_MAX),
+            )
+
+
 def table(data: bytes) -> None:
     """Bytes as steps: two for each, what to do and how much of it."""
     tables, seq = Tables(), 1
@@ -87,4 +100,8 @@ def table(data: bytes) -> None:
     tables.check()
 
 
-TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {"chunks": chunks, "table": table}
+TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
+    "chunks": chunks,
+    "frames": frames,
+    "table": table,
+}

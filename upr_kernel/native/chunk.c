@@ -28,7 +28,7 @@ lay_out(Chunk *chunk, const uint8_t *bytes)
     return (uint64_t)(at - bytes) + padded(chunk->value_length);
 }
 
-static uint64_t
+uint64_t
 encoded_bytes(uint64_t count, uint64_t key_length, uint64_t value_length)
 {
     return HEAD_BYTES + 16 * count + 2 * padded(4 * count) + 2 * padded(4 * count + 4) +
@@ -36,21 +36,26 @@ encoded_bytes(uint64_t count, uint64_t key_length, uint64_t value_length)
 }
 
 bool
-chunk_read(Chunk *chunk, const Py_buffer *buffer)
+chunk_fits(Chunk *chunk, const uint8_t *bytes, size_t nbytes)
 {
-    const uint8_t *bytes = buffer->buf;
-    size_t nbytes = (size_t)buffer->len;
     if (nbytes < HEAD_BYTES)
-        return set_defect(DEFECT_LAYOUT) != NULL;
+        return false;
     chunk->count = load_u32(bytes);
     chunk->key_length = load_u32(bytes + 4);
     chunk->value_length = load_u32(bytes + 8);
     chunk->start = load_u64(bytes + 16);
     chunk->end = load_u64(bytes + 24);
     if (encoded_bytes(chunk->count, chunk->key_length, chunk->value_length) != nbytes)
-        return set_defect(DEFECT_LAYOUT) != NULL;
+        return false;
     lay_out(chunk, bytes);
     return true;
+}
+
+bool
+chunk_read(Chunk *chunk, const Py_buffer *buffer)
+{
+    return chunk_fits(chunk, buffer->buf, (size_t)buffer->len) ||
+           set_defect(DEFECT_LAYOUT) != NULL;
 }
 
 bool
@@ -325,13 +330,6 @@ part_measure(const Part *part, Sizes *sizes)
     return true;
 }
 
-/* A column of the new chunk, written from its beginning on. */
-static inline uint8_t *
-column(const uint8_t *at)
-{
-    return (uint8_t *)at; /* the new chunk is ours to write */
-}
-
 /* Strings of neighbours: their bytes, and where each of them ends. */
 static uint32_t
 copy_strings(const uint8_t *offsets, const uint8_t *bytes, uint32_t low, uint32_t high,
@@ -379,6 +377,27 @@ pad(const uint8_t *at, size_t length)
     memset(column(at) + length, 0, padded(length) - length);
 }
 
+void
+chunk_begin(Chunk *to, uint8_t *bytes, uint64_t start, uint64_t end)
+{
+    lay_out(to, bytes);
+    store_u32(bytes, to->count);
+    store_u32(bytes + 4, to->key_length);
+    store_u32(bytes + 8, to->value_length);
+    store_u32(bytes + 12, 0);
+    store_u64(bytes + 16, start);
+    store_u64(bytes + 24, end);
+    store_u32(column(to->key_offsets), 0);
+    store_u32(column(to->value_offsets), 0);
+    pad(to->expiries, 4 * (size_t)to->count);
+    pad(to->flags, 4 * (size_t)to->count);
+    pad(to->key_offsets, 4 * (size_t)to->count + 4);
+    pad(to->value_offsets, 4 * (size_t)to->count + 4);
+    pad(to->operations, to->count);
+    pad(to->keys, to->key_length);
+    pad(to->values, to->value_length);
+}
+
 static void
 write_chunk(const Part *parts, Py_ssize_t part_count, const Sizes *sizes, uint64_t start,
             uint64_t end, uint8_t *bytes)
@@ -388,22 +407,7 @@ write_chunk(const Part *parts, Py_ssize_t part_count, const Sizes *sizes, uint64
         .key_length = (uint32_t)sizes->key_length,
         .value_length = (uint32_t)sizes->value_length,
     };
-    lay_out(&to, bytes);
-    store_u32(bytes, to.count);
-    store_u32(bytes + 4, to.key_length);
-    store_u32(bytes + 8, to.value_length);
-    store_u32(bytes + 12, 0);
-    store_u64(bytes + 16, start);
-    store_u64(bytes + 24, end);
-    store_u32(column(to.key_offsets), 0);
-    store_u32(column(to.value_offsets), 0);
-    pad(to.expiries, 4 * (size_t)to.count);
-    pad(to.flags, 4 * (size_t)to.count);
-    pad(to.key_offsets, 4 * (size_t)to.count + 4);
-    pad(to.value_offsets, 4 * (size_t)to.count + 4);
-    pad(to.operations, to.count);
-    pad(to.keys, to.key_length);
-    pad(to.values, to.value_length);
+    chunk_begin(&to, bytes, start, end);
     Sizes written = {0};
     for (Py_ssize_t index = 0; index < part_count; index++) {
         uint32_t low, high = parts[index].low;

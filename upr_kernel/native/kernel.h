@@ -74,11 +74,33 @@ typedef struct {
     const uint8_t *values;
 } Chunk;
 
+/* Finds the columns in so many bytes. False where their lengths do not add up. */
+bool chunk_fits(Chunk *chunk, const uint8_t *bytes, size_t nbytes);
+
 /* Finds the columns in a buffer. False, with an exception set, where its lengths do not add up. */
 bool chunk_read(Chunk *chunk, const Py_buffer *buffer);
 
 /* Whether the strings of the rows [low, high) lie in order within so many bytes. */
 bool offsets_are_sound(const uint8_t *offsets, uint32_t low, uint32_t high, uint32_t length);
+
+/* The length of a chunk of these sizes. */
+uint64_t encoded_bytes(uint64_t count, uint64_t key_length, uint64_t value_length);
+
+/* Lays a new chunk out in `bytes`, `encoded_bytes` long: its head and all padding are written. */
+void chunk_begin(Chunk *chunk, uint8_t *bytes, uint64_t start, uint64_t end);
+
+/* A column of a new chunk, which is ours to write. */
+static inline uint8_t *
+column(const uint8_t *at)
+{
+    return (uint8_t *)at;
+}
+
+/* Which partition a key belongs to. */
+uint32_t partition_of(const uint8_t *key, size_t length, uint64_t partition_count);
+
+uint32_t crc32_of(const uint8_t *bytes, size_t length);
+uint32_t crc32c_of(const uint8_t *bytes, size_t length);
 
 /* Sets `ChunkDefectError` with this code; returns NULL. */
 PyObject *set_defect(int code);
@@ -103,6 +125,7 @@ bool number_of(PyObject *object, uint64_t *number);
 PyObject *check(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *join_sets(PyObject *module, PyObject *const *args, Py_ssize_t count);
 void fill_crc_tables(void);
 int add_key_table(PyObject *module);
 

@@ -2,37 +2,10 @@
 
 #include "kernel.h"
 
-/* What a byte adds to the CRC when so many bytes follow it: four bytes are taken in at a time. */
-static uint32_t tables[4][256];
-
-void
-fill_crc_tables(void)
+uint32_t
+partition_of(const uint8_t *key, size_t length, uint64_t partition_count)
 {
-    for (uint32_t byte = 0; byte < 256; byte++) {
-        uint32_t crc = byte;
-        for (int bit = 0; bit < 8; bit++)
-            crc = crc & 1 ? crc >> 1 ^ 0xEDB88320u : crc >> 1;
-        tables[0][byte] = crc;
-    }
-    for (int distance = 1; distance < 4; distance++)
-        for (uint32_t byte = 0; byte < 256; byte++) {
-            uint32_t crc = tables[distance - 1][byte];
-            tables[distance][byte] = crc >> 8 ^ tables[0][crc & 0xFF];
-        }
-}
-
-static uint32_t
-crc32_of(const uint8_t *bytes, size_t length)
-{
-    uint32_t crc = 0xFFFFFFFFu;
-    for (; length >= 4; bytes += 4, length -= 4) {
-        crc ^= load_u32(bytes);
-        crc = tables[3][crc & 0xFF] ^ tables[2][crc >> 8 & 0xFF] ^ tables[1][crc >> 16 & 0xFF] ^
-              tables[0][crc >> 24];
-    }
-    for (; length; bytes++, length--)
-        crc = crc >> 8 ^ tables[0][(crc ^ *bytes) & 0xFF];
-    return ~crc;
+    return (uint32_t)((crc32_of(key, length) >> 16 & 0x7FFF) % partition_count);
 }
 
 PyObject *
@@ -66,8 +39,7 @@ find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count)
                 uint32_t end = load_u32(chunk.key_offsets + 4 * row + 4);
                 if (begin == end || end - begin > key_bytes_max)
                     continue;
-                uint32_t hash = crc32_of(chunk.keys + begin, end - begin) >> 16 & 0x7FFF;
-                if (hash % partition_count != partition)
+                if (partition_of(chunk.keys + begin, end - begin, partition_count) != partition)
                     break;
             }
             result = PyLong_FromUnsignedLongLong(row);

@@ -1,7 +1,8 @@
 """The kernel in Python: what the native one does, and the description of what that is."""
 
 from upr_kernel.pure.chunks import check, gather
+from upr_kernel.pure.frames import SetFrame, join_sets
 from upr_kernel.pure.key_table import KeyTable
 from upr_kernel.pure.partition import find_misplaced
 
-__all__ = ["KeyTable", "check", "find_misplaced", "gather"]
+__all__ = ["KeyTable", "SetFrame", "check", "find_misplaced", "gather", "join_sets"]

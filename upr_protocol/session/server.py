@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Final
 
 import attrs
 
@@ -22,12 +23,19 @@ from upr_protocol.wire import (
     Hello,
     HelloReply,
     Message,
+    Mutate,
     PartitionSnapshot,
     PartitionStart,
     Role,
     SessionState,
+    SetFrames,
+    SetResult,
     StreamEnd,
+    encode_set_replies,
+    read_sets,
 )
+
+_DATA_STATES: Final = frozenset(Mutate.states)
 
 
 @attrs.frozen
@@ -88,6 +96,52 @@ class ServerSession(Session):
                 Status.OUT_OF_TURN,
             )
         super().send(message)
+
+    # Single operations, many at a time.
+
+    def read_sets(self, partition_count: int) -> SetFrames | None:
+        """The frames that come next, if the first of them publishes one plain `SET` and may come
+        now; None otherwise. No more of them than may come now, one answered after the other.
+
+        Nothing changes. Answer some of them, from the first on, with `answer_sets`; what is not
+        answered comes out of `events`.
+
+        Args:
+            partition_count: How many partitions the bucket has.
+        """
+        requests = self._requests
+        if (
+            self.state not in _DATA_STATES
+            or not self.credit.open
+            or len(requests) >= self.agreed.requests_open_max
+        ):
+            return None
+        sets = read_sets(*self._frames.received(), partition_count)
+        if sets is None:
+            return None
+        count = len(sets.frames)
+        while count > 1 and sets.nbytes(count - 1) >= self.credit.left:
+            count -= 1
+        if requests:
+            in_use = (row for row in range(count) if sets.frames[row].opaque in requests)
+            count = next(in_use, count)
+        if count == len(sets.frames):
+            return sets
+        return sets._replace(frames=sets.frames[:count]) if count else None
+
+    def answer_sets(self, sets: SetFrames, results: Sequence[SetResult]) -> None:
+        """Takes the first frames of `sets`, as many as there are results, and queues the answers.
+
+        Args:
+            sets: What `read_sets` returned last. Nothing was received or taken since.
+            results: What became of the frames, in their order; at least one.
+        """
+        nbytes = sets.nbytes(len(results))
+        self._frames.skip(nbytes)
+        self.credit.use(nbytes)
+        replies = encode_set_replies(results)
+        self._outgoing.append(replies)
+        self.outgoing_bytes += len(replies)
 
     # Streaming.
 

@@ -48,6 +48,12 @@ from upr_protocol.wire.keyvalue import (
 )
 from upr_protocol.wire.message import Message, Role, SessionState
 from upr_protocol.wire.publishing import Credit, Mutate, MutateReply, RunResult
+from upr_protocol.wire.set_frames import (
+    SetFrames,
+    SetResult,
+    encode_set_replies,
+    read_sets,
+)
 from upr_protocol.wire.streaming import (
     Ack,
     Barrier,
@@ -142,11 +148,15 @@ __all__ = [
     "Seqnos",
     "SeqnosReply",
     "SessionState",
+    "SetFrames",
     "SetMap",
+    "SetResult",
     "Stats",
     "StatsReply",
     "Stream",
     "StreamEnd",
     "StreamReply",
     "decode",
+    "encode_set_replies",
+    "read_sets",
 ]

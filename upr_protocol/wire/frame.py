@@ -201,6 +201,15 @@ class FrameBuffer:
         if self._body is not None:
             self._data, self._offset = data, offset
 
+    def received(self) -> tuple[bytes, int]:
+        """What has come of the next frames, and where the first of them begins. It is at the end
+        when nothing has come, or the next frame's header was taken already."""
+        return self._data, len(self._data) if self._header is not None else self._offset
+
+    def skip(self, nbytes: int) -> None:
+        """Takes whole frames of so many bytes, which the caller has read in `received`."""
+        self._offset += nbytes
+
     def clear(self) -> None:
         """Forgets what has arrived. Nothing is to be received after that."""
         self._header, self._body, self._body_filled = None, None, 0

@@ -4,7 +4,7 @@ All of it belongs to one thread, and none of it does I/O, tells the time or draw
 in as a number and randomness as a function. Between two calls every structure is whole.
 """
 
-from upr_server.engine.batch import MutationBatch, batch_of, batches_of
+from upr_server.engine.batch import CheckedChunk, MutationBatch, batch_of, batches_of
 from upr_server.engine.bucket import Bucket, BucketError, BucketObserver, Buckets, check_bucket
 from upr_server.engine.evaluation import Evaluation
 from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
@@ -33,6 +33,7 @@ __all__ = [
     "BucketError",
     "BucketObserver",
     "Buckets",
+    "CheckedChunk",
     "Cursor",
     "CursorItem",
     "Evaluation",

@@ -14,9 +14,10 @@ from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.transport import SCRATCH_BYTES, read_some, write_now, write_rest
-from upr_protocol.wire import CloseStream, Error, Message
+from upr_protocol.wire import CloseStream, Error, Message, Mutate
 from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
+from upr_server.net.handlers.single_sets import apply_sets
 from upr_server.net.request_context import Handler, RequestContext
 from upr_server.net.resources import ServerResources
 
@@ -145,34 +146,45 @@ class AcceptedConnection:
             self._bytes_in += count
             now = session.now
             self._frame.read(count, now)
-            message = None
-            try:
-                for message in session.events():
-                    steps = self._handle(message)
-                    if steps is not None:
-                        await self._finish_handling(message, steps)
-                    if self.context.backlog.is_full:
-                        await self._wait_for_backlog()
-                    elif trio.current_time() - now > SLICE_S:
-                        self.wake()
-                        await trio.lowlevel.checkpoint()
-                        now = trio.current_time()
-            except RemoteProtocolError as error:
-                log.warning(
-                    "protocol error",
-                    peer=self.peer,
-                    identity=session.client_identity,
-                    status=error.status.name,
-                    error=str(error),
-                )
+            has_whole_frame = await self._handle_frames(now)
             self._write_replies()
             if session.state is SessionState.CLOSED:
                 return
             held_bytes = session.unfinished_frame_bytes
             if held_bytes or self._frame.nbytes:
-                self._frame.hold(held_bytes, trio.current_time(), is_new=message is not None)
+                self._frame.hold(held_bytes, trio.current_time(), is_new=has_whole_frame)
                 if held_bytes and self._resources.frame_budget.is_short:
                     await self._wait_for_frame_memory()
+
+    async def _handle_frames(self, now: float) -> bool:
+        """Handles every whole frame that has come; whether there was any."""
+        session, events = self.session, self.session.events()
+        has_whole_frame = False
+        try:
+            while True:
+                if not self._apply_sets():
+                    message = next(events, None)
+                    if message is None:
+                        break
+                    steps = self._handle(message)
+                    if steps is not None:
+                        await self._finish_handling(message, steps)
+                has_whole_frame = True
+                if self.context.backlog.is_full:
+                    await self._wait_for_backlog()
+                elif trio.current_time() - now > SLICE_S:
+                    self.wake()
+                    await trio.lowlevel.checkpoint()
+                    now = trio.current_time()
+        except RemoteProtocolError as error:
+            log.warning(
+                "protocol error",
+                peer=self.peer,
+                identity=session.client_identity,
+                status=error.status.name,
+                error=str(error),
+            )
+        return has_whole_frame
 
     def _write_replies(self) -> None:
         """Writes answers at once, where they are all there is to write; else leaves them to the
@@ -206,6 +218,18 @@ class AcceptedConnection:
         self._is_unread = True
         await self.context.backlog.wait_until_not_full()
         self._is_unread = False
+
+    def _apply_sets(self) -> bool:
+        """Applies and answers the plain `SET`s that come next; whether there was any."""
+        sets = self.context.read_sets()
+        if sets is None:
+            return False
+        try:
+            return apply_sets(self.context, sets) > 0
+        except Exception:
+            log.exception("request failed", peer=self.peer, request=Mutate.__name__)
+            self.context.fail_in(Mutate)
+            return True
 
     def _handle(self, message: Message) -> Iterator[None] | None:
         """Handles a message; returns the steps that are left to do, if any."""

@@ -14,7 +14,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.session import ServerSession, SessionState
-from upr_protocol.wire import Message, Refusal
+from upr_protocol.wire import Message, Refusal, SetFrames, SetResult
 from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.backlog import Backlog
 from upr_server.net.credit import PublisherCredit
@@ -195,9 +195,12 @@ class RequestContext:
     def fail(self, request: Message) -> None:
         """Ends the connection after the server failed to carry out `request`. The peer is told
         only that; the log has the cause."""
-        kind = type(request).__name__
+        self.fail_in(type(request))
+
+    def fail_in(self, kind: type[Message]) -> None:
+        """The same, for a request of this kind."""
         self._session.fail(
-            Status.INTERNAL, f"internal error in {kind}; the server's log has the cause"
+            Status.INTERNAL, f"internal error in {kind.__name__}; the server's log has the cause"
         )
 
     def start(self, task: Callable[[], Awaitable[None]]) -> None:
@@ -213,6 +216,17 @@ class RequestContext:
         """Applies `request` once what it needs from disk is there, in the order of the partition's
         requests."""
         self._queues.of(self.disk, partition).submit(self, request)
+
+    def read_sets(self) -> SetFrames | None:
+        """The plain `SET`s that come next, if answers to them may be sent now."""
+        if self.bucket is None or self.reply_order:
+            return None
+        return self._session.read_sets(len(self.bucket.partitions))
+
+    def answer_sets(self, sets: SetFrames, results: Sequence[SetResult]) -> None:
+        """Sends the answers to the first of these `SET`s."""
+        self._session.answer_sets(sets, results)
+        self.credit.spend()
 
     def reply_later(self, request: Message, answer: ReplyTask) -> None:
         """Runs `answer` as a task of its own, which the connection's end cancels."""

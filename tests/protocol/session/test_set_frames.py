@@ -1,0 +1,207 @@
+"""Single operations at a session: read many at a time, they are what they are one by one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kit.placed_keys import key_in
+from tests.protocol.session.kit import encoded, frames, hello, portrait, taken
+from upr_protocol.chunk import Bundle, Chunk, Mutation, Run, plain_chunk
+from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.limits import REQUESTS_OPEN_MAX
+from upr_protocol.session import ServerSession
+from upr_protocol.wire import (
+    Credit,
+    Go,
+    Message,
+    Mutate,
+    MutateReply,
+    Noop,
+    Open,
+    Opened,
+    RunResult,
+    Seqnos,
+    SetResult,
+)
+
+PARTITIONS: Final = 3
+WRITER: Final = b"sixteen bytes id"
+HISTORY: Final = HistoryId(7)
+
+KEYS: Final = [key_in(partition, PARTITIONS) for partition in range(PARTITIONS)]
+
+
+def single(partition: int, opaque: int, counter: int, mutation: Mutation | None = None) -> Mutate:
+    mutation = mutation or Mutation(Operation.SET, KEYS[partition], b"v")
+    chunk = Chunk.build([mutation], SeqNo(0), SeqNo(0))
+    return Mutate(Bundle.of_one(PartitionId(partition), chunk, counter), WRITER, opaque=opaque)
+
+
+def is_plain(message: Message) -> bool:
+    """What a plain `SET` is, in words of messages."""
+    if not isinstance(message, Mutate):
+        return False
+    chunk, (run, *others) = message.bundle.chunk, message.bundle.runs
+    row = chunk.mutation(0)
+    return (
+        chunk.count == 1
+        and not others
+        and not run.chain
+        and not message.attempt
+        and not message.copies
+        and not message.status
+        and message.durability is Durability.MEMORY
+        and row.op is Operation.SET
+        and not row.cas
+        and row.key in KEYS
+        and KEYS.index(row.key) == run.partition
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Message:
+    partition, opaque = draw(st.integers(0, PARTITIONS - 1)), draw(st.integers(0, 5))
+    key = KEYS[partition]
+    plain = single(partition, opaque, draw(st.integers(0, 3)))
+    chunk = plain.bundle.chunk
+    others = [
+        Noop(),
+        Seqnos((PartitionId(0),), opaque=opaque),
+        Mutate(plain.bundle, WRITER, attempt=1, opaque=opaque),
+        Mutate(plain.bundle, WRITER, Durability.PERSISTED, opaque=opaque),
+        Mutate(plain.bundle, WRITER, copies=1, opaque=opaque),
+        Mutate(Bundle.of_one(PartitionId(partition), chunk, 1, chain=9), WRITER, opaque=opaque),
+        Mutate(Bundle.of_one(PartitionId(partition), plain_chunk([key] * 2, [b""] * 2))),
+        Mutate(
+            Bundle(plain_chunk([b"a", b"b"], [b""] * 2), [Run(PartitionId(n), 1) for n in (0, 1)])
+        ),
+        single((partition + 1) % PARTITIONS, opaque, 1, Mutation(Operation.SET, key, b"v")),
+        single(partition, opaque, 1, Mutation(Operation.ADD, key, b"v")),
+        single(partition, opaque, 1, Mutation(Operation.SET, key, b"v", cas=Cas(3))),
+        single(partition, opaque, 1, Mutation(Operation.SET, b"", b"v")),
+        single(partition, opaque, 1, Mutation(Operation.SET, b"k" * 251, b"v")),
+    ]
+    sets = [
+        plain,
+        Mutate(plain.bundle, opaque=opaque),
+        single(partition, opaque, 1, Mutation(Operation.SET, key, b"", flags=4, expiry=1000)),
+    ]
+    return draw(st.sampled_from([*sets, *sets, *sets, *others]))
+
+
+def opened(*, credit: int, in_use: list[int]) -> ServerSession:
+    """A session with a bucket open, and requests under way."""
+    session = ServerSession("test:server", now=0.0)
+    session.receive(encoded(hello(), Open("b", opaque=99)), 0.0)
+    assert len(list(session.events())) == 2
+    session.send(Opened(PARTITIONS, 0, opaque=99))
+    session.send(Credit(1_000_000))
+    for opaque in in_use:
+        session.receive(encoded(single(0, opaque, 1)), 0.0)
+        assert len(list(session.events())) == 1
+    session.credit.left = credit
+    taken(session)
+    return session
+
+
+def reply(message: Mutate, seq: int) -> MutateReply:
+    partition = message.bundle.runs[0].partition
+    result = RunResult(partition, 0, HISTORY, SeqNo(seq), SeqNo(seq), Cas(seq))
+    return MutateReply(0, (result,), opaque=message.opaque)
+
+
+Seen = list[tuple[Message, bytes]]
+"""Each message that came, and what was sent in answer to it."""
+
+
+def one_by_one(session: ServerSession, answers: list[bool], seen: Seen) -> None:
+    for message in session.events():
+        if is_plain(message) and answers[len(seen)]:
+            assert isinstance(message, Mutate)
+            session.send(reply(message, len(seen)))
+        seen.append((message, taken(session)))
+
+
+def many_at_a_time(session: ServerSession, answers: list[bool], seen: Seen) -> None:
+    events = session.events()
+    while True:
+        sets = session.read_sets(PARTITIONS)
+        count = 0
+        if sets is not None:
+            while count < len(sets.frames) and answers[len(seen) + count]:
+                count += 1
+        if sets is not None and count:
+            results, messages = [], []
+            for row, frame in enumerate(sets.frames[:count]):
+                seq = len(seen) + row
+                mutation = sets.chunk.mutation(row)
+                message = single(frame.partition, frame.opaque, frame.counter, mutation)
+                messages.append(Mutate(message.bundle, frame.writer, opaque=frame.opaque))
+                results.append(
+                    SetResult(frame.opaque, frame.partition, HISTORY, SeqNo(seq), Cas(seq))
+                )
+            session.answer_sets(sets, results)
+            replies = [encoded(answer) for answer in frames(taken(session))]
+            seen += zip(messages, replies, strict=True)
+            continue
+        other = next(events, None)
+        if other is None:
+            return
+        if is_plain(other) and answers[len(seen)]:
+            # Its header had come alone.
+            assert sets is None
+            assert isinstance(other, Mutate)
+            session.send(reply(other, len(seen)))
+        seen.append((other, taken(session)))
+
+
+@given(
+    sent=st.lists(requests(), max_size=12),
+    answers=st.lists(st.sampled_from([True, True, True, False]), min_size=12, max_size=12),
+    credit=st.sampled_from([1, 300, 1_000, 2_000, 1_000_000]),
+    in_use=st.lists(st.integers(0, 5), unique=True, max_size=2),
+    damage=st.none() | st.integers(0, 2_000),
+    split=st.integers(0, 3_000),
+)
+def test_sets_that_are_read_together_are_what_they_are_one_by_one(
+    sent: list[Message],
+    answers: list[bool],
+    credit: int,
+    in_use: list[int],
+    damage: int | None,
+    split: int,
+) -> None:
+    data = bytearray(encoded(*sent))
+    if damage is not None and damage < len(data):
+        data[damage] ^= 0x10
+    results = []
+    for read in (one_by_one, many_at_a_time):
+        session = opened(credit=credit, in_use=in_use)
+        seen: Seen = []
+        error = ""
+        try:
+            for piece in (bytes(data[:split]), bytes(data[split:])):
+                session.receive(piece, 0.0)
+                read(session, answers, seen)
+        except RemoteProtocolError as caught:
+            error = str(caught)
+        messages = [encoded(message) for message, _ in seen]
+        results.append((messages, [answer for _, answer in seen], error, portrait(session)))
+    assert results[0] == results[1]
+
+
+def test_no_set_is_read_where_none_may_come() -> None:
+    session = ServerSession("test:server", now=0.0)
+    session.receive(encoded(hello()) + encoded(single(0, 1, 1)), 0.0)
+    assert session.read_sets(PARTITIONS) is None
+    session = opened(credit=1_000_000, in_use=[])
+    session.receive(encoded(Go(), single(0, 1, 1)), 0.0)
+    assert session.read_sets(PARTITIONS) is None
+    assert isinstance(next(session.events()), Go)
+    assert session.read_sets(PARTITIONS) is not None
+    session._requests = dict.fromkeys(range(10, 10 + REQUESTS_OPEN_MAX), Seqnos)
+    assert session.read_sets(PARTITIONS) is None

@@ -1,0 +1,206 @@
+"""Single operations at a server: many frames in one read are answered as they are one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, Final
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kit.placed_keys import key_in
+from tests.server.test_backfill import INDEXED_S, Model
+from tests.server.test_connection import Peer, connected, make_server
+from tests.server.test_durability import BUCKET, QUOTA_BYTES
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Cas, Durability, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.wire import HEADER_BYTES, Credit, Error, Get, Message, Mutate, MutateReply
+from upr_server.app import Server
+from upr_server.engine import Partition
+from upr_server.storage.calls import Commit, FindItems, StoreCall
+from upr_server.storage.simulated import SimulatedStore
+
+PARTITIONS: Final = 3
+WRITERS: Final = (bytes(16), b"sixteen bytes id", b"another sixteen!")
+KEYS: Final = [
+    [key_in(partition, PARTITIONS, name) for name in (b"a", b"b")]
+    for partition in range(PARTITIONS)
+]
+ONE: Final = CounterDelta(1).encode()
+
+Request = tuple[str, int, int, int, int]
+"""What is asked: its kind, a partition, a key of it, a writer, and the run's counter."""
+
+MUTATIONS: Final = {
+    "set": lambda key: Mutation(Operation.SET, key, b"v"),
+    "expiring": lambda key: Mutation(Operation.SET, key, b"w", flags=3, expiry=1001),
+    "persisted": lambda key: Mutation(Operation.SET, key, b"p"),
+    "misplaced": lambda key: Mutation(Operation.SET, key, b"v"),
+    # On an evicted key these wait for the disk, and what comes behind them waits too.
+    "add": lambda key: Mutation(Operation.ADD, key, b"v"),
+    "increment": lambda key: Mutation(Operation.INCREMENT, key, ONE),
+    "compare": lambda key: Mutation(Operation.SET, key, b"c", cas=Cas(5)),
+    "delete": lambda key: Mutation(Operation.DELETE, key),
+    "long key": lambda key: Mutation(Operation.SET, key * 200, b"v"),
+}
+
+
+class HeldDisk(SimulatedStore):
+    """A store on which reads by key and commits wait while `released` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = trio.Event()
+        self.released.set()
+
+    async def wait(self, call: StoreCall[Any]) -> None:
+        if isinstance(call, FindItems | Commit):
+            await self.released.wait()
+        await super().wait(call)
+
+
+def message_of(request: Request, opaque: int) -> Message:
+    kind, partition, key, writer, counter = request
+    name = KEYS[partition][key]
+    if kind == "get":
+        return Get((name,), partition=PartitionId(partition), opaque=opaque)
+    if kind == "misplaced":
+        partition = (partition + 1) % PARTITIONS
+    chunk = Chunk.build([MUTATIONS[kind](name)], SeqNo(0), SeqNo(0))
+    durability = Durability.PERSISTED if kind == "persisted" else Durability.MEMORY
+    bundle = Bundle.of_one(PartitionId(partition), chunk, counter)
+    return Mutate(bundle, WRITERS[writer], durability, opaque=opaque)
+
+
+async def hear_all(peer: Peer) -> list[Message]:
+    """What has come, once the server has nothing more to do."""
+    with trio.move_on_after(0.01):
+        await peer.hangs_up()
+    heard, peer.heard = peer.heard, []
+    return heard
+
+
+def contents(partition: Partition) -> list[Any]:
+    """What a partition holds, and which numbers it gave."""
+    partition.manager.check_invariants()
+    partition.repeated_batches.check_invariants()
+    tokens = partition.repeated_batches.tokens_above(SeqNo(0))
+    return [sorted(partition.table), partition.high_seq, partition.last_cas, tokens]
+
+
+async def answers_to(
+    requests: Sequence[Request], damaged: int | None, pending: int | None, *, together: bool
+) -> tuple[list[Any], list[Any]]:
+    """What the server answers, and what it holds then.
+
+    The frames come in one piece; or one after the other, each in two pieces: a frame of which the
+    header came alone is never read together with others.
+    """
+    store = HeldDisk()
+    server: Server = make_server(store, ids=count(1))
+    async with server.recovered():
+        await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
+        bucket = server.catalog.bucket(BUCKET)
+        async with connected(server) as peer:
+            await peer.open()
+            for number, keys in enumerate(KEYS):
+                rows = [Mutation(Operation.SET, key, b"1") for key in keys]
+                await peer.mutate(Chunk.build(rows, SeqNo(0), SeqNo(0)), PartitionId(number))
+            await trio.sleep(INDEXED_S)
+            for partition in bucket.partitions:
+                Model(server.catalog.disks[bucket], partition).forget()
+                assert not len(partition.table)
+            store.released = trio.Event()
+            if pending is not None:
+                partition = bucket.partitions[pending]
+                partition.become(PartitionState.PENDING, partition.failover_log)
+            frames = []
+            for number, request in enumerate(requests):
+                peer.session.send(message_of(request, 1000 + number))
+                frames.append(b"".join(peer.session.take_outgoing(trio.current_time())))
+            if damaged is not None and damaged < len(frames):
+                frames[damaged] = frames[damaged][:-1] + b"\xff"
+            if together:
+                frames = [b"".join(frames)]
+            for frame in frames:
+                for piece in (frame,) if together else (frame[:HEADER_BYTES], frame[HEADER_BYTES:]):
+                    # The server may have ended the connection.
+                    with suppress(trio.BrokenResourceError):
+                        await peer.stream.send_all(piece)
+                    await trio.testing.wait_all_tasks_blocked()
+            heard = await hear_all(peer)
+            store.released.set()
+            await trio.sleep(1)
+            heard += await hear_all(peer)
+            answers = [message for message in heard if not isinstance(message, Credit)]
+            held = [contents(partition) for partition in bucket.partitions]
+    return answers, held
+
+
+def in_order(answers: Sequence[Message]) -> list[Any]:
+    """The answers, by number, and the order of those about each partition, which alone is fixed."""
+    order: dict[int, list[int]] = {}
+    for answer in answers:
+        partition = answer.runs[0].partition if isinstance(answer, MutateReply) else -1
+        order.setdefault(partition, []).append(answer.opaque)
+    order.pop(-1, None)
+    return [sorted(map(repr, answers)), order]
+
+
+KINDS: Final = st.sampled_from(["set"] * 6 + [*MUTATIONS, "get"])
+REQUESTS: Final = st.lists(
+    st.tuples(
+        KINDS,
+        st.integers(0, PARTITIONS - 1),
+        st.integers(0, 1),
+        st.integers(0, len(WRITERS) - 1),
+        st.integers(1, 6),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, st.none() | st.integers(0, 14), st.none() | st.integers(0, PARTITIONS - 1))
+def test_frames_of_one_read_are_answered_as_one_by_one(
+    requests: list[Request], damaged: int | None, pending: int | None
+) -> None:
+    outcomes = []
+    for together in (False, True):
+        clock = trio.testing.MockClock(autojump_threshold=0)
+        answers, held = trio.run(_answers_to, requests, damaged, pending, together, clock=clock)
+        outcomes.append((in_order(answers), held))
+    assert outcomes[0] == outcomes[1]
+
+
+async def _answers_to(
+    requests: Sequence[Request], damaged: int | None, pending: int | None, together: bool
+) -> tuple[list[Any], list[Any]]:
+    return await answers_to(requests, damaged, pending, together=together)
+
+
+async def test_a_fault_of_the_server_comes_behind_the_answers_to_what_was_done(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    async with server.recovered():
+        await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
+        bucket = server.catalog.bucket(BUCKET)
+        # Its second partition cannot take anything in.
+        monkeypatch.setattr(bucket.partitions[1], "table", None)
+        async with connected(server) as peer:
+            await peer.open()
+            await peer.say(*(message_of(("set", number, 0, 1, 1), number) for number in range(3)))
+            assert (await peer.hear(MutateReply)).opaque == 0
+            error = await peer.hear(Error)
+            assert (error.status, error.sentence) == (
+                Status.INTERNAL,
+                "internal error in Mutate; the server's log has the cause",
+            )
+            assert [partition.high_seq for partition in bucket.partitions] == [1, 0, 0]

@@ -1,0 +1,184 @@
+/* Frames that publish one plain `SET` each, joined to one chunk. */
+
+#include "kernel.h"
+
+#include <stdlib.h>
+
+/* upr_protocol/wire describes these layouts: the header; the fields of `Mutate`; its only run. */
+enum {
+    HEADER_BYTES = 24,
+    CHECKED_BYTES = 20,
+    MUTATE_BYTES = 32,
+    RUN_BYTES = 24,
+    CHUNK_AT = HEADER_BYTES + MUTATE_BYTES + RUN_BYTES,
+    WRITER_BYTES = 16,
+    /* Magic, version and opcode, as they lie. */
+    MUTATE_BEGIN = 0x11015055,
+};
+
+typedef struct {
+    const uint8_t *frame;
+    size_t nbytes;
+    const uint8_t *key;
+    const uint8_t *value;
+    uint32_t key_length;
+    uint32_t value_length;
+    uint32_t expiry;
+    uint32_t flags;
+} Set;
+
+typedef struct {
+    uint64_t partition_count;
+    uint64_t key_bytes_max;
+    uint64_t value_bytes_max;
+} Limits;
+
+/* Reads the frame at `at`, of which so many bytes have come. False where it is not whole, or is
+   anything but a sound `Mutate` of one plain `SET` that is to be answered from memory. */
+static bool
+set_read(Set *set, const uint8_t *at, size_t available, const Limits *limits)
+{
+    if (available < CHUNK_AT || load_u32(at) != MUTATE_BEGIN)
+        return false;
+    uint64_t nbytes = HEADER_BYTES + (uint64_t)load_u32(at + 12);
+    /* No flags in the header, no attempt, level 0 and no copies, and one run. */
+    const uint8_t *mutate = at + HEADER_BYTES, *run = mutate + MUTATE_BYTES;
+    if (nbytes > available || nbytes < CHUNK_AT + HEAD_BYTES || nbytes & 7 ||
+        at[4] || at[5] || load_u64(mutate + 16) || load_u32(mutate + 24) ||
+        load_u32(mutate + 28) != 1)
+        return false;
+    /* Of one row and without a chain. */
+    if (load_u32(run + 4) != 1 || load_u32(run + 16))
+        return false;
+    Chunk chunk;
+    if (!chunk_fits(&chunk, at + CHUNK_AT, (size_t)nbytes - CHUNK_AT) || chunk.count != 1 || load_u32(at + CHUNK_AT + 12) ||
+        chunk.start || chunk.end)
+        return false;
+    if (load_u64(chunk.seqs) || load_u64(chunk.cas) || chunk.operations[0] != SET ||
+        load_u32(chunk.key_offsets) || load_u32(chunk.key_offsets + 4) != chunk.key_length ||
+        load_u32(chunk.value_offsets) || load_u32(chunk.value_offsets + 4) != chunk.value_length)
+        return false;
+    if (!chunk.key_length || chunk.key_length > limits->key_bytes_max ||
+        chunk.value_length > limits->value_bytes_max ||
+        partition_of(chunk.keys, chunk.key_length, limits->partition_count) != load_u32(run))
+        return false;
+    if (crc32c_of(at, CHECKED_BYTES) != load_u32(at + CHECKED_BYTES) ||
+        crc32c_of(at + HEADER_BYTES, (size_t)nbytes - HEADER_BYTES) != load_u32(at + 16))
+        return false;
+    *set = (Set){
+        .frame = at,
+        .nbytes = (size_t)nbytes,
+        .key = chunk.keys,
+        .value = chunk.values,
+        .key_length = chunk.key_length,
+        .value_length = chunk.value_length,
+        .expiry = load_u32(chunk.expiries),
+        .flags = load_u32(chunk.flags),
+    };
+    return true;
+}
+
+static PyObject *
+joined(const Set *sets, size_t count)
+{
+    Chunk to = {.count = (uint32_t)count};
+    for (size_t row = 0; row < count; row++) {
+        to.key_length += sets[row].key_length;
+        to.value_length += sets[row].value_length;
+    }
+    uint64_t nbytes = encoded_bytes(count, to.key_length, to.value_length);
+    PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
+    if (result == NULL)
+        return NULL;
+    chunk_begin(&to, (uint8_t *)PyBytes_AsString(result), 0, 0);
+    memset(column(to.seqs), 0, 8 * count);
+    memset(column(to.cas), 0, 8 * count);
+    memset(column(to.operations), SET, count);
+    uint32_t keys_end = 0, values_end = 0;
+    for (size_t row = 0; row < count; row++) {
+        const Set *set = sets + row;
+        store_u32(column(to.expiries) + 4 * row, set->expiry);
+        store_u32(column(to.flags) + 4 * row, set->flags);
+        memcpy(column(to.keys) + keys_end, set->key, set->key_length);
+        memcpy(column(to.values) + values_end, set->value, set->value_length);
+        keys_end += set->key_length;
+        values_end += set->value_length;
+        store_u32(column(to.key_offsets) + 4 * row + 4, keys_end);
+        store_u32(column(to.value_offsets) + 4 * row + 4, values_end);
+    }
+    return result;
+}
+
+/* (end, opaque, partition, writer, counter) of each frame, in a list. */
+static PyObject *
+described(const Set *sets, size_t count, const uint8_t *bytes)
+{
+    PyObject *frames = PyList_New((Py_ssize_t)count), *writer = NULL;
+    const uint8_t *last_writer = NULL;
+    for (size_t row = 0; frames != NULL && row < count; row++) {
+        const uint8_t *frame = sets[row].frame, *mutate = frame + HEADER_BYTES;
+        /* One publisher sends most of what comes over a connection. */
+        if (last_writer == NULL || memcmp(last_writer, mutate, WRITER_BYTES)) {
+            Py_XDECREF(writer);
+            writer = PyBytes_FromStringAndSize((const char *)mutate, WRITER_BYTES);
+            last_writer = mutate;
+        }
+        PyObject *tuple =
+            writer == NULL
+                ? NULL
+                : Py_BuildValue("nkkOK", (Py_ssize_t)(frame + sets[row].nbytes - bytes),
+                                (unsigned long)load_u32(frame + 8),
+                                (unsigned long)load_u32(mutate + MUTATE_BYTES), writer,
+                                (unsigned long long)load_u64(mutate + MUTATE_BYTES + 8));
+        if (tuple == NULL)
+            Py_CLEAR(frames);
+        else
+            PyList_SetItem(frames, (Py_ssize_t)row, tuple);
+    }
+    Py_XDECREF(writer);
+    return frames;
+}
+
+PyObject *
+join_sets(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t offset, frames_max;
+    Limits limits;
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "join_sets takes 6 arguments, not %zd", count);
+    if (!number_of(args[1], &offset) || !number_of(args[2], &frames_max) ||
+        !number_of(args[3], &limits.partition_count) ||
+        !number_of(args[4], &limits.key_bytes_max) || !number_of(args[5], &limits.value_bytes_max))
+        return NULL;
+    if (!PyBytes_Check(args[0]))
+        /* What is checked here must be what is copied. */
+        return PyErr_Format(PyExc_TypeError, "the frames are not bytes");
+    const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(args[0]);
+    uint64_t nbytes = (uint64_t)PyBytes_Size(args[0]);
+    if (offset > nbytes || !limits.partition_count || nbytes > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "offset, partitions or bytes out of range");
+    Set few[16], *sets = few;
+    uint64_t frames_most = (nbytes - offset) / (CHUNK_AT + HEAD_BYTES);
+    frames_max = frames_most < frames_max ? frames_most : frames_max;
+    if (frames_max > 16 && (sets = malloc(frames_max * sizeof *sets)) == NULL)
+        return PyErr_NoMemory();
+    size_t set_count = 0;
+    while (set_count < frames_max &&
+           set_read(sets + set_count, bytes + offset, (size_t)(nbytes - offset), &limits))
+        offset += sets[set_count++].nbytes;
+    PyObject *result = NULL;
+    if (!set_count) {
+        result = Py_None;
+        Py_INCREF(result);
+    }
+    else {
+        PyObject *chunk = joined(sets, set_count), *frames = described(sets, set_count, bytes);
+        if (chunk != NULL && frames != NULL)
+            result = PyTuple_Pack(2, chunk, frames);
+        Py_XDECREF(chunk);
+        Py_XDECREF(frames);
+    }
+    if (sets != few)
+        free(sets);
+    return result;
+}

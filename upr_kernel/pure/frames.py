@@ -1,0 +1,151 @@
+"""Frames that publish one plain `SET` each, joined to one chunk."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import accumulate
+from struct import Struct
+from typing import Final, NamedTuple
+from zlib import crc32
+
+from crc32c import crc32c
+
+from upr_kernel.defects import ChunkDefectError
+from upr_kernel.pure.columns import HEAD, HEAD_BYTES, Columns, padded
+
+SetFrame = tuple[int, int, int, bytes, int]
+"""A frame: where it ends, its opaque, the partition, the writer's ID and the run's counter."""
+
+# `upr_protocol.wire` describes these layouts: the header; the fields of `Mutate`; its only run.
+_HEADER: Final = Struct("<HBBHHIIII")
+_MUTATE: Final = Struct("<16sQBBHI")
+_RUN: Final = Struct("<IIQI4x")
+_CHECKED_BYTES: Final = 20
+_CHUNK_AT: Final = _HEADER.size + _MUTATE.size + _RUN.size
+
+_MUTATE_BEGIN: Final = (0x5055, 1, 0x11, 0)
+"""Magic, version, opcode and status of the header."""
+
+_PLAIN: Final = (0, 0, 0, 0, 1)
+"""No attempt, level 0, no copies, padding, and one run."""
+
+_SET: Final = 1
+_WORDS: Final = Struct("<II")
+
+
+class _Set(NamedTuple):
+    frame: SetFrame
+    key: bytes
+    value: bytes
+    expiry: int
+    flags: int
+
+
+def join_sets(
+    data: bytes,
+    offset: int,
+    frames_max: int,
+    partition_count: int,
+    key_bytes_max: int,
+    value_bytes_max: int,
+    /,
+) -> tuple[bytes, list[SetFrame]] | None:
+    """Joins frames that each publish one plain `SET` to one chunk. O(bytes).
+
+    It takes whole and sound `Mutate` frames with one run of one row: a `SET` without an expected
+    CAS, of a key and a value of right lengths, for the partition of the key, to be answered from
+    memory, without an attempt or a chain. It stops before the first frame that is anything else.
+
+    Args:
+        data: What was received.
+        offset: Where the first frame begins.
+        frames_max: How many frames to join at most.
+        partition_count: How many partitions the bucket has.
+        key_bytes_max: The length of the longest key.
+        value_bytes_max: The length of the longest value.
+
+    Returns:
+        The chunk, a row for each frame, and the frames; None where the first frame does not fit.
+
+    Raises:
+        ValueError: The offset is behind the end, or there is no partition.
+    """
+    if not 0 <= offset <= len(data) or partition_count < 1:
+        raise ValueError("offset, partitions or bytes out of range")
+    sets: list[_Set] = []
+    while len(sets) < frames_max:
+        entry = _read(data, offset, partition_count, key_bytes_max, value_bytes_max)
+        if entry is None:
+            break
+        sets.append(entry)
+        offset = entry.frame[0]
+    return (_joined(sets), [entry.frame for entry in sets]) if sets else None
+
+
+def _read(
+    data: bytes, offset: int, partition_count: int, key_bytes_max: int, value_bytes_max: int
+) -> _Set | None:
+    if len(data) - offset < _CHUNK_AT + HEAD_BYTES:
+        return None
+    *begin, _, opaque, length, body_crc, header_crc = _HEADER.unpack_from(data, offset)
+    body_at, end = offset + _HEADER.size, offset + _HEADER.size + length
+    if tuple(begin) != _MUTATE_BEGIN or end > len(data) or length % 8:
+        return None
+    writer, *fields = _MUTATE.unpack_from(data, body_at)
+    partition, row_count, counter, chain = _RUN.unpack_from(data, body_at + _MUTATE.size)
+    if tuple(fields) != _PLAIN or row_count != 1 or chain:
+        return None
+    try:
+        columns = Columns(memoryview(data)[offset + _CHUNK_AT : end])
+    except ChunkDefectError:
+        return None
+    entry = _row_of(columns, (end, opaque, partition, writer, counter))
+    if entry is None or not (
+        0 < len(entry.key) <= key_bytes_max and len(entry.value) <= value_bytes_max
+    ):
+        return None
+    is_sound = (
+        crc32c(data[offset : offset + _CHECKED_BYTES]) == header_crc
+        and crc32c(data[body_at:end]) == body_crc
+        and (crc32(entry.key) >> 16 & 0x7FFF) % partition_count == partition
+    )
+    return entry if is_sound else None
+
+
+def _row_of(columns: Columns, frame: SetFrame) -> _Set | None:
+    """The only row of a chunk; None where it is no plain `SET`."""
+    view = columns.view
+    count, key_length, value_length, *others = HEAD.unpack_from(view)
+    if count != 1 or any(others) or any(view[columns.seqs_at : columns.expiries_at]):
+        return None
+    if (
+        view[columns.operations_at] != _SET
+        or _WORDS.unpack_from(view, columns.key_offsets_at) != (0, key_length)
+        or _WORDS.unpack_from(view, columns.value_offsets_at) != (0, value_length)
+    ):
+        return None
+    return _Set(
+        frame,
+        bytes(view[columns.keys_at : columns.keys_at + key_length]),
+        bytes(view[columns.values_at : columns.values_at + value_length]),
+        int.from_bytes(view[columns.expiries_at : columns.expiries_at + 4], "little"),
+        int.from_bytes(view[columns.flags_at : columns.flags_at + 4], "little"),
+    )
+
+
+def _joined(sets: list[_Set]) -> bytes:
+    count = len(sets)
+    keys = b"".join(entry.key for entry in sets)
+    values = b"".join(entry.value for entry in sets)
+    columns = (
+        HEAD.pack(count, len(keys), len(values), 0, 0, 0),
+        bytes(16 * count),
+        array("I", [entry.expiry for entry in sets]).tobytes(),
+        array("I", [entry.flags for entry in sets]).tobytes(),
+        array("i", accumulate((len(entry.key) for entry in sets), initial=0)).tobytes(),
+        array("i", accumulate((len(entry.value) for entry in sets), initial=0)).tobytes(),
+        bytes((_SET,)) * count,
+        keys,
+        values,
+    )
+    return b"".join(column.ljust(padded(len(column)), b"\0") for column in columns)

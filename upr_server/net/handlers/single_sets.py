@@ -1,0 +1,57 @@
+"""Single operations: plain `SET`s, one a frame, that have come together.
+
+They are applied and answered as `publishing.mutate` would one by one, at a fraction of the cost.
+Whatever is not simple is left for it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from upr_protocol.ids import PartitionState
+from upr_protocol.wire import SetFrames, SetResult
+from upr_server.engine import CheckedChunk, MutationBatch, WriterToken
+from upr_server.net.request_context import RequestContext
+
+_ACTIVE: Final = PartitionState.ACTIVE
+
+_NO_WRITER: Final = bytes(16)
+
+
+def apply_sets(context: RequestContext, sets: SetFrames) -> int:
+    """Applies and answers these `SET`s up to the first that is not applied at once or was here
+    before.
+
+    Returns:
+        How many were answered.
+    """
+    bucket = context.bucket
+    if bucket is None or context.disk.flusher.full:
+        return 0
+    columns, now = CheckedChunk(sets.chunk), context.time()
+    results: list[SetResult] = []
+    try:
+        for row, frame in enumerate(sets.frames):
+            partition = bucket.partitions[frame.partition]
+            if partition.state is not _ACTIVE or context.has_earlier(partition):
+                break
+            token = None
+            if frame.writer != _NO_WRITER:
+                token = WriterToken(frame.writer, frame.counter)
+            batch = MutationBatch(columns, row, row + 1, token)
+            if not partition.repeated_batches.is_new(batch):
+                break
+            result = partition.mutate(batch, now=now)
+            results.append(
+                SetResult(
+                    frame.opaque,
+                    frame.partition,
+                    result.history_id,
+                    result.first_seq,
+                    result.first_cas,
+                )
+            )
+    finally:
+        if results:
+            context.answer_sets(sets, results)
+    return len(results)
