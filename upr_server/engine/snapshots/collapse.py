@@ -7,8 +7,9 @@ rewritten only together with newer ones that come to half its size at least. So 
 a logarithmic number of times, the sizes that stay fall by half from one to the next, and all of
 them together come to about twice the oldest one, whose keys are unique.
 
-The work is done in steps beside the snapshots, from the newest chunk to the oldest. The result
-replaces them at the end at once, if no cursor has entered the run meanwhile.
+The work is done in steps beside the snapshots: first each chunk's keys go into a table, which tells
+what is superseded, then the rest is gathered. The result replaces the snapshots at the end at once,
+if no cursor has entered the run meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
-from upr_kernel import gather
+from upr_kernel import KeyTable, gather
 from upr_protocol.chunk import Chunk
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.document_arrays import Rows
@@ -85,54 +86,65 @@ class Collapse:
         entries: The run.
     """
 
-    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_seen", "_todo", "entries")
+    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_steps", "entries")
 
     def __init__(self, entries: list[SnapshotEntry], snapshots: list[ClosedSnapshot]) -> None:
         self.entries = entries
-        self._todo = _newest_first(snapshots)
-        # Keys of the newer snapshots. The oldest one's are unique already, and not entered.
-        self._seen: set[bytes] = set()
-        # Results, newest first; and the group of chunks that the next one will be made of, with
+        self._steps = self._merge(snapshots)
+        # Results, oldest first; and the group of chunks that the next one will be made of, with
         # flags for what is superseded.
         self._chunks: list[Chunk] = []
-        self._group: list[tuple[Chunk, bytes | None]] = []
+        self._group: list[tuple[Chunk, bytearray | None]] = []
         self._group_count = 0
         self._group_bytes = 0
 
     def step(self, budget_mutations: int) -> bool:
         """Goes on by about so many mutations; returns whether it is done."""
-        while budget_mutations > 0:
-            following = next(self._todo, None)
-            if following is None:
-                self._put_together()
-                return True
-            chunk, is_oldest = following
-            self._take(chunk, is_oldest)
-            budget_mutations -= chunk.count + 1
-        return False
+        for mutation_count in self._steps:
+            budget_mutations -= mutation_count
+            if budget_mutations <= 0:
+                return False
+        return True
 
     def chunks(self) -> list[Chunk]:
         """The result, oldest first, once it is done."""
-        return self._chunks[::-1]
+        return self._chunks
 
-    def _take(self, chunk: Chunk, is_oldest: bool) -> None:
-        """Takes in the next older chunk. O(its mutations)."""
-        seen_keys = self._seen
-        keys = chunk.keys()
-        skip: bytes | None = None
-        count, nbytes = chunk.count, chunk.nbytes
-        superseded = bytes(map(seen_keys.__contains__, keys))
-        if 1 in superseded:
+    def _merge(self, snapshots: list[ClosedSnapshot]) -> Iterator[int]:
+        """Does the work; yields after each chunk what it has cost, in mutations."""
+        chunks: list[Chunk] = []
+        # The mutations of all chunks are numbered from 1, and a newer one of a key flags the older.
+        table, flags = KeyTable(), bytearray()
+        for snapshot in snapshots:
+            for index in range(len(snapshot)):
+                chunk = snapshot.chunk(index)
+                first = len(flags) + 1
+                flags += bytes(chunk.count)
+                table.put_run(chunk.encode(), 0, chunk.count, first, 0, 1, flags)
+                chunks.append(chunk)
+                yield chunk.count + 1
+        low = 0
+        for chunk in chunks:
+            high = low + chunk.count
+            self._take(chunk, flags[low:high])
+            low = high
+            yield chunk.count // 2 + 1
+        self._put_together()
+
+    def _take(self, chunk: Chunk, superseded: bytearray) -> None:
+        """Takes in the next newer chunk. At memory speed."""
+        count, nbytes = superseded.count(0), chunk.nbytes
+        skip: bytearray | None = None
+        if count < chunk.count:
             skip = superseded
-            count = skip.count(0)
             nbytes = nbytes * count // chunk.count
-        if not is_oldest:
-            seen_keys.update(keys)
         # A long chunk of which nothing goes stays as it is, shared by all who read it.
         alone = skip is None and nbytes > CHUNK_BYTES // 2
         too_long = (
             self._group_bytes + nbytes > CHUNK_BYTES or self._group_count + count > CHUNK_MUTATIONS
         )
+        # A group that was superseded as a whole goes with what comes next, which covers its
+        # numbers. The newest chunk's last mutation stays, so that there is such a chunk.
         if self._group_count and (alone or too_long):
             self._put_together()
         self._group.append((chunk, skip))
@@ -143,26 +155,16 @@ class Collapse:
 
     def _put_together(self) -> None:
         """Makes one chunk of the group."""
-        group = self._group[::-1]
-        self._group.clear()
+        group = self._group
         if not group:
             return
-        start, end = group[0][0].start, group[-1][0].end
-        if not self._group_count:
-            # All of it was superseded: the chunk behind it covers its numbers.
-            behind = self._chunks.pop()
-            self._chunks.append(behind.rows(0, behind.count, start, behind.end))
-        elif len(group) == 1 and group[0][1] is None:
+        if len(group) == 1 and group[0][1] is None:
             self._chunks.append(group[0][0])
         else:
+            start, end = group[0][0].start, group[-1][0].end
             rows: list[Rows] = [
                 (chunk.encode(), 0, chunk.count, skip, None, 0) for chunk, skip in group
             ]
             self._chunks.append(Chunk(gather(rows, start, end)))
+        group.clear()
         self._group_count = self._group_bytes = 0
-
-
-def _newest_first(snapshots: list[ClosedSnapshot]) -> Iterator[tuple[Chunk, bool]]:
-    for snapshot in reversed(snapshots):
-        for index in range(len(snapshot) - 1, -1, -1):
-            yield snapshot.chunk(index), snapshot is snapshots[0]
