@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Self
 
 from upr_protocol.address import Address
-from upr_protocol.client.blocking.streams import BlockingStreams
-from upr_protocol.client.blocking.trio_thread import dial_in_thread
+from upr_protocol.client.blocking.streams import WINDOW_SHARE, StreamsInThread
+from upr_protocol.client.blocking.trio_thread import TrioThread, dial_in_thread
 from upr_protocol.client.core.delivery_tracker import (
     Delivery,
     DeliveryTracker,
@@ -19,7 +19,7 @@ from upr_protocol.client.core.delivery_tracker import (
 )
 from upr_protocol.client.core.events import Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
 from upr_protocol.client.options import IDENTITY_DEFAULT
@@ -107,13 +107,14 @@ class BlockingConsumer:
             draw,
         )
         received = SubscriptionState(subscription, processed.copy())
-        self._streams = BlockingStreams(
-            lambda: ConsumerStreams(address, options, received), window_bytes
+        self._streams = StreamsInThread(
+            lambda: ConsumerStreams(address, options, received), window_bytes // WINDOW_SHARE
         )
+        self._thread: TrioThread | None = None
         self._tracker = DeliveryTracker(
             processed, save_limits or SaveLimits(), self._streams.acknowledge, time.monotonic()
         )
-        self._connecting = options.new_retry_state()
+        self._new_retry_state = options.new_retry_state
         self._undo = undo
         self._rollback: Delivery | None = None
         """A rollback that has to be undone, or saved as pending, before anything else."""
@@ -135,7 +136,8 @@ class BlockingConsumer:
             return
         self._closed = True
         self._tracker.discard()
-        self._streams.close()
+        if self._thread is not None:
+            self._thread.close()
         self.save()
 
     def connect(self) -> None:
@@ -148,8 +150,16 @@ class BlockingConsumer:
             ServerError: The server refused the bucket.
             ClosedError: The consumer was closed.
         """
+        self._connect(self._new_retry_state())
+
+    def _connect(self, retry: RetryState | None = None) -> TrioThread:
+        """The thread of the streams, once they are connected. The first call starts it."""
         self._check_open()
-        self._streams.connect(self._connecting)
+        if self._thread is None:
+            self._thread = TrioThread()
+        if not self._streams.is_connected:
+            self._thread.run(self._streams.connect, self._thread.nursery, retry)
+        return self._thread
 
     def _check_open(self) -> None:
         if self._closed:
@@ -169,7 +179,8 @@ class BlockingConsumer:
     @property
     def done(self) -> bool:
         """Whether every stream has ended for good, and every event was handed out."""
-        return self._streams.is_finished and self._rollback is None
+        streams = self._streams
+        return streams.is_finished and not streams.deliveries and self._rollback is None
 
     def next_event(self, timeout_s: float | None = None) -> Event | None:
         """The next event; acknowledges the one before.
@@ -194,17 +205,21 @@ class BlockingConsumer:
             event = self._hand_out_next()
             if event is not None:
                 return event
+            if self._streams.deliveries:
+                continue
             if self._streams.is_finished:
                 self.save()
                 return None
-            if not (self._streams.has_deliveries or self._receive(deadline)):
+            if not self._receive(deadline):
                 return None
 
     def _hand_out_next(self) -> Event | None:
         """Hands out the event of the next delivery, if there is one and it has one."""
-        delivery = self._streams.take() if self._rollback is None else self._rollback
+        delivery = self._rollback
         if delivery is None:
-            return None
+            if not self._streams.deliveries:
+                return None
+            delivery = self._streams.deliveries.popleft()
         if isinstance(delivery.event, RollbackRequest | RolledBack):
             # Kept until it is undone: after an exception the next call does it again.
             self._rollback = delivery
@@ -226,13 +241,14 @@ class BlockingConsumer:
             return delivery
         assert self._undo is not None
         to = self._undo(event.partition, event.ceiling, event.reason)
-        return self._streams.rolled_back(event.partition, to)
+        return self._connect().run(self._streams.rolled_back, event.partition, to)
 
     def _receive(self, deadline: float) -> bool:
         """Waits for deliveries, or until the state is to be saved; whether to go on."""
         due_at = self._tracker.schedule.due_at if self._store else deadline
-        self._streams.receive(max(0.0, min(deadline, due_at) - time.monotonic()))
-        return self._streams.has_deliveries or time.monotonic() < deadline
+        thread = self._connect()
+        thread.run(self._streams.receive, max(0.0, min(deadline, due_at) - time.monotonic()))
+        return bool(self._streams.deliveries) or time.monotonic() < deadline
 
     def barrier(self, cookie: bytes) -> None:
         """Sends a barrier; `BarrierReached` with its cookie will be among the events. Connects, if
@@ -242,8 +258,7 @@ class BlockingConsumer:
             LocalProtocolError: 64 barriers are open, or this one is.
             BrokenError: It could not connect.
         """
-        self._check_open()
-        self._streams.send_barrier(cookie)
+        self._connect().run(self._streams.send_barrier, cookie)
 
     # The resume state.
 
