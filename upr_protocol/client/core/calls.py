@@ -12,19 +12,16 @@ import msgspec
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventKind
 from upr_protocol.client.core.key_lookup import KeyRequest
-from upr_protocol.client.core.results import (
-    NotDurableError,
-    status_of,
+from upr_protocol.client.core.results import NotDurableError, status_of
+from upr_protocol.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    ServerError,
+    Status,
+    UprError,
 )
-from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, ServerError, Status
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import (
-    Durability,
-    HistoryId,
-    PartitionId,
-    PartitionState,
-    SeqNo,
-)
+from upr_protocol.ids import Durability, HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import (
     Await,
     CreateBucket,
@@ -86,13 +83,16 @@ def over_quota(address: Address, timeout_s: float) -> ServerError:
     )
 
 
-def checked(reply: Message) -> Message:
-    """The reply, unless it is a refusal.
+def checked(reply: Message | UprError) -> Message:
+    """The reply, unless it is a refusal, or the reason why there is none.
 
     Raises:
-        ServerError: It is one; the status says why.
+        ServerError: It is a refusal; the status says why.
         NotDurableError: The change was made, and may not be durable yet.
+        UprError: The reason why there is no reply.
     """
+    if isinstance(reply, UprError):
+        raise reply
     if isinstance(reply, Refusal):
         if reply.status == Status.NOT_DURABLE_YET:
             raise NotDurableError

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import trio
 
@@ -26,28 +27,18 @@ _PARTITION: Final = attrgetter("change.partition")
 
 
 class PendingReply(Generic[T]):
-    """An answer that is still to arrive.
+    """What an answer means that is still to arrive."""
 
-    Args:
-        call: The request.
-    """
+    __slots__ = ("_event", "_outcome")
 
-    __slots__ = ("_call", "_error", "_event", "_message")
+    _outcome: T | UprError
 
-    def __init__(self, call: Call[T]) -> None:
-        self._call = call
-        self._message: Message | None = None
-        self._error: UprError | None = None
+    def __init__(self) -> None:
         self._event = trio.Event()
 
-    def resolve(self, message: Message) -> None:
-        """The answer has arrived."""
-        self._message = message
-        self._event.set()
-
-    def fail(self, error: UprError) -> None:
-        """No answer will arrive."""
-        self._error = error
+    def resolve(self, outcome: T | UprError) -> None:
+        """The answer has arrived; or it never will, or is a refusal."""
+        self._outcome = outcome
         self._event.set()
 
     async def wait(self) -> T:
@@ -59,13 +50,12 @@ class PendingReply(Generic[T]):
             BrokenError, ClosedError: No answer will arrive.
         """
         await self._event.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._message is not None
-        return self._call.result(checked(self._message))
+        if isinstance(self._outcome, UprError):
+            raise self._outcome
+        return self._outcome
 
 
-class PendingChange:
+class PendingChange(PendingReply[WriteResult]):
     """A change that waits to be sent, or for its answer.
 
     Attributes:
@@ -73,58 +63,34 @@ class PendingChange:
         is_sent: Whether it was sent.
     """
 
-    __slots__ = ("_event", "_outcome", "change", "is_sent")
+    __slots__ = ("change", "is_sent")
 
     def __init__(self, change: Change) -> None:
+        super().__init__()
         self.change = change
         self.is_sent = False
-        self._outcome: WriteResult | UprError | None = None
-        self._event = trio.Event()
-
-    def resolve(self, outcome: WriteResult | UprError) -> None:
-        """It is known what became of it."""
-        self._outcome = outcome
-        self._event.set()
-
-    async def wait(self) -> WriteResult:
-        """Waits for its answer. Raises what it failed with."""
-        await self._event.wait()
-        if isinstance(self._outcome, UprError):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
 
 
-class PendingBundle:
-    """The answer to changes that were sent together, still to arrive.
+def _resolve_call(call: Call[T], pending: PendingReply[T], answer: Message | UprError) -> None:
+    try:
+        pending.resolve(call.result(checked(answer)))
+    except UprError as error:
+        pending.resolve(error)
 
-    Args:
-        bundle: The changes.
-        pending: Those that wait for them, in the same order.
-    """
 
-    __slots__ = ("_bundle", "_pending")
-
-    def __init__(self, bundle: ChangeBundle, pending: Sequence[PendingChange]) -> None:
-        self._bundle = bundle
-        self._pending = pending
-
-    def resolve(self, message: Message) -> None:
-        """The answer has arrived."""
-        try:
-            reply = checked(message)
-            assert isinstance(reply, MutateReply)
-            outcomes = self._bundle.outcomes(reply)
-        except UprError as error:
-            self.fail(error)
-            return
-        for pending, outcome in zip(self._pending, outcomes, strict=True):
-            pending.resolve(outcome)
-
-    def fail(self, error: UprError) -> None:
-        """No answer will arrive."""
-        for pending in self._pending:
-            pending.resolve(error)
+def _resolve_bundle(
+    bundle: ChangeBundle, changes: Sequence[PendingChange], answer: Message | UprError
+) -> None:
+    """Resolves changes that were sent together, in the order of the bundle."""
+    outcomes: Sequence[WriteResult | UprError]
+    try:
+        reply = checked(answer)
+        assert isinstance(reply, MutateReply)
+        outcomes = bundle.outcomes(reply)
+    except UprError as error:
+        outcomes = [error] * len(changes)
+    for pending, outcome in zip(changes, outcomes, strict=True):
+        pending.resolve(outcome)
 
 
 class RequestChannel(ConnectionHandler):
@@ -143,7 +109,8 @@ class RequestChannel(ConnectionHandler):
         self._address = address
         self._credit_timeout_s = credit_timeout_s
         self._connection: TrioConnection | None = None
-        self._replies: dict[int, PendingReply[Any] | PendingBundle] = {}
+        self._resolvers: dict[int, Callable[[Message | UprError], None]] = {}
+        """By opaque of a request without an answer what to call with it."""
         self._unsent: dict[tuple[Durability, int], dict[PendingChange, None]] = {}
         """The changes to send, in their order, by their level: a bundle has one. The level whose
         turn is next comes first."""
@@ -152,7 +119,7 @@ class RequestChannel(ConnectionHandler):
 
     def __len__(self) -> int:
         """How many requests have no answer yet."""
-        return len(self._replies)
+        return len(self._resolvers)
 
     @property
     def connection(self) -> TrioConnection:
@@ -171,9 +138,9 @@ class RequestChannel(ConnectionHandler):
         self._connection = connection
 
     def received(self, message: Message) -> None:
-        reply = self._replies.pop(message.opaque, None)
-        if reply is not None:
-            reply.resolve(message)
+        resolve = self._resolvers.pop(message.opaque, None)
+        if resolve is not None:
+            resolve(message)
             self._changed.notify()
         if self._unsent:
             self.connection.request_write()
@@ -196,23 +163,23 @@ class RequestChannel(ConnectionHandler):
         # Changes of one partition keep their order.
         pending.sort(key=_PARTITION)
         bundle = ChangeBundle([change.change for change in pending])
-        reply = PendingBundle(bundle, pending)
+        resolve = partial(_resolve_bundle, bundle, pending)
         opaque = self.connection.session.new_opaque()
         try:
             self.connection.send(bundle.message(opaque))
         except UprError as error:
-            reply.fail(error)
+            resolve(error)
             return
         for change in pending:
             change.is_sent = True
-        self._replies[opaque] = reply
+        self._resolvers[opaque] = resolve
         self.requests += 1
 
     def lost(self, error: UprError) -> None:
-        replies, self._replies = self._replies, {}
+        resolvers, self._resolvers = self._resolvers, {}
         unsent, self._unsent = self._unsent, {}
-        for reply in replies.values():
-            reply.fail(error)
+        for resolve in resolvers.values():
+            resolve(error)
         for pending in chain.from_iterable(unsent.values()):
             pending.resolve(error)
         self._changed.notify()
@@ -282,8 +249,8 @@ class RequestChannel(ConnectionHandler):
         await self._await_room(connection)
         opaque = connection.session.new_opaque()
         connection.send(call.request(opaque))
-        reply = PendingReply(call)
-        self._replies[opaque] = reply
+        reply = PendingReply[T]()
+        self._resolvers[opaque] = partial(_resolve_call, call, reply)
         self.requests += 1
         return reply
 
@@ -292,7 +259,7 @@ class RequestChannel(ConnectionHandler):
         still wait for room or credit count, too: their requests will be refused here, and are then
         sent to the next node."""
         await self._changed.wait_until(
-            lambda: not self._sending and not self._unsent and not self._replies
+            lambda: not self._sending and not self._unsent and not self._resolvers
         )
 
     async def _await_room(self, connection: TrioConnection) -> None:
@@ -300,4 +267,4 @@ class RequestChannel(ConnectionHandler):
 
     @property
     def _has_room(self) -> bool:
-        return len(self._replies) < REQUESTS_OPEN_MAX - 1 and not self.connection.is_congested
+        return len(self._resolvers) < REQUESTS_OPEN_MAX - 1 and not self.connection.is_congested
