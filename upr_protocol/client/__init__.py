@@ -63,6 +63,7 @@ from upr_protocol.client.rollback.checksummed_file import ChecksummedFileError
 from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.trio.client import Client, ClientStatistics, connect
+from upr_protocol.client.trio.connection import ConnectOptions
 from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, UndoCallback, consume
 from upr_protocol.client.trio.event_feed import EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.trio.node_client import NodeClient, NodeConnection, NodeStatus, open_node
@@ -91,6 +92,7 @@ __all__ = [
     "Client",
     "ClientStatistics",
     "Completed",
+    "ConnectOptions",
     "Consumer",
     "ConsumerStatistics",
     "DurabilityOptions",

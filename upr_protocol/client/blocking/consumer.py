@@ -101,10 +101,10 @@ class BlockingConsumer:
                 idle_interval_s,
                 connect_timeout_s,
                 dial_in_thread(dial, connect_timeout_s),
+                draw,
             ),
             retry_timeout_s,
             by_map,
-            draw,
         )
         received = SubscriptionState(subscription, processed.copy())
         self._streams = StreamsInThread(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Unpack
 
 import trio
 
@@ -25,14 +24,12 @@ from upr_protocol.client.core.key_lookup import Item, Text, to_bytes
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End
 from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
-from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
-from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
-from upr_protocol.transport import Dial, dial_tcp
 
 _LAST_COMMIT_S: Final = 10.0
 """The longest that the commit on leaving may take."""
@@ -122,11 +119,9 @@ async def keep_local_copy(
     partitions: Sequence[int] | None = None,
     end: End = None,
     deletions_max: int = DELETIONS_MAX,
-    identity: str = IDENTITY_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     commit_limits: SaveLimits | None = None,
-    dial: Dial = dial_tcp,
-    draw: Callable[[], float] = random.random,
+    **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[LocalCopyFollower]:
     """A local copy of a bucket in `directory`, which goes on from its last commit.
 
@@ -152,7 +147,7 @@ async def keep_local_copy(
         async with consume_with_planner(
             address,
             file,
-            ClusterOptions(TrioOptions(identity, dial=dial), retry_timeout_s, draw=draw),
+            ClusterOptions(TrioOptions(**options), retry_timeout_s),
             partitions=partitions,
             resume=file.state,
             end=end,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, Unpack
 
 import trio
 
@@ -18,16 +17,14 @@ from upr_protocol.client.core.events import BarrierReached, ChunkReceived, Event
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End
-from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
-from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, load_resume_state
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
-from upr_protocol.transport import Dial, dial_tcp
 
 ABOVE_POSITION: Final = "the received keys do not reach down to the resume state's position"
 
@@ -163,11 +160,9 @@ async def consume_with_rollback(
     partitions: Sequence[int] | None = None,
     start: Literal["beginning", "now"] = "beginning",
     end: End = None,
-    identity: str = IDENTITY_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     save_limits: SaveLimits | None = None,
-    dial: Dial = dial_tcp,
-    draw: Callable[[], float] = random.random,
+    **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[RollbackConsumer]:
     """A consumer that undoes just what the server does not have, after a failover.
 
@@ -208,7 +203,7 @@ async def consume_with_rollback(
         async with consume_with_planner(
             address,
             keys_file,
-            ClusterOptions(TrioOptions(identity, dial=dial), retry_timeout_s, draw=draw),
+            ClusterOptions(TrioOptions(**options), retry_timeout_s),
             partitions=partitions,
             start=start,
             resume=state if store is None else store,

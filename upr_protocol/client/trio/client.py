@@ -31,14 +31,13 @@ from upr_protocol.client.core.key_lookup import (
 )
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
-from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
-from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
+from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.limits import GET_KEYS_MAX, HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
-from upr_protocol.transport import Dial, dial_tcp
+from upr_protocol.limits import GET_KEYS_MAX
 from upr_protocol.wire import LeaseAction
 
 
@@ -259,13 +258,10 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
 async def connect(
     url: str | Address,
     *,
-    identity: str = IDENTITY_DEFAULT,
-    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
-    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
     retry_timeout_s: float = REQUEST_RETRY_TIMEOUT_S,
     by_map: bool = True,
-    dial: Dial = dial_tcp,
+    **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[Client]:
     """A client connected to `upr://host:port/bucket`; without the bucket, for the calls about
     buckets only. Several nodes are named as `upr://host:port,host:port/bucket`.
@@ -275,13 +271,10 @@ async def connect(
 
     Args:
         url: Where to connect to.
-        identity: `what:who`, for the server's logs and statistics.
-        idle_interval_s: After so much silence, each side tells the other that it is alive.
-        connect_timeout_s: How long the connection and its handshake may take.
         credit_timeout_s: How long a change waits for a server that is over its memory quota.
         retry_timeout_s: In a cluster, how long a request waits for the node of its partition.
         by_map: Whether to follow the partition map; otherwise every request goes to `url`.
-        dial: Connects to an address, where plain TCP will not do.
+        **options: How to connect.
 
     Raises:
         AddressError: The URL is not valid.
@@ -289,21 +282,16 @@ async def connect(
         ServerError: The server refused, for instance with `NO_BUCKET`.
     """
     address = Address.parse(url) if isinstance(url, str) else url
-    options = TrioOptions(
-        identity=identity,
-        idle_interval_s=idle_interval_s,
-        connect_timeout_s=connect_timeout_s,
-        dial=dial,
-    )
+    connection = TrioOptions(**options)
     dispatcher = RequestDispatcher(
-        address, ClusterOptions(options, retry_timeout_s, by_map), credit_timeout_s
+        address, ClusterOptions(connection, retry_timeout_s, by_map), credit_timeout_s
     )
     async with background() as nursery:
         nursery.start_soon(dispatcher.run)
         await dispatcher.has_opened.wait()
         if dispatcher.error is None:
-            with trio.move_on_after(connect_timeout_s):
+            with trio.move_on_after(connection.connect_timeout_s):
                 await dispatcher.connections.located.wait()
         if dispatcher.error is not None:
             raise dispatcher.error
-        yield Client(address, options, dispatcher)
+        yield Client(address, connection, dispatcher)

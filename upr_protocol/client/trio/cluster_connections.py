@@ -171,10 +171,10 @@ class ClusterConnections(Generic[H]):
         self._options = options.connection
         self._owner = owner
         self._opened = opened
-        self.router = PartitionRouter(self.metadata, state, options.retry_timeout_s, options.draw)
-        self._refresher = MapRefresher(
-            self.metadata, options.connection, options.draw, self.learn_map
+        self.router = PartitionRouter(
+            self.metadata, state, options.retry_timeout_s, options.connection.draw
         )
+        self._refresher = MapRefresher(self.metadata, options.connection, self.learn_map)
         self._error: UprError | None = None
         self._nursery: trio.Nursery | None = None
         self._nodes: list[_Node[H]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Final
+from typing import Final, TypedDict
 
 import attrs
 import trio
@@ -44,15 +44,35 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 """How long a peer that does not read may delay closing."""
 
 
+class ConnectOptions(TypedDict, total=False):
+    """How to connect: options that `connect`, `consume`, `publisher` and others have in common.
+
+    Attributes:
+        identity: `what:who`, for the server's logs and statistics.
+        idle_interval_s: After so much silence, each side tells the other that it is alive.
+        connect_timeout_s: How long a connection and its handshake may take.
+        dial: Connects to an address, where plain TCP will not do.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
+    """
+
+    identity: str
+    idle_interval_s: int
+    connect_timeout_s: float
+    dial: Dial
+    draw: Callable[[], float]
+
+
 @attrs.frozen
 class TrioOptions(ConnectionOptions):
     """How to connect with Trio.
 
     Attributes:
         dial: Connects to an address, where plain TCP will not do.
+        draw: Gives numbers in [0, 1), for the waits between attempts.
     """
 
     dial: Dial = dial_tcp
+    draw: Callable[[], float] = random.random
 
 
 @attrs.frozen
@@ -64,17 +84,15 @@ class ClusterOptions:
         retry_timeout_s: How long to go on without a node for a partition that is waited for.
         by_map: Whether to follow the partition map; otherwise everything goes to the user's
             address.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
     """
 
     connection: TrioOptions
     retry_timeout_s: float
     by_map: bool = True
-    draw: Callable[[], float] = random.random
 
     def new_retry_state(self) -> RetryState:
         """The retry state of one more node."""
-        return RetryState(self.retry_timeout_s, self.draw)
+        return RetryState(self.retry_timeout_s, self.connection.draw)
 
 
 class ConnectionHandler:

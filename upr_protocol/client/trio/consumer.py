@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Literal, Self, TypeVar
+from typing import Final, Literal, Self, TypeVar, Unpack
 
 import attrs
 import trio
@@ -23,21 +22,15 @@ from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
 from upr_protocol.client.core.subscription_state import SubscriptionState
-from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
-from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.streams import ConsumerStreams, EndOfStreamsError
 from upr_protocol.concurrency import background
 from upr_protocol.errors import ClosedError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
-from upr_protocol.limits import (
-    HANDSHAKE_TIMEOUT_S,
-    IDLE_INTERVAL_S_DEFAULT,
-    WINDOW_BYTES_DEFAULT,
-)
-from upr_protocol.transport import Dial, dial_tcp
+from upr_protocol.limits import WINDOW_BYTES_DEFAULT
 
 Resume = ResumeState | str | os.PathLike[str] | ResumeStore | None
 """Where a consumer begins, and where it keeps its resume state: a state to begin with and to keep
@@ -394,13 +387,9 @@ async def consume(
     with_logs: bool = False,
     by_map: bool = True,
     window_bytes: int = WINDOW_BYTES_DEFAULT,
-    identity: str = IDENTITY_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     save_limits: SaveLimits | None = None,
-    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
-    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
-    dial: Dial = dial_tcp,
-    draw: Callable[[], float] = random.random,
+    **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[Consumer]:
     """A consumer of one bucket.
 
@@ -430,14 +419,10 @@ async def consume(
         by_map: Whether to go to the nodes that the partition map names; otherwise the consumer
             stays with the node at `target`.
         window_bytes: How many bytes of a node may be in flight or wait for the application.
-        identity: `what:who`, for the server's logs and statistics.
         retry_timeout_s: How long to go on without a connection that streams before giving up; of
             several nodes, without one that streams some partition.
         save_limits: How much may be read again after a crash.
-        idle_interval_s: After so much silence a side sends a keep-alive.
-        connect_timeout_s: How long a connection and its first answers may take.
-        dial: How to reach an address, where that is not plain TCP.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
+        **options: How to connect.
 
     Raises:
         AddressError: The URL is malformed, or names no bucket.
@@ -459,12 +444,7 @@ async def consume(
         Consumer,
         Address.parse(target) if isinstance(target, str) else target,
         subscription,
-        ClusterOptions(
-            TrioOptions(identity, window_bytes, idle_interval_s, connect_timeout_s, dial),
-            retry_timeout_s,
-            by_map,
-            draw,
-        ),
+        ClusterOptions(TrioOptions(window_bytes=window_bytes, **options), retry_timeout_s, by_map),
         resume=resume,
         undo=undo,
         save_limits=save_limits,

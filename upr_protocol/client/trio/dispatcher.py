@@ -81,7 +81,7 @@ class RequestDispatcher:
 
     def __init__(self, address: Address, options: ClusterOptions, credit_timeout_s: float) -> None:
         self.address = address
-        self.draw = options.draw
+        self.draw = options.connection.draw
         self.has_opened = trio.Event()
         self.error: UprError | None = None
         self.partition_count = 0

@@ -9,11 +9,10 @@ seconds later; as that node does not know the consumer, it tells it to look at e
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Final, Self
+from typing import Final, Self, Unpack
 
 import attrs
 import trio
@@ -28,14 +27,11 @@ from upr_protocol.bucket_event import (
 )
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
-from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.trio.connection import TrioOptions, open_connection
+from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions, open_connection
 from upr_protocol.client.trio.node_client import status_call
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import ClosedError, ServerError, UprError
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
-from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import EventsReply
 
 CONSUMER_TIMEOUT_S_DEFAULT: Final = 60
@@ -70,14 +66,12 @@ class EventFeed:
         address: Address,
         options: TrioOptions,
         retry: RetryState,
-        draw: Callable[[], float],
         new_request: Callable[[int], calls.Call[EventsReply]],
         event_filter: EventFilter,
     ) -> None:
         self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each())
         self._options = options
         self._retry = retry
-        self._draw = draw
         self._new_request = new_request
         self._event_filter = event_filter
         self._first_node = ""
@@ -154,7 +148,7 @@ class EventFeed:
         """Follows a node that a map names, for as long as one does. A node that is away is tried
         for ever: others hold its partitions by then, or it comes back."""
         assert self._nursery is not None
-        retry = RetryState(math.inf, self._draw)
+        retry = RetryState(math.inf, self._options.draw)
         with scope:
             try:
                 while True:
@@ -255,12 +249,8 @@ async def follow_events(
     kinds: EventKind = ALL_KINDS,
     pattern: str = "*",
     timeout_s: int = CONSUMER_TIMEOUT_S_DEFAULT,
-    identity: str = IDENTITY_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
-    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
-    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
-    dial: Dial = dial_tcp,
-    draw: Callable[[], float] = random.random,
+    **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[EventFeed]:
     """Follows which buckets are created, deleted and updated, and which of their design documents
     are; not what changes in a bucket. Repeated changes between two requests come as one event.
@@ -282,18 +272,14 @@ async def follow_events(
             gets `LookAtEverything`.
         timeout_s: How long the server keeps events without being asked, 1 to 3,600. The application
             must process each batch in less.
-        identity: `what:who`, for the server's logs and statistics.
         retry_timeout_s: How long to go on without a connection before giving up.
-        idle_interval_s: After so much silence a side sends a keep-alive.
-        connect_timeout_s: How long a connection and its first answers may take.
-        dial: How to reach an address, where that is not plain TCP.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
+        **options: How to connect.
 
     Raises:
         AddressError: The URL is malformed.
     """
     address = Address.parse(target) if isinstance(target, str) else target
-    options = TrioOptions(identity, WINDOW_BYTES_DEFAULT, idle_interval_s, connect_timeout_s, dial)
+    connection = TrioOptions(**options)
 
     def new_request(acknowledged_batch: int) -> calls.Call[EventsReply]:
         return calls.next_events(
@@ -305,9 +291,9 @@ async def follow_events(
             pattern,
         )
 
-    retry = RetryState(retry_timeout_s, draw)
+    retry = RetryState(retry_timeout_s, connection.draw)
     event_filter = EventFilter(kinds, pattern)
-    feed = EventFeed(address, options, retry, draw, new_request, event_filter)
+    feed = EventFeed(address, connection, retry, new_request, event_filter)
     async with background() as nursery:
         nursery.start_soon(feed.run)
         await trio.lowlevel.checkpoint()

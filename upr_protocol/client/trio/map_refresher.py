@@ -133,7 +133,6 @@ class MapRefresher:
     Args:
         metadata: Says which nodes there are.
         options: How to connect.
-        draw: Gives numbers in [0, 1), for the waits between rounds.
         on_map: Called with each answer.
 
     Attributes:
@@ -145,7 +144,6 @@ class MapRefresher:
         self,
         metadata: ClusterMetadata,
         options: TrioOptions,
-        draw: Callable[[], float],
         on_map: Callable[[MapReply], None],
     ) -> None:
         self.next_round_at = -math.inf
@@ -153,7 +151,7 @@ class MapRefresher:
         self._metadata = metadata
         self._options = options
         self._on_map = on_map
-        self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
+        self._waits = Backoff(options.draw, cap_s=MAP_WAIT_S_MAX)
         self._connections: dict[Address, MapConnection] = {}
 
     def begin_round(self, now: float) -> bool:

@@ -16,7 +16,6 @@ from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.errors import BrokenError, ServerError, Status
-from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT, WINDOW_BYTES_DEFAULT
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import Dial, dial_tcp
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
@@ -213,7 +212,7 @@ async def open_node(
 
 def node_options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
     """How to connect to a node for requests about partition maps."""
-    return TrioOptions(identity, WINDOW_BYTES_DEFAULT, IDLE_INTERVAL_S_DEFAULT, timeout_s, dial)
+    return TrioOptions(identity, connect_timeout_s=timeout_s, dial=dial)
 
 
 def status_call(bucket: str) -> Call[NodeStatus]:

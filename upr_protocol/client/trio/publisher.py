@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Unpack
 
 import attrs
 import trio
@@ -26,15 +25,13 @@ from upr_protocol.client.core.unanswered_batches import (
     UnansweredBatches,
 )
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
-from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
+from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.client import Client
-from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.publisher_nodes import PublisherNodes
 from upr_protocol.concurrency import Notifier, background
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
-from upr_protocol.transport import Dial, dial_tcp
 
 FAILURES_MAX: Final = 10_000
 """How many failures a publisher keeps; it only counts the rest."""
@@ -393,7 +390,6 @@ class Publisher:
 async def publisher(
     target: str | Address | Client,
     *,
-    identity: str = IDENTITY_DEFAULT,
     batch_mutations: int = BUNDLE_MUTATIONS,
     batch_bytes: int = BUNDLE_BYTES,
     linger_s: float = 0.005,
@@ -405,11 +401,8 @@ async def publisher(
     credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     by_map: bool = True,
-    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
-    connect_timeout_s: float = HANDSHAKE_TIMEOUT_S,
-    dial: Dial = dial_tcp,
     writer: WriterIdentity | None = None,
-    draw: Callable[[], float] = random.random,
+    **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[Publisher]:
     """A publisher to one bucket, over connections of its own.
 
@@ -419,7 +412,6 @@ async def publisher(
     Args:
         target: `upr://host:port/bucket`, several nodes as `upr://host:port,host:port/bucket`; or
             a client, for its address and options.
-        identity: `what:who`, for the server's logs and statistics.
         batch_mutations: Operations are sent at this many, of all partitions together,
         batch_bytes: or at this many bytes,
         linger_s: or after this time. Chunks that are published wait no longer than this for others
@@ -434,11 +426,8 @@ async def publisher(
         credit_timeout_s: How long it waits for a server that is over its memory quota.
         retry_timeout_s: How long it goes on without any answer before it gives up.
         by_map: Whether to follow the partition map; otherwise everything goes to `target`.
-        idle_interval_s: After so much silence, each side tells the other that it is alive.
-        connect_timeout_s: How long a connection and its handshake may take.
-        dial: Connects to an address, where plain TCP will not do.
         writer: Gives batches their tokens; by default a new writer.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
+        **options: How to connect; nothing with a client.
 
     Raises:
         AddressError: The URL is not valid, or names no bucket.
@@ -447,23 +436,18 @@ async def publisher(
         PublishError: On leaving: operations failed, and no `on_failure` was given.
     """
     if isinstance(target, Client):
-        address, options = target.address, target.options
+        address, connection = target.address, target.options
     else:
         address = Address.parse(target) if isinstance(target, str) else target
-        options = TrioOptions(
-            identity=identity,
-            idle_interval_s=idle_interval_s,
-            connect_timeout_s=connect_timeout_s,
-            dial=dial,
-        )
+        connection = TrioOptions(**options)
     publish_options = PublishOptions(
         in_flight, buffer_bytes, retry_timeout_s, durability, copies, linger_s
     )
     if writer is None:
         writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
-    unanswered = UnansweredBatches(writer, publish_options, draw)
+    unanswered = UnansweredBatches(writer, publish_options, connection.draw)
     nodes = PublisherNodes(
-        address.with_bucket(), ClusterOptions(options, retry_timeout_s, by_map, draw), unanswered
+        address.with_bucket(), ClusterOptions(connection, retry_timeout_s, by_map), unanswered
     )
     batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
     sink = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Unpack
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.subscription import Subscription, checked_partitions
-from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, UndoCallback, open_consumer
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
-from upr_protocol.transport import Dial
 from upr_protocol.wire import ReplicaAck
 
 
@@ -44,11 +44,9 @@ async def consume_as_replica(
     state: PartitionState,
     resume: Resume = None,
     undo: UndoCallback | None = None,
-    identity: str,
     retry_timeout_s: float,
     save_limits: SaveLimits | None = None,
-    dial: Dial,
-    draw: Callable[[], float],
+    **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[ReplicaConsumer]:
     """A consumer of one node, also of the answers that it gave to publishers; see `consume`."""
     subscription = Subscription(
@@ -62,9 +60,7 @@ async def consume_as_replica(
         ReplicaConsumer,
         Address.parse(target),
         subscription,
-        ClusterOptions(
-            TrioOptions(identity=identity, dial=dial), retry_timeout_s, by_map=False, draw=draw
-        ),
+        ClusterOptions(TrioOptions(**options), retry_timeout_s, by_map=False),
         resume=resume,
         undo=undo,
         save_limits=save_limits,
