@@ -51,7 +51,13 @@ from upr_protocol.client.core.results import BatchResult, Failure, NotDurableErr
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WriterIdentity
-from upr_protocol.client.index_client import IndexClient, IndexEntry, IndexerError, IndexPage
+from upr_protocol.client.index_client import (
+    IndexClient,
+    IndexEntry,
+    IndexerError,
+    IndexPage,
+    ScanOptions,
+)
 from upr_protocol.client.local_copy.database import (
     LocalCopyError,
     LocalCopyReader,
@@ -132,6 +138,7 @@ __all__ = [
     "RollbackConsumer",
     "RolledBack",
     "SaveLimits",
+    "ScanOptions",
     "SnapshotEnd",
     "SnapshotStart",
     "StreamAccepted",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -42,6 +42,27 @@ class IndexerError(UprError):
         self.place = place
         self.retry_after_s = retry_after_s
         super().__init__(message)
+
+
+class ScanOptions(TypedDict, total=False):
+    """Which entries of an index, and how fresh.
+
+    Attributes:
+        prefix: The first parts of the keys to find, or whole keys.
+        low: The lower end of the range.
+        high: The upper end of the range.
+        consistency: `any`, the default: as the index is. `at_least`: with the changes in `written`.
+            `now`: with everything that the server had acknowledged to anybody before.
+        written: The results of a publisher or client.
+        timeout_s: How long to wait for the index to be as fresh; by default `INDEXER_TIMEOUT_S`.
+    """
+
+    prefix: Key | None
+    low: Bound | None
+    high: Bound | None
+    consistency: Literal["any", "at_least", "now"]
+    written: Iterable[WriteResult]
+    timeout_s: float
 
 
 class IndexEntry(msgspec.Struct, frozen=True):
@@ -167,46 +188,33 @@ class IndexClient:
         self,
         name: str,
         *,
-        prefix: Key | None = None,
-        low: Bound | None = None,
-        high: Bound | None = None,
         descending: bool = False,
         limit: int = 100,
         continuation: str = "",
-        consistency: Literal["any", "at_least", "now"] = "any",
-        written: Iterable[WriteResult] = (),
-        timeout_s: float = INDEXER_TIMEOUT_S,
         timestamps: bool = False,
+        **options: Unpack[ScanOptions],
     ) -> IndexPage:
         """Some entries of the index `DESIGN/INDEX`.
 
         Args:
             name: The index.
-            prefix: The first parts of the keys to find, or whole keys.
-            low: The lower end of the range.
-            high: The upper end of the range.
             descending: Whether the highest comes first.
             limit: The most entries, up to 10,000.
             continuation: The continuation of the page before.
-            consistency: `any`: as the index is. `at_least`: with the changes in `written`. `now`:
-                with everything that the server had acknowledged to anybody before.
-            written: The results of a publisher or client.
-            timeout_s: How long to wait for the index to be as fresh.
             timestamps: Whether to give how far each partition was.
+            **options: Which entries, and how fresh.
 
         Raises:
             IndexerError: The indexer refused or failed; the code says why.
             BrokenError: The indexer cannot be reached, or did not answer.
         """
-        query = _query(prefix, low, high, consistency, written, timeout_s) | {
+        query = {
             "descending": descending,
             "limit": limit,
             "continuation": continuation,
             "timestamps": timestamps,
         }
-        body = msgspec.json.encode(query)
-        data = self._request("POST", _path(name) + "/scan", body, timeout_s)
-        return _decoded(data, IndexPage)
+        return self._scan(name, query, options, IndexPage)
 
     def scan_all(self, name: str, **options: Any) -> Iterator[IndexEntry]:
         """All entries, page by page. Each page is of a moment of its own, and later than the last.
@@ -221,22 +229,29 @@ class IndexClient:
             page = self.scan(name, **{**options, "continuation": page.continuation})
             yield from page.entries
 
-    def count(
-        self,
-        name: str,
-        *,
-        prefix: Key | None = None,
-        low: Bound | None = None,
-        high: Bound | None = None,
-        consistency: Literal["any", "at_least", "now"] = "any",
-        written: Iterable[WriteResult] = (),
-        timeout_s: float = INDEXER_TIMEOUT_S,
-    ) -> int:
+    def count(self, name: str, **options: Unpack[ScanOptions]) -> int:
         """How many entries there are; see `scan`."""
-        query = _query(prefix, low, high, consistency, written, timeout_s)
-        body = msgspec.json.encode(query | {"count": True})
-        data = self._request("POST", _path(name) + "/scan", body, timeout_s)
-        return _decoded(data, _Count).count
+        return self._scan(name, {"count": True}, options, _Count).count
+
+    def _scan(self, name: str, query: dict[str, Any], options: ScanOptions, kind: type[T]) -> T:
+        timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
+        query |= {
+            "prefix": options.get("prefix"),
+            "low": _bound(options.get("low")),
+            "high": _bound(options.get("high")),
+            "consistency": options.get("consistency", "any"),
+            "written": [
+                {
+                    "partition": result.partition,
+                    "history_id": f"{result.history_id:016x}",
+                    "seq": result.seq,
+                }
+                for result in options.get("written", ())
+            ],
+            "timeout_s": timeout_s,
+        }
+        body = msgspec.json.encode(query)
+        return _decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
 
     # The connection.
 
@@ -284,31 +299,6 @@ def _path(name: str) -> str:
 def _quoted(name: str) -> str:
     # A name that is not UTF-8 is malformed; the indexer says so.
     return quote(name, safe="", errors="replace")
-
-
-def _query(
-    prefix: Key | None,
-    low: Bound | None,
-    high: Bound | None,
-    consistency: str,
-    written: Iterable[WriteResult],
-    timeout_s: float,
-) -> dict[str, Any]:
-    return {
-        "prefix": prefix,
-        "low": _bound(low),
-        "high": _bound(high),
-        "consistency": consistency,
-        "written": [
-            {
-                "partition": result.partition,
-                "history_id": f"{result.history_id:016x}",
-                "seq": result.seq,
-            }
-            for result in written
-        ],
-        "timeout_s": timeout_s,
-    }
 
 
 def _bound(bound: Bound | None) -> dict[str, Any] | None:
