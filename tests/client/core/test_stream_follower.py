@@ -18,8 +18,7 @@ from upr_protocol.client.core.events import ChunkReceived
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.stream_follower import StreamFollower
-from upr_protocol.client.core.subscription import Subscription
-from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.core.subscription import Subscription, SubscriptionState
 from upr_protocol.errors import Status
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import OPEN_BARRIERS_MAX, WINDOW_BYTES_MIN

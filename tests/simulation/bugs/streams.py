@@ -14,7 +14,7 @@ from tests.simulation.profiles import DIVERGED, FAILOVERS, MOVING_COPIES, ROLLBA
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker
-from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo

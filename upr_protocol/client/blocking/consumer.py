@@ -20,8 +20,12 @@ from upr_protocol.client.core.delivery_tracker import (
 from upr_protocol.client.core.events import Event, RolledBack
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
-from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
-from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.core.subscription import (
+    End,
+    Subscription,
+    SubscriptionState,
+    checked_partitions,
+)
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_files import FileStore
 from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions

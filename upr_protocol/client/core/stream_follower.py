@@ -19,7 +19,7 @@ from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import is_retryable
 from upr_protocol.client.core.snapshot_deliveries import SnapshotDeliveries, deliver_missing_end
-from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId, SeqNo

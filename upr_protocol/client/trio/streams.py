@@ -12,7 +12,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
-from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.concurrency import Notifier

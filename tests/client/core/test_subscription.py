@@ -8,8 +8,12 @@ from upr_protocol.client import ResumeState
 from upr_protocol.client.core.delivery_tracker import RollbackRequest
 from upr_protocol.client.core.events import RolledBack
 from upr_protocol.client.core.handshake import Handshake
-from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
-from upr_protocol.client.core.subscription_state import SubscriptionState
+from upr_protocol.client.core.subscription import (
+    End,
+    Subscription,
+    SubscriptionState,
+    checked_partitions,
+)
 from upr_protocol.client.options import ConnectionOptions
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, Position
