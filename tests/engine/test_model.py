@@ -117,6 +117,10 @@ class Engine(RuleBasedStateMachine):
             )
             reader.drain()
 
+    @rule()
+    def consider_short_runs(self) -> None:
+        self.bucket.consider_short_runs()
+
     @precondition(lambda self: self.bucket.collapse_wanted)
     @rule(budget=st.sampled_from([1, 50, 100_000]))
     def collapse(self, budget: int) -> None:

@@ -133,6 +133,8 @@ class Upkeep:
             await self._expire_items(now)
             await self._expire_on_disk(now)
             await self._evict_tombstones()
+            for bucket in self._disks:
+                bucket.consider_short_runs()
             self._give_up_on_replicas()
             self._end_step()
             self._return_memory()

@@ -56,6 +56,66 @@ def test_small_snapshots_are_collapsed_eight_at_a_time() -> None:
     assert partition.manager.statistics()["collapses"] == 1
 
 
+def test_seven_small_snapshots_of_one_key_become_one() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 7, b"a")
+    assert not partition.manager.collapse_wanted
+    partition.manager.consider_short_runs()
+    collapse(partition)
+    assert read(partition) == "(0,7] a@7 ."
+
+
+def test_two_small_snapshots_on_each_side_of_a_cursor_become_one() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 2, b"a")
+    inside = cursor_at(partition, 2)
+    put(partition, b"a")
+    inside.next()
+    leave_snapshots(partition, 2, b"a")
+    front = cursor_at(partition, 5)
+    leave_snapshots(partition, 2, b"a")
+    partition.manager.consider_short_runs()
+    collapse(partition)
+    assert read(partition) == "(0,2] a@2 . (2,3] a@3 . (3,5] a@5 . (5,7] a@7 ."
+    assert transcript(items(inside)) == "a@3 . (3,5] a@5 . (5,7] a@7 ."
+    assert transcript(items(front)) == "(5,7] a@7 ."
+
+
+def test_a_small_snapshot_is_not_reason_enough_to_copy_a_large_one() -> None:
+    partition = new_partition()
+    put(partition, *(b"%d" % number for number in range(100)))
+    read(partition)
+    leave_snapshots(partition, 1, b"a")
+    partition.manager.consider_short_runs()
+    assert not partition.manager.collapse_wanted
+
+
+def test_two_snapshots_that_are_not_small_wait_for_more() -> None:
+    for value_bytes, is_wanted in ((31 * 1024, True), (33 * 1024, False)):
+        partition = new_partition()
+        for _ in range(2):
+            put(partition, b"a", value=bytes(value_bytes))
+            read(partition, partition.snapshot_end)
+        partition.manager.consider_short_runs()
+        assert partition.manager.collapse_wanted == is_wanted
+
+
+def test_short_runs_are_looked_for_only_after_a_cursor_has_moved() -> None:
+    calls: list[int] = []
+    partition = Partition(
+        PartitionId(0), lambda: HistoryId(1), on_collapsible=lambda: calls.append(1)
+    )
+    leave_snapshots(partition, 2, b"a")
+    partition.manager.consider_short_runs()
+    assert calls == [1]
+    collapse(partition)
+    # The collapsed snapshot may fit together with an older one.
+    assert partition.manager._has_released
+    partition.manager.consider_short_runs()
+    assert not partition.manager._has_released
+    assert calls == [1]
+
+
 def test_the_newer_item_wins_and_deletions_stay() -> None:
     partition = new_partition()
     put(partition, b"a", b"b", b"c")

@@ -14,6 +14,7 @@ if no cursor has entered the run meanwhile.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -26,7 +27,15 @@ from upr_server.engine.snapshots.document_arrays import Rows
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 
 COLLAPSE_SNAPSHOTS_MIN: Final = 8
-"""Small snapshots are collapsed so many at a time: their fixed cost is what matters."""
+"""Small snapshots are collapsed so many at a time while more of them come: a collapse costs 20 to
+50 µs, however little is in it."""
+
+SHORT_RUN_SNAPSHOTS_MIN: Final = 2
+"""From time to time so many are enough: see `MutationManager.consider_short_runs`."""
+
+SHORT_RUN_BYTES_MAX: Final = 64 * 1024
+"""As long as they come to no more than this, which costs 100 µs. Larger ones wait until their bytes
+matter: then few collapses do the work of many."""
 
 COLLAPSE_BYTES_MIN: Final = 256 * 1024
 """Two are enough when the newer ones come to this: then their bytes are what matters."""
@@ -42,13 +51,18 @@ _START: Final = attrgetter("start")
 
 
 def run_to_collapse(
-    entries: Sequence[SnapshotEntry], entry: SnapshotEntry, *, shortest: bool = False
+    entries: Sequence[SnapshotEntry],
+    entry: SnapshotEntry,
+    *,
+    may_be_short: bool = False,
+    shortest: bool = False,
 ) -> list[SnapshotEntry] | None:
     """The run around `entry` that should be collapsed, or None. O(log entries + run).
 
     Args:
         entries: All entries, oldest first; the last one holds the open snapshot.
         entry: Where something changed.
+        may_be_short: Whether two snapshots are enough, if all of them are small.
         shortest: Whether to look only as far as shows that there is a run. That matters while the
             disk is behind with very many snapshots.
     """
@@ -63,15 +77,17 @@ def run_to_collapse(
     while last + 1 < closed and entries[last + 1].is_free:
         last += 1
     first, newer_bytes = last, 0
+    snapshots_min = SHORT_RUN_SNAPSHOTS_MIN if may_be_short else COLLAPSE_SNAPSHOTS_MIN
     total = entries[last].snapshot.nbytes
+    bytes_max = SHORT_RUN_BYTES_MAX if may_be_short else sys.maxsize
     is_enough = False
     while first and not entries[first].front_count and not (shortest and is_enough):
         older = entries[first - 1]
         size = older.snapshot.nbytes
-        if older.inside_count or size > 2 * total:
+        if older.inside_count or size > min(2 * total, bytes_max - total):
             break
         first, newer_bytes, total = first - 1, total, total + size
-        is_enough = last - first >= COLLAPSE_SNAPSHOTS_MIN - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
+        is_enough = last - first >= snapshots_min - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
     return list(entries[first : last + 1]) if is_enough else None
 
 

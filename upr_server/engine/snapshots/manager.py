@@ -23,6 +23,7 @@ A dropped cursor answers `BackfillNeeded`: its stream goes on from disk.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 
@@ -69,6 +70,7 @@ class MutationManager:
         "_collapse",
         "_collapsed_count",
         "_freed_count",
+        "_has_released",
         "_memory",
         "_on_collapsible",
         "dropped_count",
@@ -81,9 +83,12 @@ class MutationManager:
     ) -> None:
         self._memory = memory
         self._on_collapsible = on_collapsible
-        self.snapshots: SnapshotList[Cursor] = SnapshotList(start, memory, self._consider)
-        # Entries around which something to collapse may be found. A dict, for its order.
-        self._candidates: dict[SnapshotEntry, None] = {}
+        self.snapshots: SnapshotList[Cursor] = SnapshotList(start, memory, self._released)
+        # Entries around which something to collapse may be found, in their order, each with whether
+        # two snapshots are enough.
+        self._candidates: dict[SnapshotEntry, bool] = {}
+        # Whether a cursor has left an entry since `consider_short_runs` was called.
+        self._has_released = False
         self._collapse: Collapse | None = None
         self._collapsed_count = self._freed_count = 0
         self.dropped_count = 0
@@ -248,26 +253,49 @@ class MutationManager:
             self._finish(collapse)
         return self.collapse_wanted
 
-    def _consider(self, entry: SnapshotEntry) -> None:
+    def consider_short_runs(self) -> None:
+        """Has snapshots collapsed that cursors have left and that are too few and too small to be
+        collapsed at once: any two small neighbours of like size.
+
+        To be called from time to time. Were every two collapsed as soon as a cursor leaves, a
+        consumer that follows small writes would cost a collapse for each.
+
+        O(1) unless a cursor has moved since the last call, else O(snapshots).
+        """
+        if not self._has_released:
+            return
+        self._has_released = False
+        for entry, following in pairwise(self.snapshots.entries):
+            # A run is looked for from the newest entry that may belong to it.
+            if not following.is_free or following.following is None:
+                self._consider(entry, may_be_short=True)
+
+    def _released(self, entry: SnapshotEntry) -> None:
+        """A cursor has left `entry`."""
+        self._has_released = True
+        self._consider(entry)
+
+    def _consider(self, entry: SnapshotEntry, *, may_be_short: bool = False) -> None:
         """Makes `entry` a candidate, if there is a run to collapse around it."""
+        entries = self.snapshots.entries
         if (
             entry.inside_count
             or entry in self._candidates
             or entry.start < self.snapshots.oldest
-            or run_to_collapse(self.snapshots.entries, entry, shortest=True) is None
+            or run_to_collapse(entries, entry, may_be_short=may_be_short, shortest=True) is None
         ):
             return
         was_wanted = self.collapse_wanted
-        self._candidates[entry] = None
+        self._candidates[entry] = may_be_short
         if not was_wanted and self._on_collapsible is not None:
             self._on_collapsible()
 
     def _next_collapse(self) -> Collapse | None:
         while self._candidates:
-            entry = next(iter(self._candidates))
+            entry, may_be_short = next(iter(self._candidates.items()))
             del self._candidates[entry]
             # Cursors may have come since it became a candidate.
-            run = run_to_collapse(self.snapshots.entries, entry)
+            run = run_to_collapse(self.snapshots.entries, entry, may_be_short=may_be_short)
             if run is not None:
                 return Collapse(run, [self.snapshots.close(entry) for entry in run])
         return None
@@ -279,6 +307,7 @@ class MutationManager:
         for entry in run:
             self._candidates.pop(entry, None)
         self._collapsed_count += 1
+        self._has_released = True
         self._consider(run[0])
 
     # Figures and checks.
