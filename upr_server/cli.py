@@ -21,8 +21,8 @@ from upr_protocol.errors import UprError
 from upr_server.config import ServerConfig, load_config
 from upr_server.runtime import (
     ConfigError,
+    collect_only_young,
     keep_heap_small,
-    rare_collections,
     set_up_logging,
 )
 from upr_server.startup import serve
@@ -119,7 +119,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     set_up_logging(config.log_level, config.log_format)
 
     keep_heap_small()
-    rare_collections()
+    collect_only_young()
 
     loss, is_listening = "", False
 

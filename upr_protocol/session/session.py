@@ -151,7 +151,12 @@ class Session(SessionContext):
         the peer may be long in taking the error. Does nothing when the session is over already."""
         if self.state is not SessionState.CLOSED:
             self.send(Error(sentence[:_SENTENCE_MAX], ADVICE.get(status, ""), status=status))
-            self._frames.clear()
+            self.forget_received()
+
+    def forget_received(self) -> None:
+        """Forgets what has arrived of a frame. Call it when the connection is over: the session is
+        then in no reference cycle. Nothing is to be received after that."""
+        self._frames.clear()
 
     @property
     def buffered(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
-from typing import Final
+from typing import Final, NoReturn
 
 import construct as cs
 import msgspec
@@ -97,6 +97,10 @@ TRUSTED_BYTES_MAX: Final = 1024 * 1024
 """A body up to this size is trusted to come whole because another one of its size has."""
 
 _NO_BUFFER: Final = memoryview(bytearray())
+
+
+def _admit_nothing(_header: Header) -> NoReturn:
+    raise RemoteProtocolError("the conversation is over", Status.OUT_OF_TURN)
 
 
 class FrameBuffer:
@@ -211,7 +215,8 @@ class FrameBuffer:
         self._offset += nbytes
 
     def clear(self) -> None:
-        """Forgets what has arrived. Nothing is to be received after that."""
+        """Forgets what has arrived, and `admit`. Nothing is to be received after that."""
+        self._admit = _admit_nothing
         self._header, self._body, self._body_filled = None, None, 0
         self._data, self._offset = b"", 0
 

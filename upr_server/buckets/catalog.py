@@ -283,4 +283,5 @@ class BucketCatalog:
             with trio.CancelScope(shield=True):
                 await self.disks.pop(bucket).abandon()
                 await self._store.ask(DeleteBucketFiles(name))
-                self._upkeep.collect_garbage_soon()
+                for _ in bucket.release_partitions():
+                    await trio.lowlevel.checkpoint()

@@ -3,7 +3,6 @@ forgetting tombstones that the disk's index knows."""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
 from typing import Final
@@ -48,7 +47,6 @@ class Upkeep:
         self._short: dict[Bucket, None] = {}
         self._relief_wanted = Notifier()
         self._after_step: list[Callable[[], None]] = []
-        self._has_garbage = False
         self._heap_trimmer = HeapTrimmer()
 
     def add_bucket(self, disk: BucketDisk) -> None:
@@ -60,10 +58,6 @@ class Upkeep:
         self._disks.pop(bucket, None)
         self._collapsible.pop(bucket, None)
         self._short.pop(bucket, None)
-
-    def collect_garbage_soon(self) -> None:
-        """A deleted bucket is not used any more."""
-        self._has_garbage = True
 
     def call_after_step(self, callback: Callable[[], None]) -> None:
         """Has `callback` called after each step that may have freed memory."""
@@ -177,9 +171,4 @@ class Upkeep:
                 partition.replicas.give_up(now)
 
     def _return_memory(self) -> None:
-        if self._has_garbage:
-            # A deleted bucket's parts refer to each other, in few objects that hold much memory:
-            # left alone, Python's collector might not look for them for hours.
-            self._has_garbage = False
-            gc.collect()
         self._heap_trimmer.note_use(sum([bucket.memory.total for bucket in self._disks]))

@@ -127,7 +127,7 @@ class Bucket:
         self._is_exhausted = False
         # Where freeing goes on, so that all partitions have their turn.
         self._next_to_free = 0
-        self.partitions = tuple(
+        self.partitions: tuple[Partition, ...] = tuple(
             Partition(
                 PartitionId(partition_id),
                 new_history_id,
@@ -148,6 +148,14 @@ class Bucket:
         if 0 <= partition_id < len(self.partitions):
             return self.partitions[partition_id]
         return None
+
+    def release_partitions(self) -> Iterator[None]:
+        """The bucket was deleted: lets go of its partitions, one a step, so that their memory is
+        freed once nobody else uses them. The bucket has none from the first step on."""
+        partitions, self.partitions = list(self.partitions), ()
+        while partitions:
+            partitions.pop().manager.stop_notifying()
+            yield
 
     # Keeping within the memory.
 

@@ -68,11 +68,13 @@ class AcceptedConnection:
     ) -> None:
         self.peer = peer
         self.session = ServerSession(resources.identity, now=trio.current_time())
-        self.context = RequestContext(resources, self.session, peer, self.wake)
+        self._to_send = Notifier()
+        # Not the connection's own `wake`, which would be a reference cycle: what a connection held
+        # is freed when the connection ends, not when Python's collector comes by.
+        self.context = RequestContext(resources, self.session, peer, self._to_send.notify)
         self._resources = resources
         self._handlers = handlers
         self._stream = stream
-        self._to_send = Notifier()
         self._greeted = trio.Event()
         self._is_idle = False
         """Whether the writer waits for something to write."""
@@ -118,7 +120,8 @@ class AcceptedConnection:
                 await self._write()
                 nursery.cancel_scope.cancel()
         finally:
-            self._frame.release()
+            self._frame.close()
+            self.session.forget_received()
             self.context.close()
 
     async def _close_gracefully(self) -> None:

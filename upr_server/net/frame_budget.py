@@ -40,6 +40,10 @@ _SHORT_SWEEP_S: Final = 0.1
 """How often frames are looked at: all of them, so not after each read. 10,000 take some 3 ms."""
 
 
+def _ignore(_reason: str) -> None:
+    """Drops nothing."""
+
+
 class UnfinishedFrame:
     """What one connection holds of a frame that has begun and not ended.
 
@@ -101,6 +105,11 @@ class UnfinishedFrame:
         """The connection holds nothing any more."""
         self._is_reading = False
         self._budget.change(self, 0, is_new=True)
+
+    def close(self) -> None:
+        """The connection is over: releases what it held, and forgets `drop`."""
+        self.release()
+        self.drop = _ignore
 
     def lag_s(self, now: float) -> float:
         """By how many seconds it is behind."""

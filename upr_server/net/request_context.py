@@ -103,6 +103,8 @@ class RequestContext:
         self.streamer.close()
         for partition, replica in self._replicas.items():
             partition.replicas.forget(replica, self)
+        self._replicas.clear()
+        self._nursery = None
 
     def leave_bucket(self) -> None:
         """The bucket was deleted: its streams end, and requests about it are refused."""

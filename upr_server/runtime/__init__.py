@@ -9,7 +9,12 @@ from upr_server.runtime.listeners import (
     parse_listen,
 )
 from upr_server.runtime.logging import set_up_logging
-from upr_server.runtime.memory_return import HeapTrimmer, keep_heap_small, rare_collections
+from upr_server.runtime.memory_return import (
+    HeapTrimmer,
+    collect_only_young,
+    keep_heap_small,
+    rare_collections,
+)
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
 from upr_server.runtime.system import System
@@ -23,6 +28,7 @@ __all__ = [
     "System",
     "TurnTimer",
     "bind_tcp",
+    "collect_only_young",
     "is_loopback",
     "keep_heap_small",
     "load_settings",

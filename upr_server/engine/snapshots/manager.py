@@ -100,6 +100,15 @@ class MutationManager:
         """Cursors, with that for the disk."""
         return len(self.snapshots.readers)
 
+    def stop_notifying(self) -> None:
+        """Its bucket was deleted: nothing is collapsed or persisted any more. Once the cursors of
+        readers are closed, it is in no reference cycle."""
+        self._on_collapsible = None
+        self._candidates.clear()
+        self._collapse = None
+        self.snapshots.stop_notifying()
+        self.snapshots.remove_reader(self.persistence)
+
     # Registering cursors.
 
     def register(

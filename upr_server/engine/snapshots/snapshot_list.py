@@ -39,6 +39,10 @@ class Reader(Protocol):
 ReaderT = TypeVar("ReaderT", bound=Reader)
 
 
+def _tell_nobody(_entry: SnapshotEntry) -> None:
+    """Does nothing."""
+
+
 class SnapshotList(Generic[ReaderT]):
     """One partition's snapshots, oldest first, and the cursors that stand in them.
 
@@ -132,6 +136,10 @@ class SnapshotList(Generic[ReaderT]):
         """A cursor has left these entries."""
         for entry in entries:
             self._on_released(entry)
+
+    def stop_notifying(self) -> None:
+        """Nobody is told any more of what cursors have left."""
+        self._on_released = _tell_nobody
 
     def wait(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""

@@ -135,6 +135,7 @@ class BucketDisk:
         self.maintenance.abandon()
         self._scope.cancel()
         await self._ended.wait()
+        self.flusher.stop_notifying()
 
     async def truncate(
         self, partition: PartitionId, record: PartitionRecord, tokens: Sequence[StoredAnswer]

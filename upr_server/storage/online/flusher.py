@@ -56,6 +56,10 @@ Persisted = Callable[[bool], None]
 """Called with True once a sequence number is on disk, or with False if that cannot be promised."""
 
 
+def _tell_nobody() -> None:
+    """Does nothing."""
+
+
 class Flusher:
     """Writes one bucket's changes to disk.
 
@@ -103,6 +107,10 @@ class Flusher:
             self._dirty_since = trio.current_time()
             self._wakeup.notify()
         self._dirty[partition] = None
+
+    def stop_notifying(self) -> None:
+        """The bucket was deleted: nobody is told of commits any more."""
+        self._on_commit = _tell_nobody
 
     # Waiting for the disk.
 
