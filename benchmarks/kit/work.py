@@ -14,6 +14,7 @@ from upr_protocol.ids import PartitionId
 KEYS: Final = 100_000
 PARTITIONS: Final = 64
 CHUNK_MUTATIONS: Final = 1_000
+SMALL_CHUNK: Final = 16
 KEY_BYTES: Final = 12
 VALUE_BYTES: Final = 100
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from benchmarks.kit.figures import Figure
 from benchmarks.kit.ingest import (
@@ -17,9 +16,7 @@ from benchmarks.kit.ingest import (
 )
 from benchmarks.kit.processes import RedisServer, UprServer
 from benchmarks.kit.redis_benchmark import Added, xadd
-from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
-
-SMALL_CHUNK: Final = 16
+from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS, SMALL_CHUNK
 
 
 def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
