@@ -46,6 +46,7 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
 
 
 IN_MEMORY: Final = DurabilityTarget(Durability.MEMORY)
+PERSISTED: Final = DurabilityTarget(Durability.PERSISTED)
 
 
 def call_when_durable(
@@ -65,22 +66,27 @@ def call_when_durable(
         seq: The number.
         target: How durable it must be.
     """
-    if target is IN_MEMORY or target.reached(partition) >= seq:
+    if not target.copies:
+        if target.persists:
+            flusher.call_when_persisted(partition, seq, lambda is_on_disk: call(is_on_disk, True))
+        else:
+            call(True, True)
+        return
+    if target.reached(partition) >= seq:
         call(True, True)
         return
     waiting = _Waiting(call)
     if target.persists:
         waiting.conditions += 1
         flusher.call_when_persisted(partition, seq, waiting.persisted)
-    if target.copies:
-        waiting.conditions += 1
-        partition.replicas.call_when_reached(
-            seq,
-            target.copies,
-            persisted=target.persists,
-            deadline=target.deadline,
-            call=waiting.replicated,
-        )
+    waiting.conditions += 1
+    partition.replicas.call_when_reached(
+        seq,
+        target.copies,
+        persisted=target.persists,
+        deadline=target.deadline,
+        call=waiting.replicated,
+    )
     # Either may have been met at once, and the call must not be made before both were asked for:
     # that is the one condition more that it began with.
     waiting.met()

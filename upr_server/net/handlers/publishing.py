@@ -27,6 +27,7 @@ from upr_server.engine.evaluation import BYTES_PER_COST
 from upr_server.net.partition_request_queue import FETCHED_BYTES_MAX, UNFINISHED, StillNeeded
 from upr_server.net.replies import (
     IN_MEMORY,
+    PERSISTED,
     DurabilityTarget,
     OrderedReply,
     call_when_durable,
@@ -67,7 +68,7 @@ def durability_target(
     if durability is _MEMORY:
         return IN_MEMORY
     if durability is Durability.PERSISTED:
-        return DurabilityTarget(durability)
+        return PERSISTED
     assert context.bucket is not None
     replica_count = len(context.partition_maps.replicas(context.bucket.name, partition.id))
     if max(copies, 1) > replica_count:
