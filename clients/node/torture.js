@@ -1,9 +1,11 @@
 'use strict'
 // Publishes and consumes while somebody kills the server and cuts connections:
 //   node torture.js HOST PORT BUCKET PARTITIONS ROUNDS
-// prints "round N" after each round, and at the end what came of it, as JSON.
+// prints "round N" after each round and waits for a line on standard input, in which time somebody does
+// harm; it publishes on meanwhile. At the end it prints what came of it, as JSON.
 
 const assert = require('node:assert/strict')
+const readline = require('node:readline')
 const { Connection } = require('./connection.js')
 const { Consumer } = require('./consumer.js')
 const { MemoryCopy } = require('./copy.js')
@@ -36,7 +38,7 @@ async function catchUp (consumer) {
 async function makeNoise (isOver) {
   const publisher = new Publisher({ ...address, bucket, partitionCount: partitions.length })
   for (let number = 0; !isOver(); number++) {
-    for (const partition of partitions) publisher.set(`noise-${partition}-${number % 50}`, String(number))
+    for (const partition of partitions) publisher.set(`noise-${partition}-${number % 50}`, String(number).padEnd(1000, '.'))
     await untilItWorks(() => publisher.flush())
     await new Promise((resolve) => setTimeout(resolve, 2))
   }
@@ -59,6 +61,8 @@ async function main () {
   const publisher = new Publisher({ ...address, bucket, partitionCount: partitions.length, durability: PERSISTED })
   const expected = new Map()
   const noise = makeNoise(() => isOver)
+  const input = readline.createInterface({ input: process.stdin })
+  const lines = input[Symbol.asyncIterator]()
   for (let round = 1; round <= Number(rounds); round++) {
     for (let number = 0; number < 100; number++) {
       const key = `key-${round % 7}-${number}`
@@ -68,10 +72,12 @@ async function main () {
     for (let number = 0; number < 20; number++) publisher.increment(`count-${number}`, 1, 1)
     await publisher.flush(1000)
     console.log(`round ${round}`)
+    await lines.next()
   }
   for (let number = 0; number < 20; number++) expected.set(`count-${number}`, rounds)
   await publisher.close()
   isOver = true
+  input.close()
   consumer.stop()
   await Promise.all([following, noise])
   await catchUp(consumer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from contextlib import aclosing
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Final
 import pytest
 import trio
 
-from tests.kit.process import ROOT, ServerProcess, run, server_process
+from tests.kit.process import ROOT, ServerProcess, children_of, run, server_process
 from tests.kit.proxy import Proxy, proxy_to
-from upr_protocol.client import connect
+from upr_protocol.client import Client, connect
 from upr_server.conformance import CLIENT_SCENARIOS, check_client
 
 CLIENT: Final = ROOT / "clients" / "node"
@@ -50,6 +52,8 @@ def test_every_scenario_says_what_it_is_about() -> None:
 
 ROUNDS: Final = 9
 PARTITIONS: Final = 8
+WINDOW_BYTES: Final = 64 * 1024
+"""The window of the torture's consumers."""
 
 
 @pytest.mark.timeout(400)
@@ -67,6 +71,7 @@ async def test_kills_cuts_and_rollbacks(tmp_path: Path) -> None:
         nursery.cancel_scope.cancel()
     assert done["keys"] == 720
     assert done["connections"] > ROUNDS // 2
+    assert done["rollbacks"] >= ROUNDS // 3
 
 
 class Torture:
@@ -88,7 +93,10 @@ class Torture:
                 await server.process.wait()
 
     async def play(self, proxy: Proxy, command: tuple[str, ...]) -> dict[str, int]:
-        process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+        process = await trio.lowlevel.open_process(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin is not None
         assert process.stdout is not None
         text, rounds = "", 0
         async for data in process.stdout:
@@ -96,10 +104,47 @@ class Torture:
             while rounds < text.count("round"):
                 rounds += 1
                 if rounds % 3 == 0:
-                    assert self._server is not None
-                    self._server.kill()
+                    await self._kill_with_unsaved_changes()
                 else:
                     proxy.cut()
+                await process.stdin.send_all(b"go on\n")
         assert await process.wait() == 0, text
         result: dict[str, int] = json.loads(text.splitlines()[-1])
         return result
+
+    async def _kill_with_unsaved_changes(self) -> None:
+        """Kills the server when the consumer has handled changes that are not on disk: it must roll
+        back."""
+        assert self._server is not None
+        storage_pids = children_of(self._server.process.pid)
+        async with connect(self._server.url()) as client:
+            is_ahead = False
+            while not is_ahead:
+                for pid in storage_pids:
+                    os.kill(pid, signal.SIGSTOP)
+                # A consumer that has to read from disk first gets nothing. Then the disk goes on.
+                is_ahead = await consumers_get_ahead(client)
+                if not is_ahead:
+                    for pid in storage_pids:
+                        os.kill(pid, signal.SIGCONT)
+        self._server.kill()
+        for pid in storage_pids:
+            # A stopped process does not notice that its server has gone.
+            os.kill(pid, signal.SIGKILL)
+
+
+async def consumers_get_ahead(client: Client) -> bool:
+    """Waits until the consumers have handled something new, for a while."""
+    # Beyond a whole window the server sends only what a consumer makes room for.
+    enough_bytes = await streamed_bytes(client) + 2 * WINDOW_BYTES
+    for _ in range(40):
+        await trio.sleep(0.05)
+        if await streamed_bytes(client) >= enough_bytes:
+            return True
+    return False
+
+
+async def streamed_bytes(client: Client) -> int:
+    """What the server has sent over the connections that stream."""
+    connections = (await client.stats())["connections"]
+    return sum(figures["bytes_out"] for figures in connections if figures["streams"])
