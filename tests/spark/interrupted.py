@@ -20,6 +20,7 @@ from pyspark.sql.types import StructType
 from tests.spark.conftest import SPARK_OPTIONS
 from upr_protocol.client import BlockingClient
 from upr_protocol.spark import UprDataSource
+from upr_protocol.spark.prepared_rows import PreparedRows
 from upr_protocol.spark.publication import WriteCounts
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_protocol.spark.writer import BatchWriter
@@ -43,7 +44,7 @@ def until_some_are_done(url: str) -> None:
 class InterruptedWriter(BatchWriter):
     """Does something in the middle of its first attempts."""
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts | PreparedRows:
         return super().write(self.rows(iterator))
 
     def rows(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -91,7 +91,7 @@ class Driver:
         self.options = WriteOptions.parse(
             {"url": url, "operation": "apply", **more}, schema_of(SCHEMA), overwrite=False
         )
-        self.query = f"query-{next(_QUERIES)}"
+        self.job = f"query-{next(_QUERIES)}/0"
         self._runs = count(1_700_000_000)
 
     def run(
@@ -108,9 +108,9 @@ class Driver:
         messages = [
             WriteTask(
                 self.options,
-                writer_id(f"{self.query}/0".encode(), number),
+                writer_id(self.job.encode(), number),
                 attempt_of(started_s, number),
-            ).write_or_prepare(iter([batch_of(rows)]), self.query)
+            ).write_or_prepare(iter([batch_of(rows)]), self.job)
             for number, rows in enumerate(tasks)
         ]
         prepared = [message for message in messages if isinstance(message, PreparedRows)]
@@ -133,7 +133,7 @@ class Driver:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(prepared_rows, "rounds_of", dying)
                 patch.setattr(prepared_rows, "ROUND_BATCHES", 2)
-                commit_rows(self.options, 0, prepared, attempt_of(started_s, 0))
+                commit_rows(self.options, prepared, attempt_of(started_s, 0))
 
 
 @given(st.data())

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.process import ROOT, environment
 from tests.spark.counting import ONE_TASK, TWO_TASKS, count, put_increments
@@ -60,3 +61,70 @@ def test_a_batch_that_runs_again_in_one_task_counts_once(
         item = client.get("counter-0")
         assert item is not None
         assert item.value == b"1001"
+
+
+def write_increments_in(
+    spark: SparkSession, url: str, tasks: int, write_id: str, count: int = 5000
+) -> None:
+    """Increments ten counters, as a write inside `foreachBatch` does."""
+    rows = spark.range(0, count, 1, tasks).selectExpr(
+        "'increment' AS op", "concat('counter-', id % 10) AS key", "'1' AS value"
+    )
+    writer = rows.write.format("upr").mode("append").option("url", url)
+    writer.option("operation", "apply").option("writeId", write_id).save()
+
+
+def counters(count: int) -> dict[bytes, bytes]:
+    return {b"counter-%d" % number: b"%d" % count for number in range(10)}
+
+
+def test_a_write_with_an_id_counts_once_in_whatever_tasks(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    url = new_bucket()
+    for tasks in (2, 1, 3):
+        write_increments_in(spark, url, tasks, "query/7")
+        assert contents(url) == counters(500)
+    write_increments_in(spark, url, 2, "query/8")
+    assert contents(url) == counters(1000)
+    with pytest.raises(PySparkException, match="UPR_REPLAY_DIFFERS"):
+        write_increments_in(spark, url, 1, "query/8", count=5010)
+    assert contents(url) == counters(1000)
+
+
+def test_a_batch_that_foreach_batch_writes_again_counts_once(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket()
+    put_increments(tmp_path, "first", [f"counter-{number % 10}" for number in range(100)])
+    attempts: list[int] = []
+
+    def write_and_fail_once(batch: DataFrame, batch_id: int) -> None:
+        attempts.append(batch_id)
+        writer = batch.repartition(len(attempts)).write.format("upr").mode("append")
+        writer = writer.option("url", url).option("operation", "apply")
+        writer.option("writeId", f"the query/{batch_id}").save()
+        if len(attempts) == 1:
+            raise RuntimeError("the driver fails after the write")
+
+    files = spark.readStream.schema("op string, key string, value string")
+    stream = files.parquet(str(tmp_path / "source")).writeStream.foreachBatch(write_and_fail_once)
+    stream = stream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+    with pytest.raises(PySparkException, match="the driver fails after the write"):
+        stream.trigger(availableNow=True).start().awaitTermination()
+    assert contents(url) == counters(10)
+    stream.trigger(availableNow=True).start().awaitTermination()
+    assert attempts == [0, 0]
+    assert contents(url) == counters(10)
+
+
+def test_a_stream_refuses_an_id_for_its_writes(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    put_increments(tmp_path, "first", ["counter-0"])
+    files = spark.readStream.schema("op string, key string, value string")
+    writer = files.parquet(str(tmp_path / "source")).writeStream.format("upr")
+    writer = writer.option("url", new_bucket()).option("writeId", "mine")
+    writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+    with pytest.raises(PySparkException, match=r"UPR_OPTION.*writeId.*foreachBatch"):
+        writer.trigger(availableNow=True).start().awaitTermination()

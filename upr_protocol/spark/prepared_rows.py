@@ -7,9 +7,9 @@ task does not publish the rows of a key that it increments or decrements. Its co
 them to the driver, which commits a batch when all its tasks have succeeded.
 
 The driver puts the rows into an order that does not depend on the tasks, and publishes them under a
-writer ID made of query and batch. Each partition of the bucket then judges what the *batch* has
-done to it: the same rows are recognised, whatever tasks they come from, and other rows are refused
-(`UPR_REPLAY_DIFFERS`).
+writer ID made of the job: of query and batch, or of the option `writeId`. Each partition of the
+bucket then judges what the *job* has done to it: the same rows are recognised, whatever tasks they
+come from, and other rows are refused (`UPR_REPLAY_DIFFERS`).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class PreparedRows(WriterCommitMessage):
     """The rows of one task that the driver is to publish.
 
     Attributes:
-        query: The ID of the stream's query.
+        job: Names the batch of a stream, or the write, that the task is a part of.
         rows: The rows, as `rows.encode` gives them: an Arrow stream.
         rejected: Rows that cannot be operations.
         written: What the task has published itself.
     """
 
-    query: str
+    job: str
     rows: bytes
     rejected: tuple[RejectedRow, ...]
     written: WriteCounts
@@ -138,14 +138,13 @@ class RowSpool:
 
 
 def commit_rows(
-    options: WriteOptions, batch_id: int, prepared: Iterable[PreparedRows], attempt: int
+    options: WriteOptions, prepared: Iterable[PreparedRows], attempt: int
 ) -> WriteCounts:
-    """Publishes what the tasks of a batch have prepared. A second time it has no second effect.
+    """Publishes what the tasks of a job have prepared. A second time it has no second effect.
 
     Args:
         options: The options of the write.
-        batch_id: The batch's number in its query.
-        prepared: From the tasks, in the order of their partitions.
+        prepared: From the tasks of one job, in the order of their partitions; not empty.
         attempt: Rises from one run to the next.
 
     Returns:
@@ -156,7 +155,7 @@ def commit_rows(
             cannot be reached.
     """
     messages = list(prepared)
-    job = f"{messages[0].query}/{batch_id}/commit".encode()
+    job = f"{messages[0].job}/commit".encode()
     with Publication(options, writer_id(job, 0), attempt) as publication:
         for message in messages:
             publication.refuse(list(message.rejected))

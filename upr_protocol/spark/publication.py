@@ -269,6 +269,16 @@ def writer_id(job: bytes, task: int) -> bytes:
     return blake2b(data, digest_size=WRITER_ID_BYTES, person=b"upr spark").digest()
 
 
+def job_of_write(write_id: str) -> str:
+    """The job of a write whose caller has named it. It is no query and batch, nor a drawn job.
+
+    Args:
+        write_id: What the option `writeId` says.
+    """
+    digest = blake2b(write_id.encode(), digest_size=WRITER_ID_BYTES, person=b"upr spark write")
+    return digest.hexdigest()
+
+
 def attempt_of(started_s: int, task_attempt: int) -> int:
     """The number of one run of a task: higher than those of the runs before it.
 

@@ -82,6 +82,8 @@ class WriteOptions:
         dead_letter_path: The folder for rows that are refused; None when they fail the task.
         batch_bytes: Rows of so many bytes are gathered, and then sent in one batch a partition.
         timeout_s: How long to go on without any server.
+        write_id: Names the write: another one of this name is the same, run again. None for a write
+            of its own.
     """
 
     address: Address
@@ -99,6 +101,7 @@ class WriteOptions:
     dead_letter_path: str | None
     batch_bytes: int
     timeout_s: int
+    write_id: str | None
 
     @classmethod
     def parse(cls, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> Self:
@@ -167,6 +170,7 @@ class WriteOptions:
                 "batchBytes", BATCH_BYTES_DEFAULT, low=BATCH_BYTES_MIN, high=BATCH_BYTES_MAX
             ),
             bag.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1, high=7 * 24 * 3600),
+            _write_id(bag),
         )
         bag.finish()
         return parsed
@@ -180,6 +184,16 @@ def _copies(bag: Options, durability: Durability) -> int:
         levels = " or ".join(name for name, level in _DURABILITIES.items() if level in _REPLICATED)
         raise OptionError(f"the option copies goes with durability {levels}")
     return 0
+
+
+def _write_id(bag: Options) -> str | None:
+    write_id = bag.text("writeId", None)
+    if write_id is not None and not write_id.strip():
+        raise OptionError(
+            "the option writeId is empty: give each write a name of its own, such as the IDs of "
+            "query and batch, or leave the option out"
+        )
+    return write_id
 
 
 def _dead_letter_path(bag: Options) -> str | None:

@@ -4,8 +4,9 @@ Spark may run a task of a write twice, one run after the other or both at once, 
 stream again after a restart. So the batches of a task carry tokens that are the same each time, and
 the server does each of them once:
 
-- the writer's ID is a hash of the job and of the task's partition. The job of a write is an ID made
-  on the driver; that of a batch of a stream is (query ID, batch ID), which a restart has again;
+- the writer's ID is a hash of the job and of the task's partition. The job of a batch of a stream
+  is (query ID, batch ID), which a restart has again. The job of a write is drawn on the driver, or
+  made of the option `writeId`, with which a caller says that a later write is the same one;
 - the attempt rises from one run to the next, by the start of the driver and the task's number: what
   is left of an earlier run is refused as soon as a later one is at work;
 - the chain vouches for the contents. When a task is run again with other rows, it is refused,
@@ -19,8 +20,8 @@ tasks that it heard of last in each partition: what is run again after more of t
 There is a chain for each of the bucket's partitions: rows that the second run lacks are noticed in
 those partitions that it writes to, and in no other.
 
-A batch of a stream may also run again in other tasks. Rows whose second effect would count are
-therefore published by the driver: `prepared_rows`.
+A batch of a stream may also run again in other tasks, and so may a write that has a `writeId`. Rows
+whose second effect would count are therefore published by the driver: `prepared_rows`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -43,12 +44,13 @@ from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark.batches import Gathering, chunks
-from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.errors import OptionError, PipelineError, sentence_first
 from upr_protocol.spark.prepared_rows import PreparedRows, RowSpool, commit_rows
 from upr_protocol.spark.publication import (
     Publication,
     WriteCounts,
     attempt_of,
+    job_of_write,
     rows_refused,
     writer_id,
 )
@@ -83,13 +85,13 @@ class WriteTask:
             return publication.finish()
 
     def write_or_prepare(
-        self, rows: Iterator[pa.RecordBatch], query: str
+        self, rows: Iterator[pa.RecordBatch], job: str
     ) -> WriteCounts | PreparedRows:
         """Publishes all rows, but prepares those of keys with increments or decrements.
 
         Args:
             rows: The rows of the task.
-            query: The ID of the stream's query.
+            job: Names the batch of a stream, or the write, that the task is a part of.
 
         Raises:
             PipelineError: It cannot go on. What was written stays.
@@ -104,7 +106,7 @@ class WriteTask:
                 return self._publish(rejected, spool.others())
             prepared = spool.counters()
             row_counts = self._publish([], spool.others())
-            return PreparedRows(query, prepared, tuple(rejected), row_counts)
+            return PreparedRows(job, prepared, tuple(rejected), row_counts)
 
     def _rejecting(self, rejected: list[RejectedRow]) -> Callable[[list[RejectedRow]], None]:
         def reject(bad: list[RejectedRow]) -> None:
@@ -147,6 +149,17 @@ def _encoded(
         yield encoded
 
 
+def _commit(
+    options: WriteOptions, messages: Sequence[WriterCommitMessage | None], started_s: int
+) -> WriteCounts:
+    """Publishes what the tasks of a job have prepared. Returns what was written in all."""
+    prepared = [message for message in messages if isinstance(message, PreparedRows)]
+    counts = [WriteCounts.sum(messages), *(message.written for message in prepared)]
+    if prepared:
+        counts.append(commit_rows(options, prepared, attempt_of(started_s, 0)))
+    return WriteCounts.sum(counts)
+
+
 def _context() -> TaskContext:
     context = TaskContext.get()
     assert context is not None, "writers write in tasks"
@@ -156,7 +169,8 @@ def _context() -> TaskContext:
 class BatchWriter(DataSourceArrowWriter):
     """Writes a DataFrame.
 
-    Nothing is undone: when a task fails for good, what was written stays, by it and by others.
+    Nothing is undone: when a task fails for good, what was written stays, by it and by others. With
+    the option `writeId` a later write of the same name and the same rows has no second effect.
 
     Args:
         options: What the write is told.
@@ -164,23 +178,34 @@ class BatchWriter(DataSourceArrowWriter):
 
     def __init__(self, options: WriteOptions) -> None:
         self._options = options
-        self._job = os.urandom(WRITER_ID_BYTES)
+        self._job = os.urandom(WRITER_ID_BYTES).hex()
+        if options.write_id is not None:
+            self._job = job_of_write(options.write_id)
         self._started_s = int(time.time())
 
     @sentence_first()
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts:
-        """Writes the rows of one task; its second run has no second effect."""
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts | PreparedRows:
+        """Writes the rows of one task, or prepares them for `commit`; its second run has no second
+        effect."""
         context = _context()
         task = WriteTask(
             self._options,
-            writer_id(self._job, context.partitionId()),
+            writer_id(self._job.encode(), context.partitionId()),
             attempt_of(self._started_s, context.taskAttemptId()),
         )
-        return task.write(iterator)
+        if self._options.write_id is None:
+            return task.write(iterator)
+        return task.write_or_prepare(iterator, self._job)
 
+    @sentence_first()
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Every task has written: says how much."""
-        _log.info("wrote to %s: %s", self._options.address, WriteCounts.sum(messages))
+        """Every task has succeeded: publishes what they have prepared.
+
+        Raises:
+            PipelineError: It cannot go on. What was written stays.
+        """
+        counts = _commit(self._options, messages, self._started_s)
+        _log.info("wrote to %s: %s", self._options.address, counts)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """A task failed for good: says how much others wrote, which stays."""
@@ -202,6 +227,11 @@ class StreamWriter(DataSourceStreamArrowWriter):
     """
 
     def __init__(self, options: WriteOptions) -> None:
+        if options.write_id is not None:
+            raise OptionError(
+                "the option writeId is for a write inside foreachBatch: a stream names its batches "
+                "itself. Leave it out"
+            )
         self._options = options
         self._started_s = int(time.time())
 
@@ -217,12 +247,13 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 "Spark did not tell the task which batch of which query it writes; "
                 "use a version from 4.2 on",
             )
+        job = f"{query}/{batch}"
         task = WriteTask(
             self._options,
-            writer_id(f"{query}/{batch}".encode(), context.partitionId()),
+            writer_id(job.encode(), context.partitionId()),
             attempt_of(self._started_s, context.taskAttemptId()),
         )
-        return task.write_or_prepare(iterator, query)
+        return task.write_or_prepare(iterator, job)
 
     @sentence_first()
     def commit(
@@ -235,12 +266,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         Raises:
             PipelineError: It cannot go on. What was written stays.
         """
-        prepared = [message for message in messages if isinstance(message, PreparedRows)]
-        counts = WriteCounts.sum(messages + [message.written for message in prepared])
-        if prepared:
-            attempt = attempt_of(self._started_s, 0)
-            committed = commit_rows(self._options, batchId, prepared, attempt)
-            counts = WriteCounts.sum([counts, committed])
+        counts = _commit(self._options, messages, self._started_s)
         _log.info("wrote batch %d to %s: %s", batchId, self._options.address, counts)
 
     def abort(
