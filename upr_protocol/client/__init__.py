@@ -7,7 +7,8 @@
   `keep_local_copy` a local copy of a bucket that follows by itself.
 - `follow_events` gives an `EventFeed`: which buckets are created, deleted and updated.
 - `IndexClient` asks an indexer, over HTTP.
-- `BlockingClient` and `BlockingConsumer` do the same in programs that block.
+- `BlockingClient`, `BlockingConsumer` and `BlockingRollbackConsumer` do the same in programs that
+  block.
 
 What both kinds of clients decide alike stands once, without I/O, in `core`. `trio` and `blocking`
 drive it.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from upr_protocol.address import Address, AddressError
 from upr_protocol.client.blocking.client import BlockingClient
 from upr_protocol.client.blocking.consumer import BlockingConsumer
+from upr_protocol.client.blocking.rollback_consumer import BlockingRollbackConsumer
 from upr_protocol.client.core.calls import (
     BucketInfo,
     HeldLease,
@@ -90,6 +92,7 @@ __all__ = [
     "BatchResult",
     "BlockingClient",
     "BlockingConsumer",
+    "BlockingRollbackConsumer",
     "BucketInfo",
     "CasOptions",
     "ChangeOptions",

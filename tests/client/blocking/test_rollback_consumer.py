@@ -1,0 +1,142 @@
+"""A consumer of programs that block, which undoes just what the server does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.kit.consuming import fill_one_partition
+from tests.kit.mirror import Mirror
+from tests.kit.threaded import ThreadedFake, trio_thread
+from upr_protocol.client import (
+    Address,
+    BarrierReached,
+    BlockingRollbackConsumer,
+    ChecksummedFileError,
+    ChunkReceived,
+    Event,
+    SnapshotEnd,
+    Undone,
+)
+from upr_protocol.client.blocking.trio_thread import TrioThread
+from upr_protocol.errors import ClosedError
+from upr_protocol.ids import PartitionId
+
+URL = "upr://fake/b"
+
+
+@pytest.fixture
+def fake() -> Iterator[ThreadedFake]:
+    with trio_thread() as thread:
+        fake = ThreadedFake(thread)
+        thread.call(lambda: fill_one_partition(fake.server, 10, b"old"))
+        yield fake
+
+
+def consumer(fake: ThreadedFake, folder: Path, **more: Any) -> BlockingRollbackConsumer:
+    async def dial(address: Address) -> trio.abc.Stream:
+        connection = await trio.to_thread.run_sync(fake.dial, address, 1.0)
+        connection.setblocking(False)
+        return trio.SocketStream(trio.socket.from_stdlib_socket(connection))
+
+    return BlockingRollbackConsumer(
+        URL, folder / "received-keys", resume=folder / "resume", dial=dial, **more
+    )
+
+
+def until(stream: BlockingRollbackConsumer, cookie: bytes) -> list[Event | Undone]:
+    """The events until a barrier has come back."""
+    stream.barrier(cookie)
+    events: list[Event | Undone] = []
+    for event in stream:
+        if isinstance(event, BarrierReached) and event.cookie == cookie:
+            return events
+        events.append(event)
+    raise AssertionError("the streams ended")
+
+
+def test_a_program_that_blocks_is_told_what_to_undo_key_by_key(
+    fake: ThreadedFake, tmp_path: Path
+) -> None:
+    with consumer(fake, tmp_path) as stream:
+        assert any(isinstance(event, ChunkReceived) for event in until(stream, b"1"))
+        fake.thread.call(lambda: fake.server.put(b"3", b"never had"))
+        until(stream, b"2")
+        fake.thread.call(lambda: fake.server.partitions[0].fail_over(77, 8))
+        fake.thread.call(lambda: fake.server.put(b"9", b"new"))
+        fake.cut()
+        events = until(stream, b"3")
+    (undone,) = [event for event in events if isinstance(event, Undone)]
+    assert (undone.ceiling, undone.to) == (8, 8)
+    values = {key: item and item.value for key, item in undone.documents.items()}
+    assert values == {b"3": b"old", b"8": None, b"9": b"new"}
+    assert SnapshotEnd in map(type, events)
+    with consumer(fake, tmp_path, end="now") as stream:
+        assert not [event for event in stream if isinstance(event, ChunkReceived | Undone)]
+
+
+def test_the_position_is_saved_when_the_context_ends(fake: ThreadedFake, tmp_path: Path) -> None:
+    with consumer(fake, tmp_path, end="now") as stream:
+        mirror = Mirror()
+        for event in stream:
+            assert not isinstance(event, Undone)
+            mirror.apply(event)
+        assert stream.next_event() is None
+        state = stream.resume_state
+    assert mirror.contents == fake.server.contents()
+    assert state.position(PartitionId(0)).highest_received == 10
+    fake.thread.call(lambda: fake.server.put(b"more", b"v"))
+    with consumer(fake, tmp_path, end="now") as stream:
+        chunks = [event.chunk for event in stream if isinstance(event, ChunkReceived)]
+    assert [chunk.keys() for chunk in chunks] == [[b"more"]]
+
+
+def test_ctrl_c_after_an_event_has_arrived_does_not_lose_it(
+    fake: ThreadedFake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TrioThread.run
+
+    def run_and_interrupt(self: TrioThread, *args: Any) -> None:
+        run(self, *args)
+        raise KeyboardInterrupt
+
+    mirror = Mirror()
+    with consumer(fake, tmp_path, end="now") as stream:
+        event = None
+        while not isinstance(event, SnapshotEnd):
+            with monkeypatch.context() as patch:
+                patch.setattr(TrioThread, "run", run_and_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    stream.next_event()
+            event = stream.next_event()
+            assert not isinstance(event, Undone | None)
+            mirror.apply(event)
+    assert mirror.contents == fake.server.contents()
+
+
+def test_waiting_for_an_event_ends_in_time(fake: ThreadedFake, tmp_path: Path) -> None:
+    with consumer(fake, tmp_path) as stream:
+        until(stream, b"1")
+        while stream.next_event(0.05) is not None:
+            pass
+        fake.thread.call(lambda: fake.server.put(b"late", b"v"))
+        assert any(isinstance(event, ChunkReceived) for event in until(stream, b"2"))
+
+
+def test_errors_are_raised_in_the_program(fake: ThreadedFake, tmp_path: Path) -> None:
+    with consumer(fake, tmp_path) as stream:
+        until(stream, b"1")
+    stream.close()
+    for use in (stream.next_event, stream.save, stream.flush_received_keys, stream.__enter__):
+        with pytest.raises(ClosedError):
+            use()
+    keys = tmp_path / "received-keys"
+    data = bytearray(keys.read_bytes())
+    data[15] ^= 1
+    keys.write_bytes(data)
+    with pytest.raises(ChecksummedFileError, match="damaged at byte 0"), consumer(fake, tmp_path):
+        pass

@@ -1,0 +1,218 @@
+"""Undoing rollbacks in programs that block."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Literal, Self, TypeVar, Unpack
+
+import trio
+
+from upr_protocol.address import Address
+from upr_protocol.client.blocking.trio_thread import TrioThread
+from upr_protocol.client.core.delivery_tracker import SaveLimits
+from upr_protocol.client.core.events import Event, Undone
+from upr_protocol.client.core.resume_state import ResumeState
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
+from upr_protocol.client.core.subscription import End
+from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
+from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
+from upr_protocol.client.trio.connection import ConnectOptions
+from upr_protocol.concurrency import first_failure
+from upr_protocol.errors import ClosedError
+
+T = TypeVar("T")
+
+
+class BlockingRollbackConsumer:
+    """`RollbackConsumer` for programs that block: an iterator of events in which `Undone` takes the
+    place of `RolledBack`. Threads must not share one.
+
+    By asking for the next event the application acknowledges the one before. The consumer runs in a
+    thread of its own, with Trio: its connections are read, up to the window, and kept alive while
+    the program is busy with something else. Enter the context to connect, and leave it to save what
+    was processed and to end the thread.
+
+    The arguments are those of `consume_with_rollback`, but that `resume` is a state or a file's
+    path. `dial` is called in the thread.
+    """
+
+    def __init__(
+        self,
+        target: str | Address,
+        received_keys: str | os.PathLike[str],
+        *,
+        resume: ResumeState | str | os.PathLike[str],
+        received_keys_limits: ReceivedKeysLimits | None = None,
+        buffer_received_keys: bool = False,
+        partitions: Sequence[int] | None = None,
+        start: Literal["beginning", "now"] = "beginning",
+        end: End = None,
+        retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
+        save_limits: SaveLimits | None = None,
+        **options: Unpack[ConnectOptions],
+    ) -> None:
+        self._open: Callable[[], AbstractAsyncContextManager[RollbackConsumer]] = partial(
+            consume_with_rollback,
+            target,
+            received_keys,
+            resume=resume,
+            received_keys_limits=received_keys_limits,
+            buffer_received_keys=buffer_received_keys,
+            partitions=partitions,
+            start=start,
+            end=end,
+            retry_timeout_s=retry_timeout_s,
+            save_limits=save_limits,
+            **options,
+        )
+        self._thread: TrioThread | None = None
+        self._consumer: RollbackConsumer | None = None
+        self._close_wanted, self._closed = trio.Event(), trio.Event()
+        self._failure: BaseException | None = None
+        # An event that has arrived, and that the program was not given because Ctrl-C came first.
+        self._arrived: Event | Undone | None = None
+
+    def __enter__(self) -> Self:
+        """Connects.
+
+        Raises:
+            ChecksummedFileError: The file of received keys is damaged, or of another bucket.
+            OSError: The received keys or the resume file cannot be read or written.
+            UprError: See `consume`.
+        """
+        if self._thread is not None:
+            raise ClosedError("the consumer was opened before: make a new one")
+        self._thread = TrioThread()
+        try:
+            self._thread.run(self._start, self._thread.nursery)
+        except BaseException:
+            self._thread.close()
+            raise
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Saves what was processed and closes the connections. Closing again does nothing.
+
+        Raises:
+            OSError: The resume file cannot be written.
+        """
+        if self._thread is None or self._consumer is None:
+            return
+        self._consumer = None
+        try:
+            self._thread.run(self._end)
+        finally:
+            self._thread.close()
+        if self._failure is not None:
+            raise self._failure
+
+    # Events.
+
+    def __iter__(self) -> Iterator[Event | Undone]:
+        return self
+
+    def __next__(self) -> Event | Undone:
+        event = self.next_event()
+        if event is None:
+            raise StopIteration
+        return event
+
+    def next_event(self, timeout_s: float = math.inf) -> Event | Undone | None:
+        """The next event; acknowledges the one before.
+
+        Args:
+            timeout_s: How long to wait. Ctrl-C meanwhile loses no event.
+
+        Returns:
+            None if there was none in time, or if every stream has ended for good.
+
+        Raises:
+            ServerError: The server refused, and went on refusing.
+            BrokenError: The server could not be reached for too long.
+            OSError: The received keys cannot be written.
+            ClosedError: The consumer was closed.
+        """
+        thread, consumer = self._opened()
+        if self._arrived is None:
+            thread.run(self._receive, consumer, timeout_s)
+        event, self._arrived = self._arrived, None
+        return event
+
+    def barrier(self, cookie: bytes) -> None:
+        """Sends a barrier; `BarrierReached` with its cookie will be among the events.
+
+        Raises:
+            LocalProtocolError: 64 barriers are open, or this one is.
+        """
+        thread, consumer = self._opened()
+        thread.run(_call, partial(consumer.send_barrier, cookie))
+
+    # What is saved.
+
+    def flush_received_keys(self) -> None:
+        """Records the received keys on disk; see `RollbackConsumer.flush_received_keys`."""
+        _, consumer = self._opened()
+        consumer.flush_received_keys()
+
+    @property
+    def resume_state(self) -> ResumeState:
+        """A copy of the resume state as it is once the event in hand is processed; see
+        `Consumer.resume_state`."""
+        thread, consumer = self._opened()
+        return thread.run(_call, lambda: consumer.resume_state)
+
+    def save(self) -> None:
+        """Acknowledges the event in hand and saves now; see `RollbackConsumer.save`.
+
+        Raises:
+            OSError: The resume file or the received keys cannot be written.
+        """
+        thread, consumer = self._opened()
+        if self._arrived is None:
+            thread.run(consumer.save)
+
+    def _opened(self) -> tuple[TrioThread, RollbackConsumer]:
+        if self._thread is None or self._consumer is None:
+            raise ClosedError("the consumer is not open: use it in its context")
+        return self._thread, self._consumer
+
+    # In the thread.
+
+    async def _start(self, nursery: trio.Nursery) -> None:
+        self._consumer = await nursery.start(self._hold)
+
+    async def _hold(self, task_status: trio.TaskStatus[RollbackConsumer]) -> None:
+        """Has the consumer open until `close`: it must be opened and closed by one task."""
+        is_open = False
+        try:
+            async with self._open() as consumer:
+                is_open = True
+                task_status.started(consumer)
+                await self._close_wanted.wait()
+        except Exception as error:
+            if not is_open:
+                raise
+            self._failure = first_failure(error)
+        finally:
+            self._closed.set()
+
+    async def _receive(self, consumer: RollbackConsumer, timeout_s: float) -> None:
+        with trio.move_on_after(timeout_s):
+            self._arrived = await anext(consumer, None)
+
+    async def _end(self) -> None:
+        self._close_wanted.set()
+        await self._closed.wait()
+
+
+async def _call(function: Callable[[], T]) -> T:
+    """Calls a function that blocks nothing."""
+    await trio.lowlevel.checkpoint()
+    return function()
