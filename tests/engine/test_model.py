@@ -119,7 +119,8 @@ class Engine(RuleBasedStateMachine):
 
     @rule()
     def consider_short_runs(self) -> None:
-        self.bucket.consider_short_runs()
+        for partition in self.bucket.partitions:
+            partition.manager.consider_short_runs()
 
     @precondition(lambda self: self.bucket.collapse_wanted)
     @rule(budget=st.sampled_from([1, 50, 100_000]))

@@ -841,6 +841,30 @@ async def test_statistics_tell_of_so_many_connections_and_say_how_many_are_left_
         server.connections.connections.clear()
 
 
+async def test_others_have_their_turn_while_statistics_are_made() -> None:
+    server = make_server()
+    async with connected(server) as peer:
+        await peer.say()
+        await peer.hear(HelloReply)
+        for number in range(20):
+            await server.catalog.create_bucket(f"b{number}", 1, QUOTA_BYTES)
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take_turns)
+            await peer.say(Stats(opaque=1))
+            figures = json.loads((await peer.hear(StatsReply)).json)
+            nursery.cancel_scope.cancel()
+        assert len(figures["buckets"]) == 21
+        assert turns > 20
+
+
 async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     server = make_server()
 

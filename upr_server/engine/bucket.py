@@ -179,12 +179,6 @@ class Bucket:
             self._collapsible[partition_id] = None
         return bool(self._collapsible)
 
-    def consider_short_runs(self) -> None:
-        """Has small snapshots collapsed that would else wait for more of them: see
-        `MutationManager.consider_short_runs`. O(partitions)."""
-        for partition in self.partitions:
-            partition.manager.consider_short_runs()
-
     def _became_collapsible(self, partition_id: int) -> None:
         was_wanted = self.collapse_wanted
         self._collapsible[partition_id] = None

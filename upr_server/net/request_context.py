@@ -53,7 +53,7 @@ class RequestContext:
         events: The event bus; None on a server without one.
         time: Seconds since 1970.
         replication_timeout_s: How long replicas may take to have a batch.
-        statistics_of: The figures of a bucket, or of the server for an empty name.
+        statistics_of: The figures of a bucket, or of the server for an empty name, in steps.
         streamer: The connection's streams.
         reply_order: The replies to bundles that are owed.
         credit: The publisher's credit.
@@ -262,6 +262,15 @@ Handler = Callable[[RequestContext, Any], Iterator[None] | None]
 """Answers one kind of request. One that raises `ServerError` or `BucketError` has it refused. One
 that is not done after some 2 ms returns the rest, in steps of that length; nothing else that the
 peer has sent is handled before they are done."""
+
+
+_FINISHED: Final = object()
+
+
+def others_after_first(steps: Iterator[None]) -> Iterator[None] | None:
+    """Does the first of a handler's steps, whose errors have the request refused; returns the
+    others, if there are any."""
+    return steps if next(steps, _FINISHED) is not _FINISHED else None
 
 
 def not_active_error(partition: Partition) -> ServerError:

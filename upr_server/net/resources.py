@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Final, Protocol
 
 import attrs
@@ -91,7 +91,7 @@ class ServerResources:
         time: Seconds since 1970.
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
-        statistics_of: The figures of a bucket, or of the server for an empty name.
+        statistics_of: The figures of a bucket, or of the server for an empty name, in steps.
         turn_timer: Measures the loop, if it was started.
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
@@ -104,7 +104,7 @@ class ServerResources:
     events: Events | None
     credit_shares: CreditShares
     time: Callable[[], float]
-    statistics_of: Callable[[str], dict[str, object]]
+    statistics_of: Callable[[str], Generator[None, None, dict[str, object]]]
     send_timeout_s: float = SEND_TIMEOUT_S
     replication_timeout_s: float = REPLICATION_TIMEOUT_S
     turn_timer: TurnTimer = attrs.field(factory=TurnTimer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from itertools import islice
 from typing import Final
 
@@ -24,6 +24,9 @@ BUCKETS_TOLD_MAX: Final = 1000
 """How many connections and buckets the server's statistics tell of. With identities and names of
 the longest kind that is 2 MiB of JSON, and 8 MiB fit a `StatsReply`. The statistics say how many
 were left out; those of a bucket are to be had by its name."""
+
+STEP_CONNECTIONS: Final = 128
+"""Connections that one step of the statistics tells of: below a millisecond."""
 
 REFUSALS_MAX: Final = 100
 """Connections beyond the limit that are told so at a time; the others are just closed."""
@@ -148,8 +151,9 @@ class ConnectionServer:
         for connection in self.connections:
             connection.shut_down()
 
-    def statistics(self, bucket_name: str = "") -> dict[str, object]:
-        """The figures of a bucket, or of the server; sizes in bytes, times in seconds.
+    def statistics(self, bucket_name: str = "") -> Generator[None, None, dict[str, object]]:
+        """The figures of a bucket, or of the server; sizes in bytes, times in seconds. In steps,
+        between which others may have their turn.
 
         Raises:
             ServerError: There is no such bucket.
@@ -163,7 +167,7 @@ class ConnectionServer:
                 **catalog.disks[bucket].statistics(),
                 **resources.partition_maps.statistics(bucket_name),
             }
-        return {
+        figures: dict[str, object] = {
             "server": {
                 "identity": resources.identity,
                 "uptime_s": trio.current_time() - self._started_at,
@@ -175,19 +179,24 @@ class ConnectionServer:
                 "frame_bytes_under_way": resources.frame_budget.used,
                 "frames_dropped": resources.frame_budget.dropped,
             },
-            "buckets": {
-                bucket.name: {**bucket.statistics(), **catalog.disks[bucket].statistics()}
-                for bucket in islice(catalog.buckets, BUCKETS_TOLD_MAX)
-                if bucket in catalog.disks
-            },
             "buckets_left_out": max(0, len(catalog.buckets) - BUCKETS_TOLD_MAX),
             "events": {} if resources.events is None else resources.events.statistics(),
-            "connections": [
-                connection.statistics()
-                for connection in islice(self.connections, CONNECTIONS_TOLD_MAX)
-            ],
             "connections_left_out": max(0, len(self.connections) - CONNECTIONS_TOLD_MAX),
         }
+        buckets: dict[str, object] = {}
+        for bucket in list(islice(catalog.buckets, BUCKETS_TOLD_MAX)):
+            if bucket in catalog.disks:
+                buckets[bucket.name] = {
+                    **bucket.statistics(),
+                    **catalog.disks[bucket].statistics(),
+                }
+                yield
+        connections: list[object] = []
+        for connection in list(islice(self.connections, CONNECTIONS_TOLD_MAX)):
+            connections.append(connection.statistics())
+            if len(connections) % STEP_CONNECTIONS == 0:
+                yield
+        return {**figures, "buckets": buckets, "connections": connections}
 
 
 def _peer_of(stream: trio.abc.HalfCloseableStream) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import trio
 
@@ -15,7 +17,7 @@ from upr_protocol.wire import (
     Stats,
     StatsReply,
 )
-from upr_server.net.request_context import RequestContext
+from upr_server.net.request_context import RequestContext, others_after_first
 
 
 def create_bucket(context: RequestContext, request: CreateBucket) -> None:
@@ -57,8 +59,12 @@ def list_buckets(context: RequestContext, request: ListBuckets) -> None:
     context.reply_in_order(request, answer)
 
 
-def stats(context: RequestContext, request: Stats) -> None:
+def stats(context: RequestContext, request: Stats) -> Iterator[None] | None:
     """Tells the figures of a bucket, or of the server."""
-    statistics = context.statistics_of(request.bucket)
+    return others_after_first(_tell_statistics(context, request))
+
+
+def _tell_statistics(context: RequestContext, request: Stats) -> Iterator[None]:
+    statistics = yield from context.statistics_of(request.bucket)
     text = msgspec.json.encode(statistics, enc_hook=str).decode()
     context.send(StatsReply(text, opaque=request.opaque))
