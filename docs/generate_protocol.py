@@ -44,6 +44,7 @@ from upr_protocol.ids import (
     SnapshotKind,
 )
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
+from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
 from upr_protocol.session.rules import CREDIT_MESSAGES, WINDOW_MESSAGES
 from upr_protocol.session.states import SESSION, STREAM, STREAM_INPUTS, StreamState
 from upr_protocol.wire import (
@@ -66,6 +67,8 @@ from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
 from upr_server.conformance import WRONG_INPUTS, Outcome, client_scenarios
 from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
+from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
+from upr_server.storage.online.leases import LAPSED_RANGES_MAX, LAPSED_S
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}
 """Messages that carry the opaque of the `Stream` that opened theirs."""
@@ -761,6 +764,11 @@ def blocks() -> dict[str, str]:
         "batches_max": number(BATCHES_MAX),
         "writers_max": number(WRITERS_MAX),
         "answers_bytes_max": size(ANSWERS_BYTES_MAX),
+        "dead_after_intervals": number(DEAD_AFTER_INTERVALS),
+        "lapsed_days": number(int(LAPSED_S) // (24 * 3600)),
+        "lapsed_ranges_max": number(LAPSED_RANGES_MAX),
+        "connections_told_max": number(CONNECTIONS_TOLD_MAX),
+        "buckets_told_max": number(BUCKETS_TOLD_MAX),
         "map_fields": map_fields(),
         "map_example": map_example(),
         "chunk": chunk_layout(),

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from crc32c import crc32c
 
-from docs.generate_vectors import checksums
-from tests.protocol.session.kit import Pair
+from docs.generate_vectors import checksums, encoded
+from tests.protocol.session.kit import Pair, hello
 from upr_protocol import limits
 from upr_protocol.chunk import Chunk, encoded_bytes, plain_chunk
-from upr_protocol.errors import LocalProtocolError, RemoteProtocolError
-from upr_protocol.failover import FailoverLog, Position, Start, decide_start
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
+from upr_protocol.failover import FailoverLog, PartialSnapshot, Position, Start, decide_start
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import NO_PARTITION, SEQ_MAX, SeqNo
+from upr_protocol.ids import NO_PARTITION, SEQ_MAX, HistoryId, SeqNo
 from upr_protocol.session.flow_control import Allowance
 from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
-from upr_protocol.wire import HEADER_BYTES, MESSAGES, Ack, Barrier, Message, SessionState
+from upr_protocol.wire import HEADER_BYTES, MESSAGES, Ack, Barrier, Message, SessionState, Stats
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import (
     BATCHES_MAX,
@@ -76,10 +77,47 @@ def start_at(seq: int) -> object:
     return decide_start(log, SeqNo(9), SeqNo(0), Position(log, SeqNo(seq), SeqNo(seq), None))
 
 
+def start_inside(last_complete: int, highest_received: int, end: int) -> object:
+    """The decision about a client that was interrupted inside a snapshot."""
+    log = FailoverLog.of([(1, 0)])
+    partial = PartialSnapshot(HistoryId(1), SeqNo(last_complete), SeqNo(end))
+    position = Position(log, SeqNo(last_complete), SeqNo(highest_received), partial)
+    return decide_start(log, SeqNo(end), SeqNo(0), position)
+
+
+def streams_are_open_requests() -> bool:
+    """Whether a stream that was accepted takes one of the places of `requests_open_max`."""
+    pair = Pair.in_state(SessionState.STREAMING)
+    pair.accept(0, 1)
+    places = pair.client.agreed.requests_open_max - 1
+    for opaque in range(2, 2 + places):
+        pair.client.send(Stats(opaque=opaque))
+    try:
+        pair.client.send(Stats(opaque=2 + places))
+    except LocalProtocolError as error:
+        return error.status is Status.TOO_MANY
+    return False
+
+
+FRAME: Final = encoded(hello(identity="test:clients"))
+"""A frame whose body ends with padding."""
+
 QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
-    "how long is a header, and what does its checksum cover?": (
+    "how long is a header?": (
         "a header of 24 bytes and a body of `length` bytes",
         lambda: HEADER_BYTES == 24,
+    ),
+    "what does the header's checksum cover?": (
+        "CRC32C of the 20 bytes before it",
+        lambda: crc32c(FRAME[:20]) == int.from_bytes(FRAME[20:24], "little"),
+    ),
+    "does the body's checksum cover the padding?": (
+        "`length` and `body_crc` count the padding",
+        lambda: (
+            len(FRAME) % 8 == 0
+            and len(FRAME) - HEADER_BYTES == int.from_bytes(FRAME[12:16], "little")
+            and crc32c(FRAME[24:]) == int.from_bytes(FRAME[16:20], "little")
+        ),
     ),
     "may eight zeros follow the last field?": (
         "More than 7 bytes behind a message, or anything but zeros, is an error",
@@ -138,7 +176,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "after how long a silence is the other side dead?": (
-        "A side that has received nothing for twice the interval takes the other for dead",
+        "A side that has received nothing for 2 times the interval takes the other for dead",
         lambda: DEAD_AFTER_INTERVALS == 2,
     ),
     "how many entries may a failover log have?": (
@@ -162,8 +200,21 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: isinstance(start := start_at(7), Start) and start.seq == 7,
     ),
     "what if the end of a stream is the client's own position?": (
-        "at or below the client's position is answered with `OK` and ends at once",
-        lambda: isinstance(start_at(9), Start),
+        "is answered with `OK`, and the stream ends at once with `END_REACHED`",
+        lambda: (
+            isinstance(start := start_at(9), Start) and (start.seq, start.end_at_least) == (9, 0)
+        ),
+    ),
+    "what if the end lies below a snapshot that was interrupted?": (
+        "is first sent the rest of it, whatever its `end_seq`",
+        lambda: (
+            isinstance(start := start_inside(5, 7, 9), Start)
+            and (start.seq, start.end_at_least) == (7, 9)
+        ),
+    ),
+    "how many streams may a connection have, beside its requests?": (
+        "a request until it is answered, a stream until its opaque is free again",
+        streams_are_open_requests,
     ),
     "which end has a stream that never ends?": (
         "Where the stream ends; all ones for never",
