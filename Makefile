@@ -29,6 +29,10 @@ ARGS ?=
 WORKERS ?= 2
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
+# Lines broken by a mutation run, drawn from a module or a folder of them:
+# make mutants MODULE=upr_protocol/failover.py SAMPLE=20
+MODULE ?=
+SAMPLE ?= 0
 # Simulated clusters: make simulate SEEDS=2000 FIRST=500; one with its story: make simulate SEED=123;
 # of one situation: make simulate PROFILE=diverged; with a bug put in, in the situation that it needs:
 # make simulate BUG=collapse_under_cursor
@@ -47,7 +51,7 @@ TARGET ?=
 SANITIZED = PYTHONPATH=build/sanitize:. PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" $(BIN)/python -P
 
-.PHONY: help java demo test pure sanitize check format hooks bench simulate fuzz docs clean
+.PHONY: help java demo test pure sanitize check format hooks bench simulate fuzz mutants docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -100,6 +104,9 @@ simulate: $(INSTALLED) ## simulate clusters under faults (SEEDS=2000, FIRST=0; S
 
 fuzz: $(INSTALLED_FUZZ) ## look for bytes that break a promise (TIME=60 seconds for each target)
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(TIME)
+
+mutants: $(INSTALLED) ## break lines, list those that no test fails for (MODULE=…, SAMPLE=20)
+	$(BIN)/python -m tests.mutation --sample $(SAMPLE) $(MODULE)
 
 docs: $(INSTALLED_DOCS) ## write docs/protocol.md and docs/vectors, build the site, check its links
 	$(BIN)/python -m docs.generate_vectors --write docs/vectors

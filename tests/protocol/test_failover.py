@@ -75,6 +75,22 @@ def decide(server: FailoverLog, high: int, client: Position, purge: int = 0) -> 
 # --- the log --------------------------------------------------------------------------------------
 
 
+def test_a_branch_has_what_came_before_the_next_one_began() -> None:
+    first, second, third = HistoryId(1), HistoryId(2), HistoryId(3)
+    log = FailoverLog.of([(third, SeqNo(20)), (second, SeqNo(10)), (first, SeqNo(0))])
+    assert [log.end_of(branch) for branch in (first, second, third)] == [10, 20, SEQ_MAX]
+    assert log.end_of(HistoryId(4)) == 0
+    assert log.contains(second, SeqNo(20))
+    assert not log.contains(second, SeqNo(21))
+    assert [log.branch_of(SeqNo(seq)) for seq in (1, 10, 11, 20, 21)] == [1, 1, 2, 2, 3]
+    assert log.branch_of(SeqNo(0)) == 0
+    assert FailoverLog.of([(third, SeqNo(20))]).branch_of(SeqNo(20)) == 0
+
+
+def test_a_client_begins_with_nothing() -> None:
+    assert Position() == Position(FailoverLog(), SeqNo(0), SeqNo(0), None) == NOTHING_YET
+
+
 def test_a_failover_log_refuses_invalid_entries() -> None:
     with pytest.raises(ValueError, match="must not be 0"):
         log((0, 0))

@@ -1,0 +1,1 @@
+"""Mutation runs: break one line at a time, and see whether a test fails."""
