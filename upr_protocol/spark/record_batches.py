@@ -14,6 +14,14 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.json_values import ValueParser
+from upr_protocol.spark.scalars import (
+    bool_scalar,
+    int8_scalar,
+    int32_scalar,
+    int64_scalar,
+    text_array,
+    text_scalar,
+)
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Marker
 
@@ -25,7 +33,7 @@ faster, and Spark begins later: a batch is held whole at several places."""
 SMALL_ROWS: Final = 4096
 """Batches of fewer rows are put together: each costs Spark some tenths of a millisecond."""
 
-_OPERATION_NAMES: Final = pa.array(["", "set", "delete", "expire"])
+_OPERATION_NAMES: Final = text_array(["", "set", "delete", "expire"])
 """The operations that are stored, by their code."""
 
 
@@ -60,12 +68,12 @@ class RecordBatchBuilder:
             end: Where it ends.
         """
         same = {
-            "op": pa.scalar("set"),
-            "partition": pa.scalar(partition, pa.int32()),
-            "history_id": pa.scalar(history),
-            "snapshot_start": pa.scalar(start, pa.int64()),
-            "snapshot_end": pa.scalar(end, pa.int64()),
-            "deleted": pa.scalar(False),
+            "op": text_scalar("set"),
+            "partition": int32_scalar(partition),
+            "history_id": text_scalar(history),
+            "snapshot_start": int64_scalar(start),
+            "snapshot_end": int64_scalar(end),
+            "deleted": bool_scalar(False),
         }
         return SnapshotColumns(
             self._schema,
@@ -154,7 +162,7 @@ class SnapshotColumns:
         return column[:count]
 
 
-_SET: Final = pa.scalar(int(Operation.SET), pa.int8())
+_SET: Final = int8_scalar(Operation.SET)
 
 
 def _as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
