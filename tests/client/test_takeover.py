@@ -70,7 +70,7 @@ async def test_impossible_takeovers_are_refused() -> None:
             await take_over(operator, to="x", partitions=[1])
         with pytest.raises(NotDoneError, match="partitions 0 to 3, not 4"):
             await take_over(operator, to="b", partitions=[4])
-        with pytest.raises(NotDoneError, match="no node 'x'; the nodes are a, b"):
+        with pytest.raises(NotDoneError, match="unknown node 'x'; the nodes are a, b"):
             await take_over(operator, to="b", all_of="x")
         with pytest.raises(NotDoneError, match="b is not active for any partition"):
             await take_over(operator, to="a", all_of="b")
