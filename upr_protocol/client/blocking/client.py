@@ -63,7 +63,9 @@ class BlockingClient(KeyOperations[WriteResult]):
     which it is lost raises `BrokenError`, and may have been carried out or not. `publish`,
     `publish_all`, `publish_each` and `apply` send again instead, and have exactly one effect. They
     have connections of their own, in a thread, which sends and receives while the program makes the
-    next batch; it stays until `close`, for the writer that was used last.
+    next batch; it stays until `close`, for the writer that was used last. They raise `ServerError`
+    when the bucket is over its quota and no credit arrives in time, and `BrokenError` when the
+    server cannot be reached for too long.
 
     Args:
         url: `upr://host:port/bucket`; without the bucket, for the calls about buckets only.
@@ -306,8 +308,7 @@ class BlockingClient(KeyOperations[WriteResult]):
                 no second effect, as long as they are the same.
 
         Raises:
-            ServerError: The batch was refused; or the bucket is over its quota.
-            BrokenError: The server could not be reached for too long.
+            ServerError: The batch was refused.
         """
         batches: list[Batch] = []
         self.publish_each([(partition, chunk)], batches.append, writer=writer)
@@ -333,10 +334,6 @@ class BlockingClient(KeyOperations[WriteResult]):
 
         Returns:
             The operations that failed; of a batch that was refused, all of them.
-
-        Raises:
-            ServerError: The bucket is over its quota and no credit arrived in time.
-            BrokenError: The server could not be reached for too long.
         """
         failures: list[Failure] = []
 
@@ -364,10 +361,6 @@ class BlockingClient(KeyOperations[WriteResult]):
                 of it ends the call; open batches may then be carried out or not.
             writer: As for `publish`.
             buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
-
-        Raises:
-            ServerError: The bucket is over its quota and no credit arrived in time.
-            BrokenError: The server could not be reached for too long.
         """
         self._dispatcher.check_open()
         publisher = self._publisher_of(self._writer if writer is None else writer, buffer_bytes)
@@ -429,8 +422,7 @@ class BlockingClient(KeyOperations[WriteResult]):
 
         Raises:
             ServerError: A key or value is longer than any server takes: operations before it may be
-                carried out. Or the bucket is over its quota.
-            BrokenError: The server could not be reached for too long.
+                carried out.
         """
         operations = OperationBatches(mutations, self.partition_count)
         self.publish_each(operations.batches(), operations.answered, writer=writer)

@@ -93,12 +93,18 @@ class BlockingDispatcher:
             if self.connections.metadata.is_single_node:
                 break
             failure = self._drop_misdirected(answers) or failure
-            if len(answers) < len(requests):
-                again_at = self.connections.refresh()
-                if again_at >= deadline:
-                    raise self._no_holder_error(requests[index] for index in missing) or failure
-                self._sleep(max(0.0, again_at - time.monotonic()))
+            if len(answers) < len(requests) and not self._wait_for_map(deadline):
+                raise self._no_holder_error(requests[index] for index in missing) or failure
         return [call.result(calls.checked(answers[index])) for index, call in enumerate(requests)]
+
+    def _wait_for_map(self, deadline: float) -> bool:
+        """Asks the nodes for the map, and waits until they may be asked again. False, at once, when
+        that is after the deadline, or when there is no map: a single node has none."""
+        again_at = self.connections.refresh()
+        if self.connections.metadata.is_single_node or again_at >= deadline:
+            return False
+        self._sleep(max(0.0, again_at - time.monotonic()))
+        return True
 
     def _by_node(
         self, requests: Sequence[Call[T]], indices: Iterable[int]
@@ -143,7 +149,7 @@ class BlockingDispatcher:
         replies: dict[int, Message | None] = {}
         for call in requests:
             opaque = connection.session.new_opaque()
-            request = call.request(opaque)
+            request = call.request(opaque=opaque)
             if isinstance(request, Mutate):
                 self._await_credit(connection)
             connection.session.send(request)
@@ -192,10 +198,8 @@ class BlockingDispatcher:
                     return groups
             except UprError as failure:
                 error = failure
-            again_at = self.connections.refresh()
-            if self.connections.metadata.is_single_node or again_at >= deadline:
+            if not self._wait_for_map(deadline):
                 raise error
-            self._sleep(max(0.0, again_at - time.monotonic()))
 
     def logs(self) -> list[PartitionLog]:
         """The log of each partition, as its node sent it during the handshake."""
@@ -222,11 +226,8 @@ class BlockingDispatcher:
             except ServerError as error:
                 # The map is older than a takeover or a failover.
                 self.connections.metadata.note_revision(error.map_revision)
-                again_at = self.connections.refresh()
-                is_last = self.connections.metadata.is_single_node or again_at >= deadline
-                if error.status not in WRONG_NODE or is_last:
+                if error.status not in WRONG_NODE or not self._wait_for_map(deadline):
                     raise
-                self._sleep(max(0.0, again_at - time.monotonic()))
 
     def acquire_lease(self, request: LeaseRequest) -> HeldLease:
         """Acquires a lease, with the same ID at each node that has some of its ranges."""

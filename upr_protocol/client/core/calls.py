@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -53,12 +54,12 @@ class Call(Generic[T]):
     """One request and its answer.
 
     Attributes:
-        request: Makes the request with an opaque.
+        request: Makes the request; called with `opaque=`.
         result: Turns the answer into a result; raises if the server refused.
         partition: The partition that it is about; None when it is about no one partition.
     """
 
-    request: Callable[[int], Message]
+    request: Callable[..., Message]
     result: Callable[[Any], T]
     partition: PartitionId | None = None
 
@@ -180,14 +181,12 @@ def _as_it_is(reply: R) -> R:
 
 def create_bucket(name: str, partition_count: int, quota_bytes: int) -> Call[None]:
     """Creates a bucket; zeros leave the choice to the server."""
-    return Call(
-        lambda opaque: CreateBucket(name, partition_count, quota_bytes, opaque=opaque), _nothing
-    )
+    return Call(partial(CreateBucket, name, partition_count, quota_bytes), _nothing)
 
 
 def delete_bucket(name: str) -> Call[None]:
     """Deletes a bucket with its contents."""
-    return Call(lambda opaque: DeleteBucket(name, opaque=opaque), _nothing)
+    return Call(partial(DeleteBucket, name), _nothing)
 
 
 def list_buckets() -> Call[list[BucketInfo]]:
@@ -196,7 +195,7 @@ def list_buckets() -> Call[list[BucketInfo]]:
     def result(reply: ListBucketsReply) -> list[BucketInfo]:
         return [BucketInfo(*row) for row in reply.buckets]
 
-    return Call(lambda opaque: ListBuckets(opaque=opaque), result)
+    return Call(ListBuckets, result)
 
 
 def stats(bucket: str) -> Call[dict[str, Any]]:
@@ -208,7 +207,7 @@ def stats(bucket: str) -> Call[dict[str, Any]]:
         except (msgspec.DecodeError, RecursionError) as error:
             raise RemoteProtocolError(f"the statistics cannot be read: {error}") from error
 
-    return Call(lambda opaque: Stats(bucket, opaque=opaque), result)
+    return Call(partial(Stats, bucket), result)
 
 
 def next_events(
@@ -221,12 +220,8 @@ def next_events(
 ) -> Call[EventsReply]:
     """Asks for the events of buckets since a consumer asked last."""
     wait_ms = int(wait_s * 1000)
-    return Call(
-        lambda opaque: NextEvents(
-            consumer, acknowledged, timeout_s, wait_ms, kinds, pattern, opaque=opaque
-        ),
-        _as_it_is,
-    )
+    request = partial(NextEvents, consumer, acknowledged, timeout_s, wait_ms, kinds, pattern)
+    return Call(request, _as_it_is)
 
 
 class LeasedRange(msgspec.Struct, frozen=True):
@@ -270,7 +265,6 @@ def lease(
     ranges: Iterable[tuple[int, int, int]] = (),
 ) -> Call[HeldLease]:
     """A lease acquired, renewed or released."""
-    to_lease = tuple(ranges)
 
     def result(reply: LeaseReply) -> HeldLease:
         return HeldLease(
@@ -284,10 +278,7 @@ def lease(
             ),
         )
 
-    return Call(
-        lambda opaque: Lease(action, lease_id, time_to_live_s, owner, to_lease, opaque=opaque),
-        result,
-    )
+    return Call(partial(Lease, action, lease_id, time_to_live_s, owner, tuple(ranges)), result)
 
 
 @attrs.frozen
@@ -346,7 +337,7 @@ def seqnos(partitions: Iterable[int], of_copies: bool = False) -> Call[list[Part
             for partition, history_id, high, persisted, replicated in reply.rows
         ]
 
-    return Call(lambda opaque: Seqnos(tuple(partitions), of_copies, opaque=opaque), result)
+    return Call(partial(Seqnos, tuple(partitions), of_copies), result)
 
 
 def await_durable(
@@ -358,18 +349,15 @@ def await_durable(
     timeout_s: float,
 ) -> Call[SeqNo]:
     """Waits until a sequence number is as durable as requested; gives the number reached then."""
-
-    def request(opaque: int) -> Await:
-        return Await(
-            HistoryId(history_id),
-            SeqNo(seq),
-            int(timeout_s * 1000),
-            durability,
-            copies,
-            partition=PartitionId(partition),
-            opaque=opaque,
-        )
-
+    request = partial(
+        Await,
+        HistoryId(history_id),
+        SeqNo(seq),
+        int(timeout_s * 1000),
+        durability,
+        copies,
+        partition=PartitionId(partition),
+    )
     return Call(request, attrgetter("seq"), PartitionId(partition))
 
 
@@ -382,8 +370,4 @@ def get_from(
     partition: PartitionId, keys: tuple[bytes, ...], history_id: HistoryId
 ) -> Call[GetReply]:
     """Reads keys of one partition, in one history."""
-    return Call(
-        lambda opaque: Get(keys, history_id, partition=partition, opaque=opaque),
-        _as_it_is,
-        partition,
-    )
+    return Call(partial(Get, keys, history_id, partition=partition), _as_it_is, partition)

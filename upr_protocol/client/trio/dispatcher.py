@@ -15,7 +15,7 @@ from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
-from upr_protocol.client.trio.request_channel import PendingReply, RequestChannel
+from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
@@ -155,11 +155,7 @@ class RequestDispatcher:
                 or no node could be asked in time, and it was not.
             ClosedError: The connection was closed here.
         """
-
-        async def ask(channel: NodeChannel) -> T:
-            return await channel.ask(call)
-
-        return await self._retry(ask, call.partition)
+        return await self._retry(lambda channel: channel.ask(call), call.partition)
 
     async def change(self, change: Change) -> WriteResult:
         """Makes a change, together with those that other tasks make now.
@@ -167,19 +163,11 @@ class RequestDispatcher:
         Raises:
             ServerError, BrokenError, ClosedError: As for `ask`.
         """
-
-        async def make(channel: NodeChannel) -> WriteResult:
-            return await channel.change(change)
-
-        return await self._retry(make, change.partition)
+        return await self._retry(lambda channel: channel.change(change), change.partition)
 
     async def send(self, call: Call[T]) -> Callable[[], Awaitable[T]]:
         """Sends a request; what this returns waits for the answer."""
-
-        async def send(channel: NodeChannel) -> PendingReply[T]:
-            return await channel.send(call)
-
-        reply = await self._retry(send, call.partition)
+        reply = await self._retry(lambda channel: channel.send(call), call.partition)
 
         async def answer() -> T:
             try:

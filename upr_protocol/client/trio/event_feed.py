@@ -125,21 +125,24 @@ class EventFeed:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                await self._follow_first()
+                await self._keep_following(self._addresses, self._retry, is_first=True)
         finally:
             self._end(ClosedError("the feed of events was closed here"))
 
-    async def _follow_first(self) -> None:
-        """Follows one of the given nodes, the next one when a connection ends."""
+    async def _keep_following(
+        self, addresses: deque[Address], retry: RetryState, *, is_first: bool = False
+    ) -> None:
+        """Follows one of the nodes at `addresses`, the next one when a connection ends. Ends the
+        feed when going on is of no use."""
         assert self._nursery is not None
         try:
             while True:
                 try:
-                    await self._follow(self._addresses[0], self._retry, is_first=True)
+                    await self._follow(addresses[0], retry, is_first=is_first)
                 except UprError as error:
-                    self._is_connected = False
-                    self._addresses.rotate(-1)
-                    await trio.sleep(self._retry.wait_s(error, trio.current_time()))
+                    self._is_connected &= not is_first
+                    addresses.rotate(-1)
+                    await trio.sleep(retry.wait_s(error, trio.current_time()))
         except UprError as error:
             self._end(error)
             self._nursery.cancel_scope.cancel()
@@ -147,18 +150,8 @@ class EventFeed:
     async def _follow_other(self, node: str, address: Address, scope: trio.CancelScope) -> None:
         """Follows a node that a map names, for as long as one does. A node that is away is tried
         for ever: others hold its partitions by then, or it comes back."""
-        assert self._nursery is not None
-        retry = RetryState(math.inf, self._options.draw)
         with scope:
-            try:
-                while True:
-                    try:
-                        await self._follow(address, retry)
-                    except UprError as error:
-                        await trio.sleep(retry.wait_s(error, trio.current_time()))
-            except UprError as error:
-                self._end(error)
-                self._nursery.cancel_scope.cancel()
+            await self._keep_following(deque([address]), RetryState(math.inf, self._options.draw))
         if self._other_nodes.get(node) is scope:
             del self._other_nodes[node]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, TypeVar
 
 import attrs
@@ -104,9 +105,7 @@ class NodeClient:
                 expected.
         """
         document = partition_map.encode()
-        call = Call(
-            lambda opaque: SetMap(expected_revision, document, opaque=opaque), lambda _: None
-        )
+        call = Call(partial(SetMap, expected_revision, document), lambda _: None)
         try:
             await self._ask(call, partition_map.bucket)
         except ServerError as error:
@@ -127,7 +126,7 @@ class NodeClient:
 
     async def _join(self, bucket: str, source: str) -> PartitionMap | None:
         # The node does not have the bucket, so the connection does not open it.
-        call = Call(lambda opaque: Join(bucket, source, opaque=opaque), partition_map_of)
+        call = Call(partial(Join, bucket, source), partition_map_of)
         return await self._ask(call, "")
 
     async def _join_any(self, partition_map: PartitionMap) -> None:
@@ -217,7 +216,7 @@ def node_options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
 
 def status_call(bucket: str) -> Call[NodeStatus]:
     """Asks a node for its name and its map of a bucket."""
-    return Call(lambda opaque: GetMap(bucket, opaque=opaque), _node_status)
+    return Call(partial(GetMap, bucket), _node_status)
 
 
 def _node_status(reply: MapReply) -> NodeStatus:

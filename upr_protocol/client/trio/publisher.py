@@ -81,7 +81,10 @@ class Publisher:
     though connections break and batches are sent again. An operation that fails, fails alone: see
     `failures`.
 
-    Any number of tasks may use it. A cancelled call takes back nothing that it has added.
+    Any number of tasks may use it. A cancelled call takes back nothing that it has added. Each call
+    raises `BrokenError` once the server could not be reached for too long. Each call that waits
+    raises `ServerError` when the bucket is over its quota and no credit arrives in time; what was
+    added stays, and is sent when credit arrives.
 
     Args:
         address: The bucket, for messages.
@@ -148,9 +151,7 @@ class Publisher:
             expiry: When the item expires, in seconds since 1970; 0 for never.
 
         Raises:
-            ServerError: `BAD_KEY` or `TOO_LARGE`: it was not added. Or the bucket is over its quota
-                and no credit arrived in time: it was added, and is sent when credit arrives.
-            BrokenError: The server could not be reached for too long.
+            ServerError: `BAD_KEY` or `TOO_LARGE`: it was not added.
         """
         batcher = self._batcher
         assert batcher is not None
@@ -213,9 +214,7 @@ class Publisher:
             on_answer: Called once it is answered.
 
         Raises:
-            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: it was not added. Or the bucket is over its
-                quota and no credit arrived in time: it was added.
-            BrokenError: The server could not be reached for too long.
+            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: it was not added.
         """
         batch = self._add_batch(partition, chunk, on_answer)
         self._nodes.send()
@@ -236,19 +235,13 @@ class Publisher:
 
         Raises:
             ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: this batch and later ones were not added.
-            BrokenError: The server could not be reached for too long.
         """
         for partition, chunk in batches:
             self._add_batch(partition, chunk, on_answer)
         self._nodes.send()
 
     async def wait_for_room(self) -> None:
-        """Waits until less than `buffer_bytes` are unsent or unanswered.
-
-        Raises:
-            ServerError: The bucket is over its quota and no credit arrived in time.
-            BrokenError: The server could not be reached for too long.
-        """
+        """Waits until less than `buffer_bytes` are unsent or unanswered."""
         await self._wait_until(self._has_room)
 
     def _add_batch(
@@ -270,7 +263,6 @@ class Publisher:
         Raises:
             ServerError: The server refused the whole batch; or as for `publish`.
             NotDurableError: The server applied it, and it never reached the requested durability.
-            BrokenError: As for `publish`.
         """
         batch = await self.publish(partition, chunk)
         await self._wait_until(lambda: batch.is_done)
@@ -280,12 +272,7 @@ class Publisher:
         return batch.result
 
     async def flush(self) -> None:
-        """Sends batches that are not full yet, and waits until all are answered.
-
-        Raises:
-            ServerError: The bucket is over its quota and no credit arrived in time.
-            BrokenError: The server could not be reached for too long.
-        """
+        """Sends batches that are not full yet, and waits until all are answered."""
         self._add_batches()
         await self._wait_until(self._all_answered)
 

@@ -238,17 +238,15 @@ class RequestChannel(ConnectionHandler):
         Raises:
             BrokenError, ClosedError: The connection is over.
         """
+        connection = self.connection
         self._sending += 1
         try:
-            return await self._send(self.connection, call)
+            await self._changed.wait_until(lambda: connection.failure is not None or self._has_room)
+            opaque = connection.session.new_opaque()
+            connection.send(call.request(opaque=opaque))
         finally:
             self._sending -= 1
             self._changed.notify()
-
-    async def _send(self, connection: TrioConnection, call: Call[T]) -> PendingReply[T]:
-        await self._await_room(connection)
-        opaque = connection.session.new_opaque()
-        connection.send(call.request(opaque))
         reply = PendingReply[T]()
         self._resolvers[opaque] = partial(_resolve_call, call, reply)
         self.requests += 1
@@ -261,9 +259,6 @@ class RequestChannel(ConnectionHandler):
         await self._changed.wait_until(
             lambda: not self._sending and not self._unsent and not self._resolvers
         )
-
-    async def _await_room(self, connection: TrioConnection) -> None:
-        await self._changed.wait_until(lambda: connection.failure is not None or self._has_room)
 
     @property
     def _has_room(self) -> bool:
