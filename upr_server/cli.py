@@ -334,10 +334,12 @@ def restore_command(data_dir: Path, new_histories: bool) -> None:
 def mend_command(data_dir: Path) -> None:
     """Empty the damaged partitions of which this node is a replica.
 
-    The node copies them from the active node when it runs again. The command reads and verifies all
-    chunks. It changes nothing in partitions that are intact, and nothing in those for which this
-    node is active: let a replica take these over first. Stop the server that uses the directory
-    first.
+    The node copies them from the active node when it runs again. Make sure that the active node
+    runs and is intact: the command removes this node's copy.
+
+    It reads and verifies all chunks. It changes nothing in partitions that are intact, and nothing
+    in those for which this node is active: let a replica take these over first. Stop the server
+    that uses the directory first.
     """
     try:
         damaged = empty_damaged_replicas(data_dir)
