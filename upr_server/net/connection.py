@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import structlog
@@ -37,14 +38,20 @@ _FINISHED: Final = object()
 
 _UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
 
+_CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
+
+Continuation = Callable[[], Awaitable[None]]
+"""What a reader waits for before it goes on."""
+
 log = structlog.get_logger(__name__)
 
 
 class AcceptedConnection:
     """Drives one session over one stream until either side ends it.
 
-    A reader takes bytes in and answers requests at once; a writer sends what the session holds and
-    then streams, and has nothing to do where the socket took the answers at once. Neither ever
+    A reader takes bytes in and answers requests at once. At the end of its step it writes what that
+    has made, for this connection and for others (`step_writes`). A writer sends what the session
+    holds and then streams, and has nothing to do where the sockets took it at once. Neither ever
     waits for the other, except for `REPLIES_BYTES_MAX`. A third task watches for silence.
 
     Args:
@@ -89,6 +96,8 @@ class AcceptedConnection:
         """Whether it is the server that does not read, though nothing is being written."""
         self._is_silent = False
         """Whether nothing was heard for too long when that was last looked at."""
+        self._handled_count = 0
+        """How often a frame, or some frames together, were handled."""
         self._bytes_in = 0
         self._bytes_out = 0
 
@@ -134,6 +143,25 @@ class AcceptedConnection:
 
     def wake(self) -> None:
         """There is something to send."""
+        self._resources.step_writes.add(self)
+
+    def wake_writer(self) -> None:
+        """There is something for the writer to send, or to end."""
+        self._to_send.notify()
+
+    def write_now(self) -> None:
+        """Writes what the socket takes now, if the writer does not write already; leaves the rest
+        to the writer."""
+        # Woken, the writer is idle for a moment still: what was left for it must go first.
+        if self._is_idle and not self._unwritten and self.session.state in _CONVERSING:
+            try:
+                length = self._send()
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                # It is this connection's writer that meets the error.
+                length = YIELD_BYTES
+            is_over = self.session.state not in _CONVERSING
+            if not self._unwritten and length < YIELD_BYTES and not is_over:
+                return
         self._to_send.notify()
 
     # Reading.
@@ -147,10 +175,8 @@ class AcceptedConnection:
                 scope.cancel()
                 return
             self._bytes_in += count
-            now = session.now
-            self._frame.read(count, now)
-            has_whole_frame = await self._handle_frames(now)
-            self._write_replies()
+            self._frame.read(count, session.now)
+            has_whole_frame = await self._handle_frames()
             if session.state is SessionState.CLOSED:
                 return
             held_bytes = session.unfinished_frame_bytes
@@ -159,48 +185,55 @@ class AcceptedConnection:
                 if held_bytes and self._resources.frame_budget.is_short:
                     await self._wait_for_frame_memory()
 
-    async def _handle_frames(self, now: float) -> bool:
+    async def _handle_frames(self) -> bool:
         """Handles every whole frame that has come; whether there was any."""
-        session, events = self.session, self.session.events()
-        has_whole_frame = False
+        handled_before, events = self._handled_count, self.session.events()
         try:
-            while True:
-                if not self._apply_sets():
-                    message = next(events, None)
-                    if message is None:
-                        break
-                    steps = self._handle(message)
-                    if steps is not None:
-                        await self._finish_handling(message, steps)
-                has_whole_frame = True
-                if self.context.backlog.is_full:
-                    await self._wait_for_backlog()
-                elif trio.current_time() - now > SLICE_S:
-                    self.wake()
-                    await trio.lowlevel.checkpoint()
-                    now = trio.current_time()
+            while (continuation := self._handle_in_step(events)) is not None:
+                await continuation()
         except RemoteProtocolError as error:
             log.warning(
                 "protocol error",
                 peer=self.peer,
-                identity=session.client_identity,
+                identity=self.session.client_identity,
                 status=error.status.name,
                 error=str(error),
             )
-        return has_whole_frame
-
-    def _write_replies(self) -> None:
-        """Writes answers at once, where they are all there is to write; else leaves them to the
-        writer."""
-        session = self.session
-        if session.state not in _UNGREETED:
+        if self.session.state not in _UNGREETED:
             self._greeted.set()
-        # Woken, the writer is idle for a moment still: what was left for it must go first.
-        if self._is_idle and not self._unwritten and session.state is SessionState.OPEN:
-            self._send()
-            if not self._unwritten:
-                return
+        return self._handled_count > handled_before
+
+    def _handle_in_step(self, events: Iterator[Message]) -> Continuation | None:
+        """Handles frames for one step, and writes what that has made for this connection and for
+        others.
+
+        Returns:
+            What comes before the next step; None when every whole frame was handled.
+        """
+        writes = self._resources.step_writes
+        writes.begin()
         self.wake()
+        try:
+            return self._handle_some(events)
+        finally:
+            writes.end()
+
+    def _handle_some(self, events: Iterator[Message]) -> Continuation | None:
+        began = trio.current_time()
+        while True:
+            if not self._apply_sets():
+                message = next(events, None)
+                if message is None:
+                    return None
+                steps = self._handle(message)
+                if steps is not None:
+                    self._handled_count += 1
+                    return partial(self._finish_handling, message, steps)
+            self._handled_count += 1
+            if self.context.backlog.is_full:
+                return self._wait_for_backlog
+            if trio.current_time() - began > SLICE_S:
+                return trio.lowlevel.checkpoint
 
     async def _wait_for_frame_memory(self) -> None:
         self._is_unread = True
@@ -263,11 +296,13 @@ class AcceptedConnection:
             await trio.lowlevel.checkpoint()
             try:
                 if next(steps, _FINISHED) is _FINISHED:
-                    return
+                    break
             except Exception:
                 log.exception("request failed", peer=self.peer, request=type(message).__name__)
                 self.context.fail(message)
-                return
+                break
+        if self.context.backlog.is_full:
+            await self._wait_for_backlog()
 
     # Writing.
 
@@ -315,6 +350,7 @@ class AcceptedConnection:
             return 0
         length = sum(map(len, outgoing))
         self._bytes_out += length
+        self._unwritten = outgoing
         self._unwritten = write_now(self._stream, outgoing)
         if not self._unwritten:
             self._has_sent()

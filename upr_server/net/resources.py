@@ -16,6 +16,7 @@ from upr_server.buckets import BucketCatalog
 from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.partition_request_queue import PartitionRequestQueues
+from upr_server.net.step_writes import StepWrites
 from upr_server.runtime import TurnTimer
 
 REPLICATION_TIMEOUT_S: Final = 30.0
@@ -95,6 +96,7 @@ class ServerResources:
         turn_timer: Measures the loop, if it was started.
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
+        step_writes: Connections to write to at the end of a step.
         scratch: What sockets are read into.
     """
 
@@ -110,4 +112,5 @@ class ServerResources:
     turn_timer: TurnTimer = attrs.field(factory=TurnTimer)
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
+    step_writes: StepWrites = attrs.field(factory=StepWrites)
     scratch: memoryview = attrs.field(factory=new_scratch)

@@ -1,0 +1,122 @@
+"""What a step of a reader has made for connections is written at its end, and wakes no writer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import pytest
+import trio
+import trio.testing
+
+from tests.server.test_connection import Peer, connected, make_server, sets
+from upr_protocol.ids import PartitionId
+from upr_protocol.wire import Credit, CycleEnd, Go, Noop, PartitionSnapshot
+from upr_server.app import Server
+from upr_server.net.step_writes import DIRECT_MAX, StepWrites
+
+
+class Recorder:
+    """A connection that notes how it is written to."""
+
+    def __init__(self, writes: StepWrites) -> None:
+        self.calls: list[str] = []
+        self._writes = writes
+
+    def wake_writer(self) -> None:
+        self.calls.append("woken")
+
+    def write_now(self) -> None:
+        self.calls.append("written")
+        # What a write makes room for is for the writer.
+        self._writes.add(self)
+
+
+def test_connections_are_written_to_once_at_the_end_of_a_step() -> None:
+    writes = StepWrites()
+    connections = [Recorder(writes) for _ in range(DIRECT_MAX + 2)]
+    writes.add(connections[0])
+    assert connections[0].calls == ["woken"]
+    writes.begin()
+    for connection in connections * 2:
+        writes.add(connection)
+    assert [len(connection.calls) for connection in connections[1:]] == [0] * (DIRECT_MAX + 1)
+    writes.end()
+    written = [connection.calls for connection in connections]
+    assert written[0] == ["woken", "written", "woken"]
+    assert written[1:DIRECT_MAX] == [["written", "woken"]] * (DIRECT_MAX - 1)
+    assert written[DIRECT_MAX:] == [["woken"]] * 2
+    writes.begin()
+    writes.end()
+    assert [connection.calls for connection in connections] == written
+
+
+class StepCounter(trio.abc.Instrument):
+    """Counts the steps of tasks, by the names of their functions."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.counts[".".join(task.name.rsplit(".", 2)[1:])] += 1
+
+
+@asynccontextmanager
+async def over_a_socket(server: Server) -> AsyncIterator[Peer]:
+    ours, theirs = (trio.SocketStream(end) for end in trio.socket.socketpair())
+    async with connected(server, (ours, theirs)) as peer:
+        await peer.open()
+        yield peer
+
+
+READING: Final = "AcceptedConnection._read"
+WRITING: Final = "AcceptedConnection.run"
+
+
+async def test_a_mutation_reaches_its_consumer_without_a_step_of_a_writer() -> None:
+    server = make_server()
+    async with connected(server) as first, over_a_socket(server) as publisher:
+        await first.open()
+        async with over_a_socket(server) as consumer:
+            await consumer.ask()
+            await consumer.say(Go())
+            await consumer.hear(CycleEnd)
+            # The first brings more credit, and the start of the first snapshot.
+            await publisher.mutate(sets(b"k"))
+            await publisher.hear(Credit)
+            await consumer.hear(CycleEnd)
+            await trio.testing.wait_all_tasks_blocked()
+            counter = StepCounter()
+            trio.lowlevel.add_instrument(counter)
+            await publisher.mutate(sets(b"l"), PartitionId(0))
+            await consumer.hear(PartitionSnapshot)
+            await trio.testing.wait_all_tasks_blocked()
+            assert (counter.counts[READING], counter.counts[WRITING]) == (1, 0)
+            # What a consumer says wakes none either.
+            await consumer.say(Noop())
+            await trio.testing.wait_all_tasks_blocked()
+            assert (counter.counts[READING], counter.counts[WRITING]) == (2, 0)
+            trio.lowlevel.remove_instrument(counter)
+
+
+async def test_a_consumer_that_is_gone_ends_its_own_connection_only() -> None:
+    server = make_server()
+    async with connected(server) as first, over_a_socket(server) as publisher:
+        await first.open()
+        async with over_a_socket(server) as consumer:
+            await consumer.ask()
+            await consumer.say(Go())
+            await consumer.hear(CycleEnd)
+            (*_, connection) = server.connections.connections
+            stream = connection._stream
+            assert isinstance(stream, trio.SocketStream)
+            # As if the peer had reset it: the next write fails, and no read has told yet.
+            stream.socket.shutdown(trio.socket.SHUT_WR)
+            assert (await publisher.mutate(sets(b"k"))).runs[0].status == 0
+            # Its writer has met the error, and has closed the socket.
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            with pytest.raises(trio.BrokenResourceError):
+                await consumer.say(Noop())
+        assert (await publisher.mutate(sets(b"l"))).runs[0].status == 0
