@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.resumed_takeover import ResumedTakeover
 from tests.kit.server_group import PARTITIONS, MapInterrupter, ServerGroup, running_servers
-from upr_protocol.client import NodeClient
 from upr_protocol.client.operator import (
     NotDoneError,
     TakeoverTimeouts,
@@ -16,7 +16,6 @@ from upr_protocol.client.operator import (
 from upr_protocol.client.operator.plan import active_assignment, partitions_text
 from upr_protocol.client.operator.takeover import HANDOVER_LAG_CHANGES
 from upr_protocol.failover import FailoverLog
-from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
 from upr_protocol.partition_map import HistoryPoint
 
@@ -304,49 +303,22 @@ async def test_a_resumed_takeover_begins_new_histories_if_a_suspect_does_not_ans
 async def test_a_resumed_takeover_keeps_a_node_that_became_active_meanwhile(
     monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    interrupter = MapInterrupter(monkeypatch)
     async with running_servers("abc") as group:
-        await group.set("a", {f"key {n}": "0" for n in range(20)})
-        before = logs(group, "a")
-        interrupter.reset(1)
-        with interrupter.scope:
-            await take_over(group.operator(), to="b", all_of="a")
-        interrupter.stop_at = -1
-        handed = group.map("a")
-        await group.until(lambda: highs(group, "b") == highs(group, "a"))
-
-        set_map = NodeClient.set_map
-
-        async def late(*args: Any) -> None:
-            """What the first command said last is carried out once the second has looked."""
-            monkeypatch.setattr(NodeClient, "set_map", set_map)
-            active = [
-                active_assignment(assignment, "b", HistoryPoint(log.current, high))
-                for assignment, log, high in zip(
-                    handed.partitions, before, highs(group, "a"), strict=True
-                )
-            ]
-            await group.set_map("b", handed.revision + 1, dict(enumerate(active)), handed)
-            await group.set("b", {"acknowledged": "1"})
-            await set_map(*args)
-
-        monkeypatch.setattr(NodeClient, "set_map", late)
-        number = partition_of(b"acknowledged", PARTITIONS)
-        rest = partitions_text(n for n in range(PARTITIONS) if n != number)
-        with pytest.raises(
-            NotDoneError,
-            match=f"so (b is active for partition {number}|a is active again for {rest}) and ",
-        ):
-            await take_over(group.operator("c"), to=to, all_of="a")
+        scenario = ResumedTakeover(group, monkeypatch, to)
+        refusal = await scenario.resume()
+        number = scenario.partition
+        others = partitions_text(n for n in range(PARTITIONS) if n != number)
+        assert (
+            f"so b is active for partition {number} and " in refusal
+            or f"so a is active again for {others} and " in refusal
+        )
         group.check()
         assert await group.get("b", "acknowledged") == "1"
         assert group.map("b").partitions[number].active == "b"
         assert all(group.map("a").partitions[n].active == "a" for n in range(4) if n != number)
-        # The same command again finishes it, and nothing was lost.
-        for old in {"a", "b"} - {to}:
-            await take_over(group.operator("c"), to=to, all_of=old)
+        await scenario.finish()
         assert group.states(to) == ACTIVE
-        assert [len(log) for log in logs(group, to)] == [len(log) + 1 for log in before]
+        assert scenario.histories_begun() == [1] * PARTITIONS
         assert await group.get(to, "acknowledged") == "1"
         await group.until(lambda: highs(group, "a") == highs(group, "b") == highs(group, "c"))
         group.check()

@@ -22,6 +22,7 @@ SMALL: Final = (
     (collapse, "COLLAPSE_BYTES_MIN", 512),
     (backfill, "READ_BYTES", 2048),
     (backfill, "READ_BYTES_MIN", 1024),
+    (backfill, "QUEUE_BYTES", 8192),
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Final
@@ -445,6 +445,13 @@ class Network:
         found = dict.fromkeys(one for host in self._hosts.values() for one in host.connections)
         for connection in found:
             if chance.random() < 0.5:
+                self.resets += 1
+                connection.reset()
+
+    def break_between(self, name: str, others: Collection[str]) -> None:
+        """Resets the connections of one host with some others."""
+        for connection in list(self.host(name).connections):
+            if any(host.name in others for host in connection.hosts):
                 self.resets += 1
                 connection.reset()
 

@@ -77,6 +77,13 @@ FAILOVERS: Final = Profile(
 )
 """The active node is killed, and another takes its place."""
 
+REPEATED_FAILOVERS: Final = attrs.evolve(
+    FAILOVERS,
+    name="repeated_failovers",
+    settings={**FAILOVERS.settings, "partitions": (1,), "faults": (8,)},
+)
+"""One partition has many histories."""
+
 HANDOVERS: Final = Profile(
     "handovers",
     {"take_over": 1.0},
@@ -107,6 +114,14 @@ FAILING_DISKS: Final = Profile(
 )
 """Commits fail, with more changes queued behind them."""
 
+FAILING_DISKS_WITH_LEASES: Final = attrs.evolve(
+    FAILING_DISKS,
+    name="failing_disks_with_leases",
+    weights={"disk_fails": 1.0, "consumer_crashes": 1.0},
+    settings={**FAILING_DISKS.settings, "faults": (10,)},
+)
+"""Commits fail, and leases are queued after them: consumers come back and need backfills."""
+
 SLOW_CONSUMERS: Final = Profile(
     "slow_consumers",
     {"consumer_crashes": 2.0, "fail_over": 1.0},
@@ -119,12 +134,20 @@ SLOW_CONSUMERS: Final = Profile(
 )
 """Memory is short, so that consumers are dropped and read from disk."""
 
-LARGE_HISTORIES: Final = Profile(
-    "large_histories",
-    {"consumer_crashes": 1.0, "crash": 1.0},
-    settings={"faults": (8,), "disk_s": (0.01,), "value_bytes": (200,)},
+LEASED_BACKFILLS: Final = Profile(
+    "leased_backfills",
+    {"consumer_crashes": 1.0},
+    settings={
+        "partitions": (1,),
+        "quota_bytes": (1024 * 1024,),
+        "value_bytes": (60_000,),
+        "undo_mutations": (0,),
+        "purge_age_s": (3.0,),
+        "pauses_s": ((0.3,),),
+        "faults": (20,),
+    },
 )
-"""Consumers read from disk while the log is compacted."""
+"""Consumers come back, and read slowly from disk, while the log is compacted."""
 
 MOVING_COPIES: Final = Profile(
     "moving_copies",
@@ -197,7 +220,9 @@ OLD_HISTORIES: Final = Profile(
 """A node comes back with a longer but older history than the others."""
 
 REFILLING: Final = Profile(
-    "refilling", {"fail_over_while_refilling": 1.0}, settings={**_ONCE, **_LEAD_AND_FOLLOW}
+    "refilling",
+    {"fail_over_while_refilling": 1.0},
+    settings={**_ONCE, **_LEAD_AND_FOLLOW, "undo_mutations": (0,)},
 )
 """A new active node is killed while the others have rolled back and not caught up."""
 
@@ -215,11 +240,13 @@ PROFILES: Final = {
     for profile in (
         CRASHES,
         FAILOVERS,
+        REPEATED_FAILOVERS,
         HANDOVERS,
         RESETS,
         FAILING_DISKS,
+        FAILING_DISKS_WITH_LEASES,
         SLOW_CONSUMERS,
-        LARGE_HISTORIES,
+        LEASED_BACKFILLS,
         MOVING_COPIES,
         ROTTEN_DISKS,
         DIVERGED,

@@ -32,27 +32,28 @@ async def diverge(faults: Faults) -> None:
     await _write_for_a_while(faults)
     links = faults.links([source.name], [consumer.name for consumer in faults.consumers])
     pauses_s = [consumer.pause_s for consumer in faults.consumers]
-    with _slow_disk(faults, source):
-        _cut_all(links)
+    _cut_all(links)
+    for consumer in faults.consumers:
+        consumer.save()
+        consumer.crash()
+    await trio.sleep(faults.draw.uniform(0.3, 0.8))
+    with _cut(faults, [source.name], _names(others)):
+        # A replica's cursor would keep the snapshots before and after it from being collapsed.
+        faults.network.break_between(source.name, _names(others))
+        await trio.sleep(faults.draw.uniform(3.0, 5.0))
         for consumer in faults.consumers:
+            consumer.pause_s = 0.1
+        highs = {partition.id: partition.high_seq for node in others for partition in node.held}
+        faults.mend(links)
+        with trio.move_on_after(4.0):
+            await trio.lowlevel.checkpoint()
+            while not any(consumer.is_cut_by(highs) for consumer in faults.consumers):  # noqa: ASYNC110
+                await trio.sleep(_POLL_S)
+        await faults.kill(source, silent_chance=0.0)
+        for consumer, pause_s in zip(faults.consumers, pauses_s, strict=True):
             consumer.save()
             consumer.crash()
-        await trio.sleep(faults.draw.uniform(0.3, 0.8))
-        with _cut(faults, [source.name], _names(others)):
-            await trio.sleep(faults.draw.uniform(1.0, 2.0))
-            for consumer in faults.consumers:
-                consumer.pause_s = 0.1
-            highs = {partition.id: partition.high_seq for node in others for partition in node.held}
-            faults.mend(links)
-            with trio.move_on_after(4.0):
-                await trio.lowlevel.checkpoint()
-                while not any(consumer.is_cut_by(highs) for consumer in faults.consumers):  # noqa: ASYNC110
-                    await trio.sleep(_POLL_S)
-            await faults.kill(source, silent_chance=0.0)
-            for consumer, pause_s in zip(faults.consumers, pauses_s, strict=True):
-                consumer.save()
-                consumer.crash()
-                consumer.pause_s = pause_s
+            consumer.pause_s = pause_s
     await faults.operator.fail_over(source.name)
     await faults.start(source)
     # Before new writes hide what it lacks.
@@ -161,18 +162,23 @@ async def fail_over_while_refilling(faults: Faults) -> None:
     source, target, behind = faults.roles()
     await _write_for_a_while(faults)
     links = faults.links([behind.name], [source.name, target.name])
-    with _slow_disk(faults, source):
-        _cut_all(links)
-        await trio.sleep(faults.draw.uniform(0.5, 1.0))
-        with _cut(faults, [source.name], [target.name]):
-            await trio.sleep(faults.draw.uniform(0.5, 1.5))
-            await faults.kill(source, silent_chance=0.0)
+    _cut_all(links)
+    await trio.sleep(faults.draw.uniform(0.5, 1.0))
+    with _cut(faults, [source.name], [target.name]):
+        # So long that the source indexes what the target does not have: it cannot undo that, and
+        # has to begin again from nothing.
+        await trio.sleep(faults.draw.uniform(1.5, 2.5))
+        await faults.kill(source, silent_chance=0.0)
     for publisher in faults.publishers:
         # New writes of the same keys would hide what is lost.
         publisher.crash()
     await faults.operator.fail_over(source.name)
     if faults.leader() is target:
         highs = {partition.id: partition.high_seq for partition in target.held}
+        refill = faults.links([source.name], [target.name])
+        for link in refill:
+            # The copy takes so long that the target can be killed before it ends.
+            link.bytes_per_s = 5_000
         await faults.start(source)
         await _until(
             faults,
@@ -183,7 +189,6 @@ async def fail_over_while_refilling(faults: Faults) -> None:
             ),
             "the old active node has rolled back",
         )
-        refill = faults.links([source.name], [target.name])
         _cut_all(refill)
         await faults.kill(target, silent_chance=0.0)
         await faults.operator.fail_over(target.name)

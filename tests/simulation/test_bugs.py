@@ -13,26 +13,19 @@ from typing import Final
 
 import pytest
 
-from tests.client import test_takeover
+from tests.client.resumed_takeover import ResumedTakeover
+from tests.kit.server_group import PARTITIONS, running_servers
 from tests.simulation.bugs import BUGS
 from tests.simulation.scenario import run_seed
 
-IN_A_TAKEOVER: Final = {
-    "discard_interrupted_takeover": "so a is active again for partitions 0-3",
-    "continue_shared_history": r"assert \[1, 1, 1, 1\] == \[2, 2, 2, 2\]",
-}
-"""Bugs that need an interruption at one point, which a test of the takeover makes on purpose."""
+IN_A_TAKEOVER: Final = ("discard_interrupted_takeover", "continue_shared_history")
+"""Bugs that need an interruption at one point of a takeover: see the last tests of this file."""
 
 NOT_FOUND: Final = (
     "roll_back_into_snapshot",
     "resume_inside_any_snapshot",
-    "complete_partial_snapshot",
     "record_failover_log_late",
-    "compact_leased_range",
-    "promote_refilling_replica",
-    "reuse_history_ids",
     "end_at_any_copy",
-    "acknowledge_after_failed_commit",
 )
 """Bugs that no profile finds often enough."""
 
@@ -52,12 +45,24 @@ def test_a_bug_is_found(name: str) -> None:
     pytest.fail(f"none of {bug.seeds} seeds of the profile {bug.profile.name} finds {name}")
 
 
-@pytest.mark.parametrize(("name", "sentence"), IN_A_TAKEOVER.items())
-async def test_a_bug_of_an_interrupted_takeover_is_found(
-    name: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_takeover_that_discards_an_interrupted_one_is_found(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scenario = test_takeover.test_a_resumed_takeover_keeps_a_node_that_became_active_meanwhile
-    # Any other failure would say nothing of the bug.
-    expected = pytest.RaisesExc(AssertionError, match=sentence)
-    with BUGS[name].plant(), pytest.RaisesGroup(expected, flatten_subgroups=True):
-        await scenario(monkeypatch, "b")
+    with BUGS["discard_interrupted_takeover"].plant():
+        async with running_servers("abc") as group:
+            scenario = ResumedTakeover(group, monkeypatch, "b")
+            # With the bug the target does not catch up, so the command waits in vain.
+            await scenario.resume(handover_s=0.5)
+            # `b` had accepted a write there.
+            assert group.map("b").partitions[scenario.partition].active == "a"
+
+
+async def test_a_takeover_that_continues_a_shared_history_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with BUGS["continue_shared_history"].plant():
+        async with running_servers("abc") as group:
+            scenario = ResumedTakeover(group, monkeypatch, "b")
+            await scenario.resume()
+            await scenario.finish()
+            assert scenario.histories_begun() == [0] * PARTITIONS

@@ -12,7 +12,8 @@ from tests.simulation.profiles import (
     CRASHES,
     DIVERGED,
     FAILING_DISKS,
-    LARGE_HISTORIES,
+    FAILING_DISKS_WITH_LEASES,
+    LEASED_BACKFILLS,
     ROTTEN_DISKS,
 )
 from upr_protocol.chunk import Buffer, Chunk
@@ -64,7 +65,7 @@ def ignore_failed_fsync() -> Iterator[None]:
         yield
 
 
-@planted(FAILING_DISKS)
+@planted(FAILING_DISKS_WITH_LEASES, seeds=16)
 def acknowledge_after_failed_commit() -> Iterator[None]:
     """Requests that are queued behind a failed commit are carried out and acknowledged. The
     simulation found this fault."""
@@ -128,18 +129,23 @@ def record_failover_log_late() -> Iterator[None]:
 
 @planted(DIVERGED)
 def roll_back_into_snapshot() -> Iterator[None]:
-    """A replica rolls back to the ceiling that it was told, though that lies inside a snapshot."""
+    """A replica rolls back to the end of a chunk, though that lies inside a snapshot."""
 
     def find_snapshot_end(
-        _self: ChunkLog, _partition: int, ceiling: SeqNo, floor: SeqNo
+        self: ChunkLog, partition: int, ceiling: SeqNo, floor: SeqNo
     ) -> SeqNo | None:
-        return ceiling if ceiling >= floor else None
+        through = min(ceiling, self.high(partition))
+        if through <= floor:
+            return through if through == floor else None
+        chunks = self.read(partition, floor, through, bytes_max=1 << 62)
+        ends = [chunk.end for chunk in chunks if chunk.end <= through]
+        return ends[-1] if ends else None
 
     with replaced(ChunkLog, "find_snapshot_end", find_snapshot_end):
         yield
 
 
-@planted(LARGE_HISTORIES)
+@planted(LEASED_BACKFILLS, seeds=20)
 def compact_leased_range() -> Iterator[None]:
     """Compaction ignores the leases of backfills."""
     with replaced(LeaseBook, "ranges", lambda _self: []):

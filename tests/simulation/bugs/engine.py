@@ -21,13 +21,13 @@ from upr_server.engine.snapshots.snapshot_list import SnapshotList
 
 
 @planted(FAILOVERS)
-def drop_last_row_of_snapshot() -> Iterator[None]:
-    """A cursor leaves out the last row of each snapshot."""
+def drop_last_row_of_chunk() -> Iterator[None]:
+    """A cursor leaves out the last row of each chunk that has several."""
     read: Any = Cursor.next
 
     def next_item(self: Cursor) -> Any:
         item = read(self)
-        if type(self) is Cursor and isinstance(item, Chunk) and item.end == self._end:
+        if type(self) is Cursor and isinstance(item, Chunk):
             rows = list(item)
             if len(rows) > 1:
                 return Chunk.build(rows[:-1], item.start, item.end)
@@ -93,7 +93,7 @@ def acknowledge_before_replication() -> Iterator[None]:
 
 
 BUGS: Final = (
-    drop_last_row_of_snapshot,
+    drop_last_row_of_chunk,
     collapse_under_cursor,
     evict_unindexed_key,
     apply_repeated_batch,

@@ -9,11 +9,11 @@ from tests.simulation.bugs.patch import replaced
 from tests.simulation.bugs.planted_bug import planted
 from tests.simulation.profiles import (
     DIVERGED,
-    FAILOVERS,
     HANDOVERS,
     OLD_HISTORIES,
     REFILLING,
     REFUSED_FAILOVERS,
+    REPEATED_FAILOVERS,
     RESTARTED_LEADERS,
     RESTARTED_SOURCES,
     ROTTEN_DISKS,
@@ -26,7 +26,8 @@ from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
 from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_server.engine import Partition
-from upr_server.replication import roles
+from upr_server.replication import partition_maps, roles
+from upr_server.replication.clustered_bucket import ClusteredBucket
 from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.runtime import System
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -43,12 +44,12 @@ def omit_failover_entry() -> Iterator[None]:
         yield
 
 
-@planted(FAILOVERS)
+@planted(REPEATED_FAILOVERS)
 def reuse_history_ids() -> Iterator[None]:
-    """There are only four history IDs."""
+    """There are only two history IDs."""
 
     def new_id(self: System) -> HistoryId:
-        return HistoryId(1 + self.random_bits(2))
+        return HistoryId(1 + self.random_bits(1))
 
     with replaced(System, "new_id", new_id):
         yield
@@ -74,18 +75,21 @@ def stay_active_after_restart() -> Iterator[None]:
     """A restarted node is active again without asking another node."""
     restore: Any = PartitionMaps.restore
 
+    def confirmed_bucket(*arguments: Any, **options: Any) -> ClusteredBucket:
+        return ClusteredBucket(*arguments, **{**options, "is_confirmed": True, "suspects": {}})
+
     def restore_as_before(
         self: PartitionMaps, disk: BucketDisk, document: str, *arguments: Any, **options: Any
     ) -> None:
         restore(self, disk, document, *arguments, **options)
-        mapped = self._buckets[disk.bucket.name]
-        mapped.is_confirmed = True
-        mapped.suspects.clear()
         for partition in disk.bucket.partitions:
             if partition.state is PartitionState.PENDING:
                 partition.become(PartitionState.ACTIVE, partition.failover_log)
 
-    with replaced(PartitionMaps, "restore", restore_as_before):
+    with (
+        replaced(partition_maps, "ClusteredBucket", confirmed_bucket),
+        replaced(PartitionMaps, "restore", restore_as_before),
+    ):
         yield
 
 
@@ -147,10 +151,8 @@ def continue_shared_history() -> Iterator[None]:
     """A takeover that resumes an interrupted one continues the history, though another node may
     have been active in it. The simulation found this fault."""
 
-    def continued_history(
-        self: Handback, _partition: Any, point: HistoryPoint
-    ) -> HistoryPoint | None:
-        return None if self._is_history_shared else point
+    def continued_history(_self: Handback, _partition: Any, point: HistoryPoint) -> HistoryPoint:
+        return point
 
     with replaced(Handback, "continued_history", continued_history):
         yield

@@ -18,9 +18,9 @@ from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, SnapshotEndItem
 from upr_server.net import ConnectionServer
 from upr_server.net import streamer as streamers
-from upr_server.storage.online.backfill import Backfill
 from upr_server.storage.online.partition_reader import PartitionReader
 
 
@@ -56,28 +56,31 @@ def resume_inside_any_snapshot() -> Iterator[None]:
 
 @planted(SLOW_CONSUMERS)
 def lose_rows_after_cursor_drop() -> Iterator[None]:
-    """A slow consumer whose cursor was dropped gets only the last row of what left memory."""
-    read: Any = PartitionReader._from_memory
-    take: Any = Backfill.take
-    of_dropped: list[Backfill] = []
+    """A slow consumer whose cursor was dropped gets only the last row of each chunk from disk."""
+    read: Any = PartitionReader.next
+    read_memory: Any = Cursor.next
+    readers: list[PartitionReader] = []
+    is_dropped = False
 
-    def from_memory(self: PartitionReader) -> Any:
-        is_following = self._cursor is not None
+    def next_in_memory(self: Cursor) -> Any:
+        nonlocal is_dropped
+        item = read_memory(self)
+        is_dropped |= isinstance(item, BackfillNeeded)
+        return item
+
+    def next_item(self: PartitionReader) -> Any:
+        nonlocal is_dropped
+        is_dropped = False
         item = read(self)
-        if is_following and self._backfill is not None:
-            of_dropped.append(self._backfill)
-        return item
-
-    def take_the_last(self: Backfill) -> Any:
-        item = take(self)
-        if isinstance(item, Chunk) and any(self is one for one in of_dropped):
+        if is_dropped:
+            readers.append(self)
+        elif self in readers and isinstance(item, Chunk):
             return Chunk.build(list(item)[-1:], item.start, item.end)
+        elif self in readers and isinstance(item, SnapshotEndItem):
+            readers.remove(self)
         return item
 
-    with (
-        replaced(PartitionReader, "_from_memory", from_memory),
-        replaced(Backfill, "take", take_the_last),
-    ):
+    with replaced(Cursor, "next", next_in_memory), replaced(PartitionReader, "next", next_item):
         yield
 
 
@@ -97,7 +100,7 @@ def keep_streams_after_promotion() -> Iterator[None]:
         yield
 
 
-@planted(ROLLBACKS)
+@planted(ROLLBACKS, seeds=20)
 def omit_rollback_marker() -> Iterator[None]:
     """A consumer does not save that a rollback has begun. If it is killed before the rollback is
     reported, it resumes as if it still had what it undid."""
@@ -105,7 +108,7 @@ def omit_rollback_marker() -> Iterator[None]:
         yield
 
 
-@planted(DIVERGED)
+@planted(DIVERGED, seeds=16)
 def complete_partial_snapshot() -> Iterator[None]:
     """A client resumes inside a snapshot as if it had all of the snapshot."""
 
