@@ -106,7 +106,7 @@ class RecordBatchBuilder:
 
 class SnapshotColumns:
     """Makes record batches of chunks. What is the same in every row of a snapshot is made once for
-    it, as long as its longest chunk.
+    it, as long as its longest chunk; so are flags and expiry times of 0.
 
     Args:
         schema: The columns.
@@ -129,40 +129,55 @@ class SnapshotColumns:
         Raises:
             PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
         """
-        codes = _codes(chunk)
-        is_set = pc.equal(codes, _SET)
-        all_set = pc.all(is_set).as_py()
+        codes = is_set = None
+        if not _is_all(chunk.operations, _SET_BYTE):
+            codes = _codes(chunk)
+            is_set = pc.equal(codes, _SET)
         columns = []
         for field in self._schema:
             name = field.name
-            if name == "op" and not all_set:
+            if name == "op" and codes is not None:
                 column = _OPERATION_NAMES.take(codes)
-            elif name == "deleted" and not all_set:
+            elif name == "deleted" and is_set is not None:
                 column = pc.invert(is_set)
             elif name in self._same:
                 column = self._repeat(name, chunk.count)
             elif name == "key":
                 column = _bytes(chunk.key_offsets, chunk.key_bytes, None)
             elif name == "value":
-                present = None if all_set else is_set.buffers()[1]
+                present = None if is_set is None else is_set.buffers()[1]
                 column = _bytes(chunk.value_offsets, chunk.value_bytes, present)
                 if self._parser is not None:
                     column = self._parser.parse(column, field.type)
-            elif name in ("seq", "cas"):
-                column = _long(chunk.seqs if name == "seq" else chunk.cas, name)
+            elif name == "seq":
+                column = _seqs(chunk)
+            elif name == "cas":
+                column = _cas(chunk)
             else:
-                column = _unsigned(chunk.flags if name == "flags" else chunk.expiries)
+                numbers = chunk.flags if name == "flags" else chunk.expiries
+                if _is_all(numbers, b"\0"):
+                    column = self._repeat(name, chunk.count)
+                else:
+                    column = _unsigned(numbers)
             columns.append(_as(name, column, field.type))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _repeat(self, name: str, count: int) -> pa.Array:
         column = self._repeated.get(name)
         if column is None or len(column) < count:
-            column = self._repeated[name] = pa.repeat(self._same[name], count)
+            column = self._repeated[name] = pa.repeat(self._same.get(name, _ZERO), count)
         return column[:count]
 
 
 _SET: Final = int8_scalar(Operation.SET)
+_SET_BYTE: Final = bytes([Operation.SET])
+_ZERO: Final = int64_scalar(0)
+_LONG_MAX: Final = (1 << 63) - 1
+
+
+def _is_all(column: memoryview, byte: bytes) -> bool:
+    """Whether a column has this byte throughout: faster than a call of Arrow for a short one."""
+    return not column.tobytes().strip(byte)
 
 
 def _as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -183,16 +198,30 @@ def _codes(chunk: Chunk) -> pa.Array:
     return pa.Array.from_buffers(pa.int8(), chunk.count, [None, pa.py_buffer(chunk.operations)])
 
 
-def _long(column: memoryview, name: str) -> pa.Array:
-    column_array = pa.Array.from_buffers(pa.int64(), len(column), [None, pa.py_buffer(column)])
-    least = pc.min(column_array).as_py()
+def _seqs(chunk: Chunk) -> pa.Array:
+    if chunk.seqs[-1] > _LONG_MAX:  # they rise
+        raise _too_large("seq", chunk.seqs[-1])
+    return _long(chunk.seqs)
+
+
+def _cas(chunk: Chunk) -> pa.Array:
+    column = _long(chunk.cas)
+    least = pc.min(column).as_py()
     if least < 0:
-        raise PipelineError(
-            "UPR_TOO_LARGE",
-            f"the column {name} holds {least + (1 << 64)}, and Spark has no type for it: leave the "
-            "column out by .schema(...)",
-        )
-    return column_array
+        raise _too_large("cas", least + (1 << 64))
+    return column
+
+
+def _too_large(name: str, number: int) -> PipelineError:
+    return PipelineError(
+        "UPR_TOO_LARGE",
+        f"the column {name} holds {number}, and Spark has no type for it: leave the column out by "
+        ".schema(...)",
+    )
+
+
+def _long(column: memoryview) -> pa.Array:
+    return pa.Array.from_buffers(pa.int64(), len(column), [None, pa.py_buffer(column)])
 
 
 def _unsigned(column: memoryview) -> pa.Array:

@@ -1,0 +1,98 @@
+"""The columns of chunks against a naive model, without Spark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql.types import StructField, StructType
+
+from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.record_batches import RecordBatchBuilder
+from upr_protocol.spark.schema import READ_COLUMNS
+
+NAMES = {Operation.SET: "set", Operation.DELETE: "delete", Operation.EXPIRE: "expire"}
+LONG_MAX = (1 << 63) - 1
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(list(NAMES)),
+        st.binary(min_size=1, max_size=9),
+        st.binary(max_size=9),
+        st.sampled_from((0, 1, LONG_MAX)),
+        st.sampled_from((0, 1, (1 << 32) - 1)),
+        st.sampled_from((0, 256, (1 << 32) - 1)),
+    ),
+    min_size=1,
+    max_size=6,
+)
+SETS = ROWS.map(lambda rows: [(Operation.SET, *row[1:]) for row in rows])
+PLAIN = SETS.map(lambda rows: [(*row[:4], 0, 0) for row in rows])
+
+
+def schema(names: list[str]) -> StructType:
+    return StructType([StructField(name, *READ_COLUMNS[name]) for name in names])
+
+
+def chunk_of(rows: list[Any], first: int) -> Chunk:
+    builder = ChunkBuilder()
+    for seq, (operation, key, value, cas, flags, expiry) in enumerate(rows, first):
+        value = b"" if operation != Operation.SET else value
+        builder.append(operation, key, value, seq, cas, flags, expiry)
+    return builder.build()
+
+
+def expected(rows: list[Any], first: int) -> list[dict[str, object]]:
+    return [
+        {
+            "op": NAMES[operation],
+            "partition": 7,
+            "history_id": "00ff",
+            "seq": seq,
+            "snapshot_start": 3,
+            "snapshot_end": 1 << 40,
+            "key": key,
+            "value": value if operation == Operation.SET else None,
+            "deleted": operation != Operation.SET,
+            "cas": cas,
+            "flags": flags,
+            "expiry": expiry,
+        }
+        for seq, (operation, key, value, cas, flags, expiry) in enumerate(rows, first)
+    ]
+
+
+@given(
+    st.lists(st.one_of(ROWS, SETS, PLAIN), min_size=1, max_size=4),
+    st.lists(st.sampled_from(list(READ_COLUMNS)), min_size=1, unique=True),
+)
+def test_the_columns_of_chunks(chunks: list[list[Any]], names: list[str]) -> None:
+    snapshot = RecordBatchBuilder(schema(names)).of_snapshot(
+        PartitionId(7), "00ff", SeqNo(3), SeqNo(1 << 40)
+    )
+    for rows in chunks:
+        batch = snapshot.of_chunk(chunk_of(rows, 4))
+        batch.validate(full=True)
+        assert batch.to_pylist() == [
+            {name: row[name] for name in names} for row in expected(rows, 4)
+        ]
+
+
+@pytest.mark.parametrize("name", ["seq", "cas"])
+def test_a_number_that_spark_has_no_type_for(name: str) -> None:
+    for number in (LONG_MAX, LONG_MAX + 1):
+        builder = ChunkBuilder()
+        seq, cas = (number, 1) if name == "seq" else (1, number)
+        builder.append(Operation.SET, b"key", seq=seq, cas=cas)
+        snapshot = RecordBatchBuilder(schema([name])).of_snapshot(
+            PartitionId(7), "00ff", SeqNo(0), SeqNo(LONG_MAX)
+        )
+        if number == LONG_MAX:
+            assert snapshot.of_chunk(builder.build()).to_pylist() == [{name: number}]
+            continue
+        with pytest.raises(PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {number},"):
+            snapshot.of_chunk(builder.build())
