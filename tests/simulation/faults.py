@@ -1,4 +1,4 @@
-"""What goes wrong in a seed: machines, links, disks, clocks, and those who operate them."""
+"""The faults of a seed: of machines, links, disks, clocks and operators."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 HOSTS: Final = ("a", "b", "c", "op", "p0", "p1", "c0", "c1", "c2")
 
 COPY_COMES_BACK: Final = "copy_comes_back"
-"""What a seed has only if it has readers."""
+"""This fault comes only in seeds that have readers."""
 
 DISKS: Final[tuple[Level, ...]] = ("persisted", "replicated", "replicated_persisted")
-"""What survives the loss of one machine's memory."""
+"""Levels that survive the loss of one machine's memory."""
 
 ON_DISK: Final[tuple[Level, ...]] = ("persisted", "replicated_persisted")
-"""What survives the loss of every machine's memory."""
+"""Levels that survive the loss of every machine's memory."""
 
 NOT_REPLICATED: Final[tuple[Level, ...]] = ("memory", "persisted", "replicated_persisted")
-"""To what it does not matter how long a replica has something in memory only."""
+"""Levels that do not depend on how long a replica has a change in memory only."""
 
 
 class Faults:
-    """See the module.
+    """Makes the faults of one seed.
 
     Args:
-        mix: How many, and which how often.
-        draw: Chance.
+        mix: The number of faults, and how often each kind comes.
+        draw: The source of chance.
         nodes: The machines, by name.
-        network: Between them.
-        operator: Who is to see to it.
-        publishers: They may crash, too.
-        consumers: They crash, too.
-        readers: The hosts of those who read all that there is: they are cut off, too.
-        history: Where it is written down.
-        background: Where servers run, and what is to end later.
+        network: The links between all hosts.
+        operator: Gives the commands after a fault.
+        publishers: The publishers; situations crash them.
+        consumers: The consumers; faults crash them.
+        readers: The hosts of the readers, which faults cut off.
+        history: Records each fault.
+        background: Runs the servers, and the ends of faults.
 
     Attributes:
-        count: How many there were.
+        count: The number of faults so far.
         restarts: How often a node was killed.
-        without_effect: How often a kind of fault could not do what it is for, by its name.
-        hosts: All that can be cut off.
+        without_effect: How often a kind of fault had no effect, by its name.
+        hosts: All hosts that can be cut off.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Faults:
         self.hosts = (*HOSTS, *readers)
         self._history = history
         self._background = background
-        # What the actives had when a node lost its memory.
+        # The sequence numbers of the active nodes when a node lost its memory, by that node.
         self._owed: dict[str, dict[PartitionId, SeqNo]] = {}
         for node in nodes.values():
             node.on_death = self._has_died
 
     async def run(self) -> None:
-        """As many as the seed has, one after the other."""
+        """Makes all faults of the seed, one after the other."""
         names = list(self.mix.weights)
         weights = list(self.mix.weights.values())
         for _ in range(self.mix.faults):
@@ -105,12 +105,12 @@ class Faults:
             await FAULTS[name](self)
 
     def had_no_effect(self, why: str) -> None:
-        """The fault that is under way does not do what it is for."""
+        """Counts the current fault as one without effect."""
         self.without_effect[self._kind] += 1
         self._history.add(Said("fault", f"{self._kind} has no effect: {why}"))
 
     def roles(self) -> list[Node]:
-        """A node that is active for something, and the other two in any order."""
+        """A node that is active for a partition, and the other two in random order."""
         source = self.leader()
         others = [node for node in self.nodes.values() if node is not source]
         return [source, *self.draw.sample(others, len(others))]
@@ -133,15 +133,15 @@ class Faults:
         return self.draw.choice(list(self.nodes.values()))
 
     def _leads(self, node: Node) -> bool:
-        return any(one.state is PartitionState.ACTIVE for one in node.held)
+        return any(partition.state is PartitionState.ACTIVE for partition in node.held)
 
     def leader(self) -> Node:
-        """A node that is active for something, if there is any."""
-        found = [node for node in self.nodes.values() if self._leads(node)]
-        return self.draw.choice(found) if found else self._node()
+        """A node that is active for a partition, or any node if none is."""
+        leaders = [node for node in self.nodes.values() if self._leads(node)]
+        return self.draw.choice(leaders) if leaders else self._node()
 
     async def kill(self, node: Node, *, silent_chance: float = 0.5) -> None:
-        """Kills a node; its connections may stay open at their other ends, silently."""
+        """Kills a node. The other ends of its connections may stay open."""
         if node.is_up:
             self._history.add(Fault(f"{node.name} is killed", DISKS))
             self._loses_memory(node)
@@ -149,26 +149,26 @@ class Faults:
             self.restarts += 1
 
     def _loses_memory(self, node: Node) -> None:
-        """One replica may have had something in memory only."""
+        """Records that a replica may have lost changes that it had in memory only."""
         self._history.add(Fault(f"{node.name} loses its memory", ON_DISK, 2))
         self._falls_behind(node)
 
     def _falls_behind(self, node: Node) -> None:
-        """Until it has caught up there is a copy less of what the actives have now."""
+        """Records that all changes have one copy less until `node` has caught up."""
         highs = {
-            one.id: one.high_seq
-            for there in self.nodes.values()
-            for one in there.held
-            if one.state is PartitionState.ACTIVE
+            partition.id: partition.high_seq
+            for other_node in self.nodes.values()
+            for partition in other_node.held
+            if partition.state is PartitionState.ACTIVE
         }
-        for name, before in self._owed.items():
-            has = {one.id: one.high_seq for one in self.nodes[name].held}
+        for name, owed_highs in self._owed.items():
+            own_highs = {partition.id: partition.high_seq for partition in self.nodes[name].held}
             if name != node.name and any(
-                has.get(number, 0) < min(high, highs.get(number, high))
-                for number, high in before.items()
+                own_highs.get(partition_id, 0) < min(high, highs.get(partition_id, high))
+                for partition_id, high in owed_highs.items()
             ):
-                what = f"{node.name} is gone before {name} has what it lost"
-                self._history.add(Fault(what, NOT_REPLICATED, 2, is_late=True))
+                sentence = f"{node.name} is lost before {name} has caught up"
+                self._history.add(Fault(sentence, NOT_REPLICATED, 2, is_late=True))
         self._owed[node.name] = highs
 
     async def start(self, node: Node) -> None:
@@ -181,7 +181,7 @@ class Faults:
         await self.kill(node)
         await trio.sleep(self.draw.choice((0.0, 0.1, 1.0)))
         if self.draw.random() < 0.2:
-            # It is back before anybody does something.
+            # It is back before the operator acts.
             await self.start(node)
             await trio.sleep(self.draw.random())
         await self.operator.fail_over(node.name)
@@ -200,16 +200,18 @@ class Faults:
             await self.draw.choice((self._cut, self._crash, self._resets))()
 
     async def _copy_comes_back(self) -> None:
-        """A node gives up a copy, is given it again, and takes over. Readers that it greeted in
-        between know it without, and do not reach the one that was active before."""
+        """A node gives up a copy, gets it again, and takes over. Readers that connected to it in
+        between believe that it has no copy, and cannot reach the earlier active node."""
         if not await self.operator.is_settled():
             return
         source = self.leader()
-        (number, *_) = (one.id for one in source.held if one.state is PartitionState.ACTIVE)
-        node = self.draw.choice([one for one in self.nodes.values() if one is not source])
+        (partition_id, *_) = (
+            partition.id for partition in source.held if partition.state is PartitionState.ACTIVE
+        )
+        node = self.draw.choice([other for other in self.nodes.values() if other is not source])
         self._history.add(Fault(f"{node.name} gives up a copy", (), 2))
         self._falls_behind(node)
-        await self.operator.remove_copy(node.name, number)
+        await self.operator.remove_copy(node.name, partition_id)
         links = [
             link
             for reader in self._readers
@@ -222,7 +224,7 @@ class Faults:
             link.cut()
         await trio.sleep(self.draw.uniform(2.0, 10.0))
         for _ in range(20):
-            # Nobody takes the next machine away before this one has its copy.
+            # The next fault comes only after this node has its copy.
             with suppress(UprError):
                 await self.operator.add_back(node.name)
             await trio.sleep(0.5)
@@ -234,7 +236,7 @@ class Faults:
             link.mend()
 
     async def _wrong(self) -> None:
-        """Somebody believes a node to be gone that nobody but the operator has lost."""
+        """The operator alone cannot reach a node, and fails it over while it runs."""
         node = self.leader()
         links = [self.network.link("op", node.name), self.network.link(node.name, "op")]
         for link in links:
@@ -246,21 +248,21 @@ class Faults:
 
     async def hear_of_failover(self, node: Node) -> None:
         """Waits until a node knows that another one is active in its place. Until then it
-        acknowledges what nobody will keep."""
+        acknowledges writes that will be lost."""
         with trio.move_on_after(20.0):
             await trio.lowlevel.checkpoint()
             while self._is_overtaken(node):  # noqa: ASYNC110  nodes tell nobody
                 await trio.sleep(0.1)
-        what = f"{node.name} has heard of the failover"
-        self._history.add(Fault(what, REPLICATED, on_the_way=True))
+        sentence = f"{node.name} has heard of the failover"
+        self._history.add(Fault(sentence, REPLICATED, on_the_way=True))
 
     def _is_overtaken(self, node: Node) -> bool:
-        """Whether it is active where another is, too."""
+        """Whether another node is active for one of its active partitions."""
         return any(
-            one.state is other[one.id].state is PartitionState.ACTIVE
-            for one in node.held
-            for other in (there.held for there in self.nodes.values() if there is not node)
-            if other
+            partition.state is copies[partition.id].state is PartitionState.ACTIVE
+            for partition in node.held
+            for copies in (other.held for other in self.nodes.values() if other is not node)
+            if copies
         )
 
     async def _crash(self) -> None:
@@ -286,15 +288,15 @@ class Faults:
             await self.kill(node)
 
     async def _cut(self) -> None:
-        # A replica that hears nothing for a while is what consumers of replicas meet.
+        # Consumers of a replica meet one that has received nothing for a while.
         among = list(self.nodes) if self.draw.random() < 0.5 else self.hosts
-        one, other = self.draw.sample(among, 2)
-        links = [self.network.link(one, other)]
+        start, end = self.draw.sample(among, 2)
+        links = [self.network.link(start, end)]
         if self.draw.random() < 0.5:
-            links.append(self.network.link(other, one))
+            links.append(self.network.link(end, start))
         for link in links:
             link.cut()
-        self._history.add(Said("fault", f"{one} to {other} is cut, {len(links)} ways"))
+        self._history.add(Said("fault", f"{start} to {end} is cut, {len(links)} ways"))
         self._background.start_soon(self._mend, links, self.draw.choice((0.2, 2.0, 15.0)))
 
     async def _mend(self, links: list[Link], after_s: float) -> None:
@@ -314,13 +316,13 @@ class Faults:
         self._background.start_soon(self._mend, links, self.draw.choice((0.5, 3.0)))
 
     async def _trickle(self) -> None:
-        one, other = self.draw.sample([*self.nodes, "c0", "c1", "c2"], 2)
-        link = self.network.link(one, other)
+        start, end = self.draw.sample([*self.nodes, "c0", "c1", "c2"], 2)
+        link = self.network.link(start, end)
         link.bytes_per_s = 10 ** self.draw.uniform(2, 5)
         self._background.start_soon(self._mend, [link], 3.0)
 
     async def _resets(self) -> None:
-        """New connections do not last; those there are break."""
+        """Connections break, and new ones do not last."""
         self.network.reset_chance = self.draw.choice((0.0, 0.3, 0.7))
         self.network.break_all(self.draw)
         await trio.sleep(self.draw.random())
@@ -331,7 +333,7 @@ class Faults:
         self._history.add(Fault(f"the disk of {node.name} fails", DISKS))
         self._loses_memory(node)
         if self.draw.random() < 0.5:
-            # So that something stands in line behind what fails.
+            # So that other calls are queued after the one that fails.
             node.wear.delay_s = 0.2
         await trio.sleep(0.3)
         node.wear.fails_next = True
@@ -344,7 +346,7 @@ class Faults:
             await self.start(node)
 
     def _has_died(self, node: Node) -> None:
-        """Its disk has failed: what it acknowledged until now is lost, too."""
+        """A node's disk has failed, and everything that it acknowledged may be lost."""
         self._history.add(Fault(f"{node.name} is down, as its disk failed", DISKS))
         self._loses_memory(node)
         self.network.crash(node.name, silently=False)
@@ -352,7 +354,7 @@ class Faults:
 
     async def _disk_fills(self) -> None:
         node = self._node()
-        # What is in memory only stays so for longer.
+        # Changes stay in memory only for longer.
         self._history.add(Fault(f"the disk of {node.name} is full", NOT_REPLICATED, 2))
         node.wear.is_full = True
         await trio.sleep(self.draw.random() * 3)
@@ -366,8 +368,8 @@ class Faults:
         node.wear.delay_s = self.mix.disk_s
 
     async def _disk_rots(self) -> None:
-        """Bits flip while a node is stopped. A consumer then reads all that this node has, from its
-        disk. The node gets a new disk once the others can do without it."""
+        """Bits flip while a node is stopped. A consumer then reads everything from its disk. After
+        that the node gets a new disk."""
         node = self._node()
         if not await self.operator.is_settled():
             self.had_no_effect("the cluster is not settled")
@@ -377,14 +379,14 @@ class Faults:
             self._history.add(Said("fault", f"bits flip at {node.name}"))
             await self.start(node)
             if await self.reads_all_of(node):
-                self.had_no_effect("nobody read what had flipped")
+                self.had_no_effect("no flipped bit was read")
             await self._replace_disk(node)
         else:
             self.had_no_effect("the disk is empty")
             await self.start(node)
 
     async def reads_all_of(self, node: Node) -> bool:
-        """Has a consumer read all that a node has, there; whether it gets that without an error."""
+        """Reads everything that a node has with a consumer. Returns whether no error came."""
         serving = (PartitionState.ACTIVE, PartitionState.REPLICA)
         with trio.move_on_after(10.0):
             await trio.lowlevel.checkpoint()
@@ -412,7 +414,7 @@ class Faults:
             try:
                 with trio.fail_after(10.0):
                     await reader.read_all()
-                # A node that has the wrong contents may keep the cluster busy for ever.
+                # Wrong contents may keep the cluster busy without end, so check now.
                 check_received(self._history)
             except (UprError, trio.TooSlowError) as error:
                 self._history.add(Said("fault", f"reading from {node.name}: {error}"))
@@ -420,7 +422,7 @@ class Faults:
         return node.is_up
 
     async def _replace_disk(self, node: Node) -> None:
-        # As after the death of a machine, and of what it had on disk.
+        # As after a machine is lost with its disk.
         self._history.add(Fault(f"{node.name} loses its disk", REPLICATED))
         self._history.add(Fault(f"{node.name} loses a copy", (), 2))
         self._falls_behind(node)
@@ -433,7 +435,7 @@ class Faults:
             await self.operator.fail_over(node.name)
         await self.start(node)
         for _ in range(20):
-            # Nobody takes the next machine away before this one has its copy.
+            # The next fault comes only after this node has its copy.
             await trio.sleep(1.0)
             if await self.operator.is_settled():
                 break

@@ -1,4 +1,4 @@
-"""One seed: what is drawn from it, what happens, and whether every promise was kept."""
+"""One seed: draws a cluster and its faults, plays them, and checks every promise."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ URL: Final = f"upr://a,b,c/{BUCKET}"
 EXPIRES_S: Final = 2.0
 
 READERS_EVERY: Final = 5
-"""One seed in so many has readers. They would change what the others do, and so which of them finds
-which bug."""
+"""One seed in this many has readers. They would change which of the other seeds finds which bug."""
 
 CATCH_UP_S: Final = 120.0
-"""Virtual time in which everybody has caught up once all faults are over."""
+"""Virtual time within which every consumer catches up after the last fault."""
 
 
 @attrs.define
 class Outcome:
-    """What became of a seed.
+    """The result of a seed.
 
     Attributes:
-        violation: What was broken; empty for nothing.
-        promise: Which promise: `I5`, for instance.
-        without_effect: How often a kind of fault could not do what it is for.
+        violation: The promise and how it was broken; empty if every promise was kept.
+        promise: The name of the broken promise, for example `I5`.
+        without_effect: How often a kind of fault had no effect, by its name.
     """
 
     seed: int
@@ -68,16 +67,16 @@ class Outcome:
 
 
 class Cluster:
-    """One run.
+    """The run of one seed.
 
     Args:
         seed: The seed.
-        clock: The world's.
-        profile: The situation that it is to make; None for the general mix.
+        clock: The simulated world's clock.
+        profile: The profile to draw from; None for the general mix.
 
     Attributes:
-        history: What happened.
-        outcome: What is counted.
+        history: Everything that happened.
+        outcome: The result so far.
     """
 
     def __init__(self, seed: int, clock: JumpingClock, profile: Profile | None = None) -> None:
@@ -161,7 +160,7 @@ class Cluster:
             chance,
             undoes=False,
             state=PartitionState.ACTIVE,
-            # Slow, and with a small window: it is long connected to a node.
+            # Slow, and with a small window, so that it stays connected to a node for long.
             pause_s=chance.choice((0.1, 0.5, 2.0)),
             window_bytes=WINDOW_BYTES_MIN,
             dial=partial(self.network.dial, f"n{index}"),
@@ -169,7 +168,7 @@ class Cluster:
         )
 
     async def run(self) -> None:
-        """Everything: work under faults, then quiet, and then all must agree."""
+        """Plays the faults while clients work, waits for quiet, and compares all copies."""
         async with trio.open_nursery() as background:
             faults = self.faults = Faults(
                 self.mix,
@@ -215,12 +214,12 @@ class Cluster:
     # Quiet.
 
     async def _heal(self, faults: Faults) -> None:
-        """The last fault is over: everything is whole, and everybody is there."""
+        """Ends all faults: links, disks and nodes work again."""
         self.history.add(Said("fault", "no more"))
         self.network.mend()
         for node in self.nodes.values():
             node.wear.is_full = node.wear.fails_next = False
-            # Where little is written the commit that was to fail may not have come yet.
+            # If little is written, the commit that was to fail may not have come yet.
             spared(node.directory)
             node.wear.delay_s = min(self.mix.disk_s, 0.01)
             node.clock_s = 0.0
@@ -229,11 +228,11 @@ class Cluster:
             consumer.pause_s = 0.0
         await trio.sleep(1.0)
         for node in self.nodes.values():
-            # A commit that was under way when its disk was mended has failed all the same.
+            # A commit that had begun before its disk was mended still fails.
             await faults.start(node)
 
     async def _has_expired(self) -> None:
-        """What expires does so before anybody compares; a new active learns of it from disk."""
+        """Waits until all items that should have expired are deleted, on new active nodes too."""
         await trio.sleep(EXPIRES_S)
         before: object = None
         while before != (highs := self._highs()):
@@ -241,12 +240,12 @@ class Cluster:
             await trio.sleep(2 * EXPIRY_INTERVAL_S)
 
     def _highs(self) -> dict[PartitionId, SeqNo]:
-        """How far the actives are."""
+        """The sequence numbers of the active nodes."""
         return {
-            one.id: one.high_seq
+            partition.id: partition.high_seq
             for node in self.nodes.values()
-            for one in node.held
-            if one.state is PartitionState.ACTIVE
+            for partition in node.held
+            if partition.state is PartitionState.ACTIVE
         }
 
     async def _caught_up(self) -> None:
@@ -255,7 +254,7 @@ class Cluster:
                 await trio.lowlevel.checkpoint()
                 while True:
                     highs, ends = self._highs(), consumer.ends()
-                    if all(ends.get(number, 0) >= high for number, high in highs.items()):
+                    if all(ends.get(partition, 0) >= high for partition, high in highs.items()):
                         break
                     await trio.sleep(0.2)
                 continue
@@ -264,41 +263,41 @@ class Cluster:
             )
 
     async def _from_old_states(self) -> None:
-        """From any resume state ever handed out: the same final state."""
+        """Starts consumers from earlier resume states; each must end with the same contents."""
         for consumer in self.consumers:
             chance = self.chance.of(f"old {consumer.name}")
-            for kept in (chance.choice(some) for some in (consumer.old, consumer.undone) if some):
+            for states in filter(None, (consumer.old, consumer.undone)):
                 with trio.move_on_after(CATCH_UP_S) as scope:
-                    await consumer.catch_up_from(kept)
+                    await consumer.catch_up_from(chance.choice(states))
                 if scope.cancelled_caught:
                     raise BrokenPromiseError(
-                        "I11", f"{consumer.name} does not come up from an old state"
+                        "I11", f"{consumer.name} does not catch up from an old state"
                     )
 
     async def _finals(self) -> None:
         for node in self.nodes.values():
             for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
-                held = [one for one in node.held if one.state is state]
+                partitions = [partition for partition in node.held if partition.state is state]
                 items = await contents_of(
                     f"upr://{node.name}/{BUCKET}",
-                    [one.id for one in held],
+                    [partition.id for partition in partitions],
                     state,
                     partial(self.network.dial, "final"),
                 )
-                for one in held:
+                for partition in partitions:
                     self.history.add(
                         FinalState(
                             node.name,
-                            one.id,
+                            partition.id,
                             state is PartitionState.ACTIVE,
-                            one.high_seq,
-                            one.failover_log,
-                            items[one.id],
+                            partition.high_seq,
+                            partition.failover_log,
+                            items[partition.id],
                         )
                     )
 
     def _check_bounds(self) -> None:
-        """I10: nothing is left over of connections that are gone, and every structure is whole."""
+        """I10: closed connections leave nothing, and every structure keeps its invariants."""
         for node in self.nodes.values():
             assert node.server is not None
             bucket = node.server.catalog.buckets.get(BUCKET)
@@ -312,7 +311,7 @@ class Cluster:
 
 
 def run_seed(seed: int, profile: Profile | None = None) -> tuple[Outcome, History]:
-    """One seed of a profile, or of the general mix, from its beginning to its verdict."""
+    """Runs and checks one seed of a profile, or of the general mix."""
     clusters: list[Cluster] = []
 
     async def main(clock: JumpingClock) -> None:
@@ -323,14 +322,14 @@ def run_seed(seed: int, profile: Profile | None = None) -> tuple[Outcome, Histor
                 await cluster.run()
         finally:
             cluster.outcome.virtual_s = trio.current_time()
-            # Asynchronous generators that nobody ended are ended while there is a loop.
+            # Open asynchronous generators end here, while the loop still runs.
             gc.collect()
 
     failure: BaseException | None = None
     with observed(), small_limits(), taken_at_once(), _quiet(), _uncollected():
         try:
             run_in_world(seed, main)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is what was looked for
+        except Exception as error:  # noqa: BLE001  every error is a finding
             failure = first_of(error)
     cluster = clusters[0]
     outcome, history = cluster.outcome, cluster.history
@@ -338,8 +337,8 @@ def run_seed(seed: int, profile: Profile | None = None) -> tuple[Outcome, Histor
         outcome.faults, outcome.restarts = cluster.faults.count, cluster.faults.restarts
         outcome.without_effect = cluster.faults.without_effect
     outcome.failovers = cluster.operator.failovers
-    outcome.acknowledged = sum(one.acknowledged for one in cluster.publishers)
-    outcome.rollbacks = sum(one.rollbacks for one in cluster.consumers)
+    outcome.acknowledged = sum(publisher.acknowledged for publisher in cluster.publishers)
+    outcome.rollbacks = sum(consumer.rollbacks for consumer in cluster.consumers)
     outcome.events = len(history.events)
     try:
         check(history) if failure is None else None
@@ -354,7 +353,7 @@ def run_seed(seed: int, profile: Profile | None = None) -> tuple[Outcome, Histor
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """When the collector runs is chance, and it takes a tenth of the time."""
+    """Disables the garbage collector: it runs at random times, and takes a tenth of the time."""
     gc.disable()
     try:
         yield
@@ -364,7 +363,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nobody reads the servers' logs; to make them costs a third of the time."""
+    """Disables the servers' logs, which would take a third of the time."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
