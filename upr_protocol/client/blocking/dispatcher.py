@@ -61,13 +61,7 @@ class BlockingDispatcher:
     # Requests about one partition, or about none.
 
     def ask(self, call: Call[T]) -> T:
-        """Sends a request and waits for its answer.
-
-        Raises:
-            ServerError: The server refused.
-            BrokenError: The connection was lost; the request may have been carried out or not.
-            TimeoutError: No answer arrived in time; the request may still be carried out.
-        """
+        """Sends a request and waits for its answer; see `BlockingClient.ask`."""
         return self.ask_all([call])[0]
 
     def ask_all(self, requests: Sequence[Call[T]]) -> list[T]:

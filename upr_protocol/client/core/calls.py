@@ -28,7 +28,6 @@ from upr_protocol.wire import (
     CreateBucket,
     DeleteBucket,
     EventsReply,
-    Get,
     GetReply,
     Lease,
     LeaseAction,
@@ -364,10 +363,3 @@ def await_durable(
 def get(request: KeyRequest) -> Call[GetReply]:
     """Reads the keys of `request` that have no answer yet."""
     return Call(request.message, _as_it_is, request.partition)
-
-
-def get_from(
-    partition: PartitionId, keys: tuple[bytes, ...], history_id: HistoryId
-) -> Call[GetReply]:
-    """Reads keys of one partition, in one history."""
-    return Call(partial(Get, keys, history_id, partition=partition), _as_it_is, partition)

@@ -94,26 +94,34 @@ class MultiGet:
 class KeyRequest:
     """Some keys of one partition, until all of them are answered.
 
-    Attributes:
+    Args:
+        items: Where to put the items.
         partition: The partition.
+        missing: The keys, each with its place in `items`.
+        history_id: The only history to read in; 0 for any.
+
+    Attributes:
+        partition: See above.
     """
 
-    __slots__ = ("_items", "_missing", "partition")
+    __slots__ = ("_history_id", "_items", "_missing", "partition")
 
     def __init__(
         self,
         items: list[Item | None],
         partition: PartitionId,
         missing: list[tuple[int, bytes]],
+        history_id: HistoryId = HistoryId(0),
     ) -> None:
         self.partition = partition
         self._items = items
         self._missing = missing
+        self._history_id = history_id
 
     def message(self, opaque: int) -> Get:
         """The request for the keys that have no answer yet."""
         keys = tuple(key for _, key in self._missing)
-        return Get(keys, partition=self.partition, opaque=opaque)
+        return Get(keys, self._history_id, partition=self.partition, opaque=opaque)
 
     def receive(self, reply: GetReply) -> bool:
         """Takes in an answer.

@@ -24,9 +24,9 @@ from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.key_lookup import (
     LOOKUPS_AT_ONCE,
     Item,
+    KeyRequest,
     MultiGet,
     Text,
-    items_of,
     to_bytes,
 )
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
@@ -35,7 +35,6 @@ from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background
-from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import GET_KEYS_MAX
 from upr_protocol.wire import LeaseAction
@@ -117,20 +116,20 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         Raises:
             ServerError: `HISTORY_CHANGED`: the partition is in another history.
         """
-        items: list[Item | None] = []
+        items: list[Item | None] = [None] * len(keys)
+        places = list(enumerate(keys))
         high = SeqNo(0)
-        while len(items) < len(keys):
-            requested_keys = tuple(keys[len(items) : len(items) + GET_KEYS_MAX])
-            reply = await self._dispatcher.ask(
-                calls.get_from(PartitionId(partition), requested_keys, HistoryId(history_id))
+        for start in range(0, len(keys), GET_KEYS_MAX):
+            request = KeyRequest(
+                items,
+                PartitionId(partition),
+                places[start : start + GET_KEYS_MAX],
+                HistoryId(history_id),
             )
-            if not 1 <= reply.chunk.count <= len(requested_keys):
-                raise RemoteProtocolError(
-                    f"GetReply has {reply.chunk.count} items, the request named "
-                    f"{len(requested_keys)} keys"
-                )
-            items += items_of(PartitionId(partition), reply)
-            high = reply.chunk.end
+            is_answered = False
+            while not is_answered:
+                reply = await self._dispatcher.ask(calls.get(request))
+                is_answered, high = request.receive(reply), reply.chunk.end
         return items, high
 
     async def _change(

@@ -43,12 +43,7 @@ class PendingReply(Generic[T]):
 
     async def wait(self) -> T:
         """Waits for the answer, and gives what it means. Cancelled, the request may still be
-        carried out; its answer is dropped.
-
-        Raises:
-            ServerError: The server refused.
-            BrokenError, ClosedError: No answer will arrive.
-        """
+        carried out; its answer is dropped."""
         await self._event.wait()
         if isinstance(self._outcome, UprError):
             raise self._outcome
@@ -95,6 +90,10 @@ def _resolve_bundle(
 
 class RequestChannel(ConnectionHandler):
     """Sends requests, and brings each answer to its caller; the handler of a connection.
+
+    Calls that wait for an answer raise `ServerError` if the server refuses, or grants no credit for
+    a change in time; `BrokenError` if the connection is lost, and then the request may have been
+    carried out or not; and `ClosedError` if the connection is closed here.
 
     Args:
         address: Where the connection leads, for messages.
@@ -187,25 +186,13 @@ class RequestChannel(ConnectionHandler):
     # For callers.
 
     async def ask(self, call: Call[T]) -> T:
-        """Sends a request and waits for its answer.
-
-        Raises:
-            ServerError: The server refused, or granted no credit in time.
-            BrokenError: The connection was lost; the request may have been carried out or not.
-            ClosedError: The connection was closed here.
-        """
+        """Sends a request that is no change, and waits for its answer."""
         reply = await self.send(call)
         return await reply.wait()
 
     async def change(self, change: Change) -> WriteResult:
         """Makes a change: sent at once, with those that other tasks make now. Waits for the answer.
-        Cancelled before the change was sent, it was not made.
-
-        Raises:
-            ServerError: The server refused, or granted no credit in time.
-            BrokenError: The connection was lost; the change may have been carried out or not.
-            ClosedError: The connection was closed here.
-        """
+        Cancelled before the change was sent, it was not made."""
         connection = self.connection
         if connection.failure is not None:
             raise connection.failure
@@ -233,11 +220,8 @@ class RequestChannel(ConnectionHandler):
             self._changed.notify()
 
     async def send(self, call: Call[T]) -> PendingReply[T]:
-        """Sends a request that is no change. Waits for room; cancelled meanwhile, nothing was sent.
-
-        Raises:
-            BrokenError, ClosedError: The connection is over.
-        """
+        """Sends a request that is no change. Waits for room; cancelled meanwhile, nothing was
+        sent."""
         connection = self.connection
         self._sending += 1
         try:
