@@ -295,5 +295,7 @@ def test_the_blocking_client() -> None:
                 state = ResumeState.decode(stream.resume_state.encode())
             assert mirror.contents == {b"%d" % number: b"50" for number in range(100)}
             with client.read_stream(resume=state, end="now") as stream:
-                assert not [event for event in stream if not isinstance(event, StreamEnded)]
+                # A first cycle is complete if the server took up some partitions before the others.
+                kinds = {type(event) for event in stream}
+                assert kinds - {Completed} == {StreamEnded}
         thread.call(stop.set)
