@@ -74,9 +74,7 @@ async def test_a_closed_reader_is_a_broken_pipe() -> None:
     os.close(writer)
 
 
-async def test_watching_goes_on_while_the_reader_is_there(
-    pipe: Pipe, autojump_clock: object
-) -> None:
+async def test_watching_continues_while_somebody_reads(pipe: Pipe, autojump_clock: object) -> None:
     with trio.move_on_after(60) as scope:
         await Output(pipe[1]).watch()
     assert scope.cancelled_caught

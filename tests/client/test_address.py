@@ -23,7 +23,7 @@ from upr_protocol.client import Address, AddressError
         ("upr://a,[::1]:7,c:3/b", Address("a", 12000, "b", (("::1", 7), ("c", 3)))),
     ],
 )
-def test_what_is_an_address(url: str, address: Address) -> None:
+def test_valid_and_invalid_addresses(url: str, address: Address) -> None:
     assert Address.parse(url) == address
 
 

@@ -175,7 +175,7 @@ async def test_increments_have_one_effect_though_connections_are_cut(server: Ser
     assert sum(map(int, (await contents_of(server)).values())) == 1500
 
 
-async def test_a_consumer_goes_on_though_connections_are_cut(server: Server) -> None:
+async def test_a_consumer_continues_though_connections_are_cut(server: Server) -> None:
     rng = random.Random(3)
     mirror = Mirror()
     written: dict[bytes, bytes] = {}

@@ -835,7 +835,7 @@ def test_a_reply_ends_before_the_first_item_that_was_not_read() -> None:
     assert [request.key for request in partition.missing_keys(keys[3:], NOW, fetched)] == [b"c"]
 
 
-def test_the_answers_that_a_restart_remembers_are_those_within_the_window() -> None:
+def test_a_restart_remembers_the_answers_within_the_window() -> None:
     before, disk = new_partition(), NaiveDisk()
     before.repeated_batches.track_unsaved()
     batch = Chunk.build([request(Operation.SET)])

@@ -111,7 +111,7 @@ def test_readers_see_what_the_model_says(seed: int, keys: int, steps: int) -> No
 @pytest.mark.parametrize(
     ("keys", "sizes"), [(1, [1, 5]), (50, [20]), (50, [1000]), (2000, [7, 60]), (2000, [1, 3000])]
 )
-def test_unread_mutations_take_the_memory_of_what_is_live(keys: int, sizes: list[int]) -> None:
+def test_unread_mutations_take_the_memory_of_the_live_keys(keys: int, sizes: list[int]) -> None:
     run = Run(7, keys, counters=False)
     run.sizes = sizes
     while run.model.high < 40_000:
@@ -124,7 +124,7 @@ def test_unread_mutations_take_the_memory_of_what_is_live(keys: int, sizes: list
     run.bucket.check_invariants()
 
 
-def test_collapsing_keeps_what_readers_left_near_what_is_live() -> None:
+def test_collapsing_keeps_read_snapshots_near_the_size_of_the_live_keys() -> None:
     run = Run(8, 1500, counters=False)
     reader = Reader(run.partition, run.model, 0)
     most = 0

@@ -87,7 +87,7 @@ def test_a_replica_frees_nothing_that_the_disk_does_not_have() -> None:
     assert partition.high_seq == 1
 
 
-def test_readers_go_on_from_disk() -> None:
+def test_readers_continue_from_disk() -> None:
     partition = new_replicated_partition()
     write(partition, b"a")
     persist(partition)

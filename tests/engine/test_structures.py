@@ -296,7 +296,7 @@ def test_a_writer_that_begins_again_can_be_refused_again() -> None:
     answers.check_invariants()
 
 
-def test_a_writer_that_abandons_a_refused_batch_goes_on() -> None:
+def test_a_writer_that_abandons_a_refused_batch_may_continue() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.note_refused(token(1))
     assert answers.refuse_overtaking(token(2))

@@ -140,7 +140,7 @@ async def test_a_follower_whose_name_was_taken_over_hears_of_it_at_once(
         await ask(bus, timeout_s=60.0)
 
 
-async def test_a_load_that_never_ends_is_told_ten_times_a_second(
+async def test_a_load_that_never_ends_is_delivered_ten_times_a_second(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     batch_id, _, _ = await ask(bus)

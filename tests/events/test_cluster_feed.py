@@ -64,7 +64,7 @@ async def quiet(feed: EventFeed) -> None:
             await anext(feed)
 
 
-async def test_an_event_of_a_partition_on_another_node_is_told(group: ServerGroup) -> None:
+async def test_an_event_of_a_partition_on_another_node_is_delivered(group: ServerGroup) -> None:
     await give_away(group)
     async with follow_events(group.servers["a"].url(), consumer="c") as feed:
         await until_everything(feed, times=2)  # one of each node
@@ -75,7 +75,7 @@ async def test_an_event_of_a_partition_on_another_node_is_told(group: ServerGrou
         await until_updated(feed)
 
 
-async def test_events_go_on_after_a_failover(group: ServerGroup) -> None:
+async def test_events_continue_after_a_failover(group: ServerGroup) -> None:
     async with follow_events(group.servers["a"].url(), consumer="c") as feed:
         await until_everything(feed, times=2)
         await quiet(feed)

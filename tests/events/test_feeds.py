@@ -145,7 +145,7 @@ async def test_a_filter_leaves_out_other_events(server: Server) -> None:
         assert (await event(named)).bucket == "orders"
 
 
-async def test_a_consumer_that_returns_is_told_what_it_missed(server: Server) -> None:
+async def test_a_consumer_that_returns_receives_what_it_missed(server: Server) -> None:
     async with connect(server.url("b")) as client:
         async with feed_of(server):
             pass
@@ -162,7 +162,7 @@ async def test_a_consumer_that_returns_is_told_what_it_missed(server: Server) ->
             assert bucket_event.fate is BucketFate.DELETED
 
 
-async def test_a_batch_without_acknowledgement_is_told_again(server: Server) -> None:
+async def test_a_batch_without_acknowledgement_is_delivered_again(server: Server) -> None:
     async with connect(server.url("b")) as client:
         async with feed_of(server) as feed:
             await client.set("k", "v")
@@ -278,7 +278,7 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
                     pass
 
 
-async def test_a_wrong_question_is_refused_and_the_connection_goes_on(server: Server) -> None:
+async def test_a_wrong_request_is_refused_and_the_connection_stays_open(server: Server) -> None:
     for options, said in (
         ({"consumer": "no name"}, "invalid consumer name"),
         ({"consumer": ".compaction"}, "invalid consumer name"),

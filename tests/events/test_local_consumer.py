@@ -80,7 +80,7 @@ async def test_callbacks_share_a_queue_and_each_has_its_filter(
     assert counters <= 2
 
 
-async def test_a_consumer_lives_though_nothing_is_told(
+async def test_a_consumer_without_events_does_not_time_out(
     autojump_clock: MockClock, bus: EventBus
 ) -> None:
     batches: list[EventBatch] = []
@@ -89,7 +89,7 @@ async def test_a_consumer_lives_though_nothing_is_told(
     assert batches == [EVERYTHING, EVERYTHING]
 
 
-async def test_a_load_that_never_ends_is_told_once_a_second(
+async def test_a_load_that_never_ends_is_delivered_once_a_second(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     batches: list[EventBatch] = []
@@ -138,7 +138,7 @@ async def test_without_callbacks_the_queue_is_cleared_and_a_later_one_looks_at_e
     assert events_of(batches) == [BucketEvent("b", 1, BucketFate.DELETED)]
 
 
-async def test_a_long_queue_is_told_in_batches(
+async def test_a_long_queue_is_delivered_in_batches(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     batches: list[EventBatch] = []

@@ -38,7 +38,7 @@ def lives(draw: st.DrawFn) -> Sequence[str]:
     return life + (["delete"] if draw(st.booleans()) else [])
 
 
-def test_the_values_are_those_of_the_table() -> None:
+def test_the_values_equal_the_table() -> None:
     assert unpack(IDLE) == (BucketFate.NONE, 0)
     assert applied(IDLE, "create") == 3
     assert applied(IDLE, "update") == 6

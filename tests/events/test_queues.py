@@ -40,7 +40,7 @@ def polled(queue: EventQueue, keys_max: int = 3) -> list[BucketEvent]:
     return events
 
 
-def test_an_event_is_told_once() -> None:
+def test_an_event_is_delivered_once() -> None:
     queue = new_queue()
     queue.created("b", 1)
     for designs in ((b"_design/x",), (), (b"_design/y", b"_design/x")):
@@ -62,7 +62,7 @@ def test_a_counter_that_stays_idle_is_removed_by_the_next_poll() -> None:
     assert not queue.counters
 
 
-def test_a_deletion_after_a_poll_is_told() -> None:
+def test_a_deletion_after_a_poll_is_delivered() -> None:
     queue = new_queue()
     queue.created("b", 1)
     polled(queue)
@@ -98,7 +98,7 @@ def test_a_poll_and_its_reset_lose_no_update(steps: list[tuple[str, str | int]])
     assert received == made
 
 
-def test_a_poll_that_stops_early_continues_with_the_buckets_not_told_yet() -> None:
+def test_a_poll_that_stops_early_continues_with_the_remaining_buckets() -> None:
     """Also where those that were told are updated all the time."""
     queue = new_queue()
     for bucket in "abcde":
@@ -152,7 +152,7 @@ def test_an_earlier_bucket_does_not_hide_a_later_one_whose_creation_is_not_wante
     assert [(event.incarnation, event.updates) for event in polled(queue)] == [(2, 1)]
 
 
-def test_more_design_documents_than_are_named_are_told_as_any() -> None:
+def test_too_many_design_documents_are_reported_as_any() -> None:
     queue = new_queue()
     for number in range(DESIGNS_MAX):
         queue.updated("b", 1, (b"_design/%d" % number,))
@@ -230,7 +230,7 @@ def test_a_clean_restart_keeps_the_queues() -> None:
     assert last.unacknowledged == unacknowledged
 
 
-def test_after_an_absence_of_the_node_nobody_is_dead() -> None:
+def test_no_consumer_times_out_while_the_node_was_down() -> None:
     queues = EventQueues()
     queues.register("c", TIMEOUT_S, now=0.0)
     restored = EventQueues()

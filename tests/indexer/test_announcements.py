@@ -236,7 +236,7 @@ async def test_an_announced_definition_that_cannot_be_read_comes_by_the_stream(
             )
 
 
-def test_the_consumer_name_stands_for_the_data_directory(
+def test_the_consumer_name_identifies_the_data_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path)

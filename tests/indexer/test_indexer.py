@@ -279,7 +279,7 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
             await scan(indexer, "d/city", consistency="at_least", written=written)
 
 
-async def test_an_index_that_costs_too_much_is_left_out_by_name_and_the_others_go_on(
+async def test_an_index_that_costs_too_much_fails_alone_and_is_named(
     tmp_path: Path,
 ) -> None:
     hostile = IndexDefinition(("city" + "|join('',[@,@])" * 31,))

@@ -132,7 +132,7 @@ def parts(draw: st.DrawFn) -> tuple[tuple[Any, ...], list[Mutation]]:
 
 
 @given(st.lists(parts(), max_size=7), st.integers(0, 1 << 41))
-def test_gathered_rows_are_those_of_the_parts(
+def test_gathered_rows_equal_the_rows_of_the_parts(
     drawn: list[tuple[tuple[Any, ...], list[Mutation]]], start: int
 ) -> None:
     said, encoded = agreed("gather", [part for part, _ in drawn], start, start + 1)

@@ -166,7 +166,7 @@ def test_a_key_of_a_run_may_occur_again_in_it(build: Any) -> None:
     ],
 )
 @of_each_build
-def test_what_is_no_key_or_number_is_refused(
+def test_invalid_keys_and_numbers_are_refused(
     build: Any, args: tuple[bytes, int], error: type[Exception]
 ) -> None:
     table = build.KeyTable()

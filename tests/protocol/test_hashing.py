@@ -58,7 +58,7 @@ def test_the_top_bit_of_the_checksum_is_masked_before_the_remainder() -> None:
 @given(st.lists(st.binary(max_size=KEY_BYTES_MAX), max_size=40), st.integers(1, PARTITIONS_MAX))
 @example([b"x" * KEY_BYTES_MAX, b"", bytes(KEY_BYTES_MAX)], 1000)
 @example([b"%d" % index for index in range(40_000)], 64)
-def test_the_partitions_of_a_column_are_those_of_its_keys(
+def test_the_partitions_of_a_column_equal_the_partitions_of_its_keys(
     keys: list[bytes], partitions: int
 ) -> None:
     # A column may be a slice of a longer one.

@@ -48,7 +48,7 @@ def test_the_last_chunk_of_a_snapshot_is_written_with_its_end() -> None:
     assert not snapshots.has_unwritten
 
 
-def test_a_stream_goes_on_inside_a_snapshot_that_was_interrupted() -> None:
+def test_a_stream_continues_inside_an_interrupted_snapshot() -> None:
     snapshots = received(10, chunk(1, 2))
     partial = PartialSnapshot(HISTORY, SeqNo(0), SeqNo(10))
     assert snapshots.position == Position(LOG, SeqNo(0), SeqNo(2), partial)

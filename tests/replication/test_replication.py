@@ -183,7 +183,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
         assert received >= set(keys)
 
 
-async def test_a_node_tells_nobody_what_is_left_of_a_partition_that_it_gave_up() -> None:
+async def test_a_node_streams_nothing_of_a_partition_that_it_gave_up() -> None:
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", 20)
         await group.quiet()
@@ -220,7 +220,7 @@ async def test_no_client_is_streamed_a_dead_or_a_pending_partition(
         assert refused.value.status is Status.BAD_ARGUMENT
 
 
-async def test_numbers_are_those_of_the_active_though_a_replica_is_asked_first() -> None:
+async def test_seqnos_come_from_the_active_though_a_replica_is_asked_first() -> None:
     """A client that has an old map asks a replica, which lags."""
     async with cluster("ab", partitions=1) as group, connect(group.nodes["a"].url) as client:
         await client.set("key", "value")
@@ -266,7 +266,7 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
         assert set(begun) == set(accepted_histories)
 
 
-async def test_a_replica_that_has_nothing_yet_sends_nobody_back() -> None:
+async def test_an_empty_replica_rolls_no_consumer_back() -> None:
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -292,7 +292,7 @@ async def follow(url: str, state: ResumeState) -> None:
             assert not isinstance(event, RolledBack)
 
 
-async def test_a_node_that_comes_back_goes_on_from_its_disk() -> None:
+async def test_a_node_that_restarts_continues_from_its_disk() -> None:
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -320,7 +320,7 @@ async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
 
 
 @pytest.mark.parametrize("is_killed_again", [False, True])
-async def test_a_failover_that_is_taken_back_trusts_nobody_who_has_lost_its_memory(
+async def test_a_failover_that_is_undone_trusts_no_node_that_lost_its_memory(
     is_killed_again: bool,
 ) -> None:
     """Its replicas may have what it acknowledged: it waits until a failover has chosen it."""
@@ -524,7 +524,7 @@ async def test_a_late_map_changes_nothing() -> None:
         assert (await group.map_of("a")) == group.map
 
 
-async def test_a_history_is_kept_only_by_who_has_all_of_it() -> None:
+async def test_a_history_is_continued_only_by_a_node_that_has_all_of_it() -> None:
     async with cluster("ab") as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -621,7 +621,7 @@ async def test_failovers_at_random(seed: int) -> None:
         assert load.acknowledged
 
 
-async def test_a_node_that_lost_its_disk_has_nobody_give_up_anything() -> None:
+async def test_a_node_that_lost_its_disk_makes_no_other_node_give_up_data() -> None:
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()

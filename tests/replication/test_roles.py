@@ -112,7 +112,7 @@ def test_a_replica_that_becomes_active_begins_a_new_history() -> None:
     assert log_after(replica_at(20), Assignment("a"), is_clean=True) == [(99, 20), (7, 0)]
 
 
-def test_a_replica_that_stands_at_the_named_end_continues_the_history() -> None:
+def test_a_replica_at_the_named_end_continues_the_history() -> None:
     at_the_end = Assignment("a", continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
     assert log_after(replica_at(20), at_the_end, is_clean=True) == [(7, 0)]
     with pytest.raises(ServerError, match="continue history 7 at 20") as refused:

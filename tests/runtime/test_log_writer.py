@@ -30,7 +30,7 @@ def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("upr_server", logging.WARNING, "", 0, text, None, None)
 
 
-def test_a_pipe_that_nobody_reads_blocks_nobody() -> None:
+def test_a_pipe_without_a_reader_does_not_block_logging() -> None:
     """A pipe takes 64 KiB; twenty thousand lines are more."""
     process = subprocess.Popen(
         [sys.executable, "-c", FLOOD],

@@ -466,7 +466,7 @@ async def test_one_that_is_dropped_before_the_end_alone_gets_that(
         assert reader.kinds[-1] == SnapshotKind.MEMORY
 
 
-async def test_a_backfills_end_stands_and_compaction_leaves_it_whole(
+async def test_a_backfills_end_is_fixed_and_compaction_leaves_it_complete(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every key is overwritten meanwhile, again and again, and nearly all is garbage."""

@@ -238,7 +238,7 @@ async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind
                 assert model.disk.memory.backfills == 0
 
 
-async def test_who_waits_for_a_commit_that_hangs_and_goes_leaves_nothing(
+async def test_a_caller_that_leaves_a_hanging_commit_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()

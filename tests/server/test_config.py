@@ -89,7 +89,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "none.toml", {}, {})
 
 
-def test_what_is_printed_reads_back(tmp_path: Path) -> None:
+def test_a_printed_configuration_reads_back(tmp_path: Path) -> None:
     config = ServerConfig(
         listen="[::1]:7",
         identity='a "quoted" näme\\ with words',
@@ -117,7 +117,7 @@ def test_the_command_prints_what_serve_would_run_with(tmp_path: Path) -> None:
     assert f"# kernel: {upr_kernel.BUILD}\n" in result.output
 
 
-def test_the_command_says_what_is_wrong() -> None:
+def test_the_command_refuses_a_wrong_address() -> None:
     result = CliRunner().invoke(main, ["config", "--listen", "nowhere"])
     assert result.exit_code == 2
     assert "HOST:PORT" in result.output

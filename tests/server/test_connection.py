@@ -337,7 +337,7 @@ async def test_a_bad_key_that_is_asked_for_has_no_item_and_says_why() -> None:
         ]
 
 
-async def test_a_long_answer_is_cut_and_goes_on() -> None:
+async def test_a_long_answer_is_cut_and_continued() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
         keys = tuple(b"k%d" % number for number in range(5))
@@ -370,7 +370,7 @@ async def test_partitions_that_are_not_there_are_said_to_be_not_ours() -> None:
         assert (await peer.hear(StreamReply)).status == Status.WRONG_STATE
 
 
-async def test_what_a_socket_does_not_take_at_once_goes_before_what_is_said_next() -> None:
+async def test_bytes_that_a_socket_did_not_take_go_before_later_messages() -> None:
     """An answer is longer than a socket takes, and the next question comes in that very moment: the
     loop may let either go on first."""
     ends = [trio.SocketStream(end) for end in trio.socket.socketpair()]
@@ -388,7 +388,7 @@ async def test_what_a_socket_does_not_take_at_once_goes_before_what_is_said_next
                 assert (await peer.hear(GetReply)).chunk.values() == [value]
 
 
-async def test_who_says_everything_at_once_has_greeted_too(
+async def test_a_client_that_sends_everything_at_once_has_greeted_too(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """The bucket is open before the greeting was answered: no `Hello` is missed later."""
@@ -514,7 +514,7 @@ async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
         assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
 
 
-async def test_a_consumer_cut_inside_a_snapshot_goes_on_there() -> None:
+async def test_a_consumer_cut_inside_a_snapshot_continues_there() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(*(b"%d" % number for number in range(9))))
@@ -865,7 +865,7 @@ async def test_others_have_their_turn_while_statistics_are_made() -> None:
         assert turns > 20
 
 
-async def test_a_fault_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_error_is_reported_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     server = make_server()
 
     def fault(bucket: str) -> None:

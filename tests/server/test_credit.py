@@ -33,7 +33,7 @@ async def test_a_single_publisher_has_the_largest_credit() -> None:
     assert shares.share(bucket, reader) == CREDIT_BYTES_MIN
 
 
-async def test_publishers_share_what_is_left_of_the_quota_when_the_bucket_is_full() -> None:
+async def test_publishers_share_the_rest_of_the_quota_when_the_bucket_is_full() -> None:
     await trio.lowlevel.checkpoint()  # connections read Trio's clock: this must run in it
     server = make_server()
     shares = server.connections.resources.credit_shares

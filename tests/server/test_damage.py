@@ -56,7 +56,7 @@ async def stored(is_index_damaged: bool) -> SimulatedStore:
 
 
 @pytest.mark.parametrize("is_index_damaged", [False, True])
-async def test_damage_is_told_at_once_and_other_partitions_are_served(
+async def test_damage_is_reported_at_once_and_other_partitions_are_served(
     autojump_clock: trio.testing.MockClock,
     monkeypatch: pytest.MonkeyPatch,
     is_index_damaged: bool,

@@ -310,7 +310,7 @@ async def test_streams_and_barriers_do_not_wait_for_the_disk(
 # A disk that is full.
 
 
-async def test_a_full_disk_is_told_and_room_is_noticed(
+async def test_a_full_disk_is_reported_and_new_room_is_noticed(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = SimulatedStore()

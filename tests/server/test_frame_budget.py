@@ -158,7 +158,9 @@ def test_addresses_share_equally_and_then_their_connections() -> None:
     assert frames.budget.share(alone) == 60
 
 
-async def test_those_above_their_share_wait_and_the_first_goes_on(nursery: trio.Nursery) -> None:
+async def test_connections_above_their_share_wait_and_the_first_continues(
+    nursery: trio.Nursery,
+) -> None:
     frames = _Frames(100)
     first = frames.begin("first", 70)
     second = frames.begin("second", 60)

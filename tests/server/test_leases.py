@@ -149,7 +149,7 @@ async def read(
 ALL = [(number, 0, SEQ_MAX) for number in range(PARTITIONS)]
 
 
-async def test_what_is_leased_is_read_the_same_each_time(server: Server) -> None:
+async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
     """Though every key is overwritten and everything else compacted meanwhile."""
     async with connect(server.url("b")) as client:
         await write(client, 1, 2, 3)
@@ -185,7 +185,7 @@ async def test_what_is_leased_is_read_the_same_each_time(server: Server) -> None
         assert refused.value.status is Status.RANGE_GONE
 
 
-async def test_what_is_leased_is_whole_though_deletions_are_forgotten(server: Server) -> None:
+async def test_a_leased_range_is_complete_though_deletions_were_removed(server: Server) -> None:
     """A reader may begin in the middle of it, or go on there after a lost connection."""
     async with connect(server.url("b")) as client:
         await write(client, 1, 2)
@@ -293,7 +293,7 @@ async def test_one_that_lapses_can_be_renewed_until_something_is_dropped(
         assert figures(server) == (0, 0), "after a week it is forgotten"
 
 
-async def test_those_that_lapsed_make_room_for_others(server: Server, clock: Clock) -> None:
+async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)
 

@@ -135,7 +135,7 @@ FROM_BEFORE: list[Event] = [
 """A consumer goes back to an end of earlier; later it had another one of this number."""
 
 
-def test_what_is_right() -> None:
+def test_correct_histories_pass() -> None:
     assert not broken(RIGHT)
     assert not broken(FAILED_OVER)
     assert not broken(FROM_BEFORE)
@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong(what: str) -> None:
+def test_broken_promises_are_found(what: str) -> None:
     promise, events = WRONG[what]
     assert broken(events()) == promise
 
@@ -264,7 +264,7 @@ def test_what_was_acknowledged_before_a_consumer_asked_for_now_is_below_its_end(
     assert not broken([*began, answered, asked, elsewhere, in_the_end])
 
 
-def test_a_consumer_goes_on_with_what_it_had_kept() -> None:
+def test_a_consumer_continues_from_its_saved_state() -> None:
     kept = Restarted("c", {P: (SeqNo(1), {b"k": (SeqNo(1), b"v1")})})
     began: list[Event] = [*SENT, *numbered(ONE, TWO), *streamed(0, ONE, TWO, end=2), kept]
     assert not broken([*began, *streamed(1, TWO, end=2)])

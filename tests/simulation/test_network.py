@@ -54,7 +54,7 @@ def test_what_trickled_comes_at_once_when_the_link_is_mended() -> None:
     run_in_world(1, main)
 
 
-def test_a_link_that_is_cut_holds_back_what_is_on_its_way() -> None:
+def test_a_cut_link_holds_back_bytes_on_their_way() -> None:
     async def main(clock: JumpingClock) -> None:
         network = Network(clock, Random(1), DELAY_S, 0.0)
         near, far = await _connection(network)

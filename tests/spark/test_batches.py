@@ -140,7 +140,7 @@ def made_naively(rows: list[Mutation], batch_bytes: int) -> list[tuple[int, list
 
 
 @given(ROWS, st.lists(st.integers(0, 100), max_size=5), st.integers(1, 2000))
-def test_batches_are_those_of_the_rows_however_they_come(
+def test_batches_equal_their_rows_however_spark_sends_them(
     rows: list[Mutation], cuts: list[int], batch_bytes: int
 ) -> None:
     batches = made(rows, cuts, batch_bytes)
@@ -318,7 +318,7 @@ def json_columns(depth: int = 2) -> st.SearchStrategy[tuple[pa.DataType, st.Sear
 
 
 @given(st.data())
-def test_json_is_what_is_written_row_by_row(data: st.DataObject) -> None:
+def test_json_of_columns_equals_json_row_by_row(data: st.DataObject) -> None:
     kind, values = data.draw(json_columns())
     rows = data.draw(st.lists(values | st.none(), max_size=6))
     expected = [json.dumps({"c": row}, ensure_ascii=False, separators=(",", ":")) for row in rows]

@@ -74,7 +74,7 @@ def test_every_option_is_in_its_table(asked: Callable[[Callable[[], object]], se
     assert a_write == set(table(WRITE))
 
 
-def test_the_defaults_are_as_told() -> None:
+def test_the_defaults_are_as_documented() -> None:
     given: dict[str, str] = {}
     for heading in (READ, STREAM):
         for name, rest in table(heading).items():

@@ -82,7 +82,7 @@ def rows_of(frame: DataFrame) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_rows_are_those_of_a_consumer(spark: SparkSession, new_bucket: NewBucket) -> None:
+def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: NewBucket) -> None:
     """Every kind of row, edges of every column, a value of 20 MiB, partitions without any."""
     url = new_bucket(16)
     draw = random.Random(1)
@@ -311,7 +311,7 @@ def test_what_cannot_be_read(
 
 
 @pytest.mark.timeout(300)
-def test_who_takes_little_leaves_nothing_behind(
+def test_a_read_that_stops_early_leaves_nothing_behind(
     spark: SparkSession, server: BlockingServer, new_bucket: NewBucket
 ) -> None:
     """Many times: limited, taken from, and cancelled."""

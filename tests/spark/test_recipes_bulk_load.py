@@ -15,7 +15,7 @@ from upr_protocol.spark.recipes import bulk_load
 NewBucket = Callable[..., str]
 
 
-def test_every_row_is_written_or_told_of(
+def test_every_row_is_written_or_reported(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:
     url = new_bucket()

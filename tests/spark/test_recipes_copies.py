@@ -81,7 +81,7 @@ def test_a_snapshot_holds_what_the_bucket_held(
             assert part.history_id == f"{info.log.current:016x}"
 
 
-def test_a_snapshot_that_was_not_finished_is_none(
+def test_an_unfinished_snapshot_is_refused(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:
     url = new_bucket()
@@ -89,7 +89,7 @@ def test_a_snapshot_that_was_not_finished_is_none(
     folder = tmp_path / "snapshot"
     snapshot(spark, url, folder)
     (folder / "manifest.json").rename(tmp_path / "manifest.json")
-    assert "never finished" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
+    assert "is incomplete" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     assert "not finished" in failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
     change(url, drop([3]))
     found = snapshot(spark, url, folder, overwrite=True)

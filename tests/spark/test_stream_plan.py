@@ -380,7 +380,7 @@ def test_an_offset_of_the_first_version_is_read() -> None:
     }
 
 
-def test_an_offset_that_is_none_of_ours_is_refused() -> None:
+def test_a_foreign_offset_is_refused() -> None:
     good = Offset("b", {PartitionId(0): PartitionOffset(FailoverLog(), SeqNo(5))}).to_json()
     assert Offset.of_json(good).to_json() == good
     for wrong, sentence in (
@@ -467,7 +467,7 @@ def test_a_batch_that_is_not_whole_any_more_is_not_read() -> None:
     assert ranges_of(tasks) == [(0, 0, 5, None)]  # type: ignore[arg-type]
 
 
-def test_what_is_not_on_disk_is_streamed_only_on_request() -> None:
+def test_changes_not_yet_on_disk_are_streamed_only_on_request() -> None:
     driver = ModelDriverClient(1)
     driver.write(0, 0)
     reader = reader_of(driver)
@@ -516,7 +516,7 @@ def written(partitions: int, rows: int) -> ModelDriverClient:
     return driver
 
 
-def test_what_is_planned_until_now_is_pinned_from_where_the_stream_stands() -> None:
+def test_a_plan_pins_the_ranges_from_the_streams_position() -> None:
     """And not the whole bucket, for as long as the lease lives."""
     driver = written(2, 100)
     reader = reader_of(driver)
@@ -585,7 +585,7 @@ def test_deletions_that_are_forgotten_do_not_matter_inside_a_snapshot() -> None:
     assert reader.latestOffset(start, ReadMaxRows(5)) is start
 
 
-def test_what_is_left_of_a_batch_is_read_though_deletions_are_forgotten() -> None:
+def test_the_rest_of_a_batch_is_read_though_deletions_were_removed() -> None:
     driver = written(1, 10)
     reader = reader_of(driver)
     start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())

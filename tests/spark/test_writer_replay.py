@@ -54,7 +54,7 @@ def run(url: str, attempt: int, count: int = ROWS, value: str = "v", **more: str
     return WriteTask(options, WRITER, attempt).write(rows(count, value))
 
 
-def test_what_is_too_old_to_tell_is_passed_over(new_bucket: NewBucket) -> None:
+def test_a_run_too_old_to_recognise_is_passed_over(new_bucket: NewBucket) -> None:
     url = new_bucket(1)
     first = run(url, 1)
     assert (first.rows, first.failed) == (ROWS, 0)
@@ -63,7 +63,7 @@ def test_what_is_too_old_to_tell_is_passed_over(new_bucket: NewBucket) -> None:
     assert mutations(url) == ROWS + 2
 
 
-def test_what_is_too_old_to_tell_is_vouched_for_by_what_is_not(new_bucket: NewBucket) -> None:
+def test_a_run_too_old_to_recognise_must_fit_the_recognised_ones(new_bucket: NewBucket) -> None:
     url = new_bucket(1)
     run(url, 1)
     with pytest.raises(PipelineError, match=r"UPR_REPLAY_DIFFERS.*differs from"):
@@ -73,7 +73,7 @@ def test_what_is_too_old_to_tell_is_vouched_for_by_what_is_not(new_bucket: NewBu
     assert mutations(url) == ROWS
 
 
-def test_what_is_too_old_to_tell_may_have_failed(new_bucket: NewBucket) -> None:
+def test_a_run_too_old_to_recognise_may_have_failed(new_bucket: NewBucket) -> None:
     url = new_bucket(1)
     run(url, 1, operation="insert")
     with pytest.raises(PipelineError, match=r"UPR_REPLAY_TOO_OLD.*upsert or delete"):
@@ -90,7 +90,7 @@ def test_an_attempt_that_was_overtaken(new_bucket: NewBucket) -> None:
     assert mutations(url) == ROWS
 
 
-def test_who_a_task_is() -> None:
+def test_the_writer_id_of_a_task() -> None:
     ids = {writer_id(job, task) for job in (b"a", b"b") for task in (0, 1)}
     assert len(ids) == 4
     assert {len(found) for found in ids} == {16}

@@ -221,7 +221,7 @@ def test_a_truncation_deletes_answers() -> None:
     assert bucket.log.load().partitions[PARTITION].tokens == tokens[:1]
 
 
-def test_what_is_indexed_cannot_be_truncated() -> None:
+def test_indexed_mutations_cannot_be_truncated() -> None:
     bucket = new_bucket()
     bucket.commit([write(30, 10, 20, 30)])
     bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=5)

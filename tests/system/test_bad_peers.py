@@ -368,7 +368,7 @@ async def test_a_peer_that_falls_silent() -> None:
         await bad.expect_error(Status.IDLE, streaming=True)
 
 
-async def test_strangers_who_never_say_hello() -> None:
+async def test_peers_that_never_send_hello() -> None:
     hello = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame())
     async with attacked() as server, trio.open_nursery() as nursery:
 
@@ -406,7 +406,7 @@ def _get(*keys: bytes) -> Message:
         pytest.param(0, 0, Stats(opaque=1), 64 * MIB, id="statistics"),
     ],
 )
-async def test_floods_of_questions_from_peers_who_do_not_read(
+async def test_floods_of_requests_from_peers_that_do_not_read(
     items: int, value_bytes: int, question: Message, grows_at_most: int
 ) -> None:
     """Eight peers ask, at once and on and on, and leave the answers lying. They are let go once

@@ -74,7 +74,7 @@ async def assert_new(client: Client, key: bytes) -> None:
     assert item.value == b"new"
 
 
-async def test_a_flipped_bit_takes_only_what_is_damaged(tmp_path: Path) -> None:
+async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None:
     data = tmp_path / "data"
     async with server_process(data_dir=data) as server:
         async with connect(server.url()) as client:
@@ -133,7 +133,7 @@ async def mend(data: Path) -> tuple[int, str]:
     return done.code, done.out
 
 
-async def test_a_replica_mends_what_is_damaged(tmp_path: Path) -> None:
+async def test_a_replica_replaces_damaged_data(tmp_path: Path) -> None:
     first_data, second_data = tmp_path / "a", tmp_path / "b"
     everything = {**FIRST, **SECOND, **THIRD}
     async with server_process("--node", "b", data_dir=second_data) as second:

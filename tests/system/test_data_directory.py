@@ -140,7 +140,9 @@ def data(original: Path, tmp_path: Path) -> Path:
 # Two servers.
 
 
-async def test_a_second_server_says_who_is_there_and_the_first_serves_on(tmp_path: Path) -> None:
+async def test_a_second_server_exits_with_an_error_and_the_first_keeps_serving(
+    tmp_path: Path,
+) -> None:
     """While the second waits for the directory and gives up, the first takes writes to disk and
     streams them."""
     data = tmp_path / "data"

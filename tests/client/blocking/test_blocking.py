@@ -418,7 +418,7 @@ def test_a_blocking_consumer_follows_a_failover(fake: ThreadedFake) -> None:
     assert mirror.contents == fake.server.contents()
 
 
-def test_a_blocking_consumer_killed_during_a_rollback_is_told_again(
+def test_a_blocking_consumer_killed_during_a_rollback_rolls_back_again(
     fake: ThreadedFake, tmp_path: Path
 ) -> None:
     """Though it asks a server then that has all it had."""
@@ -495,7 +495,7 @@ def test_an_event_asked_for_again_connects_after_a_failure(fake: ThreadedFake) -
         assert any(isinstance(event, ChunkReceived) for event in following)
 
 
-def test_a_consumer_goes_on_after_its_connection_was_cut(fake: ThreadedFake) -> None:
+def test_a_consumer_continues_after_its_connection_was_cut(fake: ThreadedFake) -> None:
     fill(fake, 10)
     mirror = Mirror()
     with consumer(fake) as following:
@@ -622,7 +622,7 @@ def test_a_publisher_is_kept_for_its_writer(fake: ThreadedFake) -> None:
     assert client_threads() == 0
 
 
-def test_ctrl_c_ends_publishing_and_the_client_goes_on(fake: ThreadedFake) -> None:
+def test_ctrl_c_ends_publishing_and_the_client_stays_usable(fake: ThreadedFake) -> None:
     fake.server.credit_bytes = 0
 
     def interrupt(*_: object) -> None:

@@ -59,7 +59,7 @@ def until(stream: BlockingRollbackConsumer, cookie: bytes) -> list[Event | Undon
     raise AssertionError("the streams ended")
 
 
-def test_a_program_that_blocks_is_told_what_to_undo_key_by_key(
+def test_a_blocking_program_undoes_a_rollback_key_by_key(
     fake: ThreadedFake, tmp_path: Path
 ) -> None:
     with consumer(fake, tmp_path) as stream:

@@ -135,7 +135,7 @@ def test_a_thread_that_nobody_refers_to_ends() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_process_is_told_to_make_its_own(thread: TrioThread) -> None:
+def test_a_forked_process_must_create_its_own_client(thread: TrioThread) -> None:
     child = os.fork()
     if not child:  # it must not come back to pytest
         code = 1

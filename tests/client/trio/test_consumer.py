@@ -575,7 +575,7 @@ async def test_streams_accepted_and_ended_again_and_again_count_as_failures(
     assert net.dialled < 40
 
 
-async def test_a_rollback_from_the_very_beginning_is_no_rollback(
+async def test_a_rollback_of_an_empty_consumer_is_an_error(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.refuse = lambda m: Status.ROLLBACK if isinstance(m, Stream) else None

@@ -127,7 +127,7 @@ def check(server: FakeServer, made_changes: Sequence[Made]) -> None:
     credit_bytes=st.sampled_from([1 << 20, 200]),
     seed=st.integers(0, 2**32),
 )
-def test_each_single_change_has_the_one_effect_that_its_task_is_told(
+def test_each_single_change_has_the_effect_that_its_task_is_answered(
     plans: list[list[Step]], budgets: list[tuple[int, int]], credit_bytes: int, seed: int
 ) -> None:
     server = FakeServer()

@@ -59,7 +59,7 @@ class Undoing:
         return SeqNo(ceiling // 10 * 10)
 
 
-async def test_the_stream_goes_on_from_where_the_application_rolled_back_to(
+async def test_the_stream_continues_where_the_application_rolled_back_to(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     fill_one_partition(server, 30)

@@ -293,7 +293,7 @@ def test_a_reader_holds_what_the_disk_has_already() -> None:
     assert partition.snapshots.oldest == 1
 
 
-def test_what_is_freed_must_come_from_disk_first() -> None:
+def test_freed_snapshots_must_come_from_disk_first() -> None:
     partition = new_partition()
     put(partition, b"a", b"b")
     disk = partition.manager.persistence
@@ -345,7 +345,7 @@ def test_the_cursors_furthest_back_are_dropped_first_and_the_disks_never() -> No
     partition.check_invariants()
 
 
-def test_a_slow_cursor_is_dropped_and_told_to_backfill() -> None:
+def test_a_slow_cursor_is_dropped_and_needs_a_backfill() -> None:
     partition = new_partition()
     manager, disk = partition.manager, partition.manager.persistence
     put(partition, b"a", b"b")

@@ -57,7 +57,7 @@ def test_a_filled_array_finds_its_mutations(seal: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["published", "filling", "numbered"])
-def test_what_is_skipped_is_not_copied(kind: str) -> None:
+def test_skipped_rows_are_not_copied(kind: str) -> None:
     window = SkipFlags()
     window.extend(SeqNo(1), 12)
     arrays = {
@@ -135,7 +135,7 @@ def test_the_window_begins_anew_when_it_was_empty() -> None:
     assert window.base == 20
 
 
-def test_the_window_stays_in_proportion_to_what_is_live() -> None:
+def test_the_skip_flags_stay_in_proportion_to_the_live_rows() -> None:
     window = SkipFlags()
     window.extend(SeqNo(1), 8193)
     assert window.excess(1000) == 0
@@ -172,7 +172,7 @@ def test_arrays_skipped_whole_are_dropped() -> None:
     assert figures["keys"] == 1000
 
 
-def test_what_is_deleted_is_freed_though_deletions_add_little() -> None:
+def test_deleted_documents_are_freed_though_deletions_add_little() -> None:
     partition = new_partition()
     keys = [b"%d" % number for number in range(2000)]
     for low in range(0, 2000, 100):

@@ -75,7 +75,7 @@ def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
         assert builder.nbytes == built.nbytes
 
 
-def test_a_built_chunk_stays_as_it_is_while_the_builder_goes_on() -> None:
+def test_a_built_chunk_does_not_change_while_the_builder_continues() -> None:
     builder = ChunkBuilder()
     builder.append(Operation.SET, b"a", b"1", 1)
     first = builder.build()

@@ -389,7 +389,7 @@ def test_a_hellos_answer_that_is_refused(changes: dict[str, Any], status: Status
     refused_by_both(pair.server, pair.client, hello_reply(**changes), status)
 
 
-def test_the_client_keeps_to_the_limits_that_it_was_told() -> None:
+def test_the_client_keeps_to_the_limits_of_the_server() -> None:
     pair = Pair.in_state(SessionState.GREETED)
     pair.server_says(
         hello_reply(frame_body_bytes_max=5000, open_barriers_max=1, requests_open_max=2)
@@ -563,7 +563,7 @@ def test_a_blocked_writer_does_not_gather_noops() -> None:
     assert frames(taken(pair.server, 400.0)) == [Noop()]
 
 
-def test_strangers_are_not_told_noop() -> None:
+def test_the_server_sends_no_noop_before_hello() -> None:
     """How long a handshake may take is for those who have the connection to say."""
     client = ClientSession("test:client", now=0.0)
     taken(client)

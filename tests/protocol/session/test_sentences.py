@@ -28,7 +28,7 @@ def damaged(body: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", MESSAGES.values(), ids=lambda kind: kind.__name__)
-def test_what_is_wrong_with_a_body_is_said_without_python(kind: type[Message]) -> None:
+def test_an_error_about_a_body_names_no_python_type(kind: type[Message]) -> None:
     for body in damaged(b"".join(map(bytes, SAMPLES[kind].body()))):
         try:
             kind.parse(body, PartitionId(0), 0, 0)

@@ -271,7 +271,7 @@ def test_a_value_that_does_not_fit_the_layout_is_not_sent() -> None:
     assert portrait(pair.client) == before
 
 
-def test_the_client_introduces_itself_as_it_was_told() -> None:
+def test_the_client_introduces_itself_with_the_identity_it_was_given() -> None:
     session = ClientSession("who:am-i", window_bytes=1 << 20, idle_interval_s=7, now=0.0)
     (said,) = frames(taken(session))
     assert said == Hello(

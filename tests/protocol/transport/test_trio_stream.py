@@ -97,7 +97,7 @@ async def test_a_peer_that_reads_nothing_times_out(autojump_clock: MockClock) ->
             await write_rest(near, left, timeout_s=3.0)
 
 
-async def test_a_closed_stream_is_told_from_a_lost_one() -> None:
+async def test_a_closed_stream_differs_from_a_lost_one() -> None:
     near, far = socket_pair()
     session = ServerSession("test:server", now=0.0)
     await far.aclose()

@@ -238,7 +238,7 @@ def test_a_truncated_file_is_noticed(data: Path, part: str, share: float) -> Non
     assert hashes(data) == before
 
 
-def test_a_dump_goes_on_behind_a_truncated_part(data: Path) -> None:
+def test_a_dump_continues_after_a_truncated_part(data: Path) -> None:
     whole = run("dump", "--data-dir", data).stdout.splitlines()
     path = file_of(data, "log")
     os.truncate(path, int(path.stat().st_size * 0.9))

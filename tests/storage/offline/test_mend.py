@@ -59,7 +59,7 @@ def flip_a_chunk(data: Path, partition: int) -> None:
 
 
 @pytest.mark.parametrize("state", PartitionState)
-def test_only_a_replica_empties_what_is_damaged(tmp_path: Path, state: PartitionState) -> None:
+def test_only_a_replica_empties_a_damaged_partition(tmp_path: Path, state: PartitionState) -> None:
     make(tmp_path)
     set_state(tmp_path, state)
     before = stored(tmp_path)
