@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -80,8 +81,10 @@ def message_of(request: Request, opaque: int) -> Message:
 
 async def hear_all(peer: Peer) -> list[Message]:
     """What has come, once the server has nothing more to do."""
-    with trio.move_on_after(0.01):
-        await peer.hangs_up()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(peer.hangs_up)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
     heard, peer.heard = peer.heard, []
     return heard
 
@@ -117,6 +120,10 @@ async def answers_to(
                 Model(server.catalog.disks[bucket], partition).forget()
                 assert not len(partition.table)
             store.released = trio.Event()
+            # From now on time stands still: it is in the CAS values.
+            clock = trio.lowlevel.current_clock()
+            assert isinstance(clock, trio.testing.MockClock)
+            clock.autojump_threshold = math.inf
             if pending is not None:
                 partition = bucket.partitions[pending]
                 partition.become(PartitionState.PENDING, partition.failover_log)
@@ -136,6 +143,9 @@ async def answers_to(
                     await trio.testing.wait_all_tasks_blocked()
             heard = await hear_all(peer)
             store.released.set()
+            heard += await hear_all(peer)
+            # What waits for a commit is answered by the flusher.
+            clock.autojump_threshold = 0
             await trio.sleep(1)
             heard += await hear_all(peer)
             answers = [message for message in heard if not isinstance(message, Credit)]

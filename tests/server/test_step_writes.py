@@ -75,7 +75,9 @@ READING: Final = "AcceptedConnection._read"
 WRITING: Final = "AcceptedConnection.run"
 
 
-async def test_a_mutation_reaches_its_consumer_without_a_step_of_a_writer() -> None:
+async def test_a_mutation_reaches_its_consumer_without_a_step_of_a_writer(
+    mock_clock: trio.testing.MockClock,
+) -> None:
     server = make_server()
     async with connected(server) as first, over_a_socket(server) as publisher:
         await first.open()
@@ -101,7 +103,9 @@ async def test_a_mutation_reaches_its_consumer_without_a_step_of_a_writer() -> N
             trio.lowlevel.remove_instrument(counter)
 
 
-async def test_a_consumer_that_is_gone_ends_its_own_connection_only() -> None:
+async def test_a_consumer_that_is_gone_ends_its_own_connection_only(
+    mock_clock: trio.testing.MockClock,
+) -> None:
     server = make_server()
     async with connected(server) as first, over_a_socket(server) as publisher:
         await first.open()

@@ -78,7 +78,8 @@ class AcceptedConnection:
         self._to_send = Notifier()
         # Not the connection's own `wake`, which would be a reference cycle: what a connection held
         # is freed when the connection ends, not when Python's collector comes by.
-        self.context = RequestContext(resources, self.session, peer, self._to_send.notify)
+        wake = resources.step_writes.waker(self)
+        self.context = RequestContext(resources, self.session, peer, wake)
         self._resources = resources
         self._handlers = handlers
         self._stream = stream

@@ -7,7 +7,9 @@ made for others is written at the step's end, once for each connection.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
+from weakref import ref
 
 DIRECT_MAX: Final = 8
 """Connections that one step writes to, at some 20 µs each. The writers of the others are woken."""
@@ -31,6 +33,17 @@ class StepWrites:
     def __init__(self) -> None:
         self._connections: dict[Writable, None] = {}
         self._is_collecting = False
+
+    def waker(self, connection: Writable) -> Callable[[], None]:
+        """What calls `add` with a connection for as long as there is one, and does not keep it."""
+        reference = ref(connection)
+
+        def wake() -> None:
+            existing = reference()
+            if existing is not None:
+                self.add(existing)
+
+        return wake
 
     def begin(self) -> None:
         """A step begins. It must not pass a checkpoint before `end`."""
