@@ -354,6 +354,23 @@ async def test_a_long_answer_is_cut_and_continued() -> None:
         assert sizes == [2, 2, 1]
 
 
+async def test_who_opens_a_bucket_hears_what_is_on_disk_and_what_was_purged(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    server = make_server()
+    async with connected(server) as writer, connected(server) as peer:
+        await writer.open()
+        await writer.mutate(sets(b"a", b"b"))
+        await trio.sleep(1)
+        server.catalog.bucket("b").partitions[P0].purge_seq = SeqNo(1)
+        await writer.mutate(sets(b"c"))
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(Open("b", (0,), opaque=peer.opaque()))
+        log = await peer.hear(PartitionLog)
+        assert (log.high_seq, log.persisted_seq, log.purge_seq) == (3, 2, 1)
+
+
 async def test_partitions_that_are_not_there_are_said_to_be_not_ours() -> None:
     async with connected(make_server()) as peer:
         await peer.say()

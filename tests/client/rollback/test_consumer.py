@@ -38,6 +38,7 @@ from upr_protocol.client import (
     Undone,
     consume_with_rollback,
 )
+from upr_protocol.client.rollback.consumer import ABOVE_POSITION
 from upr_protocol.client.rollback.planner import RollbackPlanner
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.errors import BrokenError, Status
@@ -336,6 +337,99 @@ async def test_a_rollback_below_the_received_keys_starts_the_partition_at_0(
         assert "do not reach down to it" in undone.reason
         assert isinstance(start, SnapshotStart)
         assert (start.start, start.end) == (0, 5)
+
+
+async def test_a_new_file_of_received_keys_knows_nothing_below_the_resume_state(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The keys above the ceiling were received and are not recorded: only 0 is right."""
+    fill_one_partition(server, 10, b"old")
+    keys, file = tmp_path / "received-keys", tmp_path / "resume"
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        await until_completed(consumer)
+    keys.unlink()
+    server.partitions[0].fail_over(77, 5)
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        undone, *_ = await until_completed(consumer)
+        assert isinstance(undone, Undone)
+        assert (undone.ceiling, undone.to, undone.documents) == (5, 0, {})
+
+
+async def test_received_keys_beside_an_older_resume_state_start_the_partition_at_0(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Keys between the old position and the floor were received, and are not recorded."""
+    fill_one_partition(server, 10, b"old")
+    keys, file = tmp_path / "received-keys", tmp_path / "resume"
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        await until_completed(consumer)
+    keys.unlink()
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        assert await until_completed(consumer) == [Completed(1)]
+    file.unlink()
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        undone, start, *_ = await until_completed(consumer)
+        assert isinstance(undone, Undone)
+        assert (undone.to, undone.reason) == (0, ABOVE_POSITION)
+        assert isinstance(start, SnapshotStart)
+        assert start.start == 0
+
+
+async def test_a_restart_from_0_that_was_cut_short_begins_at_0_again(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The application may have dropped half of the partition, while the file still has all keys."""
+    fill_one_partition(server, 40, b"old")
+    keys, file = tmp_path / "received-keys", tmp_path / "resume"
+    limits = ReceivedKeysLimits(entries=20)
+    async with consume_with_rollback(
+        URL, keys, resume=file, received_keys_limits=limits, dial=net.dial
+    ) as consumer:
+        await until_completed(consumer)
+        server.put(b"new", b"v")
+        await until_completed(consumer)
+        net.cut()
+        server.partitions[0].fail_over(77, 5)
+        undone = await anext(consumer)
+        assert isinstance(undone, Undone)
+        assert undone.to == 0
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        undone = await anext(consumer)
+        assert isinstance(undone, Undone)
+        assert (undone.to, undone.documents) == (0, {})
+
+
+async def test_the_position_is_saved_before_keys_are_dropped(
+    net: FakeNet,
+    server: FakeServer,
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fill_one_partition(server, 40)
+    store, trim = MemoryStore(), ReceivedKeysFile.trim
+    saved_and_droppable: list[tuple[SeqNo, SeqNo]] = []
+
+    async def trim_after_save(
+        received_keys: ReceivedKeysFile, droppable_seq: Callable[[PartitionId], SeqNo]
+    ) -> None:
+        state = store.state or ResumeState("b")
+        saved_seq = state.position(PartitionId(0)).highest_received
+        saved_and_droppable.append((saved_seq, droppable_seq(PartitionId(0))))
+        await trim(received_keys, droppable_seq)
+
+    monkeypatch.setattr(ReceivedKeysFile, "trim", trim_after_save)
+    async with consume_with_rollback(
+        URL,
+        tmp_path / "received-keys",
+        resume=store,
+        received_keys_limits=ReceivedKeysLimits(entries=20),
+        save_limits=SaveLimits(1e9, 1e9, 1e9),
+        dial=net.dial,
+    ) as consumer:
+        await until_completed(consumer)
+    assert saved_and_droppable
+    assert all(saved >= droppable > 0 for saved, droppable in saved_and_droppable)
 
 
 async def test_a_damaged_file_of_received_keys_raises_an_error(
