@@ -50,7 +50,8 @@ class Upkeep:
         self._short: dict[Bucket, None] = {}
         self._relief_wanted = Notifier()
         self._after_step: list[Callable[[], None]] = []
-        self._heap_trimmer = HeapTrimmer()
+        self._memory_counts: list[tuple[Callable[[], int], HeapTrimmer]] = []
+        self.count_memory(lambda: sum([bucket.memory.total for bucket in self._disks]))
 
     def add_bucket(self, disk: BucketDisk) -> None:
         """Works on one more bucket."""
@@ -61,6 +62,15 @@ class Upkeep:
         self._disks.pop(bucket, None)
         self._collapsible.pop(bucket, None)
         self._short.pop(bucket, None)
+
+    def count_memory(self, count: Callable[[], int]) -> None:
+        """Has freed memory returned to the system when what `count` says has fallen far.
+
+        Args:
+            count: How many bytes are in use for one purpose. Each purpose has a count of its own:
+                beside full buckets, a fall of what connections hold would not be noticed.
+        """
+        self._memory_counts.append((count, HeapTrimmer()))
 
     def call_after_step(self, callback: Callable[[], None]) -> None:
         """Has `callback` called after each step that may have freed memory."""
@@ -189,4 +199,5 @@ class Upkeep:
             await trio.lowlevel.checkpoint()
 
     def _return_memory(self) -> None:
-        self._heap_trimmer.note_use(sum([bucket.memory.total for bucket in self._disks]))
+        for count, heap_trimmer in self._memory_counts:
+            heap_trimmer.note_use(count())

@@ -28,6 +28,10 @@ were left out; those of a bucket are to be had by its name."""
 STEP_CONNECTIONS: Final = 128
 """Connections that one step of the statistics tells of: below a millisecond."""
 
+CONNECTION_BYTES: Final = 32 * 1024
+STREAM_BYTES: Final = 1300
+"""What an idle connection takes, and each of its streams, about."""
+
 REFUSALS_MAX: Final = 100
 """Connections beyond the limit that are told so at a time; the others are just closed."""
 
@@ -87,6 +91,7 @@ class ConnectionServer:
         self._being_refused = 0
         self._started_at = trio.current_time()
         catalog.call_on_delete(self._leave_bucket)
+        upkeep.count_memory(self._memory_bytes)
 
     async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
         """Serves one connection until it ends; what goes wrong in it stays in it."""
@@ -145,6 +150,15 @@ class ConnectionServer:
             if connection.context.bucket is bucket:
                 connection.context.leave_bucket()
         self.resources.queues.remove_bucket(bucket)
+
+    def _memory_bytes(self) -> int:
+        """What the connections hold, about."""
+        streams = sum([len(connection.session.streams) for connection in self.connections])
+        return (
+            CONNECTION_BYTES * len(self.connections)
+            + STREAM_BYTES * streams
+            + self.resources.frame_budget.used
+        )
 
     def shut_down(self) -> None:
         """Ends every connection with a reason; each closes once its peer took what is queued."""

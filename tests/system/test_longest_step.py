@@ -1,0 +1,125 @@
+"""No peer holds the server's loop for long: what it asks for goes in short steps.
+
+A real server measures the longest step of its tasks by the processor's time, so that a busy machine
+is not taken for a fault. Beside each attack a publisher and a consumer are at work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
+
+import pytest
+import trio
+
+from tests.kit.bystander import bystanders
+from tests.kit.peer import Peer, peer
+from tests.kit.process import ServerProcess, many_descriptors, server_process
+from upr_protocol.client import connect, publisher
+from upr_protocol.failover import NOTHING_YET
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.limits import PARTITIONS_MAX
+from upr_protocol.wire import Go, Seqnos, SeqnosReply, Stats, StatsReply, Stream
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+
+BUCKET: Final = "wide"
+LONGEST_STEP_S: Final = 0.05
+"""The longest is the making of a bucket with 1,024 partitions: 8 ms on an idle machine, more where
+the processor's caches are shared with others."""
+
+MIB: Final = 1024 * 1024
+STREAM_BYTES_MAX: Final = 1500
+"""What a stream may take: 1,200 bytes, and what is free in between."""
+
+
+@asynccontextmanager
+async def quick_server() -> AsyncIterator[ServerProcess]:
+    """A server with a bucket of 1,024 partitions, and bystanders; none of its steps may be long."""
+    with many_descriptors():
+        async with server_process("--log-level", "error") as server:
+            async with connect(server.url()) as client:
+                await client.create_bucket(BUCKET, PARTITIONS_MAX)
+            async with bystanders(server):
+                yield server
+            async with connect(server.url()) as client:
+                figures = (await client.stats())["server"]
+            step_s, task = figures["longest_step_s"], figures["longest_step_task"]
+            assert step_s < LONGEST_STEP_S, f"{task} held the loop for {1000 * step_s:.0f} ms"
+
+
+async def ask_for_all_streams(asking: Peer) -> None:
+    requests = [
+        Stream(
+            PartitionState.ACTIVE,
+            NOTHING_YET,
+            partition=PartitionId(number),
+            opaque=asking.opaque(),
+        )
+        for number in range(PARTITIONS_MAX)
+    ]
+    await asking.send(*requests, Go())
+
+
+async def test_statistics_of_many_buckets_and_connections() -> None:
+    async with quick_server() as server, AsyncExitStack() as stack:
+        async with connect(server.url()) as client:
+            for number in range(50):
+                await client.create_bucket(f"wide-{number}", PARTITIONS_MAX)
+        for _ in range(100):
+            await stack.enter_async_context(peer(server.host, server.port))
+        async with peer(server.host, server.port) as asking:
+            for _ in range(5):
+                await asking.send(Stats(opaque=asking.opaque()))
+                await asking.expect(StatsReply)
+        async with connect(server.url()) as client:
+            for number in range(50):
+                await client.delete_bucket(f"wide-{number}")
+
+
+async def test_numbers_of_all_partitions() -> None:
+    async with quick_server() as server, peer(server.host, server.port, BUCKET) as asking:
+        for _ in range(50):
+            await asking.send(Seqnos(opaque=asking.opaque()))
+            await asking.expect(SeqnosReply)
+
+
+async def test_a_large_bucket_is_deleted() -> None:
+    async with quick_server() as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket("short-lived", 4)
+        async with publisher(server.url("short-lived")) as sink:
+            for number in range(100_000):
+                await sink.set(b"key-%d" % number, b"a value")
+        async with connect(server.url()) as client:
+            await client.delete_bucket("short-lived")
+
+
+@pytest.mark.timeout(300)
+async def test_many_streams_come_and_leave_and_come_again() -> None:
+    """Their memory is used again: a second round takes no more."""
+    peers = 90
+    async with quick_server() as server:
+        before = server.resident_bytes
+        server.forget_peak()
+
+        async def clients() -> int:
+            async with connect(server.url()) as client:
+                count: int = (await client.stats())["server"]["connections"]
+                return count - 1
+
+        peaks = []
+        for _ in range(2):
+            others = await clients()
+            async with AsyncExitStack() as stack:
+                for _ in range(peers):
+                    asking = await stack.enter_async_context(peer(server.host, server.port, BUCKET))
+                    await ask_for_all_streams(asking)
+            with trio.fail_after(60):
+                while await clients() > others:
+                    pass
+            peaks.append(server.peak_bytes)
+        assert peaks[0] - before < peers * PARTITIONS_MAX * STREAM_BYTES_MAX + 8 * MIB
+        assert peaks[1] - peaks[0] < 8 * MIB
