@@ -173,7 +173,7 @@ def test_increments_restore_each_state(
     change(full, put(range(100, 102)))
     restore(spark, folder, full, through=2, may_have_contents=True)
     assert set(contents(full)) == {*states[2], b"key-100", b"key-101"}, "key-1 is deleted by it"
-    with pytest.raises(OptionError, match="no increment 5"):
+    with pytest.raises(OptionError, match="increment 5 does not exist"):
         restore(spark, folder, full, through=5, may_have_contents=True)
 
 

@@ -237,8 +237,10 @@ class Streamer:
                 if partition is None:
                     return
                 stream = self._current_stream = self._streams[partition]
+                # Fixed here: a partition that is written without pause must not keep the turn.
                 stream.turn_end = stream.partition.high_seq
             if not session.window.open and not stream.only_end_is_missing:
+                # This partition keeps its turn, so the cycle continues in order.
                 return
             if not self._advance(stream):
                 return
@@ -270,6 +272,7 @@ class Streamer:
             return self._begin(stream, item)
         elif isinstance(item, SnapshotEndItem):
             if stream.answers_from is not None:
+                # Before the end, so that a replica has them as soon as the snapshot counts.
                 self._send_answers(stream, stream.answers_from, item.end)
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
             self._has_ended(stream, item.end)
@@ -285,8 +288,10 @@ class Streamer:
         stream.snapshot_end = start.end
         history_id, purge_seq = partition.failover_log.current, partition.purge_seq
         first: CursorItem | Wait | None = None
+        # One frame for the whole snapshot has neither of the two: the client takes them from the
+        # stream's last `PartitionStart`.
         if stream.last_start == (history_id, purge_seq) and self._may_go_whole(stream, start):
-            # A snapshot in memory has a chunk right behind its start.
+            # A snapshot in memory has a chunk right after its start.
             first = stream.reader.next()
             if isinstance(first, Chunk) and first.end == start.end:
                 end = stream.reader.next()
@@ -324,7 +329,7 @@ class Streamer:
         if end >= stream.end_seq:
             self.end(stream.partition.id, Status.END_REACHED)
         elif end >= stream.turn_end:
-            # Snapshots that other cursors closed are behind it: the turn led to the newest.
+            # Other cursors may have closed several snapshots: the turn ends after the newest.
             self._end_turn(stream)
 
     def _send_answers(self, stream: _Stream, start: SeqNo, end: SeqNo) -> None:

@@ -291,6 +291,7 @@ class StreamFollower:
         self, connection: _ConnectionStreams, message: BarrierReply
     ) -> Iterable[Delivery]:
         barriers = self._state.barriers
+        # Only the streams that were open when the barrier was sent: it passed no others.
         passed = connection.barriers.pop(message.cookie, set())
         ends = {partition: end for partition, end in message.ends if partition in passed}
         barriers.add_passed(message.cookie, passed, ends)
@@ -304,6 +305,8 @@ class StreamFollower:
     ) -> Iterable[Delivery]:
         partition, status = message.partition, status_of(message.status)
         if self._is_removed(connection, partition):
+            # The stream was removed before its answer came. If the server accepted it, it must be
+            # closed first, and `StreamEnd` reopens it.
             if status is not Status.OK:
                 self._reopen(connection, partition)
             else:
@@ -311,6 +314,7 @@ class StreamFollower:
             return ()
         if status is Status.OK:
             return self._stream_accepted(connection, message)
+        # A client that has received nothing cannot roll back; to ask again would not help.
         if status is Status.ROLLBACK and self._state.received.position(partition).highest_received:
             return (self._rollback_ordered(connection, message),)
         error = ServerError(status, f"partition {partition}: {message.reason}")
