@@ -271,6 +271,27 @@ def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: Ne
             load(spark, url, "key string").collect()
 
 
+def test_a_filter_of_one_query_is_no_filter_of_the_next(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    """Spark 4.3 reads a DataFrame with the filters that an earlier query on it has pushed. With a
+    reader that takes filters this test fails."""
+    url = new_bucket()
+    with durable_client(url) as client:
+        for number in range(20):
+            client.set(f"key-{number}", str(number))
+    setting = "spark.sql.python.filterPushdown.enabled"
+    spark.conf.set(setting, "true")
+    try:
+        frame = load(spark, url)
+        partition, expected = frame.groupBy("partition").count().collect()[0]
+        fresh = load(spark, url)
+        assert fresh.filter(f"partition = {partition}").count() == expected
+        assert fresh.count() == 20
+    finally:
+        spark.conf.unset(setting)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
