@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from tests.engine.helpers import chunks as all_chunks
@@ -23,6 +25,7 @@ from upr_server.engine.snapshots.collapse import (
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
     COLLAPSE_SNAPSHOTS_MIN,
+    Collapse,
 )
 
 NOW = 1_000.0
@@ -223,6 +226,22 @@ def test_a_collapse_is_given_up_when_a_cursor_enters(
     cursor.close()
     collapse(partition, 4)
     assert read(partition) == afterwards
+
+
+def test_a_collapse_that_is_given_up_is_freed_at_once() -> None:
+    """It refers to its snapshots, and the garbage collector may come late."""
+    partition = new_partition()
+    gc.collect()
+    gc.disable()
+    try:
+        leave_snapshots(partition, 10, b"a", b"b", b"c")
+        partition.manager.collapse_step(4)
+        assert any(isinstance(thing, Collapse) for thing in gc.get_objects())
+        cursor_at(partition).next()
+        partition.manager.collapse_step(4)
+        assert not any(isinstance(thing, Collapse) for thing in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def test_a_cursor_may_come_and_go_while_a_collapse_is_under_way() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Final
@@ -102,11 +103,29 @@ class Collapse:
         entries: The run.
     """
 
-    __slots__ = ("_chunks", "_group", "_group_bytes", "_group_count", "_steps", "entries")
+    __slots__ = (
+        "_chunks",
+        "_entered",
+        "_flags",
+        "_group",
+        "_group_bytes",
+        "_group_count",
+        "_low",
+        "_table",
+        "_todo",
+        "entries",
+    )
 
     def __init__(self, entries: list[SnapshotEntry], snapshots: list[ClosedSnapshot]) -> None:
         self.entries = entries
-        self._steps = self._merge(snapshots)
+        # Chunks that are not in the table yet, and those that are; oldest first.
+        self._todo = _oldest_first(snapshots)
+        self._entered: deque[Chunk] = deque()
+        # Their mutations are numbered from 1, and a newer one of a key flags the older.
+        self._table = KeyTable()
+        self._flags = bytearray()
+        # How many mutations were taken out of the table's chunks again.
+        self._low = 0
         # Results, oldest first; and the group of chunks that the next one will be made of, with
         # flags for what is superseded.
         self._chunks: list[Chunk] = []
@@ -116,39 +135,36 @@ class Collapse:
 
     def step(self, budget_mutations: int) -> bool:
         """Goes on by about so many mutations; returns whether it is done."""
-        for mutation_count in self._steps:
-            budget_mutations -= mutation_count
-            if budget_mutations <= 0:
-                return False
-        return True
+        while budget_mutations > 0:
+            chunk = next(self._todo, None)
+            if chunk is not None:
+                self._enter(chunk)
+                budget_mutations -= chunk.count + 1
+            elif self._entered:
+                chunk = self._entered.popleft()
+                self._take(chunk)
+                budget_mutations -= chunk.count // 2 + 1
+            else:
+                self._put_together()
+                return True
+        return False
 
     def chunks(self) -> list[Chunk]:
         """The result, oldest first, once it is done."""
         return self._chunks
 
-    def _merge(self, snapshots: list[ClosedSnapshot]) -> Iterator[int]:
-        """Does the work; yields after each chunk what it has cost, in mutations."""
-        chunks: list[Chunk] = []
-        # The mutations of all chunks are numbered from 1, and a newer one of a key flags the older.
-        table, flags = KeyTable(), bytearray()
-        for snapshot in snapshots:
-            for index in range(len(snapshot)):
-                chunk = snapshot.chunk(index)
-                first = len(flags) + 1
-                flags += bytes(chunk.count)
-                table.put_run(chunk.encode(), 0, chunk.count, first, 0, 1, flags)
-                chunks.append(chunk)
-                yield chunk.count + 1
-        low = 0
-        for chunk in chunks:
-            high = low + chunk.count
-            self._take(chunk, flags[low:high])
-            low = high
-            yield chunk.count // 2 + 1
-        self._put_together()
+    def _enter(self, chunk: Chunk) -> None:
+        """Enters the next newer chunk into the table. O(its mutations)."""
+        flags = self._flags
+        first = len(flags) + 1
+        flags += bytes(chunk.count)
+        self._table.put_run(chunk.encode(), 0, chunk.count, first, 0, 1, flags)
+        self._entered.append(chunk)
 
-    def _take(self, chunk: Chunk, superseded: bytearray) -> None:
-        """Takes in the next newer chunk. At memory speed."""
+    def _take(self, chunk: Chunk) -> None:
+        """Adds the next newer chunk to the result. At memory speed."""
+        superseded = self._flags[self._low : self._low + chunk.count]
+        self._low += chunk.count
         count, nbytes = superseded.count(0), chunk.nbytes
         skip: bytearray | None = None
         if count < chunk.count:
@@ -184,3 +200,9 @@ class Collapse:
             self._chunks.append(Chunk(gather(rows, start, end)))
         group.clear()
         self._group_count = self._group_bytes = 0
+
+
+def _oldest_first(snapshots: list[ClosedSnapshot]) -> Iterator[Chunk]:
+    for snapshot in snapshots:
+        for index in range(len(snapshot)):
+            yield snapshot.chunk(index)
