@@ -65,13 +65,13 @@ def _measure(name: str, runs: int, run: str) -> list[Figure]:
     measure: Callable[[int, Callable[[str], None]], list[Figure]] = import_module(
         f"benchmarks.rows.{name.lower()}"
     ).measure
-    disturbance, begun = Disturbance(), time.monotonic()
+    disturbance, started_at = Disturbance(), time.monotonic()
     figures = measure(runs, _say)
     others = disturbance.share()
     path = write_results(name, figures, others, run)
     _say(
-        f"  took {time.monotonic() - begun:.0f} s, while others used {others:.0%} of the machine; "
-        f"written to {path.relative_to(ROOT)}"
+        f"  took {time.monotonic() - started_at:.0f} s, while others used "
+        f"{others:.0%} of the machine; written to {path.relative_to(ROOT)}"
     )
     return figures
 

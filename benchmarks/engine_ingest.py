@@ -56,10 +56,10 @@ def ingest(work: Work, partitions: int) -> tuple[float, Bucket]:
     now = time()
     # One object a frame, as a connection would receive it.
     frames = [(members[number], bytes(bytearray(frame))) for number, frame in work.batches]
-    begun = process_time_ns()
+    started_at = process_time_ns()
     for partition, frame in frames:
         partition.mutate(batch_of(Chunk(frame)), now=now)
-    return (process_time_ns() - begun) / work.mutations, bucket
+    return (process_time_ns() - started_at) / work.mutations, bucket
 
 
 def ingest_of(partitions: int, batch: int, total: int) -> Callable[[], float]:
@@ -90,26 +90,26 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
         members = new_bucket(partitions).partitions
         now = time()
         frames = [bytes(bytearray(body)) for body in bodies]
-        begun = process_time_ns()
+        started_at = process_time_ns()
         for frame in frames:
             message = Mutate.parse(frame, NO_PARTITION, 1, 0)
             results: list[RunResult] = []
             batches = batches_of(message.bundle, message.writer)
             for run, batch in zip(message.bundle.runs, batches, strict=True):
                 partition = members[run.partition]
-                done = partition.mutate(batch, now=now)
+                result = partition.mutate(batch, now=now)
                 results.append(
                     RunResult(
                         partition.id,
                         0,
-                        done.history_id,
-                        done.first_seq,
-                        done.last_seq,
-                        done.first_cas,
+                        result.history_id,
+                        result.first_seq,
+                        result.last_seq,
+                        result.first_cas,
                     )
                 )
             MutateReply(0, tuple(results)).frame()
-        return (process_time_ns() - begun) / total
+        return (process_time_ns() - started_at) / total
 
     return run
 
@@ -121,10 +121,10 @@ def increments(batch: int, total: int) -> float:
     rows = [Mutation(Operation.INCREMENT, b"counter:%04d" % n, delta) for n in range(1000)]
     chunks = [Chunk.build(random.choices(rows, k=batch)) for _ in range(total // batch)]
     now = time()
-    begun = process_time_ns()
+    started_at = process_time_ns()
     for chunk in chunks:
         partition.mutate(batch_of(chunk), now=now)
-    return (process_time_ns() - begun) / total
+    return (process_time_ns() - started_at) / total
 
 
 def read_all(partition: Partition) -> Iterator[Chunk]:
@@ -137,9 +137,9 @@ def read_all(partition: Partition) -> Iterator[Chunk]:
 def streaming_of(work: Work, partitions: int) -> Callable[[], float]:
     def run() -> float:
         _, bucket = ingest(work, partitions)
-        begun = process_time_ns()
+        started_at = process_time_ns()
         rows = sum(chunk.count for member in bucket.partitions for chunk in read_all(member))
-        return (process_time_ns() - begun) / rows
+        return (process_time_ns() - started_at) / rows
 
     return run
 
@@ -151,7 +151,7 @@ def followed_of(work: Work, partitions: int) -> Callable[[], float]:
         bucket = new_bucket(partitions)
         cursors = [m.manager.register("bench", SeqNo(0)).cursor for m in bucket.partitions]
         now = time()
-        begun = process_time_ns()
+        started_at = process_time_ns()
         for number, frame in work.batches:
             bucket.partitions[number].mutate(batch_of(Chunk(frame)), now=now)
             cursor = cursors[number]
@@ -159,7 +159,7 @@ def followed_of(work: Work, partitions: int) -> Callable[[], float]:
                 pass
             while bucket.collapse_step():
                 pass
-        return (process_time_ns() - begun) / work.mutations
+        return (process_time_ns() - started_at) / work.mutations
 
     return run
 
@@ -168,8 +168,13 @@ def distinct(total: int) -> Work:
     work = Work(1, 1000, 1000)
     work.mutations = total
     work.batches = [
-        (0, bytes(plain_chunk([b"key:%08d" % n for n in range(at, at + 1000)], [VALUE] * 1000)))
-        for at in range(0, total, 1000)
+        (
+            0,
+            bytes(
+                plain_chunk([b"key:%08d" % n for n in range(start, start + 1000)], [VALUE] * 1000)
+            ),
+        )
+        for start in range(0, total, 1000)
     ]
     return work
 

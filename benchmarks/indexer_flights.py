@@ -71,9 +71,9 @@ def publish(url: str, rows: Sequence[tuple[bytes, bytes, dict[str, str]]]) -> fl
     """Writes flights; how many seconds it took."""
     began = time.monotonic()
     with BlockingClient(url) as client:
-        for at in range(0, len(rows), BATCH):
+        for start in range(0, len(rows), BATCH):
             client.apply(
-                Mutation(Operation.SET, key, value) for key, value, _ in rows[at : at + BATCH]
+                Mutation(Operation.SET, key, value) for key, value, _ in rows[start : start + BATCH]
             )
     return time.monotonic() - began
 
@@ -178,11 +178,11 @@ def compare(asking: IndexClient, rows: Sequence[tuple[bytes, bytes, dict[str, st
     Raises:
         SystemExit: They differ.
     """
-    wanted = {
+    values_of = {
         "first/origin": Counter(row["origin"] for _, _, row in rows),
         "added/carrier": Counter(row["carrier"] for _, _, row in rows),
     }
-    for name, counts in wanted.items():
+    for name, counts in values_of.items():
         for value, count in counts.items():
             found = asking.count(name, prefix=[value], consistency="now", timeout_s=60)
             if found != count:

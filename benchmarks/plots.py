@@ -106,14 +106,16 @@ def _ratios(path: Path, lines: Sequence[Line]) -> Path | None:
     rows.reverse()
     with _saved(path, 8.0, 0.27 * len(rows) + 1.1) as figure:
         axes = figure.subplots()
-        for at, line in enumerate(rows):
+        for index, line in enumerate(rows):
             reached = line["ratio"] >= line["first_bar"]
             colour = BLUE if reached else ORANGE
             low, high = line["ratio_range"]
-            axes.plot((low, high), (at, at), color=colour, linewidth=2.2, alpha=0.45)
-            axes.plot(line["first_bar"], at, "|", color=BLACK, markersize=11, markeredgewidth=1.6)
-            axes.plot(line["aim"], at, "D", color=GREY, markersize=4.5, fillstyle="none")
-            axes.plot(line["ratio"], at, "o" if reached else "X", color=colour, markersize=6.5)
+            axes.plot((low, high), (index, index), color=colour, linewidth=2.2, alpha=0.45)
+            axes.plot(
+                line["first_bar"], index, "|", color=BLACK, markersize=11, markeredgewidth=1.6
+            )
+            axes.plot(line["aim"], index, "D", color=GREY, markersize=4.5, fillstyle="none")
+            axes.plot(line["ratio"], index, "o" if reached else "X", color=colour, markersize=6.5)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_PLAIN)
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -187,13 +189,13 @@ def _flatness(path: Path, lines: Sequence[Line]) -> Path | None:
 
 def _curve(axes: Axes, points: Mapping[str, Any], label: str, marker: str, colour: str) -> float:
     """One axis of B7 with the least and the most of its runs; gives the most of all."""
-    at = [point["at"] for point in points.values()]
+    times = [point["at"] for point in points.values()]
     costs = [point["server_ns_per_mutation"] for point in points.values()]
     medians = [cost["median"] for cost in costs]
     below = [cost["median"] - cost["min"] for cost in costs]
     above = [cost["max"] - cost["median"] for cost in costs]
     axes.errorbar(
-        at,
+        times,
         medians,
         yerr=(below, above),
         marker=marker,
@@ -202,9 +204,9 @@ def _curve(axes: Axes, points: Mapping[str, Any], label: str, marker: str, colou
         capsize=2.5,
         elinewidth=1,
     )
-    if 0 in at:
+    if 0 in times:
         axes.set_xscale("symlog", linthresh=10)
-        axes.set_xlim(-1, 1.3 * max(at))
+        axes.set_xlim(-1, 1.3 * max(times))
     else:
         axes.set_xscale("log")
     return float(max(cost["max"] for cost in costs))
@@ -293,7 +295,7 @@ def _latency(path: Path, lines: Sequence[Line]) -> Path | None:
             medians = [spread["median"] / 1e3 for spread in spreads]
             below = [(spread["median"] - spread["min"]) / 1e3 for spread in spreads]
             above = [(spread["max"] - spread["median"]) / 1e3 for spread in spreads]
-            places = [shift - at for at in range(len(names))]
+            places = [shift - index for index in range(len(names))]
             axes.errorbar(
                 medians,
                 places,
@@ -316,7 +318,7 @@ def _latency(path: Path, lines: Sequence[Line]) -> Path | None:
         axes.set_xscale("log")
         axes.margins(x=0.12)
         axes.xaxis.set_major_formatter(_PLAIN)
-        axes.set_yticks([-at for at in range(len(names))], names)
+        axes.set_yticks([-index for index in range(len(names))], names)
         axes.set_ylim(0.5 - len(names), 0.5)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("from when a mutation was due until the consumer has it, ms")

@@ -26,8 +26,8 @@ def main() -> int:
     if not lines:
         print("no results: run `make bench` first", file=sys.stderr)
         return 1
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, tail = PAGE.read_text().partition(BEGIN)
+    _, end, after = tail.partition(END)
     if not begin or not end:
         print(f"{PAGE} has no marks {BEGIN} and {END}", file=sys.stderr)
         return 1
@@ -335,23 +335,23 @@ def _provenance(lines: Sequence[Line]) -> str:
         for line in lines
         if not _is_beside(line)
     }
-    begun: dict[str, set[str]] = {}
+    started_at: dict[str, set[str]] = {}
     for line in lines:
         if line["row"].startswith("B"):
-            begun.setdefault(line.get("run", ""), set()).add(line["row"].partition(" ")[0])
+            started_at.setdefault(line.get("run", ""), set()).add(line["row"].partition(" ")[0])
     machines = sorted({_machine(line["machine"]) for line in lines})
     head = ("row", "measured", "commit", "runs", "of the machine used by others meanwhile")
-    return "\n".join((_table(head, sorted(rows)), "", _runs(begun), "", *machines))
+    return "\n".join((_table(head, sorted(rows)), "", _runs(started_at), "", *machines))
 
 
-def _runs(begun: Mapping[str, set[str]]) -> str:
+def _runs(started_at: Mapping[str, set[str]]) -> str:
     """Whether all rows B stem from one run of the command."""
-    if len(begun) == 1 and "" not in begun:
-        (run,) = begun
+    if len(started_at) == 1 and "" not in started_at:
+        (run,) = started_at
         return f"All rows B were measured by one `make bench`, begun at {run}."
     each = (
         f"{', '.join(sorted(rows))} ({f'begun at {run}' if run else 'begun nobody knows when'})"
-        for run, rows in sorted(begun.items())
+        for run, rows in sorted(started_at.items())
     )
     return f"Not all rows B were measured by one `make bench`: {'; '.join(each)}."
 

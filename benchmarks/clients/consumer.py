@@ -56,15 +56,15 @@ async def _stream(url: str) -> dict[str, Any]:
     """
     touch = Touch()
     async with consume(url, end="now", identity="bench:consumer") as consumer:
-        begun, used = time.monotonic(), time.process_time()
+        started_at, used = time.monotonic(), time.process_time()
         async for event in consumer:
             if isinstance(event, ChunkReceived):
                 touch.chunk(event.chunk)
         ended = time.monotonic()
     return {
-        "begun": begun,
+        "begun": started_at,
         "ended": ended,
-        "seconds": ended - begun,
+        "seconds": ended - started_at,
         "processor_s": time.process_time() - used,
         "chunks": touch.chunks,
         "mutations": touch.mutations,

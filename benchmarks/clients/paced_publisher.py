@@ -82,7 +82,7 @@ def serve(commands: Commands) -> None:
         publisher = _Publisher(connection, arguments["keys"])
         commands.answer(ready=True)
         for command in commands:
-            used, begun = time.process_time(), time.monotonic()
+            used, started_at = time.process_time(), time.monotonic()
             late = paced(
                 command["rate"],
                 command["count"],
@@ -93,7 +93,7 @@ def serve(commands: Commands) -> None:
             )
             publisher.finish()
             commands.answer(
-                seconds=time.monotonic() - begun,
+                seconds=time.monotonic() - started_at,
                 late=percentiles_us(late),
                 processor_s=time.process_time() - used,
             )

@@ -101,7 +101,7 @@ def serve(commands: Commands) -> None:
     for command in commands:
         for pipeline in pipelines:
             pipeline.prepare(command["mutations"] // len(pipelines))
-        used, begun = time.process_time(), time.monotonic()
+        used, started_at = time.process_time(), time.monotonic()
         for pipeline in pipelines:
             pipeline.send()
         while not all(pipeline.is_done for pipeline in pipelines):
@@ -110,6 +110,6 @@ def serve(commands: Commands) -> None:
                 key.data.send()
         commands.answer(
             mutations=sum(pipeline.answered for pipeline in pipelines),
-            seconds=time.monotonic() - begun,
+            seconds=time.monotonic() - started_at,
             processor_s=time.process_time() - used,
         )

@@ -84,14 +84,14 @@ class _Targets:
         async with trio.open_nursery() as nursery:
             for index, target in enumerate(self._publishers):
                 start = (first + index * len(batches) // count) % len(batches)
-                some = islice(cycle(batches), start, start + each)
+                turn_batches = islice(cycle(batches), start, start + each)
                 if interval_ns:
                     due_ns = begun_ns + index * interval_ns
                     every_ns = count * interval_ns
                     paced = partial(_publish_paced, stamp=stamp)
-                    nursery.start_soon(paced, target, some, due_ns, every_ns)
+                    nursery.start_soon(paced, target, turn_batches, due_ns, every_ns)
                 else:
-                    nursery.start_soon(_publish, target, some)
+                    nursery.start_soon(_publish, target, turn_batches)
 
 
 async def _serve(commands: Commands) -> None:
@@ -108,24 +108,26 @@ async def _serve(commands: Commands) -> None:
         ]
         targets = _Targets(publishers)
         commands.answer(ready=True)
-        sent = 0
+        sent_count = 0
         while (command := await trio.to_thread.run_sync(commands.next)) is not None:
             before = targets.answered
-            begun, used = time.monotonic(), time.process_time()
+            started_at, used = time.monotonic(), time.process_time()
             if "fill" in command:
                 await targets.fill(arguments)
             elif "draw" in command:
                 await targets.draw(arguments, command["draw"])
             else:
-                each = -(-command["mutations"] // (arguments["chunk_mutations"] * connections))
+                batches_each = -(
+                    -command["mutations"] // (arguments["chunk_mutations"] * connections)
+                )
                 rate = command.get("rate", 0.0)
                 interval_ns = round(arguments["chunk_mutations"] / rate * 1e9) if rate else 0
                 stamp = command.get("stamp", False)
-                await targets.publish(batches, sent, each, interval_ns, stamp=stamp)
-                sent += each
+                await targets.publish(batches, sent_count, batches_each, interval_ns, stamp=stamp)
+                sent_count += batches_each
             commands.answer(
-                begun=begun,
-                seconds=time.monotonic() - begun,
+                begun=started_at,
+                seconds=time.monotonic() - started_at,
                 processor_s=time.process_time() - used,
                 mutations=targets.answered - before,
             )

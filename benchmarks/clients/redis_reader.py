@@ -77,10 +77,10 @@ def serve(commands: Commands) -> None:
         _load(connection, count)
         commands.answer(ready=True)
         for command in commands:
-            begun, used = time.monotonic(), time.process_time()
+            started_at, used = time.monotonic(), time.process_time()
             nbytes = _read(connection, count, command["ahead"])
             commands.answer(
-                seconds=time.monotonic() - begun,
+                seconds=time.monotonic() - started_at,
                 processor_s=time.process_time() - used,
                 mutations=count,
                 bytes=nbytes,

@@ -17,11 +17,11 @@ _STAMP = Struct("<q")
 def _reply(stream: IO[bytes]) -> Any:
     """One reply of the Redis protocol."""
     line = stream.readline()
-    kind, rest = line[:1], line[1:-2]
+    kind, text = line[:1], line[1:-2]
     if kind == b"*":
-        return [_reply(stream) for _ in range(int(rest))]
+        return [_reply(stream) for _ in range(int(text))]
     if kind == b"$":
-        return stream.read(int(rest) + 2)[:-2]
+        return stream.read(int(text) + 2)[:-2]
     raise ConnectionError(f"redis-server said {line!r}")
 
 

@@ -16,15 +16,15 @@ def serve(commands: Commands) -> None:
     with socket.create_connection((HOST, commands.arguments["port"])) as connection:
         commands.answer(ready=True)
         for command in commands:
-            left: int = command["bytes"]
-            begun, used = time.monotonic(), time.process_time()
+            bytes_left: int = command["bytes"]
+            started_at, used = time.monotonic(), time.process_time()
             connection.sendall(b"!")
-            while left:
-                left -= connection.recv_into(buffer)
+            while bytes_left:
+                bytes_left -= connection.recv_into(buffer)
             ended = time.monotonic()
             commands.answer(
-                begun=begun,
+                begun=started_at,
                 ended=ended,
-                seconds=ended - begun,
+                seconds=ended - started_at,
                 processor_s=time.process_time() - used,
             )

@@ -19,12 +19,12 @@ def data_files(data_dir: Path) -> list[Path]:
 def read_once(data_dir: Path) -> float:
     """Reads the maps from their beginnings to their ends, 1 MiB at a time; seconds."""
     buffer = bytearray(_PIECE_BYTES)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     for path in data_files(data_dir):
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 def drop_from_cache(data_dir: Path) -> None:

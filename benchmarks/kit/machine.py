@@ -71,7 +71,7 @@ def _processor() -> str:
 
 def _first_line(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
+    return process.stdout.partition("\n")[0].strip() if process.returncode == 0 else ""

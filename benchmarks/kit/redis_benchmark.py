@@ -66,13 +66,15 @@ def _run(
         *request,
     ]
     server.clock.lap()
-    used, begun = _children_s(), time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    seconds = time.monotonic() - begun
-    if done.returncode:
-        raise CannotMeasureError(f"redis-benchmark failed: {done.stderr.strip()[-300:]}")
+    used, started_at = _children_s(), time.monotonic()
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    seconds = time.monotonic() - started_at
+    if process.returncode:
+        raise CannotMeasureError(f"redis-benchmark failed: {process.stderr.strip()[-300:]}")
     # "test","rps","avg_latency_ms",… and one line of figures.
-    (figures,) = csv.DictReader(io.StringIO(done.stdout))
+    (figures,) = csv.DictReader(io.StringIO(process.stdout))
     return Added(float(figures["rps"]), server.clock.lap(), _children_s() - used, seconds)
 
 

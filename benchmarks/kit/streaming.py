@@ -114,14 +114,14 @@ class Sockets:
 
 def together(answers: Sequence[Ran]) -> Ran:
     """From when the first began to when the last ended."""
-    begun = min(answer["begun"] for answer in answers)
-    return {"seconds": max(answer["ended"] for answer in answers) - begun}
+    started_at = min(answer["begun"] for answer in answers)
+    return {"seconds": max(answer["ended"] for answer in answers) - started_at}
 
 
 def rate(ran: Ran, what: str = "mutations") -> float:
     """How many a second."""
-    found: float = ran[what] / ran["seconds"]
-    return found
+    rate: float = ran[what] / ran["seconds"]
+    return rate
 
 
 def rates(runs: Sequence[Ran], what: str = "mutations") -> Spread:
@@ -139,8 +139,8 @@ def server_cost(ran: Ran) -> str:
 
 def _server(ran: Ran, what: str) -> float:
     """Seconds of the server's processor time for each of `what` that it sent."""
-    found: float = ran["processor_s"]["server"] / ran[what]
-    return found
+    seconds_each: float = ran["processor_s"]["server"] / ran[what]
+    return seconds_each
 
 
 def processor_details(runs: Sequence[Ran]) -> dict[str, Any]:

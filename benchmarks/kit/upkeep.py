@@ -39,19 +39,19 @@ def rest(server: UprServer) -> float:
     Returns:
         How long that took, without the time in which nothing moved any more.
     """
-    begun = moved_at = time.monotonic()
+    started_at = moved_at = time.monotonic()
     persisted(server)
     last: object = None
     with BlockingClient(server.url) as client:
-        while time.monotonic() < begun + REST_TIMEOUT_S:
-            found = client.stats(server.BUCKET)
-            now = (found["disk"], found["memory"], found["flusher"])
+        while time.monotonic() < started_at + REST_TIMEOUT_S:
+            stats = client.stats(server.BUCKET)
+            now = (stats["disk"], stats["memory"], stats["flusher"])
             if now != last:
                 last, moved_at = now, time.monotonic()
-            elif not found["disk"]["unindexed_mutations"] and (
+            elif not stats["disk"]["unindexed_mutations"] and (
                 time.monotonic() > moved_at + STILL_S
             ):
-                return moved_at - begun
+                return moved_at - started_at
             pause_s(0.1)
     raise CannotMeasureError("compaction does not come to rest")
 

@@ -34,7 +34,7 @@ def key_of(number: int) -> bytes:
 def values(draw: random.Random, count: int) -> list[bytes]:
     """`count` values that nobody can compress."""
     data = draw.randbytes(VALUE_BYTES * count)
-    return [data[at : at + VALUE_BYTES] for at in range(0, len(data), VALUE_BYTES)]
+    return [data[start : start + VALUE_BYTES] for start in range(0, len(data), VALUE_BYTES)]
 
 
 def drawn_batches(
@@ -76,8 +76,8 @@ def _rounds(draw: random.Random, keys: int) -> Iterator[int]:
 
 def distinct_share(keys: int, partitions: int, chunk_mutations: int) -> float:
     """How much of a chunk is left when each key stays once, its keys drawn uniformly; 0 to 1."""
-    each = keys / partitions
-    return each * (1 - (1 - 1 / each) ** chunk_mutations) / chunk_mutations
+    keys_each = keys / partitions
+    return keys_each * (1 - (1 - 1 / keys_each) ** chunk_mutations) / chunk_mutations
 
 
 def _chunks(

@@ -45,12 +45,12 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             plain = socket.move(ran[CONSUMERS]["bytes_each"])
             if number < 0:
                 continue
-            for count, one in ran.items():
-                by_count[count].append(one)
+            for count, result in ran.items():
+                by_count[count].append(result)
             sockets.append(plain)
             say(f"  run {number + 1}: sockets {rate(plain, 'bytes'):,.0f} B/s")
-            for count, one in ran.items():
-                say(f"    {count} at once: {rate(one, 'bytes'):,.0f} B/s, {server_cost(one)}")
+            for count, result in ran.items():
+                say(f"    {count} at once: {rate(result, 'bytes'):,.0f} B/s, {server_cost(result)}")
     ours, alone = by_count[CONSUMERS], by_count[1]
     details = processor_details(ours)
     fan_out = {

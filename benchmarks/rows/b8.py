@@ -83,7 +83,7 @@ def _run() -> dict[str, Any]:
                         rest(server)
                     sizes.append(anonymous_bytes(server.pid))
                     stats.append(statistics(server))
-        counted = [found["memory"] for found in stats]
+        counted = [sample["memory"] for sample in stats]
         retained = counted[1]["encoded"] + counted[1]["arrays"]
         if retained < 2 * KEYS * (KEY_BYTES + VALUE_BYTES):
             raise CannotMeasureError("the first mutations of the keys were not retained")

@@ -94,11 +94,11 @@ def _load(data_dir: Path) -> dict[str, Any]:
     with UprServer(partitions=PARTITIONS, data_dir=data_dir) as server:
         with filler(server, KEYS) as publisher:
             publisher.answer()
-            begun = time.monotonic()
+            started_at = time.monotonic()
             publisher.ask(fill=True)
             publisher.ask(draw=MUTATIONS - KEYS)
             persisted(server)
-            took_s = time.monotonic() - begun
+            took_s = time.monotonic() - started_at
         disk = Disk.of(server)
         server.kill()
     return {"load_s": significant(took_s), "loaded": _disk(disk)}
@@ -150,21 +150,21 @@ def _start(data_dir: Path, prepare: Callable[[], None]) -> Started:
     prepare()
     read_s = read_once(data_dir)
     prepare()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with UprServer(partitions=PARTITIONS, data_dir=data_dir) as server:
-        listening = time.monotonic() - begun
+        listening = time.monotonic() - started_at
         unindexed = statistics(server)["disk"]["unindexed_mutations"]
         with RawConnection(server.port, server.BUCKET) as connection:
             connection.stream()
             while not any(isinstance(m, PartitionChunk) for m in connection.messages()):
                 pass
-        streams = time.monotonic() - begun
+        streams = time.monotonic() - started_at
         with BlockingClient(server.url) as client:
-            found = [client.get(ASKED[0])]
-            answers = time.monotonic() - begun
-            found += [client.get(key) for key in ASKED[1:]]
-        ready = time.monotonic() - begun
-        if None in found:
+            items = [client.get(ASKED[0])]
+            answers = time.monotonic() - started_at
+            items += [client.get(key) for key in ASKED[1:]]
+        ready = time.monotonic() - started_at
+        if None in items:
             raise CannotMeasureError("a key is missing after the restart")
         used = server.total()
         server.kill()

@@ -88,15 +88,15 @@ def _ingest(runs: int, say: Callable[[str], None]) -> Figure:
         row="E1",
         text=f"Ingest as in B1, {CHUNK_MUTATIONS:,} a chunk, with the event bus and a consumer.",
         unit="mutations/s",
-        ours=Spread.of([one.rate for one in ran["a consumer"]]),
-        peer=Spread.of([one.rate for one in ran["no bus"]]),
+        ours=Spread.of([run.rate for run in ran["a consumer"]]),
+        peer=Spread.of([run.rate for run in ran["no bus"]]),
         peer_name="the same without the bus",
         first_bar=0.97,
         aim=1.0,
         details={
             name.replace(" ", "_"): {
-                "mutations_per_s": Spread.of([one.rate for one in published]).to_json(),
-                "server_ns_per_mutation": Spread.of([one.server_ns for one in published]).to_json(),
+                "mutations_per_s": Spread.of([run.rate for run in published]).to_json(),
+                "server_ns_per_mutation": Spread.of([run.server_ns for run in published]).to_json(),
             }
             for name, published in ran.items()
         },
@@ -148,27 +148,27 @@ def _slow_consumer(runs: int, say: Callable[[str], None]) -> Figure:
     ran: list[_Told] = []
     for number in range(runs):
         ran.append(trio.run(_run))
-        one = ran[-1]
+        run = ran[-1]
         say(
-            f"  run {number + 1}: told in {one.polls} polls of {one.events:,} buckets, "
-            f"{one.updates:,} updates; the longest poll {one.longest_poll_s * 1e3:,.2f} ms, "
-            f"{one.processor_s:.2f} s of processor time"
+            f"  run {number + 1}: told in {run.polls} polls of {run.events:,} buckets, "
+            f"{run.updates:,} updates; the longest poll {run.longest_poll_s * 1e3:,.2f} ms, "
+            f"{run.processor_s:.2f} s of processor time"
         )
     return Figure.less_is_better(
         row="E1b",
         text=f"Events told to a consumer that polls once a second, of {UPDATES:,} updates of "
         f"{BUCKETS:,} buckets in {SECONDS:g} s; engine and queues in one loop.",
         unit="events",
-        ours=Spread.of([one.events for one in ran]),
+        ours=Spread.of([run.events for run in ran]),
         peer=Spread.of([UPDATES] * runs),
         peer_name="updates made, each of which would be an event in a queue",
         first_bar=None,
         aim=None,
         details={
-            "polls": Spread.of([one.polls for one in ran]).to_json(),
-            "longest_poll_ms": Spread.of([one.longest_poll_s * 1e3 for one in ran]).to_json(),
+            "polls": Spread.of([run.polls for run in ran]).to_json(),
+            "longest_poll_ms": Spread.of([run.longest_poll_s * 1e3 for run in ran]).to_json(),
             "processor_us_per_update": significant(
-                Spread.of([one.processor_s / UPDATES * 1e6 for one in ran]).median
+                Spread.of([run.processor_s / UPDATES * 1e6 for run in ran]).median
             ),
         },
     )
@@ -182,7 +182,7 @@ async def _run() -> _Told:
     for number in range(BUCKETS):
         buckets.create(f"bucket-{number}", 1, incarnation=next(ids))
     queue = queues.register("slow", 60.0, time.time())
-    begun = time.process_time()
+    started_at = time.process_time()
     async with trio.open_nursery() as nursery:
         done = trio.Event()
         nursery.start_soon(_update, buckets, done)
@@ -190,27 +190,27 @@ async def _run() -> _Told:
             await trio.sleep(POLL_S)
             _poll(queue, told)
     _poll(queue, told)
-    told.processor_s = time.process_time() - begun
+    told.processor_s = time.process_time() - started_at
     return told
 
 
 async def _update(buckets: Buckets, done: trio.Event) -> None:
     chunk = plain_chunk([b"a key"], [b"a value"])
     partitions: list[Any] = [bucket.partitions[0] for bucket in buckets]
-    begun = trio.current_time()
+    started_at = trio.current_time()
     for number in range(UPDATES):
         partitions[number % BUCKETS].mutate(batch_of(chunk), now=1.0)
         if number % 100 == 99:
-            await trio.sleep_until(begun + SECONDS * number / UPDATES)
+            await trio.sleep_until(started_at + SECONDS * number / UPDATES)
     done.set()
 
 
 def _poll(queue: EventQueue, told: _Told) -> None:
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     is_all = False
     while not is_all:
         events, is_all = queue.poll()
         told.events += len(events)
         told.updates += sum(event.updates for event in events)
     told.polls += 1
-    told.longest_poll_s = max(told.longest_poll_s, time.perf_counter() - begun)
+    told.longest_poll_s = max(told.longest_poll_s, time.perf_counter() - started_at)

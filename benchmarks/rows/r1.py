@@ -75,14 +75,14 @@ def replicate(active: UprServer, replica: UprServer) -> None:
     """Has one server follow the other for all partitions."""
     nodes = {"active": f"{HOST}:{active.port}", "replica": f"{HOST}:{replica.port}"}
     assignment = Assignment("active", {"replica": ""})
-    made = PartitionMap(
+    partition_map = PartitionMap(
         bucket=UprServer.BUCKET, revision=1, nodes=nodes, partitions=(assignment,) * PARTITIONS
     )
 
     async def give() -> None:
         for address in nodes.values():
             node = NodeClient(Address.parse(f"upr://{address}/{UprServer.BUCKET}"))
-            await node.set_map(0, made)
+            await node.set_map(0, partition_map)
 
     trio.run(give)
 

@@ -127,15 +127,15 @@ class _Stand:
             ended = time.monotonic()
         processor_s = {**self.server.lap(), "client": answer["processor_s"]}
         due, late, seen, processor_s["consumer"] = self._samples()
-        begun = answer["begun"]
+        started_at = answer["begun"]
         return _Held(
             share=share,
             asked=rate,
-            reached=answer["mutations"] / (ended - begun),
-            begun_ns=round(begun * 1e9),
+            reached=answer["mutations"] / (ended - started_at),
+            begun_ns=round(started_at * 1e9),
             due=due,
             late=late,
-            memory=[{**sample, "at": sample["at"] - begun} for sample in samples],
+            memory=[{**sample, "at": sample["at"] - started_at} for sample in samples],
             processor_s=processor_s,
             seen_share=seen / CONSUMERS / answer["mutations"],
         )
