@@ -231,7 +231,8 @@ class RequestChannel(ConnectionHandler):
         finally:
             self._sending -= 1
             self._changed.notify()
-        reply = PendingReply[T]()
+        # `PendingReply[T]()` would take 2 µs more.
+        reply: PendingReply[T] = PendingReply()
         self._resolvers[opaque] = partial(_resolve_call, call, reply)
         self.requests += 1
         return reply
