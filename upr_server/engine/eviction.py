@@ -40,7 +40,6 @@ class KeyEviction:
         "_sweep_left",
         "_sweep_through",
         "_table",
-        "_tombstones_high",
         "_tombstones_left",
         "_tombstones_through",
         "has_evicted",
@@ -61,9 +60,9 @@ class KeyEviction:
         # Keys that the sweep under way has still to look at, and what `indexed` was at its start.
         self._sweep_left = 0
         self._sweep_through = _NEVER
-        # The same for the sweep for tombstones, and the partition's high number at its start.
+        # The same for the sweep for tombstones.
         self._tombstones_left = 0
-        self._tombstones_through = self._tombstones_high = _NEVER
+        self._tombstones_through = _NEVER
         # Fetches under way: what `indexed` was when each began.
         self._pins: dict[int, SeqNo] = {}
         self._next_pin = count()
@@ -73,7 +72,7 @@ class KeyEviction:
         self.restored = seq
         self.has_evicted = seq > 0
         self._sweep_left = self._tombstones_left = 0
-        self._tombstones_through = self._tombstones_high = _NEVER
+        self._tombstones_through = _NEVER
 
     @property
     def is_index_ready(self) -> bool:
@@ -141,8 +140,9 @@ class KeyEviction:
         return looked_at
 
     def evict_tombstones(self, budget: int, high: SeqNo) -> int:
-        """Goes on with a sweep of the table for tombstones, or begins one if it is worth its cost:
-        looks at `budget` keys, and forgets the tombstones that the disk's index knows.
+        """Goes on with a sweep of the table for tombstones, or begins one if the index knows all
+        there is and the sweep is worth its cost: looks at `budget` keys, and forgets the tombstones
+        that the disk's index knew when it began.
 
         Items stay, so that a key that the table does not know still needs no look at the disk,
         unless `evict` has forgotten items.
@@ -156,13 +156,13 @@ class KeyEviction:
         """
         if not self._tombstones_left:
             through = self.pinned
-            # The index must have come to all that the last sweep had to leave: so what one sweep
-            # costs, the next one's gain pays for.
-            is_due = self._tombstones_through < through and through >= self._tombstones_high
+            # While writes come, a sweep would mostly pass tombstones that the index does not know,
+            # and a table that grows would have to move its keys twice.
+            is_due = self._tombstones_through < through and through >= high
             tombstones = self._table.tombstones
             if not (is_due and tombstones > TOMBSTONES_SHARE_MIN * len(self._table)):
                 return 0
-            self._tombstones_through, self._tombstones_high = through, high
+            self._tombstones_through = through
             self._tombstones_left = len(self._table)
             self._sweep_left, self._sweep_through = 0, _NEVER
         looked_at = min(budget, self._tombstones_left, len(self._table))
