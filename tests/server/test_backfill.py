@@ -443,6 +443,32 @@ async def test_a_backfill_that_takes_an_hour_ends_its_stream(
         reader.close()
 
 
+@pytest.mark.parametrize(("purge_seq", "is_refused"), [(10, False), (11, True)])
+async def test_a_backfill_that_a_purge_overtakes_ends_with_a_rollback(
+    autojump_clock: trio.testing.MockClock, purge_seq: int, is_refused: bool
+) -> None:
+    """It would lack deletions above its start, and nobody would know."""
+    store = HeldReads(FindFirstSnapshotEnd)
+    async with a_partition(store) as (_, model):
+        model.write(*items(0, 60))
+        await model.persist()
+        model.forget()
+        store.released = trio.Event()
+        reader = Reader(model, start=10, stream_end=30)
+        assert reader.step() is WAIT_FOR_DISK
+        await trio.testing.wait_all_tasks_blocked()
+        model.partition.purge_seq = SeqNo(purge_seq)
+        store.released.set()
+        if is_refused:
+            with pytest.raises(StreamBrokenError) as broken:
+                await reader.read()
+            assert broken.value.status is Status.ROLLBACK_NEEDED
+        else:
+            await reader.read()
+            assert reader.ends == [60]
+        reader.close()
+
+
 @pytest.mark.parametrize("is_more", [False, True])
 async def test_one_that_is_dropped_before_the_end_alone_gets_that(
     autojump_clock: trio.testing.MockClock, is_more: bool
