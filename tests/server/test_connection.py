@@ -818,7 +818,8 @@ async def test_opening_a_bucket_of_many_partitions_lets_others_have_their_turn()
         await peer.hear(Opened)
         nursery.cancel_scope.cancel()
     log_bytes = len(b"".join(PartitionLog(*_LOG, partition=P0, opaque=1).frame()))
-    assert 0 < max(outgoing_bytes) <= 2 * SLICE_PARTITIONS * log_bytes
+    # How many slices wait at a time depends on the order in which Trio runs reader and writer.
+    assert 0 < max(outgoing_bytes) <= 4 * SLICE_PARTITIONS * log_bytes < 1024 * log_bytes
 
 
 _LOG: Final = (PartitionState.ACTIVE, SeqNo(0), SeqNo(0), SeqNo(0), FailoverLog.of([(1, 0)]))
