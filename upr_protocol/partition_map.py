@@ -187,7 +187,7 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             fields = msgspec.json.decode(document)
             _read_points(fields)
             partition_map = msgspec.convert(fields, cls)
-        except (msgspec.DecodeError, UnicodeError) as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PartitionMapError(f"not a partition map: {error}") from error
         partition_map.check()
         return partition_map

@@ -256,3 +256,9 @@ def test_the_newest_map_has_the_highest_revision() -> None:
     assert newest(maps) is maps[1]
     assert newest(iter(maps)) is maps[1]
     assert newest([]) is None
+
+
+@pytest.mark.parametrize("opening", ["[", '{"nodes":'])
+def test_a_document_nested_too_deep_is_not_a_map(opening: str) -> None:
+    with pytest.raises(PartitionMapError, match="not a partition map"):
+        PartitionMap.decode(opening * 200_000)
