@@ -145,7 +145,9 @@ def many_at_a_time(session: ServerSession, answers: list[bool], seen: Seen) -> N
                     SetResult(frame.opaque, frame.partition, HISTORY, SeqNo(seq), Cas(seq))
                 )
             session.answer_sets(sets, results)
-            replies = [encoded(answer) for answer in frames(taken(session))]
+            outgoing_bytes, outgoing = session.outgoing_bytes, taken(session)
+            assert outgoing_bytes == len(outgoing)
+            replies = [encoded(answer) for answer in frames(outgoing)]
             seen += zip(messages, replies, strict=True)
             continue
         other = next(events, None)
