@@ -140,7 +140,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         """The message's own fields, in their order; raises one of `_UNREADABLE`."""
         stream = BytesIO(body)
-        parsed = cls.layout.parse_stream(stream)
+        # With a root of ours: a context that is its own root would be a reference cycle, and hold
+        # the frame and all that was parsed until Python's collector comes by.
+        parsed = cls.layout.parse_stream(stream, _root=None)
         check_end(body, stream.tell())
         return tuple(parsed[name] for name in layout_fields(cls))
 

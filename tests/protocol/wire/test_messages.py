@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import tracemalloc
 from struct import pack
@@ -413,3 +414,18 @@ def test_a_flag_is_set_by_any_byte_but_zero(flag: int) -> None:
     assert isinstance(message, PartitionStart)
     assert message.may_repeat is True
     assert message == parse_as_declared(PartitionStart, body)
+
+
+def test_the_memory_of_a_parsed_frame_needs_no_garbage_collection() -> None:
+    """Else many large frames would pile up before the collector comes by."""
+    body = b"".join(Lease(LeaseAction.ACQUIRE, 1, 60, "owner", ((0, 1, 2),)).frame())[HEADER_BYTES:]
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(thing).__name__ == "BytesIO" for thing in gc.get_objects())
+        for _ in range(10):
+            Lease.parse(body, PartitionId(0), 1, 0)
+        after = sum(type(thing).__name__ == "BytesIO" for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after == before
