@@ -1,0 +1,202 @@
+"""A node ends the streams of a partition before anybody could be given what is no longer true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import trio
+
+from tests.kit.cluster import TestCluster, cluster
+from tests.kit.process import eventually
+from upr_protocol.client import (
+    ChunkReceived,
+    Consumer,
+    RolledBack,
+    SnapshotStart,
+    StreamAccepted,
+    connect,
+    consume,
+)
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.partition_map import Assignment
+from upr_server.engine import Partition
+from upr_server.storage.chunk_log import StoredAnswer
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.records import PartitionRecord
+
+PARTITION = PartitionId(0)
+CONSUMER = "consumer"
+REPLICA = "replica:b"
+
+
+def open_streams(group: TestCluster, name: str) -> dict[str, int]:
+    """The streams of the partition that a node has open: the opaque number by the consumer's
+    identity."""
+    server = group.nodes[name].server
+    assert server is not None
+    return {
+        connection.session.client_identity: connection.session.streams[PARTITION].opaque
+        for connection in server.connections.connections
+        if PARTITION in connection.session.streams
+    }
+
+
+async def write(group: TestCluster, name: str, key: str, count: int = 1) -> None:
+    async with connect(group.nodes[name].url, by_map=False) as client:
+        for index in range(count):
+            await client.set(f"{key} {index}", "value")
+
+
+class Follower:
+    """Follows the partition at one node.
+
+    Attributes:
+        keys: The keys that it has.
+        log: The failover log that its stream was accepted with.
+        unknown_histories: Histories of snapshots that this log does not name.
+        rollbacks: How often it was told to roll back.
+    """
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+        self.log = FailoverLog()
+        self.unknown_histories: list[int] = []
+        self.rollbacks = 0
+
+    async def follow(self, consumer: Consumer) -> None:
+        async for event in consumer:
+            if isinstance(event, StreamAccepted):
+                self.log = event.log
+            elif isinstance(event, SnapshotStart):
+                if event.history_id not in [entry.history_id for entry in self.log.entries]:
+                    self.unknown_histories.append(event.history_id)
+            elif isinstance(event, RolledBack):
+                self.rollbacks += 1
+                self.keys.clear()
+            elif isinstance(event, ChunkReceived):
+                self.keys.update(row.key for row in event.chunk if row.op is Operation.SET)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "spared"),
+    [
+        (Assignment(replicas={"b": ""}, handing_over="a"), [REPLICA]),
+        (Assignment("b", {"a": ""}), []),
+    ],
+    ids=["it hands over", "another is active at once"],
+)
+async def test_a_node_that_stops_being_active_ends_its_streams(
+    assignment: Assignment, spared: Sequence[str]
+) -> None:
+    """A barrier that came back from here would cover nothing of what the next active takes in. A
+    replica alone follows a node that hands over to the end."""
+    async with cluster("ab", partitions=1) as group:
+        await write(group, "a", "key")
+        await group.quiet()
+        async with (
+            consume(
+                group.nodes["a"].url, identity=CONSUMER, by_map=False, with_logs=True
+            ) as consumer,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(Follower().follow, consumer)
+            await eventually(lambda: len(open_streams(group, "a")) == 2, "both have a stream")
+            before = open_streams(group, "a")
+            assert sorted(before) == [CONSUMER, REPLICA]
+            server = group.nodes["a"].server
+            assert server is not None
+            group.map = group.map.with_assignments({PARTITION: assignment})
+            # Without a network in between: nobody can ask for another stream before this returns.
+            await server.partition_maps.set_map(group.map.revision - 1, group.map.encode())
+            assert open_streams(group, "a") == {name: before[name] for name in spared}
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_replica_ends_its_streams_before_it_gives_data_of_a_new_history() -> None:
+    """Its own state does not change: it hears of the new history from its active."""
+    async with cluster("ab", partitions=1) as group:
+        await write(group, "a", "early")
+        await group.quiet()
+        follower = Follower()
+        async with (
+            consume(
+                group.nodes["b"].url, state=PartitionState.REPLICA, by_map=False, with_logs=True
+            ) as consumer,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(follower.follow, consumer)
+            await eventually(lambda: b"early 0" in follower.keys, "the consumer is up to date")
+            (replica,) = group.nodes["b"].held
+            log_before = replica.failover_log
+            await group.share([Assignment(replicas={"a": "", "b": ""}, lost_active="a")])
+            await group.share([Assignment("a", {"b": ""})])
+            await write(group, "a", "late")
+            await group.quiet()
+            assert len(replica.failover_log) == len(log_before) + 1
+            await eventually(lambda: b"late 0" in follower.keys, "the consumer goes on")
+            assert follower.log == replica.failover_log
+            assert follower.unknown_histories == []
+            assert follower.rollbacks == 0
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_replica_that_rolls_back_leaves_no_stream_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends its streams before it takes anything back, and again those that began meanwhile."""
+    async with cluster(partitions=1) as group:
+        await write(group, "a", "kept", 5)
+        await group.quiet()
+        behind = Assignment("a", {"b": "", "c": "b"})
+        await group.give(group.map.with_assignments({PARTITION: behind}), "a")
+        await group.nodes["c"].kill()
+        await write(group, "a", "lost", 5)
+        active, replica = group.nodes["a"].held[0], group.nodes["b"].held[0]
+        await eventually(lambda: replica.high_seq == active.high_seq == 10, "b is ahead of c")
+        follower = Follower()
+        async with (
+            consume(
+                group.nodes["b"].url, identity=CONSUMER, state=PartitionState.REPLICA, by_map=False
+            ) as consumer,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(follower.follow, consumer)
+            await eventually(lambda: len(follower.keys) == 10, "the consumer is up to date")
+            first = open_streams(group, "b")[CONSUMER]
+            had_ended: list[bool] = []
+            open_at_the_end: list[dict[str, int]] = []
+            truncate_disk, truncate_memory = BucketDisk.truncate, Partition.truncate
+
+            async def truncate_late(
+                disk: BucketDisk,
+                partition: PartitionId,
+                record: PartitionRecord,
+                tokens: Sequence[StoredAnswer],
+            ) -> list[int]:
+                had_ended.append(open_streams(group, "b").get(CONSUMER) != first)
+                # The consumer asks again in between, and has another stream.
+                await eventually(lambda: CONSUMER in open_streams(group, "b"), "it has a stream")
+                return await truncate_disk(disk, partition, record, tokens)
+
+            def truncate_noted(partition: Partition, seq: SeqNo) -> object:
+                open_at_the_end.append(open_streams(group, "b"))
+                return truncate_memory(partition, seq)
+
+            monkeypatch.setattr(BucketDisk, "truncate", truncate_late)
+            monkeypatch.setattr(Partition, "truncate", truncate_noted)
+            await group.nodes["a"].kill()
+            await group.start("c")
+            await group.give(
+                group.map.with_assignments({PARTITION: Assignment("c", {"a": "", "b": ""})}),
+                "c",
+                "b",
+            )
+            await write(group, "c", "later")
+            await eventually(lambda: b"later 0" in follower.keys, "the consumer goes on", 10)
+            assert had_ended == [True]
+            assert open_at_the_end == [{}]
+            assert follower.rollbacks == 1
+            assert follower.keys == {b"later 0", *(b"kept %d" % index for index in range(5))}
+            nursery.cancel_scope.cancel()
