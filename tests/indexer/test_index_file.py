@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+import lmdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,6 +178,54 @@ def test_after_a_rollback_an_index_settles_at_the_number_it_was_given(file: Inde
         file.scan(KeyRange(), 1)
     apply(file, batch(0, whole(6), [(6, b"l", b"y")]))
     assert entries(file) == [b"\x09wk", b"\x09yl"]
+
+
+def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
+    """The indexes of a stream start where the one that is furthest behind is."""
+    before = attrs.evolve(whole(3), settles_at=SeqNo(9))
+    apply(file, IndexBatch(PartitionId(0), before, rollback_documents={b"k": b"first"}))
+    inside = part(3, 5, 8)
+    apply(file, batch(0, inside, [(4, b"k", b"second"), (5, b"l", b"x")]))
+    log = FailoverLog.of([(8, 5), (7, 0)])
+    behind = Mark(Position(log, SeqNo(4), SeqNo(4)))
+    assert apply(file, batch(0, behind, [(3, b"k", b"first"), (4, b"l", None)])) == 0
+    assert file.scan(KeyRange(), 9, settled=False).entries == [b"\x09secondk", b"\x09xl"]
+    ahead = Position(log, SeqNo(3), SeqNo(5), inside.position.partial)
+    assert file.mark(PartitionId(0)) == Mark(ahead, SeqNo(9)), "only the log is the stream's"
+    with pytest.raises(NotSettledError):
+        file.scan(KeyRange(), 1)
+    file.check_invariants()
+
+
+def test_what_follows_a_rollback_in_the_same_commit_is_new(file: IndexFile) -> None:
+    apply(file, batch(0, whole(9), [(9, b"k", b"lost")]))
+    rollback = IndexBatch(PartitionId(0), whole(4), rollback_documents={b"k": b"kept"})
+    apply(file, rollback, batch(0, whole(6), [(5, b"l", b"new"), (6, b"m", b"new")]))
+    assert entries(file) == [b"\x09keptk", b"\x09newl", b"\x09newm"]
+    assert file.mark(PartitionId(0)) == whole(6)
+
+
+def last_commit(path: Path) -> int:
+    """The number of the last commit in an index that is closed."""
+    with lmdb.open(str(path), readonly=True) as environment:
+        return int(environment.info()["last_txnid"])
+
+
+def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
+    """A process that is killed between two would leave entries that the marks do not cover."""
+    apply(file, batch(0, whole(9), [(9, b"k", b"lost")]))
+    file.close()
+    before = last_commit(file.path)
+    file = IndexFile(file.path, "b")
+    rollback = IndexBatch(PartitionId(0), whole(4), rollback_documents={b"k": b"kept"})
+    cleared = IndexBatch(PartitionId(1), Mark(), clears_partition=True)
+    apply(file, rollback, cleared, batch(0, part(4, 5, 6), [(5, b"l", b"new")]))
+    file.close()
+    assert last_commit(file.path) == before + 1
+    again = IndexFile(file.path, "b")
+    assert again.mark(PartitionId(0)) == part(4, 5, 6)
+    assert again.scan(KeyRange(), 9, settled=False).entries == [b"\x09keptk", b"\x09newl"]
+    again.close()
 
 
 def test_a_mark_tells_whether_a_write_is_there_or_lost() -> None:
