@@ -16,6 +16,7 @@ from tests.kit.process import eventually
 from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
 from upr_protocol.ids import PartitionId
 from upr_server.indexer import pipeline as pipeline_module
+from upr_server.indexer.builder import Builder
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
@@ -283,6 +284,38 @@ async def test_a_full_queue_holds_the_stream(
         assert indexer.pipeline.length == batches_max
         gate.open()
         await eventually(lambda: indexer.statistics()["applied"] == written, "all is applied")
+
+
+async def test_a_full_queue_holds_the_stream_of_a_new_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_module, "QUEUE_BATCHES_MAX", 1)
+    partitions = 16
+    gate = Gate()
+    run = Builder.run
+
+    async def run_held(builder: Builder) -> None:
+        gate.close()
+        await run(builder)
+
+    monkeypatch.setattr(Builder, "run", run_held)
+    async with (
+        a_server(partitions=partitions) as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, work=gate) as indexer,
+    ):
+        keys = 10 * partitions
+        for number in range(keys):
+            await client.set(f"k{number}", "{}")
+        await eventually(lambda: indexer.statistics()["applied"] == keys, "it was read")
+        await define(client, "d", {"n": BY_N})
+        await eventually(lambda: indexer.definitions.queued_batches > 0, "building has begun")
+        # Another consumer is sent all of it.
+        async with consume(server.url("b")) as other:
+            await count_all(other, keys + 1)
+        assert indexer.definitions.queued_batches == 1
+        gate.open()
+        await until_ready(indexer, "d/n")
 
 
 async def test_a_queue_is_bounded_in_batches_too() -> None:
