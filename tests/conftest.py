@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import zlib
@@ -52,3 +53,15 @@ def _scheduler(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = int(os.environ.get("UPR_SCHEDULER_SEED", "0"))
     with seeded_scheduler(zlib.crc32(request.node.nodeid.encode()) + seed):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _collector() -> Iterator[None]:
+    """Has Python's collector work after a test as before it: a daemon that a test runs in this
+    process excludes objects from collection, and others rely on what it collects."""
+    thresholds, callbacks = gc.get_threshold(), list(gc.callbacks)
+    yield
+    if (thresholds, callbacks) != (gc.get_threshold(), gc.callbacks):
+        gc.set_threshold(*thresholds)
+        gc.callbacks[:] = callbacks
+        gc.unfreeze()
