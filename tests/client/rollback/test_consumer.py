@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -373,6 +374,29 @@ async def test_received_keys_beside_an_older_resume_state_start_the_partition_at
         assert (undone.to, undone.reason) == (0, ABOVE_POSITION)
         assert isinstance(start, SnapshotStart)
         assert start.start == 0
+
+
+async def test_buffered_keys_are_recorded_before_the_position_is_saved(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A position whose keys are not recorded could not be rolled back key by key."""
+    fill_one_partition(server, 10, b"old")
+    path, file = tmp_path / "received-keys", tmp_path / "resume"
+    async with consume_with_rollback(
+        URL, path, resume=file, buffer_received_keys=True, dial=net.dial
+    ) as consumer:
+        await until_completed(consumer)
+        assert recorded_keys(path, tmp_path) == 0
+        await consumer.save()
+        assert recorded_keys(path, tmp_path) == 10
+
+
+def recorded_keys(path: Path, folder: Path) -> int:
+    """How many keys a crash at this moment would leave on disk."""
+    copy = shutil.copy(path, folder / "copy")
+    received_keys = ReceivedKeysFile(copy, "b")
+    received_keys.close()
+    return len(received_keys.keys)
 
 
 async def test_a_restart_from_0_that_was_cut_short_begins_at_0_again(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import resource
 import signal
+import threading
 from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,6 +130,26 @@ async def test_buffered_keys_are_written_with_one_record(tmp_path: Path) -> None
     cut = ReceivedKeysFile(path, "b")
     cut.close()
     assert len(cut.keys) == 0
+
+
+async def test_keys_that_come_while_others_are_written_are_written_too(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    file = ReceivedKeysFile(path, "b", is_buffered=True)
+    is_done = threading.Event()
+
+    def flush_again_and_again() -> None:
+        while not is_done.is_set():
+            file.flush()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.to_thread.run_sync, flush_again_and_again)
+        for number in range(1, 1001):
+            await file.receive(P, [(b"%d" % number, SeqNo(number), HistoryId(1))])
+        is_done.set()
+    file.close()
+    again = ReceivedKeysFile(path, "b")
+    again.close()
+    assert len(again.keys) == 1000
 
 
 async def test_keys_that_could_not_be_written_stay_buffered(tmp_path: Path) -> None:

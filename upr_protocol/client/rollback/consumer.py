@@ -17,6 +17,7 @@ from upr_protocol.client.core.events import BarrierReached, ChunkReceived, Event
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End
+from upr_protocol.client.resume_files import ResumeStore
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
@@ -129,6 +130,28 @@ class RollbackConsumer(RollbackIterator):
             await self._consumer.save()
 
 
+class _StoreAfterKeys:
+    """A resume store that records the received keys before the state that covers them. Otherwise a
+    consumer that crashes would not know, at its next start, which keys it has to undo."""
+
+    def __init__(self, store: ResumeStore, received_keys: ReceivedKeysFile) -> None:
+        self._store = store
+        self._received_keys = received_keys
+
+    async def load(self) -> ResumeState | None:
+        """What the store has."""
+        return await self._store.load()
+
+    async def save(self, state: ResumeState) -> None:
+        """Flushes the received keys, and saves the state.
+
+        Raises:
+            OSError: One of the two cannot be written.
+        """
+        await trio.to_thread.run_sync(self._received_keys.flush)
+        await self._store.save(state)
+
+
 async def _partitions_to_restart(
     received_keys: ReceivedKeysFile, state: ResumeState
 ) -> list[PartitionId]:
@@ -193,6 +216,8 @@ async def consume_with_rollback(
     )
     try:
         state, store = await load_resume_state(resume, address.bucket)
+        if store is not None and buffer_received_keys:
+            store = _StoreAfterKeys(store, keys_file)
         restarts = await _partitions_to_restart(keys_file, state)
         for partition in restarts:
             state.positions.pop(partition, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -61,8 +62,9 @@ class ReceivedKeysFile:
         self.keys = ReceivedKeys(limits or ReceivedKeysLimits())
         self._bucket = bucket
         self._is_buffered = is_buffered
-        self._buffer: list[tuple[Any, ...]] = []
-        # `flush` may run in a thread of the application's.
+        # `flush` may run in a thread of the application's, and takes changes while others come: the
+        # deque is one object for good, and its methods are atomic.
+        self._buffer: deque[tuple[Any, ...]] = deque()
         self._write_lock = threading.Lock()
         self._file, records = ChecksummedFile.open(Path(path))
         self.is_new = not records
@@ -132,15 +134,15 @@ class ReceivedKeysFile:
     def _write(self, *changes: tuple[Any, ...]) -> None:
         """Appends the buffer and `changes`."""
         with self._write_lock:
-            buffer, self._buffer = self._buffer, []
-            changes = (*buffer, *changes)
-            if not changes:
+            buffered = [self._buffer.popleft() for _ in range(len(self._buffer))]
+            records = [*buffered, *changes]
+            if not records:
                 return
-            fields = changes[0] if len(changes) == 1 else (_SEVERAL, changes)
+            fields = records[0] if len(records) == 1 else (_SEVERAL, records)
             try:
                 self._file.append(msgspec.msgpack.encode(fields))
             except BaseException:
-                self._buffer = buffer + self._buffer
+                self._buffer.extendleft(reversed(buffered))
                 raise
 
     async def receive(
