@@ -53,6 +53,25 @@ def test_connections_are_written_to_once_at_the_end_of_a_step() -> None:
     assert [connection.calls for connection in connections] == written
 
 
+def test_a_connection_that_cannot_be_written_to_does_not_keep_others_waiting() -> None:
+    writes = StepWrites()
+
+    class Failing(Recorder):
+        def write_now(self) -> None:
+            raise ValueError("a fault of this connection")
+
+    connections = [Recorder(writes), Failing(writes), Recorder(writes)]
+    writes.begin()
+    for connection in connections:
+        writes.add(connection)
+    writes.end()
+    assert [connection.calls for connection in connections] == [
+        ["written", "woken"],
+        ["woken"],
+        ["written", "woken"],
+    ]
+
+
 class StepCounter(trio.abc.Instrument):
     """Counts the steps of tasks, by the names of their functions."""
 

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from typing import Final, Protocol
 from weakref import ref
 
+import structlog
+
+log = structlog.get_logger(__name__)
+
 DIRECT_MAX: Final = 8
 """Connections that one step writes to, at some 20 µs each. The writers of the others are woken."""
 
@@ -62,7 +66,17 @@ class StepWrites:
         self._is_collecting = False
         connections, self._connections = self._connections, {}
         for place, connection in enumerate(connections):
-            if place < DIRECT_MAX:
-                connection.write_now()
-            else:
-                connection.wake_writer()
+            if place < DIRECT_MAX and _has_written(connection):
+                continue
+            connection.wake_writer()
+
+
+def _has_written(connection: Writable) -> bool:
+    """Writes to a connection. A failure concerns that connection alone, and not the one whose step
+    this is: its writer meets it again."""
+    try:
+        connection.write_now()
+    except Exception:
+        log.exception("writing at a step's end failed")
+        return False
+    return True

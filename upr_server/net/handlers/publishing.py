@@ -36,6 +36,7 @@ from upr_server.net.request_context import (
     RequestContext,
     misplaced_error,
     not_active_error,
+    others_after_first,
 )
 
 SLICE_COST: Final = 4096
@@ -93,11 +94,7 @@ def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
         batches = batches_of(request.bundle, writer, request.attempt)
     except ChunkError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
-    slices = _BundleRequest(context, request, batches).apply()
-    return slices if next(slices, _FINISHED) is not _FINISHED else None
-
-
-_FINISHED: Final = object()
+    return others_after_first(_BundleRequest(context, request, batches).apply())
 
 
 class _BundleRequest(OrderedReply):
