@@ -46,6 +46,7 @@ from upr_protocol.transport import dial_tcp
 from upr_server.engine import Partition, WriterToken, batch_of
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.calls import Commit
+from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.simulated import SimulatedDirectory
 
 P = 4
@@ -549,6 +550,50 @@ async def test_a_history_is_continued_only_by_a_node_that_has_all_of_it() -> Non
         assert [p.failover_log for p in group.nodes["b"].held] == logs, "no history was added"
         await write(group, "b", 50, "another")
         await same(group)
+
+
+async def test_a_map_that_is_refused_leaves_a_node_what_it_was() -> None:
+    """One partition was fenced already, and another one's source given up."""
+    async with cluster("ab", partitions=2) as group:
+        await group.share([Assignment("a", {"b": ""}), Assignment("b", {"a": ""})])
+        await group.quiet()
+        nowhere = HistoryPoint(HistoryId(1), SeqNo(5))
+        refused_map = group.map.with_assignments(
+            {
+                PartitionId(0): Assignment("b", {"a": ""}),
+                PartitionId(1): Assignment("a", {"b": ""}, continues_from=nowhere),
+            }
+        )
+        before = group.map
+        with pytest.raises(ServerError) as refused:
+            await group.give(refused_map, "a")
+        assert refused.value.status is Status.WRONG_STATE
+        assert group.map is before
+        assert states(group, "a") == [PartitionState.ACTIVE, PartitionState.REPLICA]
+        async with connect(group.nodes["a"].url) as client:
+            for index in range(20):
+                await client.set(f"key {index}", "value")
+        await same(group)
+
+
+async def test_a_node_takes_no_write_while_the_disk_catches_up_for_a_hand_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next active is told the last number."""
+    states_meanwhile: list[PartitionState] = []
+    wait_until_persisted = Flusher.wait_until_persisted
+
+    async def wait_noted(flusher: Flusher, partition: Partition, seq: SeqNo) -> None:
+        states_meanwhile.append(partition.state)
+        await wait_until_persisted(flusher, partition, seq)
+
+    async with cluster("ab", partitions=1) as group:
+        await write(group, "a", 5)
+        await group.quiet()
+        monkeypatch.setattr(Flusher, "wait_until_persisted", wait_noted)
+        await group.share([Assignment(replicas={"b": ""}, handing_over="a")])
+        assert PartitionState.PENDING in states_meanwhile
+        assert PartitionState.ACTIVE not in states_meanwhile
 
 
 @attrs.define
