@@ -201,3 +201,23 @@ def test_the_observer_of_collapsible_buckets_hears_of_each_once() -> None:
             put(partition, b"k")
             read(partition, partition.snapshot_end)
     assert names == ["b"]
+
+
+def test_a_deleted_bucket_has_nothing_to_collapse() -> None:
+    bucket = new_bucket(3)
+    first, second, _ = bucket.partitions
+    for _ in range(8):
+        put(first, b"k")
+        read(first, first.snapshot_end)
+    assert bucket.collapse_wanted
+    release = bucket.release_partitions()
+    next(release)
+    assert not bucket.collapse_step()
+    # Its partitions are released one after the other: the second still has a reader.
+    for _ in range(8):
+        put(second, b"k")
+        read(second, second.snapshot_end)
+    assert not bucket.collapse_step()
+    assert len(list(release)) == 2
+    bucket.memory_policy.limit_bytes = 1
+    assert bucket.free_memory() in (MemoryAction.NOTHING, MemoryAction.REFUSE_CREDIT)

@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.engine.helpers import put, read
 from tests.kit.held_store import HeldStore
 from tests.server.test_backfill import a_partition
 from tests.server.test_connection import P0, sets
@@ -25,13 +26,15 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import SEQ_MAX, Operation, SeqNo
-from upr_protocol.wire import Get, Refusal
+from upr_protocol.wire import Get, Lease, LeaseAction, Refusal
 from upr_server.engine import Partition, batch_of
 from upr_server.storage.calls import (
     Commit,
     DeleteLeases,
+    FindExpired,
     LoadBuckets,
     Maintain,
+    MeasureRanges,
     ReadChunks,
     StoreCall,
 )
@@ -43,6 +46,7 @@ from upr_server.storage.online.partition_reader import PartitionReader
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 NOW: Final = 1000.0
+LONG_S: Final = 1e6
 
 
 def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chunk:
@@ -155,6 +159,116 @@ async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted
         await peer.say(Get((b"a",), partition=P0, opaque=opaque))
         await trio.sleep(1)
         await server.catalog.delete_bucket(BUCKET)
+        answer = await answer_to(peer, opaque)
+        assert isinstance(answer, Refusal)
+        assert answer.status == Status.NO_BUCKET
+
+
+class StepCounter:
+    """Counts the steps of upkeep.
+
+    Attributes:
+        count: How many there were.
+        first: Set by the first.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = trio.Event()
+
+    def count_step(self) -> None:
+        """Notes one step."""
+        self.count += 1
+        self.first.set()
+
+
+async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    # Nothing is on disk, so each step of freeing memory collapses one partition. Commits never end,
+    # and a deletion takes a second.
+    store = SimulatedStore(delay=lambda call: LONG_S if isinstance(call, Commit) else 1)
+    async with serving(store, 64) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        for partition in bucket.partitions:
+            for _ in range(8):
+                put(partition, b"k")
+                read(partition, partition.snapshot_end)
+        bucket.memory_policy.limit_bytes = 1
+        steps = StepCounter()
+        server.upkeep.call_after_step(steps.count_step)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.upkeep.free_memory)
+            server.upkeep.relieve(bucket)
+            await steps.first.wait()
+            assert bucket.collapse_wanted
+            await server.catalog.delete_bucket(BUCKET)
+            await trio.sleep(1)
+            nursery.cancel_scope.cancel()
+        assert steps.count < 10, "nothing is freed of a deleted bucket"
+
+
+class _LateAnswers(SimulatedStore):
+    """A store that carries out calls of one kind, and answers them once `released` is set."""
+
+    def __init__(self, kind: type[StoreCall[Any]]) -> None:
+        super().__init__()
+        self._kind = kind
+        self.is_asked = trio.Event()
+        self.released = trio.Event()
+
+    async def execute(self, call: StoreCall[Any]) -> Any:
+        answer = await super().execute(call)
+        if isinstance(call, self._kind):
+            self.is_asked.set()
+            await self.released.wait()
+        return answer
+
+
+async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = _LateAnswers(FindExpired)
+    async with serving(store, 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        partition = bucket.partitions[0]
+        partition.mutate(batch_of(batch(0, 1, expiry=1)), now=0)
+        await trio.sleep(10)
+        while partition.manager.free_oldest() or partition.eviction.evict(1000):
+            pass
+        high_seq = partition.high_seq
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.upkeep.expire)
+            await store.is_asked.wait()
+            await server.catalog.delete_bucket(BUCKET)
+            bucket.memory_policy.limit_bytes = 1
+            bucket.memory.backfills += 1000
+            await server.catalog.create_bucket(BUCKET, 1, 1 << 26)
+            store.released.set()
+            await trio.sleep(1)
+            assert partition.high_seq == high_seq, "a deleted bucket expires nothing"
+            nursery.cancel_scope.cancel()
+        # Nobody tries for ever to free the memory of a bucket that is gone.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.upkeep.free_memory)
+            steps = StepCounter()
+            server.upkeep.call_after_step(steps.count_step)
+            await trio.sleep(1)
+            nursery.cancel_scope.cancel()
+        assert steps.count <= 1
+
+
+async def test_a_lease_hears_that_its_bucket_was_deleted_while_it_is_measured(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = _LateAnswers(MeasureRanges)
+    async with serving(store, 1) as server, speaking(server) as peer:
+        await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
+        opaque = peer.opaque()
+        await peer.say(Lease(LeaseAction.ACQUIRE, 7, 60, "me", ((0, 0, SEQ_MAX),), opaque=opaque))
+        await store.is_asked.wait()
+        await server.catalog.delete_bucket(BUCKET)
+        store.released.set()
         answer = await answer_to(peer, opaque)
         assert isinstance(answer, Refusal)
         assert answer.status == Status.NO_BUCKET

@@ -101,7 +101,9 @@ class Upkeep:
     # Freeing memory.
 
     def relieve(self, bucket: Bucket) -> None:
-        """`bucket` is short of memory: some is to be freed."""
+        """`bucket` is short of memory: some is to be freed. A deleted bucket is left alone."""
+        if bucket not in self._disks:
+            return
         self._short[bucket] = None
         self._relief_wanted.notify()
 
@@ -120,7 +122,11 @@ class Upkeep:
     async def _free_some(self) -> None:
         for bucket in list(self._short):
             relief = MemoryAction.FREE
-            while relief not in (MemoryAction.NOTHING, MemoryAction.REFUSE_CREDIT):
+            # At each checkpoint the bucket may be deleted.
+            while bucket in self._disks and relief not in (
+                MemoryAction.NOTHING,
+                MemoryAction.REFUSE_CREDIT,
+            ):
                 relief = bucket.free_memory(COLLAPSE_MUTATIONS)
                 self._end_step()
                 await trio.lowlevel.checkpoint()

@@ -153,6 +153,7 @@ class Bucket:
         """The bucket was deleted: lets go of its partitions, one a step, so that their memory is
         freed once nobody else uses them. The bucket has none from the first step on."""
         partitions, self.partitions = list(self.partitions), ()
+        self._collapsible.clear()
         while partitions:
             partitions.pop().manager.stop_notifying()
             yield
@@ -180,6 +181,9 @@ class Bucket:
         return bool(self._collapsible)
 
     def _became_collapsible(self, partition_id: int) -> None:
+        if not self.partitions:
+            # The bucket was deleted. A reader of it may still close a snapshot.
+            return
         was_wanted = self.collapse_wanted
         self._collapsible[partition_id] = None
         if not was_wanted and self._on_collapsible is not None:

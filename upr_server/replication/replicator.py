@@ -84,6 +84,8 @@ class Replicator:
         self._source_name = source_name
         self._server = server
         self._disk = disk
+        # A deleted bucket lets go of its partitions, and a last commit may still be under way.
+        self._partitions = disk.bucket.partitions
         self._node = node
         self._received = received
         self._system = system
@@ -106,7 +108,7 @@ class Replicator:
         return f"upr://{self.source.address}/{self._disk.bucket.name}"
 
     def _partition(self, partition_id: PartitionId) -> Partition:
-        return self._disk.bucket.partitions[partition_id]
+        return self._partitions[partition_id]
 
     # Start and stop.
 

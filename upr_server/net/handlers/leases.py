@@ -34,6 +34,7 @@ def lease(context: RequestContext, request: Lease) -> None:
         except StorageError:
             disk.maintenance.check_not_deleted()
             raise
+        disk.maintenance.check_not_deleted()
         ranges = tuple(
             (number, disk.bucket.partitions[number].failover_log.current, start, end, nbytes)
             for (number, start, end), nbytes in zip(granted.ranges, sizes, strict=True)

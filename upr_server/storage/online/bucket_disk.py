@@ -185,26 +185,32 @@ class BucketDisk:
 
     async def expire(self, now: float) -> None:
         """Deletes items that have expired on disk. Deletions stay in memory until they are indexed;
-        so it stops when memory is short, and a later call goes on."""
-        if all(
-            partition.state is not PartitionState.ACTIVE for partition in self.bucket.partitions
-        ):
+        so it stops when memory is short, and a later call goes on.
+
+        Raises:
+            StorageError: The disk cannot tell, or the bucket was deleted.
+        """
+        partitions = self.bucket.partitions
+        if all(partition.state is not PartitionState.ACTIVE for partition in partitions):
             return
         after, has_more = b"", True
         while has_more and self.bucket.memory_action() is MemoryAction.NOTHING:
-            pins = {partition.id: partition.eviction.pin() for partition in self.bucket.partitions}
+            pins = [(partition.eviction, partition.eviction.pin()) for partition in partitions]
             try:
                 items, after = await self.store.ask(
                     FindExpired(self.bucket.name, int(now), after, DUE_MAX)
                 )
+                if self.bucket.partitions is not partitions:
+                    # The bucket was deleted meanwhile, and another may have its name.
+                    return
                 for item in items:
-                    partition = self.bucket.partitions[item.partition]
+                    partition = partitions[item.partition]
                     if partition.eviction.is_index_ready:
                         partition.expire_stored(item.key, item.seq, now)
                 has_more = bool(after)
             finally:
-                for partition_id, pin in pins.items():
-                    self.bucket.partitions[partition_id].eviction.unpin(pin)
+                for eviction, pin in pins:
+                    eviction.unpin(pin)
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes, times in seconds."""
