@@ -74,15 +74,17 @@ async def background() -> AsyncIterator[trio.Nursery]:
     then `except ServerError` around `async with connect(...)` would not catch what it names.
     """
     holder = _Holder()
-    async with trio.open_nursery() as nursery:
-        with holder:
-            yield nursery
-        nursery.cancel_scope.cancel()
-    if holder.error is not None:
-        try:
+    try:
+        async with trio.open_nursery() as nursery:
+            with holder:
+                yield nursery
+            nursery.cancel_scope.cancel()
+        if holder.error is not None:
             raise holder.error
-        finally:
-            holder.error = None  # or it would refer to itself through its traceback's frame
+    finally:
+        # Or it would refer to itself through its traceback's frame: also one that is not raised
+        # again, because the nursery raised a cancellation.
+        holder.error = None
 
 
 def first_failure(error: BaseException) -> BaseException:

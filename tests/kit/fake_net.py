@@ -54,6 +54,10 @@ class FakeNet:
     def open(self) -> int:
         return sum(not end.closed for end in self._ends)
 
+    def forget(self) -> None:
+        """Refers to no connection any more: none of them is cut later."""
+        self._ends.clear()
+
     def cut(self) -> None:
         """Cuts every connection there is."""
         for end in self._ends:

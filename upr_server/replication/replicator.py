@@ -125,6 +125,7 @@ class Replicator:
                 try:
                     await self._flush()
                 finally:
+                    self._consumer = None  # which refers to this object
                     self._ended.set()
 
     def cancel(self) -> None:

@@ -285,12 +285,15 @@ async def connect(
     dispatcher = RequestDispatcher(
         address, ClusterOptions(connection, retry_timeout_s, by_map), credit_timeout_s
     )
-    async with background() as nursery:
-        nursery.start_soon(dispatcher.run)
-        await dispatcher.has_opened.wait()
-        if dispatcher.error is None:
-            with trio.move_on_after(connection.connect_timeout_s):
-                await dispatcher.connections.located.wait()
-        if dispatcher.error is not None:
-            raise dispatcher.error
-        yield Client(address, connection, dispatcher)
+    try:
+        async with background() as nursery:
+            nursery.start_soon(dispatcher.run)
+            await dispatcher.has_opened.wait()
+            if dispatcher.error is None:
+                with trio.move_on_after(connection.connect_timeout_s):
+                    await dispatcher.connections.located.wait()
+            if dispatcher.error is not None:
+                raise dispatcher.error
+            yield Client(address, connection, dispatcher)
+    finally:
+        dispatcher.close()

@@ -174,7 +174,7 @@ class ClusterConnections(Generic[H]):
         self.router = PartitionRouter(
             self.metadata, state, options.retry_timeout_s, options.connection.draw
         )
-        self._refresher = MapRefresher(self.metadata, options.connection, self.learn_map)
+        self._refresher = MapRefresher(self.metadata, options.connection)
         self._error: UprError | None = None
         self._nursery: trio.Nursery | None = None
         self._nodes: list[_Node[H]] = []
@@ -197,6 +197,16 @@ class ClusterConnections(Generic[H]):
             nursery.start_soon(self._refresh_map)
         if self._error is not None:
             raise self._error
+
+    def close(self) -> None:
+        """Forgets the nodes and the owner, so that none of them is in a reference cycle. Call it
+        when `run` has ended and the owner is closed. From then on there are no handlers."""
+        for node in self._nodes:
+            node.handler.removed()
+        self._nodes.clear()
+        self._refresher.close()
+        self._nursery = None
+        del self._owner
 
     def _end(self, error: UprError | None) -> None:
         if self._error is None:
@@ -378,7 +388,7 @@ class ClusterConnections(Generic[H]):
                 now = trio.current_time()
                 if self._refresher.begin_round(now):
                     asked_nodes = {node.address for node in self._nodes if node.ask_map()}
-                    self._refresher.ask_others(asked_nodes, self._nursery)
+                    self._refresher.ask_others(asked_nodes, self.learn_map, self._nursery)
                 self._route()
                 error = self.router.timed_out(self._owner.is_waiting_for, now)
                 if error is not None:

@@ -278,6 +278,12 @@ class TrioConnection:
         self.fail(ClosedError("the connection was closed here"))
         await self._flushed.wait()
 
+    def detach(self) -> None:
+        """Call it when the tasks of the connection have ended: refers to its handler no longer, and
+        its session forgets what has arrived of a frame. So neither is in a reference cycle."""
+        self._handler = ConnectionHandler()
+        self.session.forget_received()
+
 
 @asynccontextmanager
 async def open_connection(
@@ -296,28 +302,31 @@ async def open_connection(
         RemoteProtocolError: The peer does not speak the protocol.
     """
     deadline = trio.current_time() + options.connect_timeout_s
-    session = options.session(trio.current_time())
     stream = await _dial(address, options, deadline)
+    session = options.session(trio.current_time())
     connection = TrioConnection(
         address, stream, session, Handshake(session, address.bucket, partitions), handler
     )
-    async with background() as nursery:
-        nursery.start_soon(connection.read)
-        nursery.start_soon(connection.write)
-        nursery.start_soon(connection.keep_alive)
-        try:
-            with trio.CancelScope(deadline=deadline):
-                await connection.ready.wait()
-            if not connection.ready.is_set():
-                connection.fail(BrokenError(f"{address} did not answer in time"))
-            if connection.failure is not None:
-                raise connection.failure
-            yield connection
-        finally:
-            deadline = trio.current_time() + _CLOSE_TIMEOUT_S
-            with trio.CancelScope(shield=True, deadline=deadline):
-                await connection.close_gracefully()
-            await trio.aclose_forcefully(stream)
+    try:
+        async with background() as nursery:
+            nursery.start_soon(connection.read)
+            nursery.start_soon(connection.write)
+            nursery.start_soon(connection.keep_alive)
+            try:
+                with trio.CancelScope(deadline=deadline):
+                    await connection.ready.wait()
+                if not connection.ready.is_set():
+                    connection.fail(BrokenError(f"{address} did not answer in time"))
+                if connection.failure is not None:
+                    raise connection.failure
+                yield connection
+            finally:
+                deadline = trio.current_time() + _CLOSE_TIMEOUT_S
+                with trio.CancelScope(shield=True, deadline=deadline):
+                    await connection.close_gracefully()
+                await trio.aclose_forcefully(stream)
+    finally:
+        connection.detach()
 
 
 async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio.abc.Stream:

@@ -367,14 +367,17 @@ async def open_consumer(
     state, store = await load_resume_state(resume, address.with_bucket().bucket)
     streams = ConsumerStreams(address, options, SubscriptionState(subscription, state.copy()))
     consumer = consumer_class(address, streams, state, store, save_limits or SaveLimits(), undo)
-    async with background() as nursery:
-        await consumer._start(nursery)  # noqa: SLF001
-        try:
-            yield consumer
-        finally:
-            deadline = trio.current_time() + _LAST_SAVE_S
-            with trio.CancelScope(shield=True, deadline=deadline):
-                await consumer._leave()  # noqa: SLF001
+    try:
+        async with background() as nursery:
+            await consumer._start(nursery)  # noqa: SLF001
+            try:
+                yield consumer
+            finally:
+                deadline = trio.current_time() + _LAST_SAVE_S
+                with trio.CancelScope(shield=True, deadline=deadline):
+                    await consumer._leave()  # noqa: SLF001
+    finally:
+        streams.connections.close()
 
 
 @asynccontextmanager

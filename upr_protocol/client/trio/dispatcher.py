@@ -103,6 +103,12 @@ class RequestDispatcher:
         self.connections.located.set()
         self._changed.notify()
 
+    def close(self) -> None:
+        """Forgets the nodes, so that neither they nor this are in a reference cycle. Call it when
+        `run` has ended."""
+        self.connections.close()
+        self._channel_of.clear()
+
     # What the connections call; `ConnectionsOwner` documents it.
 
     @property

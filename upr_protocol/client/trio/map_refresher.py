@@ -99,7 +99,7 @@ class MapConnection(ConnectionHandler):
                 while connection.failure is None and trio.current_time() < self._idle_at:
                     with trio.move_on_at(self._idle_at):
                         await connection.ended.wait()
-        self._is_over = True
+        self._is_over, self._connection = True, None
 
     @property
     def _idle_at(self) -> float:
@@ -133,24 +133,17 @@ class MapRefresher:
     Args:
         metadata: Says which nodes there are.
         options: How to connect.
-        on_map: Called with each answer.
 
     Attributes:
         next_round_at: When the next round may begin.
         is_requested: Whether the map was asked for since the last round: it may be stale.
     """
 
-    def __init__(
-        self,
-        metadata: ClusterMetadata,
-        options: TrioOptions,
-        on_map: Callable[[MapReply], None],
-    ) -> None:
+    def __init__(self, metadata: ClusterMetadata, options: TrioOptions) -> None:
         self.next_round_at = -math.inf
         self.is_requested = False
         self._metadata = metadata
         self._options = options
-        self._on_map = on_map
         self._waits = Backoff(options.draw, cap_s=MAP_WAIT_S_MAX)
         self._connections: dict[Address, MapConnection] = {}
 
@@ -169,14 +162,24 @@ class MapRefresher:
         self._waits.reset()
         self.next_round_at = -math.inf
 
-    def ask_others(self, excluded: Container[Address], nursery: trio.Nursery) -> None:
-        """Asks every known node that was not asked on a connection of its own."""
+    def close(self) -> None:
+        """Refers to no connection any more. They have ended."""
+        self._connections.clear()
+
+    def ask_others(
+        self,
+        excluded: Container[Address],
+        on_map: Callable[[MapReply], None],
+        nursery: trio.Nursery,
+    ) -> None:
+        """Asks every known node that was not asked, each on a connection of its own. Calls `on_map`
+        with each answer."""
         for address in self._metadata.known_nodes():
             connection = self._connections.get(address)
             if address in excluded or (connection is not None and connection.ask()):
                 continue
             if connection is not None:
                 connection.scope.cancel()
-            connection = MapConnection(address, self._options, self._on_map)
+            connection = MapConnection(address, self._options, on_map)
             self._connections[address] = connection
             nursery.start_soon(connection.run)

@@ -438,7 +438,10 @@ async def publisher(
     )
     batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
     sink = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)
-    async with background() as nursery:
-        await sink._start(nursery)  # noqa: SLF001
-        yield sink
-        await sink._finish()  # noqa: SLF001
+    try:
+        async with background() as nursery:
+            await sink._start(nursery)  # noqa: SLF001
+            yield sink
+            await sink._finish()  # noqa: SLF001
+    finally:
+        nodes.close()

@@ -183,6 +183,12 @@ class PublisherNodes:
             self.error = error
         self.notify_changed()
 
+    def close(self) -> None:
+        """Forgets the nodes and the publisher, so that none of them is in a reference cycle. Call
+        it when the connections have ended."""
+        self.connections.close()
+        del self.on_done
+
     async def wait_for_change(self, deadline: float) -> None:
         """Waits until something has changed, or the deadline."""
         with trio.move_on_at(deadline):

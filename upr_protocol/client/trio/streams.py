@@ -286,9 +286,10 @@ class ConsumerStreams:
 
     def report(self, report: ReplicaAck) -> None:
         """Sends what a replica has, or drops the report if there is no connection."""
-        node = self._node_of(report.partition)
-        if node.follower.report(report):
-            node.flush()
+        if self.connections.handlers:  # there are none once the consumer is closed
+            node = self._node_of(report.partition)
+            if node.follower.report(report):
+                node.flush()
 
     def send_barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes, now or as soon as they stream.
