@@ -31,7 +31,7 @@ from upr_server.storage.errors import DataDirectoryError, StorageError
 from upr_server.storage.offline.dump import DumpOptions
 from upr_server.storage.offline.findings import Problem, Progress
 from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
-from upr_server.storage.offline.mend import empty_damaged_replicas
+from upr_server.storage.offline.mend import DamagedPartition, empty_damaged_replicas
 from upr_server.storage.offline.restore import begin_new_histories
 
 if TYPE_CHECKING:
@@ -341,13 +341,15 @@ def mend_command(data_dir: Path) -> None:
     in those for which this node is active: let a replica take these over first. Stop the server
     that uses the directory first.
     """
+    damaged: list[DamagedPartition] = []
     try:
-        damaged = empty_damaged_replicas(data_dir)
+        for partition in empty_damaged_replicas(data_dir):
+            # At once: an error that follows must not hide what was emptied already.
+            click.echo(str(partition))
+            damaged.append(partition)
     except StorageError as error:
         _say(f"{error}; run `upr-server check`")
         sys.exit(EXIT_FAILED)
-    for partition in damaged:
-        click.echo(str(partition))
     if not damaged:
         click.echo(f"{data_dir} has no damaged chunks")
     if not all(partition.is_emptied for partition in damaged):

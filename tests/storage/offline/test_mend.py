@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from tests.storage.small_directory import BUCKET, PARTITIONS, PLENTY, make
 from upr_protocol.ids import PartitionState
+from upr_server.cli import main
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import StoredPartition
 from upr_server.storage.directory import DataDirectory, lock
@@ -63,16 +66,16 @@ def test_only_a_replica_empties_a_damaged_partition(tmp_path: Path, state: Parti
     make(tmp_path)
     set_state(tmp_path, state)
     before = stored(tmp_path)
-    assert empty_damaged_replicas(tmp_path) == []
+    assert list(empty_damaged_replicas(tmp_path)) == []
     assert stored(tmp_path) == before
     flip_a_chunk(tmp_path, 1)
     (damaged,) = empty_damaged_replicas(tmp_path)
     is_replica = state is PartitionState.REPLICA
     assert (damaged.bucket, damaged.partition, damaged.is_emptied) == (BUCKET, 1, is_replica)
     if not is_replica:
-        assert empty_damaged_replicas(tmp_path) == [damaged]
+        assert list(empty_damaged_replicas(tmp_path)) == [damaged]
         return
-    assert empty_damaged_replicas(tmp_path) == []
+    assert list(empty_damaged_replicas(tmp_path)) == []
     after = stored(tmp_path)
     for number in range(PARTITIONS):
         if number != 1:
@@ -87,4 +90,21 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
     make(tmp_path)
     assert lock(tmp_path) is not None
     with pytest.raises(DataDirectoryError, match="is in use by a server"):
-        empty_damaged_replicas(tmp_path)
+        list(empty_damaged_replicas(tmp_path))
+
+
+def test_an_emptied_partition_is_named_though_a_later_bucket_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    make(tmp_path)
+    set_state(tmp_path, PartitionState.REPLICA)
+    last = tmp_path / "buckets" / "zzz"
+    shutil.copytree(tmp_path / "buckets" / BUCKET, last)
+    flip_a_chunk(tmp_path, 1)
+    log = last / "log" / "data.mdb"
+    log.write_bytes(bytes(log.stat().st_size))
+    result = CliRunner().invoke(main, ["mend", "--data-dir", str(tmp_path)])
+    assert f"bucket {BUCKET}, partition 1: emptied" in result.output
+    assert "run `upr-server check`" in result.output
+    assert result.exit_code == 1
+    assert stored(tmp_path)[1][1] == []

@@ -7,6 +7,7 @@ follow it, and lose what they have.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -46,39 +47,36 @@ class DamagedPartition(msgspec.Struct, frozen=True):
         )
 
 
-def empty_damaged_replicas(path: Path) -> list[DamagedPartition]:
-    """Empties the partitions whose log is damaged and of which the node is a replica.
+def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
+    """Empties the partitions whose log is damaged and of which the node is a replica. It goes on
+    from one to the next as the iterator is read.
 
-    Returns:
-        All partitions whose log is damaged.
+    Yields:
+        Each partition whose log is damaged, once it was emptied or left as it is.
 
     Raises:
         DataDirectoryError: It is not a data directory, a server uses it, or it cannot be written.
         CorruptionError: Something other than a chunk is damaged.
         DiskFullError: There is no room for a commit.
     """
-    damaged: list[DamagedPartition] = []
     with lock_for_writing(path):
         directory = DataDirectory(path)
         for name in directory.names():
             storage = BucketStorage(*directory.open(name))
             try:
-                damaged += _mend(storage, name)
+                yield from _mend(storage, name)
             finally:
                 storage.close()
-    return damaged
 
 
-def _mend(storage: BucketStorage, name: str) -> list[DamagedPartition]:
-    damaged: list[DamagedPartition] = []
+def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
     for number, partition in enumerate(storage.open().partitions):
         damage = _damage_in(storage.log, number, partition)
         if damage:
             is_replica = partition.record.state == PartitionState.REPLICA
             if is_replica:
                 _empty(storage, number, partition)
-            damaged.append(DamagedPartition(name, number, is_replica, damage))
-    return damaged
+            yield DamagedPartition(name, number, is_replica, damage)
 
 
 def _damage_in(log: ChunkLog, number: int, partition: StoredPartition) -> str:
