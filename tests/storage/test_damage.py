@@ -210,6 +210,28 @@ def test_what_may_have_been_changed_by_damaged_changes_does_not_expire() -> None
     assert {item.partition for item in items} == {1, 2}
 
 
+def test_a_call_for_expired_items_is_bounded_though_it_returns_none_of_them() -> None:
+    bucket = DamagedBucket(Random(4))
+    bucket.commit(0, expiry=10)
+    bucket.commit(1, expiry=11)
+    bucket.maintain()
+    count = len(bucket.storage.index.find_expired(20, b"", 100)[0])
+    bucket.commit(0)
+    bucket.flip_chunk(0, 2 * CHUNK_ROWS)
+    bucket.maintain()
+    expected, _ = bucket.storage.index.find_expired(20, b"", 100)
+    assert {item.partition for item in expected} == {1}
+    items, after = bucket.storage.index.find_expired(20, b"", 2)
+    assert (items, bool(after)) == ([], True), "two entries of the damaged partition"
+    calls = 1
+    while after:
+        more, after = bucket.storage.index.find_expired(20, after, 2)
+        items += more
+        calls += 1
+    assert items == expected
+    assert calls >= count // 2
+
+
 def test_a_damaged_expiry_record_keeps_no_other_item_from_expiring() -> None:
     bucket = DamagedBucket(Random(5))
     for partition in range(PARTITIONS):

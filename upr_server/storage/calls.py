@@ -332,8 +332,8 @@ class FindItems(BucketCall[list[Mutation | None]], frozen=True):
 
 
 class FindExpired(BucketCall[tuple[list[ExpiredItem], bytes]], frozen=True):
-    """Finds items that expired at `now` or before: at most `limit`, behind the continuation
-    `after`. Answers them with the next continuation, which is empty at the end."""
+    """Finds items that expired at `now` or before, among the `limit` entries behind the
+    continuation `after`. Answers them with the next continuation, which is empty at the end."""
 
     is_read: ClassVar[bool] = True
 

@@ -327,16 +327,19 @@ class KeyIndex:
         Args:
             now: Seconds since 1970.
             after: The continuation of the previous call; empty to begin.
-            limit: The most items to return.
+            limit: The most entries to look at, and so the most items to return.
 
         Returns:
-            The items, and the continuation for the next call; empty when there are no more.
+            The items, perhaps none of them, and the continuation for the next call; empty when
+            there are no more.
         """
         items: list[ExpiredItem] = []
         damaged_through: dict[int, SeqNo] = {}
         last = expiry_key(now, 0xFFFF, (1 << 64) - 1)
         with self.ordered_map.read() as transaction:
-            for key, value in transaction.scan(after + b"\0" if after else EXPIRY, last):
+            entries = transaction.scan(after + b"\0" if after else EXPIRY, last)
+            # What is left out counts too: it stays in the index, and there may be much of it.
+            for scanned, (key, value) in enumerate(entries, 1):
                 try:
                     expiry, partition, seq = parse_expiry_key(key)
                     item_key = unseal(key, value)
@@ -344,11 +347,13 @@ class KeyIndex:
                         mark = _watermark(transaction, partition)
                         damaged_through[partition] = mark.damaged_through
                 except CorruptionError:
-                    continue
-                if seq <= damaged_through[partition]:
-                    continue
-                items.append(ExpiredItem(PartitionId(partition), SeqNo(seq), item_key, expiry))
-                if len(items) == limit:
+                    pass
+                else:
+                    if seq > damaged_through[partition]:
+                        items.append(
+                            ExpiredItem(PartitionId(partition), SeqNo(seq), item_key, expiry)
+                        )
+                if scanned == limit:
                     return items, key
         return items, b""
 
