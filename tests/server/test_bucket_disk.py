@@ -4,6 +4,7 @@ once. On simulated disks and a mock clock."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -12,6 +13,7 @@ import trio.testing
 
 from tests.engine.helpers import put, read
 from tests.kit.held_store import HeldStore
+from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, node
 from tests.server.test_backfill import a_partition
 from tests.server.test_connection import P0, sets
 from tests.server.test_durability import (
@@ -26,6 +28,7 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import SEQ_MAX, Operation, SeqNo
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import Get, Lease, LeaseAction, Refusal
 from upr_server.engine import Partition, batch_of
 from upr_server.storage.calls import (
@@ -209,17 +212,17 @@ async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(
 
 
 class _LateAnswers(SimulatedStore):
-    """A store that carries out calls of one kind, and answers them once `released` is set."""
+    """A store that carries out all calls, and answers some of them once `released` is set."""
 
-    def __init__(self, kind: type[StoreCall[Any]]) -> None:
+    def __init__(self, is_late: Callable[[StoreCall[Any]], bool]) -> None:
         super().__init__()
-        self._kind = kind
+        self._is_late = is_late
         self.is_asked = trio.Event()
         self.released = trio.Event()
 
     async def execute(self, call: StoreCall[Any]) -> Any:
         answer = await super().execute(call)
-        if isinstance(call, self._kind):
+        if self._is_late(call):
             self.is_asked.set()
             await self.released.wait()
         return answer
@@ -228,7 +231,7 @@ class _LateAnswers(SimulatedStore):
 async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = _LateAnswers(FindExpired)
+    store = _LateAnswers(lambda call: isinstance(call, FindExpired))
     async with serving(store, 1) as server:
         bucket = server.catalog.bucket(BUCKET)
         partition = bucket.partitions[0]
@@ -261,7 +264,7 @@ async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
 async def test_a_lease_hears_that_its_bucket_was_deleted_while_it_is_measured(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = _LateAnswers(MeasureRanges)
+    store = _LateAnswers(lambda call: isinstance(call, MeasureRanges))
     async with serving(store, 1) as server, speaking(server) as peer:
         await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
         opaque = peer.opaque()
@@ -272,6 +275,34 @@ async def test_a_lease_hears_that_its_bucket_was_deleted_while_it_is_measured(
         answer = await answer_to(peer, opaque)
         assert isinstance(answer, Refusal)
         assert answer.status == Status.NO_BUCKET
+
+
+def has_chunks(call: StoreCall[Any]) -> bool:
+    """Whether it commits mutations."""
+    return isinstance(call, Commit) and any(write.chunks for write in call.writes)
+
+
+async def test_a_replica_can_be_deleted_while_its_commit_is_answered(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MemoryNetwork(monkeypatch)
+    store = _LateAnswers(has_chunks)
+    port = 77
+    async with node("a", BUCKET) as active, node("z", port=port, store=store) as replica:
+        nodes = {"a": f"{HOST}:{active.port}", "z": f"{HOST}:{port}"}
+        assignment = Assignment(active="a", replicas={"z": ""})
+        new_map = PartitionMap(
+            bucket=BUCKET, revision=1, nodes=nodes, partitions=(assignment,) * PARTITIONS
+        )
+        await active.partition_maps.set_map(0, new_map.encode())
+        await replica.partition_maps.join(BUCKET, nodes["a"])
+        put(active.catalog.bucket(BUCKET).partitions[0], b"k")
+        with trio.fail_after(60):
+            await store.is_asked.wait()
+        await replica.catalog.delete_bucket(BUCKET)
+        store.released.set()
+        await trio.sleep(1)
+        assert BUCKET not in replica.catalog.buckets
 
 
 async def test_items_that_expire_together_stay_within_the_quota(
