@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import trio
+
+E = TypeVar("E", bound=BaseException)
 
 
 class Notifier:
@@ -95,3 +97,14 @@ def first_failure(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def without_traceback(error: E) -> E:
+    """A copy of an exception, for an object that keeps it when it ends.
+
+    An exception that was raised refers to the frames that it passed, and those often to the object
+    that keeps it: a reference cycle, which only the garbage collector would free.
+    """
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy

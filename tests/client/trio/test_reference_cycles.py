@@ -88,7 +88,17 @@ Use = Callable[[FakeNet, Callable[[], Awaitable[None]]], Awaitable[None]]
 
 
 @pytest.mark.parametrize("use", [request, stream, replicate, publish, ask_node])
-@pytest.mark.parametrize("how", ["is closed", "is lost", "is lost and made again", "is cancelled"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "is closed",
+        "is lost",
+        "is lost and made again",
+        "is cancelled",
+        "cannot connect",
+        "is refused",
+    ],
+)
 async def test_nothing_of_a_client_is_left_when_it(
     how: str,
     use: Use,
@@ -111,6 +121,9 @@ async def test_nothing_of_a_client_is_left_when_it(
 
     with no_collections():
         before = alive()
+        net.down = how == "cannot connect"
+        if how == "is refused":
+            net.budgets = iter([(1 << 20, 10)] * 3)
         with trio.CancelScope() as scope, suppress(UprError):
             await use(net, lose)
         net.forget()

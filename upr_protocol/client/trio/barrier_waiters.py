@@ -9,8 +9,8 @@ import trio
 
 from upr_protocol.client.core.events import BarrierReached
 from upr_protocol.client.trio.streams import ConsumerStreams
-from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import UprError
+from upr_protocol.concurrency import Notifier, without_traceback
+from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.limits import OPEN_BARRIERS_MAX
 
 
@@ -97,3 +97,7 @@ class BarrierWaiters:
         for waiter in waiters.values():
             if waiter is not None:
                 waiter.finish(error)
+
+    def close(self) -> None:
+        """No barrier comes back any more, and no task waits for one."""
+        self._error = without_traceback(self._error or ClosedError("the consumer was closed"))

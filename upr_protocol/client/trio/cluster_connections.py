@@ -195,8 +195,12 @@ class ClusterConnections(Generic[H]):
             self._nursery = nursery
             self._add_node(self.metadata.address)
             nursery.start_soon(self._refresh_map)
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or it would refer to itself through its traceback's frame
 
     def close(self) -> None:
         """Forgets the nodes and the owner, so that none of them is in a reference cycle. Call it
@@ -228,7 +232,8 @@ class ClusterConnections(Generic[H]):
             try:
                 await self._keep_connected(node)
             except UprError as error:
-                self._end(error)
+                # The frames of its traceback refer to it.
+                self._end(error.with_traceback(None))
 
     async def _keep_connected(self, node: _Node[H]) -> None:
         attempts = 0

@@ -16,7 +16,7 @@ from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.options import ConnectionOptions
-from upr_protocol.concurrency import Notifier, background
+from upr_protocol.concurrency import Notifier, background, without_traceback
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -283,6 +283,8 @@ class TrioConnection:
         its session forgets what has arrived of a frame. So neither is in a reference cycle."""
         self._handler = ConnectionHandler()
         self.session.forget_received()
+        if self.failure is not None:
+            self.failure = without_traceback(self.failure)
 
 
 @asynccontextmanager
@@ -327,6 +329,7 @@ async def open_connection(
                 await trio.aclose_forcefully(stream)
     finally:
         connection.detach()
+        del connection  # or an error that is raised here would refer to it
 
 
 async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio.abc.Stream:

@@ -314,6 +314,10 @@ class Consumer:
         self._tracker.discard()
         await self.save()
 
+    def _close(self) -> None:
+        self._streams.close()
+        self._barriers.close()
+
     def statistics(self) -> ConsumerStatistics:
         """The figures of the consumer."""
         streams, counts = self._streams, self._tracker.counts
@@ -377,7 +381,7 @@ async def open_consumer(
                 with trio.CancelScope(shield=True, deadline=deadline):
                     await consumer._leave()  # noqa: SLF001
     finally:
-        streams.connections.close()
+        consumer._close()  # noqa: SLF001
 
 
 @asynccontextmanager

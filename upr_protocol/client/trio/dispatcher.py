@@ -16,8 +16,8 @@ from upr_protocol.client.core.retry import WRONG_NODE, RetryState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.client.trio.request_channel import RequestChannel
-from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import BrokenError, ServerError, UprError
+from upr_protocol.concurrency import Notifier, without_traceback
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import PartitionLog
 
@@ -108,6 +108,7 @@ class RequestDispatcher:
         `run` has ended."""
         self.connections.close()
         self._channel_of.clear()
+        self.error = without_traceback(self.error or ClosedError("the client was closed"))
 
     # What the connections call; `ConnectionsOwner` documents it.
 

@@ -12,8 +12,8 @@ from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
 from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
-from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.concurrency import Notifier, without_traceback
+from upr_protocol.errors import BrokenError, ClosedError, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Message, MutateReply, Refusal
 
@@ -188,6 +188,7 @@ class PublisherNodes:
         it when the connections have ended."""
         self.connections.close()
         del self.on_done
+        self.error = without_traceback(self.error or ClosedError("the publisher was closed"))
 
     async def wait_for_change(self, deadline: float) -> None:
         """Waits until something has changed, or the deadline."""

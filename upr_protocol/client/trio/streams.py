@@ -15,8 +15,8 @@ from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFo
 from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
-from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import UprError
+from upr_protocol.concurrency import Notifier, without_traceback
+from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session.states import SNAPSHOT_MESSAGES
 from upr_protocol.wire import Message, ReplicaAck, StreamReply
@@ -211,7 +211,7 @@ class ConsumerStreams:
         try:
             await self.connections.run()
         except UprError as failure:
-            error = failure
+            error = failure.with_traceback(None)  # which would refer to it through this frame
         self.queue.end(error)
         self._has_opened.set()
 
@@ -224,6 +224,13 @@ class ConsumerStreams:
         await self._has_opened.wait()
         if not self.state.connection_count:
             await self.queue.wait()  # raises why there was no connection
+
+    def close(self) -> None:
+        """Forgets the nodes, so that none of them is in a reference cycle. Call it when `run` has
+        ended and nobody waits for deliveries."""
+        self.connections.close()
+        error = self.queue.error or ClosedError("the consumer was closed")
+        self.queue.error = without_traceback(error)
 
     # What the connections call; `ConnectionsOwner` documents it.
 

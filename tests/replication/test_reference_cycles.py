@@ -1,0 +1,44 @@
+"""What a replica's connections held is freed when they are lost, without Python's collector."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Final
+
+from tests.kit.cluster import TestCluster, cluster
+from tests.kit.process import eventually
+from tests.replication.test_replication import same, write
+
+OF_A_REPLICATOR: Final = (
+    *("Replicator", "ReplicaConsumer", "ConsumerStreams", "ClusterConnections", "NodeStreams"),
+    "MapRefresher",
+)
+
+
+def alive() -> Counter[str]:
+    names = [type(thing).__name__ for thing in gc.get_objects()]
+    return Counter(name for name in names if name in OF_A_REPLICATOR)
+
+
+async def restart(group: TestCluster, name: str) -> None:
+    await group.nodes[name].stop()
+    await group.start(name)
+    await same(group)
+
+
+async def test_nothing_is_left_of_connections_to_a_node_that_was_restarted() -> None:
+    async with cluster() as group:
+        await write(group, "a", 20)
+        await same(group)
+        await restart(group, "a")
+        gc.collect()
+        gc.disable()
+        try:
+            before = alive()
+            assert before["ReplicaConsumer"]
+            for _ in range(2):
+                await restart(group, "a")
+            await eventually(lambda: alive() <= before, f"no more than {before}", timeout_s=10)
+        finally:
+            gc.enable()
