@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 
-from upr_protocol.client.blocking.trio_thread import TrioThread
+from upr_protocol.client.blocking.trio_thread import TrioThread, _Runner, _stop
 from upr_protocol.errors import ClosedError
 
 
@@ -168,3 +168,12 @@ thread.run_soon(thread.nursery.start_soon, task)
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert (done.stdout, done.stderr) == ("cancelled\n", "")
+
+
+def test_a_thread_that_is_stopped_before_it_runs_ends_at_once() -> None:
+    runner = _Runner()
+    thread = threading.Thread(target=runner.run, daemon=True)
+    _stop(runner, thread, os.getpid())
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()

@@ -104,6 +104,7 @@ class _Runner:
         self.token: trio.lowlevel.TrioToken | None = None
         self.nursery: trio.Nursery | None = None
         self.failure: BaseException | None = None
+        self.is_stopped = False
 
     def run(self) -> None:
         try:
@@ -123,7 +124,8 @@ class _Runner:
         async with trio.open_nursery() as self.nursery:
             self.token = trio.lowlevel.current_trio_token()
             self.ready.set()
-            await trio.sleep_forever()
+            if not self.is_stopped:
+                await trio.sleep_forever()
 
 
 class TrioThread:
@@ -229,6 +231,8 @@ def dial_in_thread(dial: SocketDial, timeout_s: float) -> Dial:
 
 
 def _stop(runner: _Runner, thread: threading.Thread, process_id: int) -> None:
+    # Ctrl-C may come while the thread starts: it ends by itself then, as soon as it runs.
+    runner.is_stopped = True
     if os.getpid() != process_id or runner.nursery is None or runner.token is None:
         return
     with suppress(trio.RunFinishedError):
