@@ -48,7 +48,8 @@ def alive() -> Counter[str]:
     return Counter(
         f"{kind.__module__}.{kind.__name__}"
         for kind in kinds
-        if kind.__module__.startswith("upr_protocol.client") or kind is ClientSession
+        # Not every class has the name of its module as an attribute of its own.
+        if str(kind.__module__).startswith("upr_protocol.client") or kind is ClientSession
     )
 
 
