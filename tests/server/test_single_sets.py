@@ -21,9 +21,20 @@ from tests.server.test_durability import BUCKET, QUOTA_BYTES
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Durability, Operation, PartitionId, PartitionState, SeqNo
-from upr_protocol.wire import HEADER_BYTES, Credit, Error, Get, Message, Mutate, MutateReply
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    Credit,
+    Error,
+    Get,
+    Message,
+    Mutate,
+    MutateReply,
+    Refusal,
+    SetFrames,
+)
 from upr_server.app import Server
 from upr_server.engine import Partition
+from upr_server.net.request_context import RequestContext
 from upr_server.storage.calls import Commit, FindItems, StoreCall
 from upr_server.storage.simulated import SimulatedStore
 
@@ -193,6 +204,40 @@ async def _answers_to(
     requests: Sequence[Request], damaged: int | None, pending: int | None, together: bool
 ) -> tuple[list[Any], list[Any]]:
     return await answers_to(requests, damaged, pending, together=together)
+
+
+async def test_refused_frames_are_joined_once_and_not_again_for_each(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each of them would cost a look at all that follow it."""
+    server = make_server()
+    frame_counts: list[int] = []
+    read_sets = RequestContext.read_sets
+
+    def recording_read_sets(context: RequestContext) -> SetFrames | None:
+        sets = read_sets(context)
+        if sets is not None:
+            frame_counts.append(len(sets.frames))
+        return sets
+
+    monkeypatch.setattr(RequestContext, "read_sets", recording_read_sets)
+    async with server.recovered():
+        await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
+        partition = server.catalog.bucket(BUCKET).partitions[1]
+        partition.become(PartitionState.PENDING, partition.failover_log)
+        async with connected(server) as peer:
+            await peer.open()
+            # Two are applied, and one of the partition that is pending is followed by others.
+            placed = [0, 0] + [1] * 20 + [0] * 10
+            await peer.say(
+                *(message_of(("set", part, 0, 0, 1), number) for number, part in enumerate(placed))
+            )
+            answers = await hear_all(peer)
+    applied = [answer.opaque for answer in answers if isinstance(answer, MutateReply)]
+    refused = [answer.opaque for answer in answers if isinstance(answer, Refusal)]
+    assert applied == [number for number, part in enumerate(placed) if part == 0]
+    assert refused == [number for number, part in enumerate(placed) if part == 1]
+    assert frame_counts == [len(placed)]
 
 
 async def test_a_fault_of_the_server_comes_behind_the_answers_to_what_was_done(

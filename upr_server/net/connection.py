@@ -19,7 +19,7 @@ from upr_protocol.wire import CloseStream, Error, Message, Mutate
 from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
 from upr_server.net.handlers.single_sets import apply_sets
-from upr_server.net.request_context import Handler, RequestContext
+from upr_server.net.request_context import Handler, RequestContext, others_after_first
 from upr_server.net.resources import ServerResources
 
 SLICE_S: Final = 0.001
@@ -33,8 +33,6 @@ BUSY_S: Final = 0.25
 
 CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
-
-_FINISHED: Final = object()
 
 _UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
 
@@ -99,6 +97,9 @@ class AcceptedConnection:
         """Whether nothing was heard for too long when that was last looked at."""
         self._handled_count = 0
         """How often a frame, or some frames together, were handled."""
+        self._unjoined_frames = 0
+        """How many of the next frames are handled one by one: they were joined with one that could
+        not be applied at once. To join them again after each would take quadratic time."""
         self._bytes_in = 0
         self._bytes_out = 0
 
@@ -258,15 +259,23 @@ class AcceptedConnection:
 
     def _apply_sets(self) -> bool:
         """Applies and answers the plain `SET`s that come next; whether there was any."""
+        if self._unjoined_frames:
+            self._unjoined_frames -= 1
+            return False
         sets = self.context.read_sets()
         if sets is None:
             return False
         try:
-            return apply_sets(self.context, sets) > 0
+            count = apply_sets(self.context, sets)
         except Exception:
             log.exception("request failed", peer=self.peer, request=Mutate.__name__)
             self.context.fail_in(Mutate)
             return True
+        if count:
+            self._unjoined_frames = len(sets.frames) - count
+            return True
+        self._unjoined_frames = len(sets.frames) - 1
+        return False
 
     def _handle(self, message: Message) -> Iterator[None] | None:
         """Handles a message; returns the steps that are left to do, if any."""
@@ -296,7 +305,7 @@ class AcceptedConnection:
             self.wake()
             await trio.lowlevel.checkpoint()
             try:
-                if next(steps, _FINISHED) is _FINISHED:
+                if others_after_first(steps) is None:
                     break
             except Exception:
                 log.exception("request failed", peer=self.peer, request=type(message).__name__)

@@ -268,8 +268,8 @@ _FINISHED: Final = object()
 
 
 def others_after_first(steps: Iterator[None]) -> Iterator[None] | None:
-    """Does the first of a handler's steps, whose errors have the request refused; returns the
-    others, if there are any."""
+    """Does the next of a handler's steps; returns the others, None if it was the last. An error in
+    the first one has the request refused."""
     return steps if next(steps, _FINISHED) is not _FINISHED else None
 
 
