@@ -4,14 +4,14 @@ forgetting tombstones that the disk's index knows."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 import trio
 
 from upr_protocol.concurrency import Notifier
-from upr_server.engine import Bucket, MemoryAction, Partition
+from upr_server.engine import Bucket, MemoryAction
 from upr_server.runtime import HeapTrimmer
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -143,28 +143,28 @@ class Upkeep:
         while True:
             await trio.sleep(EXPIRY_INTERVAL_S)
             now = self._time()
-            await self._expire_items(now)
+            await self._tend_partitions(now)
             await self._expire_on_disk(now)
-            await self._evict_tombstones()
-            await self._consider_short_runs()
-            await self._give_up_on_replicas()
             self._end_step()
             self._return_memory()
 
-    def _partitions_by_step(self) -> Iterator[tuple[Partition, ...]]:
-        """The partitions of all buckets, as many at a time as one step looks at."""
+    async def _tend_partitions(self, now: float) -> None:
+        """Does what is due in each partition: most have nothing."""
         for bucket in list(self._disks):
-            for start in range(0, len(bucket.partitions), PARTITIONS_STEP):
-                yield bucket.partitions[start : start + PARTITIONS_STEP]
-
-    async def _expire_items(self, now: float) -> None:
-        for partitions in self._partitions_by_step():
-            for partition in partitions:
+            for number, partition in enumerate(bucket.partitions, 1):
+                if bucket not in self._disks:
+                    break  # deleted at a checkpoint
                 # A step expires a few items; a partition that is not active expires none.
-                may_have_more = partition.expire(now)
-                while may_have_more:
+                while partition.expire(now):
                     await trio.lowlevel.checkpoint()
-                    may_have_more = partition.expire(now)
+                while partition.eviction.evict_tombstones(TOMBSTONES_STEP, partition.high_seq):
+                    await trio.lowlevel.checkpoint()
+                # Small snapshots would else wait for more of them.
+                partition.manager.consider_short_runs()
+                # Publishers whose replicas took too long are answered.
+                partition.replicas.give_up(trio.current_time())
+                if number % PARTITIONS_STEP == 0:
+                    await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()
 
     async def _expire_on_disk(self, now: float) -> None:
@@ -178,31 +178,6 @@ class Upkeep:
                 pass
             if disk.bucket.memory_action() is not MemoryAction.NOTHING:
                 self.relieve(disk.bucket)
-
-    async def _evict_tombstones(self) -> None:
-        for partitions in self._partitions_by_step():
-            for partition in partitions:
-                eviction = partition.eviction
-                may_have_more = eviction.evict_tombstones(TOMBSTONES_STEP, partition.high_seq)
-                while may_have_more:
-                    await trio.lowlevel.checkpoint()
-                    may_have_more = eviction.evict_tombstones(TOMBSTONES_STEP, partition.high_seq)
-            await trio.lowlevel.checkpoint()
-
-    async def _consider_short_runs(self) -> None:
-        """Has small snapshots collapsed that would else wait for more of them."""
-        for partitions in self._partitions_by_step():
-            for partition in partitions:
-                partition.manager.consider_short_runs()
-            await trio.lowlevel.checkpoint()
-
-    async def _give_up_on_replicas(self) -> None:
-        """Answers publishers whose replicas took too long."""
-        now = trio.current_time()
-        for partitions in self._partitions_by_step():
-            for partition in partitions:
-                partition.replicas.give_up(now)
-            await trio.lowlevel.checkpoint()
 
     def _return_memory(self) -> None:
         for count, heap_trimmer in self._memory_counts:
