@@ -8,6 +8,7 @@ from typing import Final
 
 from tests.kit.cluster import TestCluster, cluster
 from tests.kit.process import eventually
+from tests.kit.reference_cycles import no_collections
 from tests.replication.test_replication import same, write
 
 OF_A_REPLICATOR: Final = (
@@ -32,13 +33,9 @@ async def test_nothing_is_left_of_connections_to_a_node_that_was_restarted() -> 
         await write(group, "a", 20)
         await same(group)
         await restart(group, "a")
-        gc.collect()
-        gc.disable()
-        try:
+        with no_collections():
             before = alive()
             assert before["ReplicaConsumer"]
             for _ in range(2):
                 await restart(group, "a")
             await eventually(lambda: alive() <= before, f"no more than {before}", timeout_s=10)
-        finally:
-            gc.enable()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Final
 
 import pytest
@@ -17,6 +16,7 @@ import trio
 import trio.testing
 
 from tests.kit.placed_keys import key_in
+from tests.kit.reference_cycles import no_collections
 from tests.server.test_connection import Peer, make_server, sets
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
@@ -44,16 +44,6 @@ OF_A_BUCKET: Final = (
     *("Bucket", "BucketDisk", "Flusher", "Maintenance", "Partition", "MutationManager"),
     *("SnapshotList", "HashTable", "OpenSnapshot", "PersistenceCursor"),
 )
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def alive(names: tuple[str, ...]) -> Counter[str]:

@@ -90,6 +90,16 @@ async def over_a_socket(server: Server) -> AsyncIterator[Peer]:
         yield peer
 
 
+@asynccontextmanager
+async def a_consumer(server: Server) -> AsyncIterator[Peer]:
+    """A peer whose streams have caught up."""
+    async with over_a_socket(server) as peer:
+        await peer.ask()
+        await peer.say(Go())
+        await peer.hear(CycleEnd)
+        yield peer
+
+
 READING: Final = "AcceptedConnection._read"
 WRITING: Final = "AcceptedConnection.run"
 
@@ -100,10 +110,7 @@ async def test_a_mutation_reaches_its_consumer_without_a_step_of_a_writer(
     server = make_server()
     async with connected(server) as first, over_a_socket(server) as publisher:
         await first.open()
-        async with over_a_socket(server) as consumer:
-            await consumer.ask()
-            await consumer.say(Go())
-            await consumer.hear(CycleEnd)
+        async with a_consumer(server) as consumer:
             # The first brings more credit, and the start of the first snapshot.
             await publisher.mutate(sets(b"k"))
             await publisher.hear(Credit)
@@ -128,10 +135,7 @@ async def test_a_consumer_that_is_gone_ends_its_own_connection_only(
     server = make_server()
     async with connected(server) as first, over_a_socket(server) as publisher:
         await first.open()
-        async with over_a_socket(server) as consumer:
-            await consumer.ask()
-            await consumer.say(Go())
-            await consumer.hear(CycleEnd)
+        async with a_consumer(server) as consumer:
             (*_, connection) = server.connections.connections
             stream = connection._stream
             assert isinstance(stream, trio.SocketStream)

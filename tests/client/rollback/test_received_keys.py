@@ -77,6 +77,13 @@ def test_a_sequence_number_belongs_to_the_branch_that_assigned_it() -> None:
     assert later.contains(HistoryId(3), SeqNo(11))
 
 
+def reopened(path: Path) -> ReceivedKeysFile:
+    """The file as the next process finds it; closed."""
+    file = ReceivedKeysFile(path, "b")
+    file.close()
+    return file
+
+
 async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     file = ReceivedKeysFile(path, "b")
@@ -88,8 +95,7 @@ async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
     await file.confirm_rollback(PartitionId(1), None)
     await file.raise_floor(PartitionId(2), SeqNo(7))
     file.close()
-    again = ReceivedKeysFile(path, "b")
-    again.close()
+    again = reopened(path)
     assert not again.is_new
     assert list(again.keys.versions()) == [
         (P, b"a", ReceivedVersion(SeqNo(5), old)),
@@ -118,8 +124,7 @@ async def test_buffered_keys_are_written_with_one_record(tmp_path: Path) -> None
     await file.confirm_rollback(P, None)
     await file.receive(PartitionId(9), [(b"k", SeqNo(9), HistoryId(1))])
     file.close()
-    again = ReceivedKeysFile(path, "b")
-    again.close()
+    again = reopened(path)
     expected = [
         (PartitionId(n), b"k", ReceivedVersion(SeqNo(n), HistoryId(1))) for n in (1, 2, 3, 9)
     ]
@@ -127,9 +132,7 @@ async def test_buffered_keys_are_written_with_one_record(tmp_path: Path) -> None
     # A crash leaves all of a record or none of it.
     data = path.read_bytes()
     path.write_bytes(data[: written - 1])
-    cut = ReceivedKeysFile(path, "b")
-    cut.close()
-    assert len(cut.keys) == 0
+    assert len(reopened(path).keys) == 0
 
 
 async def test_keys_that_come_while_others_are_written_are_written_too(tmp_path: Path) -> None:
@@ -147,8 +150,7 @@ async def test_keys_that_come_while_others_are_written_are_written_too(tmp_path:
             await file.receive(P, [(b"%d" % number, SeqNo(number), HistoryId(1))])
         is_done.set()
     file.close()
-    again = ReceivedKeysFile(path, "b")
-    again.close()
+    again = reopened(path)
     assert len(again.keys) == 1000
 
 
@@ -167,8 +169,7 @@ async def test_keys_that_could_not_be_written_stay_buffered(tmp_path: Path) -> N
         signal.signal(signal.SIGXFSZ, handler)
     file.flush()
     file.close()
-    again = ReceivedKeysFile(path, "b")
-    again.close()
+    again = reopened(path)
     assert list(again.keys.versions()) == [(P, b"k", ReceivedVersion(SeqNo(1), HistoryId(1)))]
 
 

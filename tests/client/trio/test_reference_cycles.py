@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final
 
 import pytest
@@ -21,6 +21,7 @@ from tests.client.trio.test_replica_consumer import as_replica
 from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
+from tests.kit.reference_cycles import no_collections
 from upr_protocol.address import Address
 from upr_protocol.client import connect, consume, open_node, publisher
 from upr_protocol.errors import UprError
@@ -30,16 +31,6 @@ URL: Final = "upr://fake/b"
 BATCHES_OF_A_PUBLISHER: Final = "upr_protocol.client.core"
 """The batches of a publisher and the node that they are placed with refer to each other, also when
 it has ended. Servers have no publisher."""
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def alive() -> Counter[str]:
