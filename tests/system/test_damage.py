@@ -147,8 +147,8 @@ async def test_a_replica_replaces_damaged_data(tmp_path: Path) -> None:
         flip_a_bit(first_data)
         assert await mend(first_data) == (
             1,
-            f"bucket {BUCKET}, partition {DAMAGED}: left as it is, as this node is no replica of "
-            "it: " + (await damage_of(first_data)) + "; let a replica take it over with `upr "
+            f"bucket {BUCKET}, partition {DAMAGED}: not emptied, because this node is not its "
+            "replica: " + (await damage_of(first_data)) + "; let a replica take it over with `upr "
             "takeover`, stop this node, and repeat the command\n",
         )
         started = server_process(

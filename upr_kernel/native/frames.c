@@ -51,8 +51,8 @@ set_read(Set *set, const uint8_t *at, size_t available, const Limits *limits)
     if (load_u32(run + 4) != 1 || load_u32(run + 16))
         return false;
     Chunk chunk;
-    if (!chunk_fits(&chunk, at + CHUNK_AT, (size_t)nbytes - CHUNK_AT) || chunk.count != 1 || load_u32(at + CHUNK_AT + 12) ||
-        chunk.start || chunk.end)
+    if (!chunk_fits(&chunk, at + CHUNK_AT, (size_t)nbytes - CHUNK_AT) || chunk.count != 1 ||
+        load_u32(at + CHUNK_AT + 12) || chunk.start || chunk.end)
         return false;
     if (load_u64(chunk.seqs) || load_u64(chunk.cas) || chunk.operations[0] != SET ||
         load_u32(chunk.key_offsets) || load_u32(chunk.key_offsets + 4) != chunk.key_length ||

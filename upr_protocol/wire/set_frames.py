@@ -18,15 +18,13 @@ from upr_kernel import join_sets
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import NO_PARTITION, Cas, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from upr_protocol.wire.frame import MAGIC, VERSION
+from upr_protocol.wire.frame import pack_header
 from upr_protocol.wire.publishing import MutateReply
 
 FRAMES_MAX: Final = 64
 """Frames that are read together. They hold the loop for about a millisecond."""
 
 _REPLY: Final = Struct("<QQIIQQQQQQ")
-_CHECKED: Final = Struct("<HBBHHIII")
-_U32: Final = Struct("<I")
 
 
 class SetFrame(NamedTuple):
@@ -104,8 +102,6 @@ def encode_set_replies(results: Sequence[SetResult]) -> bytes:
     pieces: list[bytes] = []
     for opaque, partition, history_id, seq, cas in results:
         body = _REPLY.pack(0, 1, partition, 0, history_id, seq, seq, cas, 0, 0)
-        head = _CHECKED.pack(
-            MAGIC, VERSION, MutateReply.opcode, 0, NO_PARTITION, opaque, len(body), crc32c(body)
-        )
-        pieces += head, _U32.pack(crc32c(head)), body
+        header = pack_header(MutateReply.opcode, 0, NO_PARTITION, opaque, len(body), crc32c(body))
+        pieces += header, body
     return b"".join(pieces)

@@ -199,9 +199,10 @@ class Pipeline:
             self.applied.notify()
 
     def _is_round_due(self) -> bool:
-        # A stream waits for the pool, too, when half of it is in use.
+        # A stream waits for the pool, too, when half of it is in use; for a full queue it waits
+        # in `wait_until`.
         is_worthwhile = self._queued_bytes >= min(ROUND_BYTES, self._pool.nbytes // 4)
-        return is_worthwhile or self._waiting_tasks > 0 or self.is_full
+        return is_worthwhile or self._waiting_tasks > 0
 
     def _apply(self, batches: Sequence[IndexBatch], members: Sequence[Member]) -> list[Member]:
         """Brings each member up to date. Returns those whose entries have changed."""

@@ -40,10 +40,6 @@ _SHORT_SWEEP_S: Final = 0.1
 """How often frames are looked at: all of them, so not after each read. 10,000 take some 3 ms."""
 
 
-def _ignore(_reason: str) -> None:
-    """Drops nothing."""
-
-
 class UnfinishedFrame:
     """What one connection holds of a frame that has begun and not ended.
 
@@ -109,7 +105,7 @@ class UnfinishedFrame:
     def close(self) -> None:
         """The connection is over: releases what it held, and forgets `drop`."""
         self.release()
-        self.drop = _ignore
+        self.drop = lambda _reason: None
 
     def lag_s(self, now: float) -> float:
         """By how many seconds it is behind."""

@@ -160,11 +160,11 @@ class PartitionRequestQueue:
     async def _fetch_and_apply(self, request: PartitionRequest) -> None:
         fetched: dict[bytes, Mutation | None] = {}
         nbytes = 0
-        while missing_keys := request.apply(fetched):
-            if missing_keys is UNFINISHED:
+        while still_needed := request.apply(fetched):
+            if still_needed is UNFINISHED:
                 await self._turns.next_turn()
                 continue
-            rows = await self._fetch(missing_keys)
+            rows = await self._fetch(still_needed)
             nbytes += sum(len(row.value) for row in rows.values() if row is not None)
             if nbytes > FETCHED_BYTES_MAX:
                 raise ServerError(

@@ -360,10 +360,8 @@ class ClusterConnections(Generic[H]):
         # nothing left to give away then.
         for address in sorted(needed_addresses - nodes.keys(), key=str):
             nodes[address] = self._add_node(address)
-        for partition, address_or_none in placements.items():
-            owner.place(
-                partition, None if address_or_none is None else nodes[address_or_none].handler
-            )
+        for partition, node_address in placements.items():
+            owner.place(partition, None if node_address is None else nodes[node_address].handler)
         # If the map names no node at all, the nodes that are connected can still tell a newer map.
         if needed_addresses:
             for node in [node for node in self._nodes if node.address not in needed_addresses]:

@@ -39,10 +39,6 @@ class Reader(Protocol):
 ReaderT = TypeVar("ReaderT", bound=Reader)
 
 
-def _tell_nobody(_entry: SnapshotEntry) -> None:
-    """Does nothing."""
-
-
 class SnapshotList(Generic[ReaderT]):
     """One partition's snapshots, oldest first, and the cursors that stand in them.
 
@@ -139,7 +135,7 @@ class SnapshotList(Generic[ReaderT]):
 
     def stop_notifying(self) -> None:
         """Nobody is told any more of what cursors have left."""
-        self._on_released = _tell_nobody
+        self._on_released = lambda _entry: None
 
     def wait(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -19,7 +20,7 @@ from upr_server.storage.chunk_log import ChunkLog, StoredAnswer, StoredPartition
 from upr_server.storage.directory import DataDirectory, lock_for_writing
 from upr_server.storage.errors import CorruptionError
 
-_READ_BYTES = 8 * 1024 * 1024
+_READ_BYTES: Final = 8 * 1024 * 1024
 
 
 class DamagedPartition(msgspec.Struct, frozen=True):
@@ -42,7 +43,7 @@ class DamagedPartition(msgspec.Struct, frozen=True):
         if self.is_emptied:
             return f"{where}: emptied; the node copies it from the active node when it runs"
         return (
-            f"{where}: left as it is, as this node is no replica of it: {self.damage}; let a "
+            f"{where}: not emptied, because this node is not its replica: {self.damage}; let a "
             "replica take it over with `upr takeover`, stop this node, and repeat the command"
         )
 

@@ -56,10 +56,6 @@ Persisted = Callable[[bool], None]
 """Called with True once a sequence number is on disk, or with False if that cannot be promised."""
 
 
-def _tell_nobody() -> None:
-    """Does nothing."""
-
-
 class Flusher:
     """Writes one bucket's changes to disk.
 
@@ -110,7 +106,7 @@ class Flusher:
 
     def stop_notifying(self) -> None:
         """The bucket was deleted: nobody is told of commits any more."""
-        self._on_commit = _tell_nobody
+        self._on_commit = lambda: None
 
     # Waiting for the disk.
 
