@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import structlog
@@ -155,10 +156,9 @@ class Upkeep:
                 if bucket not in self._disks:
                     break  # deleted at a checkpoint
                 # A step expires a few items; a partition that is not active expires none.
-                while partition.expire(now):
-                    await trio.lowlevel.checkpoint()
-                while partition.eviction.evict_tombstones(TOMBSTONES_STEP, partition.high_seq):
-                    await trio.lowlevel.checkpoint()
+                await _repeat(partial(partition.expire, now))
+                evict = partition.eviction.evict_tombstones
+                await _repeat(partial(evict, TOMBSTONES_STEP, partition.high_seq))
                 # Small snapshots would else wait for more of them.
                 partition.manager.consider_short_runs()
                 # Publishers whose replicas took too long are answered.
@@ -182,3 +182,11 @@ class Upkeep:
     def _return_memory(self) -> None:
         for count, heap_trimmer in self._memory_counts:
             heap_trimmer.note_use(count())
+
+
+async def _repeat(step: Callable[[], object]) -> None:
+    """Calls `step` until it has nothing more to do, and lets others run in between."""
+    has_more = step()
+    while has_more:
+        await trio.lowlevel.checkpoint()
+        has_more = step()
