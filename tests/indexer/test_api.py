@@ -37,6 +37,7 @@ from upr_server.runtime import ListenError
 
 T = TypeVar("T")
 
+DOCUMENT: Final = '{"city": "a", "n": 0}'
 DESIGN = {"indexes": {"city": {"key": ["city"]}, "both": {"key": ["city", "n"]}}}
 
 
@@ -168,7 +169,14 @@ async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
     assert (await refusal(asking.create, "e", b"x" * (1 << 20) + b"x")).code == "too_long"
     lost = WriteResult(PartitionId(0), HistoryId(1), SeqNo(1), Cas(0))
     error = await refusal(
-        asking.scan, "d/city", consistency="at_least", written=[lost], timeout_s=0.05
+        asking.scan, "d/city", consistency="at_least", written=[lost], timeout_s=20
+    )
+    assert error.code == "write_lost"
+    assert "history 0000000000000001, which the server does not know" in str(error)
+    known = await site.client.set("k00", DOCUMENT)
+    future = msgspec.structs.replace(known, seq=SeqNo(known.seq + 1))
+    error = await refusal(
+        asking.scan, "d/city", consistency="at_least", written=[future], timeout_s=0.05
     )
     assert error.code == "not_fresh"
 

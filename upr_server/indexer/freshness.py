@@ -97,3 +97,26 @@ def has_writes(file: IndexFile, writes: RequiredWrites) -> bool:
             )
         has_all = has_all and mark.has(history_id, seq)
     return has_all
+
+
+def knows_histories(file: IndexFile, writes: RequiredWrites) -> bool:
+    """Whether an index has met the histories of these changes. O(changes)."""
+    return all(
+        file.mark(partition).knows(history_id) for partition, (history_id, _) in writes.items()
+    )
+
+
+def check_histories(file: IndexFile, writes: RequiredWrites) -> None:
+    """Refuses changes of histories that an index has not met, though it has everything that the
+    server has.
+
+    Raises:
+        WriteLostError: There is one.
+    """
+    for partition, (history_id, seq) in writes.items():
+        if not file.mark(partition).knows(history_id):
+            raise WriteLostError(
+                f"change {seq} of partition {partition} is of history {history_id:016x}, which the "
+                "server does not know: a failover has undone it, or the server has lost its data; "
+                "read the document again, and write it again"
+            )

@@ -49,8 +49,11 @@ class Mark:
     def lost(self, history_id: HistoryId, seq: SeqNo) -> bool:
         """Whether the server's history left `history_id` below this number, so that the change is
         lost."""
-        ids = [entry.history_id for entry in self.position.log]
-        return history_id in ids and not self.position.log.contains(history_id, seq)
+        return self.knows(history_id) and not self.position.log.contains(history_id, seq)
+
+    def knows(self, history_id: HistoryId) -> bool:
+        """Whether the server's history went through `history_id`, as far as the index has it."""
+        return any(entry.history_id == history_id for entry in self.position.log)
 
     def encode(self, bucket: str, partition: PartitionId) -> bytes:
         """The mark as it is stored."""

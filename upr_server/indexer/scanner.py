@@ -13,7 +13,13 @@ import trio
 from upr_protocol.errors import UprError
 from upr_protocol.ids import SeqNo
 from upr_server.indexer.definitions import Definitions, Index, NoIndexError
-from upr_server.indexer.freshness import Barriers, RequiredWrites, has_writes
+from upr_server.indexer.freshness import (
+    Barriers,
+    RequiredWrites,
+    check_histories,
+    has_writes,
+    knows_histories,
+)
 from upr_server.indexer.index_file import KeyRange, NotSettledError, ScanResult
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, MemoryPool
@@ -166,6 +172,11 @@ class Scanner:
                 # Not while the index is read: a stream that stands still brings no barrier, and the
                 # index could not be dropped.
                 await self._barriers.wait()
+            elif not knows_histories(index.file, writes):
+                # A failover that the index has yet to hear of, or a history that is gone: without
+                # the barrier a scan for a lost change would wait for its whole timeout.
+                await self._barriers.wait()
+                check_histories(index.file, writes)
             with index.reading():
                 return await self._scan(index, query, key_range, writes)
         assert scope.cancelled_caught
