@@ -83,6 +83,7 @@ class ModelDriverClient:
         partition.rows = dict(partition.written)
         partition.high = to
         partition.persisted = min(partition.persisted, to)
+        partition.purge = min(partition.purge, to)
         for lease in self.leases.values():
             if any(found == number for found, _, _ in lease.ranges):
                 lease.whole = False

@@ -220,8 +220,8 @@ def row(batch: int, partition: int, history: str, seq: int, key: str, value: str
     return (batch, op, partition, history, seq, key, value, value is None)
 
 
-def marker(batch: int, partition: int, history: str) -> Any:
-    return (batch, "rollback", partition, history, 0, "", None, False)
+def marker(batch: int, partition: int, history: str, went_to: int = 0) -> Any:
+    return (batch, "rollback", partition, history, went_to, "", None, False)
 
 
 def newest(spark: SparkSession, rows: list[Any], order: str | None = None) -> dict[str, str]:
@@ -254,6 +254,8 @@ def test_a_marker_drops_what_was_before_it_in_its_partition(spark: SparkSession)
     assert newest(spark, old + new + after, "batch") == {"x": "new", "v": "newer"}
     again = [marker(4, 0, "d"), row(4, 0, "d", 1, "u", "last")]
     assert newest(spark, old + new + after + again, "batch") == {"u": "last"}
+    rewound = [marker(2, 0, "b", 5), row(2, 0, "b", 6, "w", "new")]
+    assert newest(spark, old + rewound, "batch") == {"x": "old", "w": "new", "z": "1"}
     assert newest(spark, [*new, row(2, 1, "a", 1, "z", "1")]) == {"x": "new", "z": "1"}
     with pytest.raises(PipelineError, match="in which order the batches came"), plain_errors():
         newest(spark, old + new)

@@ -52,6 +52,10 @@ class Town:
         self._server.start()
         self.write(range(60, 90), "in another history")
 
+    def delete(self, numbers: range) -> None:
+        with durable_client(self.url) as client:
+            client.apply(Mutation(Operation.DELETE, b"key %d" % number) for number in numbers)
+
     def run(self, sink: Callable[[DataFrame, int], None], on_rollback: str) -> None:
         """Has a query catch up, in batches of 40."""
         reader = self._spark.readStream.format("upr").option("url", self.url)
@@ -77,10 +81,18 @@ class PowerCutError(Exception):
     """What the sink does not survive."""
 
 
-@pytest.mark.parametrize("phase", ["between batches", "planned", "in the sink"])
-def test_a_history_that_parts(town: Town, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "on_rollback"),
+    [("between batches", "rewind"), ("planned", "marker"), ("in the sink", "rewind")],
+)
+def test_a_history_that_parts(town: Town, phase: str, on_rollback: str) -> None:
     """The query fails and says why; with markers it goes on, and its table is the server's."""
-    keep = LatestState(town.table)
+    latest_state = LatestState(town.table)
+    went_to: list[int] = []
+
+    def keep(frame: DataFrame, batch: int) -> None:
+        latest_state(frame, batch)
+        went_to.extend(row.seq for row in frame.where("op = 'rollback'").collect())
 
     def dies(frame: DataFrame, batch: int) -> None:
         if batch:
@@ -90,21 +102,25 @@ def test_a_history_that_parts(town: Town, phase: str) -> None:
         keep(frame, batch)
 
     def between() -> None:
+        town.delete(range(5))
         town.write(range(20, 80), "never had")
         if phase == "between batches":
-            town.run(keep, "fail")
+            town.run(keep, on_rollback)
         else:
             with pytest.raises(StreamingQueryException, match="PowerCutError"):
-                town.run(dies, "fail")
+                town.run(dies, on_rollback)
 
     town.write(range(40), "value")
-    town.run(keep, "fail")
+    town.run(keep, on_rollback)
     town.go_back(between=between)
     with pytest.raises(StreamingQueryException, match=r"\[UPR_ROLLBACK\] partition") as failed:
         town.run(keep, "fail")
     assert "onRollback=marker" in str(failed.value)
-    town.run(keep, "marker")
+    assert not went_to
+    town.run(keep, on_rollback)
     town.check()
+    assert went_to
+    assert all((seq > 0) == (on_rollback == "rewind") for seq in went_to)
     town.write(range(85, 95), "later")
-    town.run(keep, "marker")
+    town.run(keep, on_rollback)
     town.check()

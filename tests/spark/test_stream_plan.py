@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +23,12 @@ from upr_protocol.spark.offset import Offset, PartitionOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.schema import default_schema
 from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
-from upr_protocol.spark.stream_plan import Limits, batch_ends
+from upr_protocol.spark.stream_plan import (
+    BATCH_ENDS_MAX,
+    Limits,
+    batch_ends,
+    with_batch_end,
+)
 
 PARTITIONS: Final = 3
 ROWS_MAX: Final = 7
@@ -62,6 +69,7 @@ class Query(RuleBasedStateMachine):
     given: ClassVar[dict[str, str]] = {}
     limit: Any = ReadAllAvailable()
     may_lose_leases = False
+    may_rewind = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,8 +82,9 @@ class Query(RuleBasedStateMachine):
         self.rows: list[tuple[int, int, int]] = []
         self.batches = 0
         self.restarts = 0
-        # The sink: by partition and key the newest number.
-        self.sink: dict[int, dict[int, int]] = {}
+        self.log_of: dict[int, list[tuple[int, int]]] = {}
+        """The sink: all rows by partition, as number and key."""
+        self.ends_of: dict[int, set[int]] = {}
         self.reached: dict[int, int] = {
             number: offset.seq for number, offset in offsets_of(self.first).items()
         }
@@ -130,7 +139,7 @@ class Query(RuleBasedStateMachine):
                 seen.add(number)
                 if came_from is not None:
                     assert came_from == self.reached.get(number, 0)
-                    assert start == 0
+                    assert start == 0 or self.may_rewind
                 else:
                     assert start == self.reached.get(number, 0), "nothing is missed or repeated"
             rows += stop - start
@@ -156,7 +165,8 @@ class Query(RuleBasedStateMachine):
         for task in tasks:
             for one in task.slices:
                 if one.marker is not None:
-                    found.append((one.partition, 0, -1))
+                    assert one.start == one.marker.went_to
+                    found.append((one.partition, one.start, -1))
                 if one.start < one.end:
                     rows = self.driver.read(one.partition, one.start, one.end, task.lease_id)
                     found += [(one.partition, seq, key) for seq, key in rows]
@@ -175,12 +185,14 @@ class Query(RuleBasedStateMachine):
     def commit(self) -> None:
         assert self.end is not None
         for number, seq, key in self.rows:
+            rows = self.log_of.setdefault(number, [])
             if key == -1:
-                self.sink[number] = {}
+                rows[:] = [row for row in rows if row[0] <= seq]
             else:
-                self.sink.setdefault(number, {})[key] = seq
+                rows.append((seq, key))
         for number, _, stop, _ in self.batch:
             self.reached[number] = stop
+            self.ends_of.setdefault(number, set()).add(stop)
         self.start, self.end = self.end, None
         self.batches += 1
 
@@ -241,7 +253,7 @@ class Query(RuleBasedStateMachine):
             newest = {
                 key: seq for key, seq in partition.newest().items() if seq > began.get(number, 0)
             }
-            assert self.sink.get(number, {}) == newest
+            assert {key: seq for seq, key in self.log_of.get(number, [])} == newest
 
 
 class WithLimits(Query):
@@ -281,6 +293,25 @@ class WithFailovers(WithLimits):
         self.driver.let_leases_lapse()
 
 
+class WithRewinds(WithFailovers):
+    """The sink keeps all rows, and drops those above the number in a marker."""
+
+    may_rewind = True
+    given: ClassVar = {**WithLimits.given, "onRollback": "rewind"}
+
+    @precondition(lambda self: self.end is None)
+    @rule(number=NUMBERS, back=st.integers(0, 5), beside=st.integers(-1, 1))
+    def fail_over_beside_the_end_of_a_batch(self, number: int, back: int, beside: int) -> None:
+        ends = sorted(self.ends_of.get(number, {0}))
+        self.driver.fail_over(number, max(0, ends[max(0, len(ends) - 1 - back)] + beside))
+
+    @precondition(lambda self: self.end is None)
+    @rule(number=NUMBERS, back=st.integers(0, 3))
+    def forget_deletions(self, number: int, back: int) -> None:
+        partition = self.driver.partitions[number]
+        partition.purge = max(partition.purge, partition.persisted - back)
+
+
 PROFILE: Final = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestQuery = Query.TestCase
 TestQuery.settings = PROFILE
@@ -292,6 +323,8 @@ TestFromLatest = FromLatest.TestCase
 TestFromLatest.settings = PROFILE
 TestWithFailovers = WithFailovers.TestCase
 TestWithFailovers.settings = PROFILE
+TestWithRewinds = WithRewinds.TestCase
+TestWithRewinds.settings = PROFILE
 
 
 # The parts.
@@ -332,6 +365,68 @@ def test_a_batch_is_shared_out_by_backlog(limits: Limits) -> None:
         assert abs(found[number] - stands[number][0] - allowed * backlog / 202) <= 1
 
 
+@pytest.mark.parametrize(
+    ("lost_after", "went_to"), [(29, 20), (20, 20), (19, 10), (10, 10), (9, 0)]
+)
+def test_a_stream_rewinds_to_the_newest_end_of_a_batch_that_was_not_lost(
+    lost_after: int, went_to: int
+) -> None:
+    driver = ModelDriverClient(1)
+    reader = reader_of(driver, onRollback="rewind")
+    start = reader.initialOffset()
+    for _ in range(3):
+        for key in range(10):
+            driver.write(0, key)
+        driver.flush(0)
+        start = reader.latestOffset(start, ReadAllAvailable())
+        reader.commit(start)
+    driver.fail_over(0, lost_after)
+    driver.write(0, 0)
+    driver.flush(0)
+    end = reader.latestOffset(start, ReadAllAvailable())
+    tasks = list(reader.partitions(start, end))
+    assert ranges_of(tasks) == [(0, went_to, lost_after + 1, 30)]  # type: ignore[arg-type]
+    # A query that does not rewind any more goes back to 0.
+    reader = reader_of(driver, onRollback="marker")
+    end = reader.latestOffset(start, ReadAllAvailable())
+    tasks = list(reader.partitions(start, end))
+    assert ranges_of(tasks) == [(0, 0, lost_after + 1, 30)]  # type: ignore[arg-type]
+
+
+def test_a_rewind_goes_to_0_where_deletions_behind_the_number_were_removed() -> None:
+    driver = written(1, 10)
+    reader = reader_of(driver, onRollback="rewind")
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    for key in range(10):
+        driver.write(0, key)
+    driver.flush(0)
+    start = reader.latestOffset(start, ReadAllAvailable())
+    driver.fail_over(0, 15)
+    driver.partitions[0].purge = 12
+    end = reader.latestOffset(start, ReadAllAvailable())
+    tasks = list(reader.partitions(start, end))
+    assert ranges_of(tasks) == [(0, 0, 15, 20)]  # type: ignore[arg-type]
+
+
+def test_ends_of_batches_are_few_and_far_apart_where_they_are_old() -> None:
+    offset = PartitionOffset()
+    for seq in range(100, 100_001, 100):
+        offset = PartitionOffset(
+            seq=SeqNo(seq),
+            snapshot_end=SeqNo(seq),
+            batch_ends=with_batch_end(
+                attrs.evolve(offset, seq=SeqNo(seq), snapshot_end=SeqNo(seq))
+            ),
+        )
+    assert len(offset.batch_ends) == BATCH_ENDS_MAX
+    assert offset.batch_ends[:2] == (100_000, 99_900)
+    assert offset.batch_ends[-1] == 100
+    distances = [100_000 - seq for seq in offset.batch_ends[1:]]
+    assert all(further >= 2 * near for near, further in pairwise(distances)), distances
+    inside = PartitionOffset(seq=SeqNo(5), snapshot_end=SeqNo(9), batch_ends=(SeqNo(3),))
+    assert with_batch_end(inside) == (3,)
+
+
 SEQS = st.integers(0, 2**64 - 1).map(SeqNo)
 LOGS = st.dictionaries(SEQS, st.integers(1, 2**64 - 1), max_size=3).map(
     lambda by_seq: FailoverLog.of(
@@ -340,7 +435,15 @@ LOGS = st.dictionaries(SEQS, st.integers(1, 2**64 - 1), max_size=3).map(
         if list(by_seq.values()).count(history) == 1
     )
 )
-PARTITION_OFFSETS = st.builds(PartitionOffset, LOGS, SEQS, SEQS, SEQS, st.none() | SEQS)
+PARTITION_OFFSETS = st.builds(
+    PartitionOffset,
+    LOGS,
+    SEQS,
+    SEQS,
+    SEQS,
+    st.none() | SEQS,
+    st.lists(SEQS, max_size=3).map(tuple),
+)
 OFFSETS = st.builds(
     Offset,
     st.just("b"),

@@ -70,6 +70,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._options.address.bucket,
                 durable=self._options.durable,
                 marks_rollback=self._options.marks_rollback,
+                rewinds=self._options.rewinds,
                 new_lease_id=new_lease_id,
             )
         return self._plan

@@ -23,7 +23,8 @@ _FIRST_VERSION: Final = 1
 """Spelled each partition out as an object, in four times as many bytes. Checkpoints have it."""
 
 _TEXT: Final = re.compile(
-    r"(?P<seq>\d+)(\[(?P<start>\d+)-(?P<end>\d+)\])?(<(?P<came_from>\d+))?( (?P<log>\S+))?"
+    r"(?P<seq>\d+)(\[(?P<start>\d+)-(?P<end>\d+)\])?(<(?P<came_from>\d+))?"
+    r"(>(?P<batch_ends>[\d,]+))?( (?P<log>\S+))?"
 )
 
 
@@ -37,8 +38,10 @@ class PartitionOffset:
         snapshot_start: Where the snapshot begins that the number is part of.
         snapshot_end: Where that ends: below it, some keys may be missing that were changed again
             before it.
-        came_from: The number from which the batch that ends here went back to 0 before it went on;
-            None when it did not.
+        came_from: The number from which the batch that ends here went back to `snapshot_start`
+            before it went on; None when it did not.
+        batch_ends: Ends of earlier batches at which the partition was consistent, newest first. The
+            stream may go back to them.
     """
 
     log: FailoverLog = attrs.field(factory=FailoverLog)
@@ -46,6 +49,7 @@ class PartitionOffset:
     snapshot_start: SeqNo = SeqNo(0)
     snapshot_end: SeqNo = SeqNo(0)
     came_from: SeqNo | None = None
+    batch_ends: tuple[SeqNo, ...] = ()
 
     @property
     def position(self) -> Position:
@@ -57,13 +61,16 @@ class PartitionOffset:
         return Position(self.log, complete_through, complete_through, None)
 
     def to_text(self) -> str:
-        """As text: `SEQ[START-END]<CAME_FROM HISTORY@SEQ,HISTORY@SEQ`. The snapshot is left out
-        where it begins and ends at the number, `<` where the batch did not go back."""
+        """As text: `SEQ[START-END]<CAME_FROM>END,END HISTORY@SEQ,HISTORY@SEQ`. The snapshot is left
+        out where it begins and ends at the number, `<` where the batch did not go back, `>` where
+        there are no ends of earlier batches."""
         text = str(self.seq)
         if not self.snapshot_start == self.snapshot_end == self.seq:
             text += f"[{self.snapshot_start}-{self.snapshot_end}]"
         if self.came_from is not None:
             text += f"<{self.came_from}"
+        if self.batch_ends:
+            text += f">{','.join(map(str, self.batch_ends))}"
         log = ",".join(f"{history_id:016x}@{seq}" for history_id, seq in self.log.pairs())
         return f"{text} {log}" if log else text
 
@@ -79,6 +86,7 @@ class PartitionOffset:
             raise ValueError(f"{text!r} is not an offset of a partition")
         seq = _number(int(match["seq"]))
         start, end, came_from, log = (match[name] for name in ("start", "end", "came_from", "log"))
+        batch_ends = match["batch_ends"]
         entries = [entry.split("@") for entry in log.split(",")] if log else []
         return cls(
             FailoverLog.of((int(history, 16), _number(int(first))) for history, first in entries),
@@ -86,6 +94,7 @@ class PartitionOffset:
             seq if start is None else _number(int(start)),
             seq if end is None else _number(int(end)),
             None if came_from is None else _number(int(came_from)),
+            tuple(_number(int(end)) for end in batch_ends.split(",")) if batch_ends else (),
         )
 
     @classmethod

@@ -38,6 +38,8 @@ class ReadOptions:
         deduplicate: Whether a read has only the newest row of each key.
         durable: Whether only what is on disk is read: else it may be undone by a crash.
         marks_rollback: Whether a rollback becomes a row; else it fails the query.
+        rewinds: Whether a partition that rolls back goes on from the end of an earlier batch; else
+            from 0.
         fails_on_data_loss: Whether a range that is not whole any more fails the query.
         max_rows: Sequence numbers in one batch of a stream, at most; None for any number.
         max_bytes: Bytes in one batch of a stream, about; None for any number.
@@ -56,6 +58,7 @@ class ReadOptions:
     deduplicate: bool
     durable: bool
     marks_rollback: bool
+    rewinds: bool
     fails_on_data_loss: bool
     max_rows: int | None
     max_bytes: int | None
@@ -90,10 +93,11 @@ class ReadOptions:
         )
         timeout_s = options.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1)
         end: str | Mapping[int, int] = "latest"
-        deduplicate, marks_rollback, max_rows, max_bytes = False, False, None, None
+        deduplicate, marks_rollback, rewinds, max_rows, max_bytes = False, False, False, None, None
         if streaming is not False:
-            on_rollback = options.choice("onRollback", "fail", ("fail", "marker"))
-            marks_rollback = on_rollback == "marker"
+            on_rollback = options.choice("onRollback", "fail", ("fail", "marker", "rewind"))
+            marks_rollback = on_rollback != "fail"
+            rewinds = on_rollback == "rewind"
             max_rows = options.number("maxOffsetsPerTrigger", None, low=1)
             max_bytes = options.number("maxBytesPerTrigger", None, low=1)
         if not streaming:
@@ -119,6 +123,7 @@ class ReadOptions:
             deduplicate,
             durable,
             marks_rollback,
+            rewinds,
             fails,
             max_rows,
             max_bytes,

@@ -13,14 +13,17 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 @attrs.frozen
 class Marker:
-    """A partition went back: what was read of it is to be dropped, and it is read anew.
+    """A partition went back: what was read of it above a number is void, and is read anew.
 
     Attributes:
         history_id: The history in which it goes on.
+        went_to: The number after which it goes on: 0, or the end of an earlier batch at which the
+            partition was consistent.
         came_from: The number it had come to.
     """
 
     history_id: HistoryId
+    went_to: SeqNo
     came_from: SeqNo
 
 

@@ -18,6 +18,9 @@ from upr_protocol.spark.slices import Marker, Slice
 
 _NOTHING: Final = PartitionOffset()
 
+BATCH_ENDS_MAX: Final = 6
+"""So many ends of earlier batches an offset has for each partition. They make it longer."""
+
 Partitions = dict[PartitionId, PartitionOffset]
 
 
@@ -47,6 +50,8 @@ class StreamPlan:
         bucket: The bucket's name.
         durable: Whether only what is on disk is planned. Else the newest there is, unpinned.
         marks_rollback: Whether a rollback becomes a marker; else it raises.
+        rewinds: Whether a partition that rolls back goes on from the end of an earlier batch, if
+            the offset has one that both histories share; else from 0.
         new_lease_id: Draws a fresh non-zero random number.
     """
 
@@ -57,12 +62,14 @@ class StreamPlan:
         *,
         durable: bool,
         marks_rollback: bool,
+        rewinds: bool,
         new_lease_id: Callable[[], int],
     ) -> None:
         self._driver = driver
         self._bucket = bucket
         self._durable = durable
         self._marks_rollback = marks_rollback
+        self._rewinds = rewinds
         self._new_lease_id = new_lease_id
         self._leases: dict[int, None] = {}
         """Leases of this process that are not released, oldest first."""
@@ -155,11 +162,12 @@ class StreamPlan:
         infos = self._driver.infos()
         for partition in changed:
             offset, info = partitions[partition], infos.get(partition)
-            error = rollback_error(partition, offset, info)
-            if error is not None:
+            rollback = _rollback_needed(offset, info)
+            if rollback is not None:
                 if not self._marks_rollback:
-                    raise error
-                partitions[partition] = _restarted(offset, info)
+                    raise _rollback_error(partition, offset, info, rollback)
+                ceiling = rollback.ceiling if self._rewinds else SeqNo(0)
+                partitions[partition] = _rewound(offset, info, ceiling)
         return partitions
 
     def _after_purges(self, partitions: Partitions) -> Partitions:
@@ -177,7 +185,7 @@ class StreamPlan:
                     "begin with a new checkpoint and an empty sink, or stream with "
                     "onRollback=marker into a sink that can undo",
                 )
-            after[partition] = _restarted(offset, infos[partition])
+            after[partition] = _rewound(offset, infos[partition], SeqNo(0))
         return after
 
     def _renewed(self, lease_id: int) -> HeldLease | None:
@@ -206,7 +214,7 @@ class StreamPlan:
         if not backlog:
             self.release_target_lease()
             # Perhaps a partition went back that has nothing.
-            return self._end(start, _begin_snapshots(partitions, {}, {}), 0, limits, {})
+            return self._end(start, self._begin_snapshots(partitions, {}, {}), 0, limits, {})
         # Without a target to whatever is on disk when the lease is granted: nothing is overtaken.
         to = ends if self._target_ends else dict.fromkeys(ends, SEQ_MAX)
         try:
@@ -219,7 +227,7 @@ class StreamPlan:
         self.keep_lease(lease.lease_id)
         self.release_target_lease()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
-        partitions = _begin_snapshots(partitions, self._driver.infos(), pinned)
+        partitions = self._begin_snapshots(partitions, self._driver.infos(), pinned)
         return self._end(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
     def release_target_lease(self) -> None:
@@ -250,9 +258,29 @@ class StreamPlan:
     ) -> Partitions:
         ends = {partition: self._limit(partition, row.high_seq) for partition, row in rows.items()}
         if not _backlog(partitions, ends):
-            return _begin_snapshots(partitions, {}, {})
+            return self._begin_snapshots(partitions, {}, {})
         partitions = self._after_purges(partitions)
-        return _begin_snapshots(partitions, self._driver.infos(), ends)
+        return self._begin_snapshots(partitions, self._driver.infos(), ends)
+
+    def _begin_snapshots(
+        self,
+        partitions: Partitions,
+        infos: Mapping[PartitionId, PartitionInfo],
+        ends: Mapping[PartitionId, SeqNo],
+    ) -> Partitions:
+        """Where the stream stands, with a new snapshot begun up to each of `ends` that is behind
+        that; of those before, nothing is to be read any more."""
+        offsets = {
+            partition: attrs.evolve(offset, snapshot_end=offset.seq)
+            for partition, offset in partitions.items()
+        }
+        for partition, seq in _backlog(partitions, ends).items():
+            offset = partitions.get(partition, _NOTHING)
+            batch_ends = with_batch_end(offset) if self._rewinds else ()
+            offsets[partition] = PartitionOffset(
+                infos[partition].log, seq, seq, ends[partition], offset.came_from, batch_ends
+            )
+        return offsets
 
     def _end(
         self,
@@ -309,23 +337,25 @@ def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     return any(offset.seq < offset.snapshot_end for offset in partitions.values())
 
 
-def _begin_snapshots(
-    partitions: Partitions,
-    infos: Mapping[PartitionId, PartitionInfo],
-    ends: Mapping[PartitionId, SeqNo],
-) -> Partitions:
-    """Where the stream stands, with a new snapshot begun up to each of `ends` that is behind that;
-    of those before, nothing is to be read any more."""
-    offsets = {
-        partition: attrs.evolve(offset, snapshot_end=offset.seq)
-        for partition, offset in partitions.items()
-    }
-    for partition, seq in _backlog(partitions, ends).items():
-        came_from = partitions.get(partition, _NOTHING).came_from
-        offsets[partition] = PartitionOffset(
-            infos[partition].log, seq, seq, ends[partition], came_from
+def with_batch_end(offset: PartitionOffset) -> tuple[SeqNo, ...]:
+    """The ends of earlier batches, with where the stream stands if the partition is consistent
+    there.
+
+    The two newest and the oldest stay. Of the others, those go first that stand close together for
+    how far back they are: so a short way back repeats few rows, and a long way is possible.
+    """
+    seq, batch_ends = offset.seq, list(offset.batch_ends)
+    if seq and offset.seq == offset.snapshot_end and seq not in batch_ends:
+        batch_ends.insert(0, seq)
+    while len(batch_ends) > BATCH_ENDS_MAX:
+        closest = min(
+            range(2, len(batch_ends) - 1),
+            key=lambda index: (
+                (batch_ends[index - 1] - batch_ends[index + 1]) / (seq - batch_ends[index + 1])
+            ),
         )
-    return offsets
+        del batch_ends[closest]
+    return tuple(batch_ends)
 
 
 def _backlog(
@@ -392,10 +422,15 @@ def check_named(
             )
 
 
-def _restarted(offset: PartitionOffset, info: PartitionInfo | None) -> PartitionOffset:
-    """A partition that went back to the beginning."""
+def _rewound(
+    offset: PartitionOffset, info: PartitionInfo | None, ceiling: SeqNo
+) -> PartitionOffset:
+    """A partition that went back: to the newest end of a batch up to `ceiling`, or to 0."""
     log = FailoverLog() if info is None else info.log
-    return PartitionOffset(log, came_from=offset.seq)
+    batch_ends = tuple(seq for seq in offset.batch_ends if seq <= ceiling)
+    seq = batch_ends[0] if batch_ends else SeqNo(0)
+    came_from = offset.seq if offset.came_from is None else offset.came_from
+    return PartitionOffset(log, seq, seq, seq, came_from, batch_ends)
 
 
 def _rollback_needed(offset: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
@@ -419,8 +454,15 @@ def rollback_error(
         info: The partition as it is now; None when there is none.
     """
     rollback = _rollback_needed(offset, info)
-    if rollback is None:
-        return None
+    return None if rollback is None else _rollback_error(partition, offset, info, rollback)
+
+
+def _rollback_error(
+    partition: PartitionId,
+    offset: PartitionOffset,
+    info: PartitionInfo | None,
+    rollback: RollBack,
+) -> PipelineError:
     server_log = FailoverLog() if info is None else info.log
     to = rollback.ceiling if rollback.ceiling < offset.seq else offset.snapshot_start
     return PipelineError(
@@ -450,7 +492,9 @@ def slices_of(start: Offset, end: Offset) -> list[Slice]:
     for partition, ends in end.partitions.items():
         begins, marker = starts.get(partition, _NOTHING), None
         if ends.came_from is not None:
-            begins, marker = _NOTHING, Marker(ends.log.current, ends.came_from)
+            went_to = ends.snapshot_start
+            begins = PartitionOffset(seq=went_to)
+            marker = Marker(ends.log.current, went_to, ends.came_from)
         if marker is None and begins.seq >= ends.seq:
             continue
         slices.append(

@@ -17,8 +17,9 @@ def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
     """What a bucket holds, of changes that were read from it: the newest row of each key, without
     the deleted ones.
 
-    A stream with `onRollback=marker` has rows that say that a partition went back: what was before
-    one of them is dropped. Rows of a table have no order, so it has to be known which were before:
+    A stream with `onRollback=marker` or `rewind` has rows that say that a partition went back: what
+    was before one of them, and has a higher number, is dropped. Rows of a table have no order, so
+    it has to be known which were before:
 
     - Of a read, or of one batch of a stream, nothing has to be said: a marker stands before all
       rows of its partition.
@@ -63,16 +64,15 @@ def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
         changes.where(is_marker)
         .groupBy(F.col("partition").alias("_partition"))
         .agg(
-            F.max(place).alias("_from"),
+            F.collect_list(F.struct(place.alias("place"), "seq")).alias("_markers"),
             F.max("history_id").alias("_history"),
-            F.count(F.lit(1)).alias("_count"),
         )
     )
     rows = changes.where(~is_marker).join(
         F.broadcast(markers), F.col("partition") == F.col("_partition"), "left"
     )
     if order is None:
-        is_mixed = (F.col("_count") > 1) | (F.col("_history") != F.col("history_id"))
+        is_mixed = (F.size("_markers") > 1) | (F.col("_history") != F.col("history_id"))
         sentence = (
             "[UPR_OPTION] there are changes of several batches, with a rollback among them: name "
             "the column that says in which order the batches came"
@@ -81,8 +81,12 @@ def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
             F.when(is_mixed, F.raise_error(sentence).cast("boolean")).otherwise(F.lit(True))
         )
     else:
-        rows = rows.where(F.col("_from").isNull() | (place >= F.col("_from")))
-    return rows.drop("_partition", "_from", "_history", "_count")
+        is_void = F.exists(
+            "_markers",
+            lambda marker: (marker["place"] > place) & (marker["seq"] < F.col("seq")),
+        )
+        rows = rows.where(F.col("_markers").isNull() | ~is_void)
+    return rows.drop("_partition", "_markers", "_history")
 
 
 def _order(order: str | None) -> list[Column]:

@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
 from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.recipes.rewound_rows import reached_metadata, rewound_rows
 from upr_protocol.spark.source import UprDataSource
 
 Tell = Callable[[str], None]
@@ -47,10 +48,12 @@ class LatestState:
     """Takes the batches of a stream: `writeStream.foreachBatch(LatestState("/a/table"))`.
 
     Each batch becomes one commit of the table: the newest row of each key is put in its place,
-    deleted keys vanish, and of a partition that went back (`onRollback=marker`) every row vanishes
-    that the batch does not have anew. When a limit on the size of batches cuts what follows the
-    marker, the table lacks rows of that partition until a batch has reached the number the marker
-    came from (its `snapshot_end`); the same is true of the first batches of a query.
+    deleted keys vanish. Of a partition that went back, every row above the marker's number vanishes
+    that the batch does not have anew, and the rows that the table had at that number come back from
+    its earlier versions (`onRollback=rewind`; with `marker` that number is 0). When a limit on the
+    size of batches cuts what follows the marker, the table lacks rows of that partition until a
+    batch has reached the number the marker came from (its `snapshot_end`); the same is true of the
+    first batches of a query.
 
     The commit says which batch of which query it is, so that a batch that is run again changes
     nothing. Batches of one query only: a table that has rows of another is refused.
@@ -110,14 +113,19 @@ class LatestState:
                 f"{self._table} has rows of another query, or the query has a new checkpoint: "
                 "take another table, or have this one begun anew (begin_anew)",
             )
-        rows, went_back = newest_of_batch(batch)
-        properties = _properties(app_id, batch_id)
+        rows, went_to, reached = newest_of_batch(batch)
+        properties = _properties(app_id, batch_id, reached)
         if table is None:
             self._make(rows, properties)
         else:
-            self._merge(table, rows, None if is_first else went_back, properties)
-        back = f", after {len(went_back)} partitions went back" if went_back else ""
+            self._merge(table, rows, None if is_first else went_to, properties)
+        back = f", after {len(went_to)} partitions went back" if went_to else ""
         self._tell(f"batch {batch_id}: {rows.num_rows} keys changed{back}")
+
+    def _open_version(self, version: int) -> Any:
+        return _deltalake().DeltaTable(
+            self._table, version=version, storage_options=self._storage_options
+        )
 
     def _open(self) -> Any:
         delta = _deltalake()
@@ -140,16 +148,27 @@ class LatestState:
         )
 
     def _merge(
-        self, table: Any, rows: pa.Table, went_back: list[int] | None, properties: Any
+        self, table: Any, rows: pa.Table, went_to: Mapping[int, int] | None, properties: Any
     ) -> None:
         """One commit.
 
         Args:
             table: The table.
             rows: The newest row of each key, live or deleted.
-            went_back: Partitions of which only these rows are left; None for all.
+            went_to: The number to which partitions went back: what they had above it is void. None
+                when no row of the table is left.
             properties: What the commit says.
+
+        Raises:
+            PipelineError: The table does not have the version to which partitions went back.
         """
+        if went_to:
+            earlier = rewound_rows(table, self._open_version, went_to)
+            earlier = earlier.filter(pc.invert(pc.is_in(earlier["key"], value_set=rows["key"])))
+            earlier = earlier.append_column(
+                "deleted", pa.nulls(len(earlier), pa.bool_()).fill_null(False)
+            )
+            rows = pa.concat_tables([rows, earlier.select(rows.column_names).cast(rows.schema)])
         before = table.version()
         columns = {name: f"s.{name}" for name in LATEST_STATE_SCHEMA.names}
         merge = (
@@ -164,11 +183,13 @@ class LatestState:
             .when_matched_update(columns)
             .when_not_matched_insert(columns, "NOT s.deleted")
         )
-        if went_back is None:
+        if went_to is None:
             merge = merge.when_not_matched_by_source_delete()
-        elif went_back:
-            numbers = ", ".join(map(str, went_back))
-            merge = merge.when_not_matched_by_source_delete(f"t.partition IN ({numbers})")
+        elif went_to:
+            is_void = " OR ".join(
+                f"t.partition = {partition} AND t.seq > {seq}" for partition, seq in went_to.items()
+            )
+            merge = merge.when_not_matched_by_source_delete(is_void)
         merge.execute()
         if self._open().version() == before:
             # Nothing was to be changed. That the batch is done is to be known all the same.
@@ -177,7 +198,7 @@ class LatestState:
             )
 
 
-def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, list[int]]:
+def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, dict[int, int], dict[int, int]]:
     """What one batch of a stream comes to. The batch is read once.
 
     In a batch, what there is of a partition is all of one branch of its history: a marker stands
@@ -187,8 +208,8 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, list[int]]:
         batch: Changes that were read from a bucket.
 
     Returns:
-        The newest row of each key, with the table's columns and `deleted`; and the partitions that
-        went back.
+        The newest row of each key, with the table's columns and `deleted`; by partition the number
+        to which it went back; and by partition the number to which it came.
 
     Raises:
         OptionError: A column is missing.
@@ -203,13 +224,20 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, list[int]]:
     )
     rows_and_markers = newest.select("newest.*").toArrow()
     is_marker = pc.equal(rows_and_markers["op"], "rollback")
-    went_back = sorted(set(rows_and_markers.filter(is_marker)["partition"].to_pylist()))
+    went_to = _highest(rows_and_markers.filter(is_marker))
     rows = rows_and_markers.filter(pc.invert(is_marker)).select(
         [*LATEST_STATE_SCHEMA.names, "deleted"]
     )
+    reached = _highest(rows_and_markers)
     # Of what is deleted there is no value; it is never put in.
     nullable = [field.with_nullable(field.name == "value") for field in LATEST_STATE_SCHEMA]
-    return rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])), went_back
+    return rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])), went_to, reached
+
+
+def _highest(rows: pa.Table) -> dict[int, int]:
+    """The highest number of each partition."""
+    highest = rows.group_by("partition").aggregate([("seq", "max")])
+    return dict(zip(highest["partition"].to_pylist(), highest["seq_max"].to_pylist(), strict=True))
 
 
 def keep_latest_state(
@@ -235,7 +263,7 @@ def keep_latest_state(
         available_now: Whether it ends when the table has all that there is now.
         interval: How often a batch begins, as `10 seconds`; None for as soon as one is done.
         options: More options of a stream, or others in place of the defaults here:
-            `onRollback=marker` and `maxBytesPerTrigger`.
+            `onRollback=rewind` and `maxBytesPerTrigger`.
         begin_anew: See `LatestState`.
         storage_options: See `LatestState`.
         tell: See `LatestState`.
@@ -252,7 +280,7 @@ def keep_latest_state(
     sink = LatestState(table, begin_anew=begin_anew, storage_options=storage_options, tell=tell)
     spark.dataSource.register(UprDataSource)
     settings = {name.lower(): value for name, value in (options or {}).items()}
-    settings.setdefault("onrollback", "marker")
+    settings.setdefault("onrollback", "rewind")
     if "maxoffsetspertrigger" not in settings and settings.get("stability", "").lower() != "any":
         settings.setdefault("maxbytespertrigger", str(MERGE_BYTES_DEFAULT))
     changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
@@ -271,9 +299,12 @@ def _query_id(batch: DataFrame) -> str:
     return f"upr:{query_id}"
 
 
-def _properties(app_id: str, batch_id: int) -> Any:
+def _properties(app_id: str, batch_id: int, reached: Mapping[int, int]) -> Any:
     delta = _deltalake()
-    return delta.CommitProperties(app_transactions=[delta.Transaction(app_id, batch_id)])
+    return delta.CommitProperties(
+        custom_metadata=reached_metadata(reached),
+        app_transactions=[delta.Transaction(app_id, batch_id)],
+    )
 
 
 def _deltalake() -> ModuleType:
