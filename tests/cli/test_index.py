@@ -58,6 +58,17 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     assert lines(down.stdout) == [(["c", 7], "own"), (["b", 5], "k5")]
     assert run("index", "scan", "d/both", "--count").stdout == "6\n"
     assert run("index", "scan", "d/city", "--count").stdout == "7\n"
+    several = ("--range", '["a", 3]', '["b", 1]', "--prefix", '["b", 5]', "--descending")
+    assert [key for key, _ in lines(run("index", "scan", "d/both", *several).stdout)] == [
+        ["b", 5],
+        ["b", 1],
+        ["a", 4],
+    ]
+    distinct = run("index", "scan", "d/both", "--distinct", "1", "--descending")
+    assert distinct.stdout == '{"key":["c"]}\n{"key":["b"]}\n{"key":["a"]}\n'
+    assert run("index", "scan", "d/both", "--distinct", "1", "--count").stdout == "3\n"
+    summary = run("index", "scan", "d/both", "--prefix", "b", "--count", "--min", "--max")
+    assert summary.stdout == '{"count":3,"min":["b",1],"max":["b",5]}\n'
     change = f"{written.partition}:{written.history_id:x}:{written.seq}"
     own = run("index", "scan", "d/city", "--prefix", "c", "--written", change)
     assert lines(own.stdout) == [(["c"], "own")]
@@ -88,6 +99,8 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("scan", "d/i", "--prefix", "{}"), "a key cannot be an object"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
         (("scan", "d/i", "--count", "--limit", "5"), "leave out --limit"),
+        (("scan", "d/i", "--min", "--limit", "5"), "leave out --limit"),
+        (("scan", "d/i", "--distinct", "0"), "0 is not from 1 to 16"),
         (("scan", "d/i", "--consistency", "at_least"), "needs --written"),
         (("list", "--indexer", "upr://x"), "write http://HOST:PORT"),
         (("create", "d", "--index", "x=\udcff"), "not UTF-8"),

@@ -21,6 +21,8 @@ from upr_protocol.client import (
     IndexClient,
     IndexerError,
     IndexPage,
+    IndexRange,
+    IndexSummary,
     WriteResult,
     connect,
     publisher,
@@ -101,6 +103,19 @@ async def test_scans(site: Site) -> None:
     assert keys(await ask(scan, "d/both", low=(["a"], False), limit=1)) == [["b", 1]]
     assert await ask(site.asking.count, "d/both", prefix=["b"]) == 10
     assert await ask(site.asking.count, "d/both") == 20
+    ranges = [IndexRange(prefix=["b", 7]), IndexRange(low=["a", 16], high=(["b", 3], False))]
+    assert keys(await ask(scan, "d/both", ranges=ranges)) == [
+        ["a", 16],
+        ["a", 18],
+        ["b", 1],
+        ["b", 7],
+    ]
+    assert keys(await ask(scan, "d/both", distinct=1, descending=True)) == [["b"], ["a"]]
+    assert await ask(site.asking.count, "d/both", distinct=1) == 2
+    summary = await ask(site.asking.summarize, "d/both", prefix=["b"], min_key=True, max_key=True)
+    assert summary == IndexSummary(min=["b", 1], max=["b", 19])
+    nothing = await ask(site.asking.summarize, "d/both", prefix=["z"], count=True, min_key=True)
+    assert nothing == IndexSummary(count=0)
     every = await ask(lambda: list(site.asking.scan_all("d/both", limit=3)))
     assert [entry.id for entry in every] == [entry.id for entry in page.entries]
 

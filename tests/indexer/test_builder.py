@@ -19,7 +19,7 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
-from upr_server.indexer.index_file import IndexFile, KeyRange
+from upr_server.indexer.index_file import IndexFile, Selection
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import Member, Pipeline, worker_thread
 from upr_server.indexer.pool import MemoryPool
@@ -153,7 +153,7 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
             await eventually(lambda: not words, "the history has changed")
             other.position = at(mark.position.log, COUNT + 1)
             await eventually(lambda: file.is_built, "it was built")
-        result = file.scan(KeyRange(), COUNT + 1, settled=True, with_timestamps=False)
+        result = file.scan(Selection(), COUNT + 1, settled=True, with_timestamps=False)
         assert result.entries == [b"k%d" % number for number in range(COUNT)]
         file.close()
 

@@ -14,7 +14,7 @@ import msgspec
 from upr_protocol.cli.errors import BadInputError, RefusedError, say
 from upr_protocol.cli.output import print_json, print_line, print_table
 from upr_protocol.cli.parameters import json_option, number
-from upr_protocol.client import IndexClient, IndexerError, WriteResult
+from upr_protocol.client import IndexClient, IndexerError, IndexRange, WriteResult
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
 INDEXER_URL_VARIABLE: Final = "UPR_INDEXER_URL"
@@ -220,17 +220,39 @@ def _written(text: str) -> WriteResult:
 @index.command()
 @click.argument("name", metavar="DESIGN/INDEX")
 @click.option(
-    "--prefix", type=_key("--prefix"), metavar="KEY", help="Only keys that begin with this."
+    "--prefix",
+    "prefixes",
+    multiple=True,
+    type=_key("--prefix"),
+    metavar="KEY",
+    help="Only keys that begin with this. Repeat it for several.",
 )
 @click.option("--from", "low", type=_key("--from"), metavar="KEY", help="The lowest key.")
 @click.option("--to", "high", type=_key("--to"), metavar="KEY", help="The highest key.")
 @click.option("--from-exclusive", is_flag=True, help="Exclude keys that begin with --from.")
 @click.option("--to-exclusive", is_flag=True, help="Exclude keys that begin with --to.")
+@click.option(
+    "--range",
+    "ranges",
+    nargs=2,
+    multiple=True,
+    type=_key("--range"),
+    metavar="LOWEST HIGHEST",
+    help="Only keys between these two. Repeat it for several.",
+)
 @click.option("--descending", is_flag=True, help="Print the highest key first.")
+@click.option(
+    "--distinct",
+    type=number(1, 16),
+    metavar="PARTS",
+    help="Look only at so many first parts of the keys, and at each different beginning once.",
+)
 @click.option(
     "--limit", type=number(1, 10**12), metavar="NUMBER", help="Print at most this many entries."
 )
 @click.option("--count", is_flag=True, help="Print only the number of entries.")
+@click.option("--min", "min_key", is_flag=True, help="Print only the lowest key.")
+@click.option("--max", "max_key", is_flag=True, help="Print only the highest key.")
 @click.option(
     "--consistency",
     type=click.Choice(["any", "at_least", "now"]),
@@ -257,14 +279,18 @@ def _written(text: str) -> WriteResult:
 @_indexer_option
 def scan(
     name: str,
-    prefix: list[Any] | None,
+    prefixes: tuple[list[Any], ...],
     low: list[Any] | None,
     high: list[Any] | None,
     from_exclusive: bool,
     to_exclusive: bool,
+    ranges: tuple[tuple[list[Any], list[Any]], ...],
     descending: bool,
+    distinct: int | None,
     limit: int | None,
     count: bool,
+    min_key: bool,
+    max_key: bool,
     consistency: Literal["any", "at_least", "now"],
     written: tuple[WriteResult, ...],
     timeout: int,
@@ -273,32 +299,46 @@ def scan(
     r"""Print the entries of an index, one JSON object per line.
 
     A KEY is a JSON value, or a list of the key's first parts. A word without quotes is a string.
+    --count, --min and --max print what they say in place of the entries; several of them print one
+    JSON object. Several of --prefix, --range, and --from with --to select what any of them selects.
 
     \b
     Examples:
       upr index scan flights/by_origin --prefix JFK
       upr index scan flights/by_hour --from '["JFK", "2013-07"]' --to '["JFK", "2013-08"]'
       upr index scan flights/by_origin --descending --limit 10
+      upr index scan flights/by_hour --range '["JFK", "2013-07"]' '["JFK", "2013-08"]' --prefix EWR
+      upr index scan flights/by_hour --distinct 1 --count
+      upr index scan flights/by_hour --prefix JFK --min --max
     """
-    if count and limit is not None:
-        raise click.UsageError("--count counts all entries; leave out --limit")
+    is_summary = count or min_key or max_key
+    if is_summary and limit is not None:
+        raise click.UsageError("--count, --min and --max look at all entries; leave out --limit")
     if consistency == "at_least" and not written:
         raise click.UsageError("--consistency at_least needs --written, a change to wait for")
     if written and consistency == "now":
         consistency = "at_least"
-    range_: dict[str, Any] = {
-        "prefix": prefix,
-        "low": None if low is None else (low, not from_exclusive),
-        "high": None if high is None else (high, not to_exclusive),
-    }
+    selected = [IndexRange(prefix=prefix) for prefix in prefixes]
+    selected += [IndexRange(low=lowest, high=highest) for lowest, highest in ranges]
+    if low is not None or high is not None:
+        selected.append(
+            {
+                "low": None if low is None else (low, not from_exclusive),
+                "high": None if high is None else (high, not to_exclusive),
+            }
+        )
+    range_: dict[str, Any] = {"ranges": selected or [{}], "distinct": distinct or 0}
     freshness: dict[str, Any] = {
         "consistency": consistency,
         "written": written,
         "timeout_s": timeout,
     }
     with _indexer(url) as client:
-        if count:
-            click.echo(client.count(name, **range_, **freshness))
+        if is_summary:
+            summary = client.summarize(
+                name, count=count, min_key=min_key, max_key=max_key, **range_, **freshness
+            )
+            print_json(summary.count if count and not (min_key or max_key) else summary)
             return
         continuation, remaining = "", limit
         while remaining is None or remaining > 0:

@@ -58,6 +58,8 @@ from upr_protocol.client.index_client import (
     IndexEntry,
     IndexerError,
     IndexPage,
+    IndexRange,
+    IndexSummary,
     ScanOptions,
 )
 from upr_protocol.client.local_copy.database import (
@@ -113,6 +115,8 @@ __all__ = [
     "IndexClient",
     "IndexEntry",
     "IndexPage",
+    "IndexRange",
+    "IndexSummary",
     "IndexerError",
     "Item",
     "ItemOptions",

@@ -44,38 +44,51 @@ class IndexerError(UprError):
         super().__init__(message)
 
 
-class ScanOptions(TypedDict, total=False):
+class IndexRange(TypedDict, total=False):
+    """A range of an index.
+
+    Attributes:
+        prefix: The first parts of the keys to find, or whole keys; not together with the others.
+        low: The lower end of the range.
+        high: The upper end of the range.
+    """
+
+    prefix: Key | None
+    low: Bound | None
+    high: Bound | None
+
+
+class ScanOptions(IndexRange, total=False):
     """Which entries of an index, and how fresh.
 
     Attributes:
-        prefix: The first parts of the keys to find, or whole keys.
-        low: The lower end of the range.
-        high: The upper end of the range.
+        ranges: Several ranges, in place of one. An entry in two of them is given once.
+        distinct: Look only at so many first parts of the keys, and at each different beginning
+            once; such entries have no document.
         consistency: `any`, the default: as the index is. `at_least`: with the changes in `written`.
             `now`: with everything that the server had acknowledged to anybody before.
         written: The results of a publisher or client.
         timeout_s: How long to wait for the index to be as fresh; by default `INDEXER_TIMEOUT_S`.
     """
 
-    prefix: Key | None
-    low: Bound | None
-    high: Bound | None
+    ranges: Iterable[IndexRange]
+    distinct: int
     consistency: Literal["any", "at_least", "now"]
     written: Iterable[WriteResult]
     timeout_s: float
 
 
-class IndexEntry(msgspec.Struct, frozen=True):
-    """A document in an index.
+class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A document in an index, or with `distinct` the beginning of keys.
 
     Attributes:
         key: Its key in the index, part by part.
-        id: The document's key; in base64 if it is not UTF-8.
+        id: The document's key; in base64 if it is not UTF-8. Empty with `distinct`.
         id_encoding: `base64` then; otherwise empty.
     """
 
     key: list[Any]
-    id: str
+    id: str = ""
     id_encoding: str = ""
 
 
@@ -93,8 +106,20 @@ class IndexPage(msgspec.Struct, frozen=True):
     timestamps: dict[int, tuple[str, int]] = {}
 
 
-class _Count(msgspec.Struct, frozen=True):
-    count: int
+class IndexSummary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What `IndexClient.summarize` was asked about entries, all of one moment.
+
+    Attributes:
+        count: How many there are.
+        min: The lowest key, part by part; None if there are no entries.
+        max: The highest key, likewise.
+        timestamps: By partition its history and sequence number then, if asked for.
+    """
+
+    count: int | None = None
+    min: list[Any] | None = None
+    max: list[Any] | None = None
+    timestamps: dict[int, tuple[str, int]] = {}
 
 
 class _Indexes(msgspec.Struct, frozen=True):
@@ -230,15 +255,47 @@ class IndexClient:
             yield from page.entries
 
     def count(self, name: str, **options: Unpack[ScanOptions]) -> int:
-        """How many entries there are; see `scan`."""
-        return self._scan(name, {"count": True}, options, _Count).count
+        """How many entries there are; see `scan`. With `distinct`, how many different beginnings of
+        keys."""
+        count = self.summarize(name, count=True, **options).count
+        if count is None:
+            raise IndexerError("server_failed", "not an indexer's answer: it has no count")
+        return count
+
+    def summarize(
+        self,
+        name: str,
+        *,
+        count: bool = False,
+        min_key: bool = False,
+        max_key: bool = False,
+        timestamps: bool = False,
+        **options: Unpack[ScanOptions],
+    ) -> IndexSummary:
+        """Finds out about the entries of the index `DESIGN/INDEX` without reading them.
+
+        Args:
+            name: The index.
+            count: Whether to count them.
+            min_key: Whether to find the lowest key.
+            max_key: Whether to find the highest key.
+            timestamps: Whether to give how far each partition was.
+            **options: Which entries, and how fresh.
+
+        Raises:
+            IndexerError: The indexer refused or failed; the code says why.
+            BrokenError: The indexer cannot be reached, or did not answer.
+        """
+        query = {"count": count, "min": min_key, "max": max_key, "timestamps": timestamps}
+        if not (count or min_key or max_key):
+            raise ValueError("ask for at least one of count, min_key and max_key")
+        return self._scan(name, query, options, IndexSummary)
 
     def _scan(self, name: str, query: dict[str, Any], options: ScanOptions, kind: type[T]) -> T:
         timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
         query |= {
-            "prefix": options.get("prefix"),
-            "low": _bound(options.get("low")),
-            "high": _bound(options.get("high")),
+            **_range(options),
+            "distinct": options.get("distinct", 0),
             "consistency": options.get("consistency", "any"),
             "written": [
                 {
@@ -250,6 +307,8 @@ class IndexClient:
             ],
             "timeout_s": timeout_s,
         }
+        if "ranges" in options:
+            query["ranges"] = [_range(each) for each in options["ranges"]]
         body = msgspec.json.encode(query)
         return _decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
 
@@ -299,6 +358,14 @@ def _path(name: str) -> str:
 def _quoted(name: str) -> str:
     # A name that is not UTF-8 is malformed; the indexer says so.
     return quote(name, safe="", errors="replace")
+
+
+def _range(bounds: IndexRange | ScanOptions) -> dict[str, Any]:
+    return {
+        "prefix": bounds.get("prefix"),
+        "low": _bound(bounds.get("low")),
+        "high": _bound(bounds.get("high")),
+    }
 
 
 def _bound(bound: Bound | None) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark, timestamp
 from upr_server.indexer.pool import ANSWER_BYTES_MAX
+from upr_server.indexer.pure.keys import end_of_parts, end_of_prefix
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024 * 1024
 """How large an index may become: addresses, not disk. A process has some for 2,000 indexes. The
@@ -38,7 +39,8 @@ ENTRY_OVERHEAD_BYTES: Final = 48
 """What an entry that was read takes in memory beside its own bytes."""
 
 _Tree = Any
-"""lmdb does not tell what its trees are called."""
+_Cursor = Any
+"""lmdb does not tell what its trees and cursors are called."""
 
 _PARTITION: Final = Struct(">H")
 _COUNT: Final = Struct(">I")
@@ -77,17 +79,31 @@ class EntrySource(Protocol):
 
 @attrs.frozen
 class KeyRange:
-    """A range [low, high) of entries, and its direction.
+    """A range [low, high) of entries.
 
     Attributes:
         low: The lowest bytes in the range.
         high: The lowest bytes above it.
-        descending: Whether the highest entry comes first.
     """
 
     low: bytes = b""
     high: bytes = _END_OF_KEYS
+
+
+@attrs.frozen
+class Selection:
+    """Which entries a scan is about, and their order.
+
+    Attributes:
+        ranges: Where they are; disjoint, the lowest first.
+        descending: Whether the highest entry comes first.
+        distinct_parts: If not 0, only the first so many parts of the keys count: each different
+            beginning stands once, in place of the entries that begin so.
+    """
+
+    ranges: tuple[KeyRange, ...] = (KeyRange(),)
     descending: bool = False
+    distinct_parts: int = 0
 
 
 @attrs.frozen
@@ -95,7 +111,7 @@ class ScanResult:
     """What a scan has read, all of one moment.
 
     Attributes:
-        entries: The entries, in order.
+        entries: The entries, or the distinct beginnings of their keys, in order.
         more: Whether there are more.
         timestamps: How far each partition was; empty if not asked for.
     """
@@ -103,6 +119,23 @@ class ScanResult:
     entries: list[bytes]
     more: bool
     timestamps: Timestamps
+
+
+@attrs.frozen
+class Summary:
+    """What a scan has found out about its entries, all of one moment.
+
+    Attributes:
+        count: How many there are; None if not asked for.
+        lowest: The lowest one; None if not asked for, or if there are none.
+        highest: The highest one, likewise.
+        timestamps: How far each partition was; empty if not asked for.
+    """
+
+    count: int | None = None
+    lowest: bytes | None = None
+    highest: bytes | None = None
+    timestamps: Timestamps = attrs.field(factory=dict)
 
 
 def entries_bytes(entries: Sequence[bytes]) -> int:
@@ -246,7 +279,7 @@ class IndexFile:
 
     def scan(
         self,
-        key_range: KeyRange,
+        selection: Selection,
         limit: int,
         *,
         bytes_max: int = ANSWER_BYTES_MAX,
@@ -256,7 +289,7 @@ class IndexFile:
         """Reads up to `limit` entries, all of one moment.
 
         Args:
-            key_range: Which ones.
+            selection: Which ones.
             limit: How many at most.
             bytes_max: The result ends before the entry that would exceed so many bytes in all, as
                 `entries_bytes` counts them; it has one entry at least.
@@ -270,7 +303,7 @@ class IndexFile:
         with self._read(settled) as transaction:
             entries: list[bytes] = []
             more, nbytes = False, 0
-            for entry in _entries(transaction, self._main, key_range):
+            for entry in _selected(transaction, self._main, selection):
                 nbytes += len(entry) + ENTRY_OVERHEAD_BYTES
                 if len(entries) == limit or (entries and nbytes > bytes_max):
                     more = True
@@ -279,17 +312,32 @@ class IndexFile:
             timestamps = self._timestamps(transaction) if with_timestamps else {}
             return ScanResult(entries, more, timestamps)
 
-    def count(
-        self, key_range: KeyRange, *, settled: bool = True, with_timestamps: bool = False
-    ) -> tuple[int, Timestamps]:
-        """How many entries are in a range, and how far each partition was; see `scan`. O(entries),
-        but for the whole index."""
+    def summarize(
+        self,
+        selection: Selection,
+        *,
+        count: bool = False,
+        lowest: bool = False,
+        highest: bool = False,
+        settled: bool = True,
+        with_timestamps: bool = False,
+    ) -> Summary:
+        """Finds out about entries without keeping them; see `scan`. To count takes O(entries), of
+        distinct beginnings O(beginnings * log), of the whole index O(1); the rest O(log)."""
         with self._read(settled) as transaction:
-            if key_range.low == b"" and key_range.high == _END_OF_KEYS:
-                count = int(transaction.stat(self._main)["entries"])
-            else:
-                count = sum(1 for _ in _entries(transaction, self._main, key_range))
-            return count, self._timestamps(transaction) if with_timestamps else {}
+            ascending = attrs.evolve(selection, descending=False)
+            descending = attrs.evolve(selection, descending=True)
+            entry_count = None
+            if count and selection == Selection(descending=selection.descending):
+                entry_count = int(transaction.stat(self._main)["entries"])
+            elif count:
+                entry_count = sum(1 for _ in _selected(transaction, self._main, ascending))
+            return Summary(
+                entry_count,
+                next(_selected(transaction, self._main, ascending), None) if lowest else None,
+                next(_selected(transaction, self._main, descending), None) if highest else None,
+                self._timestamps(transaction) if with_timestamps else {},
+            )
 
     def payloads(self) -> dict[bytes, bytes]:
         """All entries with their payloads."""
@@ -298,7 +346,8 @@ class IndexFile:
 
     def entry_count(self) -> int:
         """How many entries there are. O(1)."""
-        return self.count(KeyRange(), settled=False)[0]
+        with self._read(settled=False) as transaction:
+            return int(transaction.stat(self._main)["entries"])
 
     @contextmanager
     def _read(self, settled: bool) -> Iterator[lmdb.Transaction[bytes]]:
@@ -336,7 +385,7 @@ class IndexFile:
     def check_invariants(self) -> None:
         """For tests: the two trees tell of the same entries, and the marks are those on disk."""
         with self._read(settled=False) as transaction:
-            main = set(_entries(transaction, self._main, KeyRange()))
+            main = set(_selected(transaction, self._main, Selection()))
             back = dict(_between(transaction, self._back, b"", _END_OF_KEYS))
             assert sorted(main) == sorted(back.values())
             for key, entry in back.items():
@@ -459,24 +508,56 @@ def _between(
             has_key = cursor.next()
 
 
-def _entries(
-    transaction: lmdb.Transaction[bytes], tree: _Tree, key_range: KeyRange
+def _selected(
+    transaction: lmdb.Transaction[bytes], tree: _Tree, selection: Selection
 ) -> Iterator[bytes]:
-    low, high = key_range.low, key_range.high
+    """The entries of a selection, or the distinct beginnings of their keys, in its order."""
+    ranges = selection.ranges[::-1] if selection.descending else selection.ranges
+    parts = selection.distinct_parts
     with transaction.cursor(tree) as cursor:
-        if key_range.descending:
-            has_key = cursor.prev() if cursor.set_range(high) else cursor.last()
-            keys = cursor.iterprev(keys=True, values=False) if has_key else iter(())
-            for key in keys:
-                if key < low:
-                    return
-                yield key
+        if not parts:
+            read = _descending if selection.descending else _ascending
+            for key_range in ranges:
+                yield from read(cursor, key_range)
+            return
+        previous = None
+        for key_range in ranges:
+            for prefix in _prefixes(cursor, key_range, parts, descending=selection.descending):
+                # Two ranges may have the ends of what begins the same.
+                if prefix != previous:
+                    yield prefix
+                previous = prefix
+
+
+def _ascending(cursor: _Cursor, key_range: KeyRange) -> Iterator[bytes]:
+    has_key = cursor.set_range(key_range.low) if key_range.low else cursor.first()
+    for key in cursor.iternext(keys=True, values=False) if has_key else iter(()):
+        if key >= key_range.high:
+            return
+        yield key
+
+
+def _descending(cursor: _Cursor, key_range: KeyRange) -> Iterator[bytes]:
+    has_key = cursor.prev() if cursor.set_range(key_range.high) else cursor.last()
+    for key in cursor.iterprev(keys=True, values=False) if has_key else iter(()):
+        if key < key_range.low:
+            return
+        yield key
+
+
+def _prefixes(
+    cursor: _Cursor, key_range: KeyRange, parts: int, *, descending: bool
+) -> Iterator[bytes]:
+    """The different first `parts` parts in a range. Each costs a search for the next one, however
+    many entries begin with it."""
+    read = _descending if descending else _ascending
+    while (entry := next(read(cursor, key_range), None)) is not None:
+        prefix = entry[: end_of_parts(entry, parts)]
+        yield prefix
+        if descending:
+            key_range = attrs.evolve(key_range, high=prefix)
         else:
-            has_key = cursor.set_range(low) if low else cursor.first()
-            for key in cursor.iternext(keys=True, values=False) if has_key else iter(()):
-                if key >= high:
-                    return
-                yield key
+            key_range = attrs.evolve(key_range, low=end_of_prefix(prefix))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -16,16 +16,27 @@ from upr_server.indexer.index_file import (
     ENTRY_OVERHEAD_BYTES,
     KeyRange,
     ScanResult,
+    Selection,
+    Summary,
     Timestamps,
     entries_bytes,
 )
 from upr_server.indexer.pool import PIECE_BYTES
-from upr_server.indexer.pure.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
+from upr_server.indexer.pure.keys import (
+    IndexKeyError,
+    decode_parts,
+    encode_parts,
+    end_of_parts,
+    end_of_prefix,
+)
 
 LIMIT_MAX: Final = 10_000
 """The most entries of one answer; a continuation gives more. Long keys make it fewer."""
 
 LIMIT_DEFAULT: Final = 100
+
+RANGES_MAX: Final = 1000
+"""The most ranges of one scan: each costs a search."""
 
 TIMEOUT_S_MAX: Final = 300.0
 
@@ -58,6 +69,20 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inclusive: bool = True
 
 
+class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A range of keys.
+
+    Attributes:
+        prefix: The first parts of the keys in the range, or all of them.
+        low: Where it begins; not together with `prefix`.
+        high: Where it ends; not together with `prefix`.
+    """
+
+    prefix: list[Any] | None = None
+    low: Bound | None = None
+    high: Bound | None = None
+
+
 class RequiredWrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A change that a publisher was answered.
 
@@ -73,17 +98,22 @@ class RequiredWrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A scan. Without `prefix`, `low` and `high` it is over the whole index.
+    """A scan. Without `prefix`, `low`, `high` and `ranges` it is over the whole index.
 
     Attributes:
         prefix: The first parts of the keys wanted, or all of them.
         low: Where to begin; not together with `prefix`.
         high: Where to end; not together with `prefix`.
+        ranges: Several ranges, in place of one; an entry that is in two of them stands once.
         descending: Whether the highest key comes first.
+        distinct: Look only at so many first parts of the keys, and at each different beginning
+            once; 0 for whole entries.
         limit: How many entries at most; 100 by default. An answer with long keys has fewer, and a
-            continuation. Not together with `count`.
+            continuation. Not together with `count`, `min` or `max`.
         continuation: What an answer gave, for what comes behind it.
         count: Whether to count the entries and not to give them.
+        min: Whether to give the lowest key, and no entries.
+        max: Whether to give the highest key, and no entries.
         consistency: `any`: as the index is. `at_least`: with the changes in `written`. `now`: with
             all that the server had acknowledged to anybody when the question came.
         written: Changes that must be in the index; `at_least` needs one at least.
@@ -94,10 +124,14 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prefix: list[Any] | None = None
     low: Bound | None = None
     high: Bound | None = None
+    ranges: Annotated[tuple[Range, ...], msgspec.Meta(max_length=RANGES_MAX)] | None = None
     descending: bool = False
+    distinct: Annotated[int, msgspec.Meta(ge=0)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] | None = None
     continuation: str = ""
     count: bool = False
+    min: bool = False
+    max: bool = False
     consistency: Literal["any", "at_least", "now"] = "any"
     written: tuple[RequiredWrite, ...] = ()
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_S_MAX)] = 10.0
@@ -107,50 +141,71 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Refuses fields that contradict each other.
 
         Raises:
-            QueryError: A count has a limit, or `at_least` names no changes.
+            QueryError: A summary has a limit or a continuation, or `at_least` names no changes.
         """
-        if self.count and self.limit is not None:
-            raise QueryError(
-                "limit", "`count` and `limit` exclude each other; leave out one of them"
-            )
+        for place, is_given in (
+            ("limit", self.limit is not None),
+            (
+                "continuation",
+                bool(self.continuation),
+            ),
+        ):
+            if self.is_summary and is_given:
+                raise QueryError(
+                    place, f"`count`, `min` and `max` exclude `{place}`; leave out one of them"
+                )
         if self.consistency == "at_least" and not self.written:
             raise QueryError(
                 "written", "consistency `at_least` needs at least one change; name it, or ask `any`"
             )
 
-    def range(self, part_count: int) -> KeyRange:
-        """The range of entries that the query asks for.
+    @property
+    def is_summary(self) -> bool:
+        """Whether the query asks about entries, and not for them."""
+        return self.count or self.min or self.max
+
+    def selection(self, part_count: int) -> Selection:
+        """The entries that the query asks for. O(n log n) for n ranges.
 
         Args:
             part_count: How many parts the index's keys have.
 
         Raises:
-            QueryError: A bound is not a key, has too many parts, or the continuation is invalid.
+            QueryError: A bound is not a key, or has too many parts; one range and several are
+                given; or the continuation is invalid.
         """
-        whole = KeyRange()
-        low, high = whole.low, whole.high
-        if self.prefix is not None:
-            if self.low or self.high:
-                raise QueryError("prefix", "name a prefix, or low and high, and not both")
-            if self.prefix:
-                low = _encoded("prefix", self.prefix, part_count)
-                high = end_of_prefix(low)
-        if self.low is not None and self.low.key:
-            low = _encoded("low.key", self.low.key, part_count)
-            low = low if self.low.inclusive else end_of_prefix(low)
-        if self.high is not None and self.high.key:
-            high = _encoded("high.key", self.high.key, part_count)
-            high = end_of_prefix(high) if self.high.inclusive else high
+        if self.distinct > part_count:
+            raise QueryError("distinct", _too_many_parts(self.distinct, part_count))
+        if self.ranges is None:
+            ranges = [_key_range("", self, part_count)]
+        elif self.prefix is None and self.low is None and self.high is None:
+            ranges = [
+                _key_range(f"ranges[{number}].", each, part_count)
+                for number, each in enumerate(self.ranges)
+            ]
+        else:
+            raise QueryError("ranges", "name ranges, or prefix, low and high, and not both")
         if self.continuation:
-            try:
-                last = base64.urlsafe_b64decode(self.continuation.encode("ascii"))
-            except (UnicodeEncodeError, binascii.Error) as error:
-                raise QueryError("continuation", INVALID_CONTINUATION) from error
-            if self.descending:
-                high = min(high, last)
-            else:
-                low = max(low, last + b"\0")
-        return KeyRange(low, high, self.descending)
+            remainder = self._remainder(part_count)
+            ranges = [
+                KeyRange(max(each.low, remainder.low), min(each.high, remainder.high))
+                for each in ranges
+            ]
+        return Selection(_disjoint(ranges), self.descending, self.distinct)
+
+    def _remainder(self, part_count: int) -> KeyRange:
+        """What comes behind the continuation."""
+        try:
+            last = base64.urlsafe_b64decode(self.continuation.encode("ascii"))
+            end = end_of_parts(last, self.distinct or part_count)
+        except (UnicodeEncodeError, binascii.Error, IndexKeyError) as error:
+            raise QueryError("continuation", INVALID_CONTINUATION) from error
+        # Behind a whole key stands the document's.
+        if (end == len(last)) is not bool(self.distinct):
+            raise QueryError("continuation", INVALID_CONTINUATION)
+        if self.descending:
+            return KeyRange(high=last)
+        return KeyRange(low=end_of_prefix(last) if self.distinct else last + b"\0")
 
     def required_writes(self) -> RequiredWrites:
         """The changes that must be in the index, the newest of each partition."""
@@ -165,26 +220,62 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return newest
 
 
+def _key_range(place: str, bounds: Query | Range, part_count: int) -> KeyRange:
+    """A range of encoded keys. `place` stands before the names of its fields in errors."""
+    whole = KeyRange()
+    low, high = whole.low, whole.high
+    if bounds.prefix is not None:
+        if bounds.low or bounds.high:
+            raise QueryError(f"{place}prefix", "name a prefix, or low and high, and not both")
+        if bounds.prefix:
+            low = _encoded(f"{place}prefix", bounds.prefix, part_count)
+            high = end_of_prefix(low)
+    if bounds.low is not None and bounds.low.key:
+        low = _encoded(f"{place}low.key", bounds.low.key, part_count)
+        low = low if bounds.low.inclusive else end_of_prefix(low)
+    if bounds.high is not None and bounds.high.key:
+        high = _encoded(f"{place}high.key", bounds.high.key, part_count)
+        high = end_of_prefix(high) if bounds.high.inclusive else high
+    return KeyRange(low, high)
+
+
+def _disjoint(ranges: Iterable[KeyRange]) -> tuple[KeyRange, ...]:
+    """The same keys in ranges that do not meet, the lowest first."""
+    disjoint: list[KeyRange] = []
+    for each in sorted(ranges, key=lambda key_range: key_range.low):
+        if each.low >= each.high:
+            continue
+        if disjoint and each.low <= disjoint[-1].high:
+            previous = disjoint.pop()
+            each = KeyRange(previous.low, max(previous.high, each.high))
+        disjoint.append(each)
+    return tuple(disjoint)
+
+
+def _too_many_parts(count: int, part_count: int) -> str:
+    return f"{count} parts; keys of this index have {part_count}"
+
+
 def _encoded(place: str, parts: list[Any], part_count: int) -> bytes:
     if len(parts) > part_count:
-        raise QueryError(place, f"{len(parts)} parts; keys of this index have {part_count}")
+        raise QueryError(place, _too_many_parts(len(parts), part_count))
     try:
         return encode_parts(parts)
     except IndexKeyError as error:
         raise QueryError(place, str(error)) from error
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """A document in an index.
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A document in an index, or with `distinct` the beginning of keys.
 
     Attributes:
         key: Its key in the index, part by part.
-        id: The document's key; where that is no UTF-8, in base64.
+        id: The document's key; where that is no UTF-8, in base64. Empty with `distinct`.
         id_encoding: `base64` then; otherwise empty.
     """
 
     key: list[Any]
-    id: str
+    id: str = ""
     id_encoding: str = ""
 
 
@@ -195,6 +286,8 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         entries: The entries, in order.
         continuation: Names what comes behind them; empty when there is no more.
         count: How many entries there are, when that was asked.
+        min: The lowest key, part by part, when that was asked; null if there are no entries.
+        max: The highest key, likewise.
         timestamps: By partition, the history (16 hexadecimal digits) and the number that it was at,
             when that was asked.
     """
@@ -202,6 +295,8 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     entries: list[Entry] = []
     continuation: str = ""
     count: int | None = None
+    min: list[Any] | None = None
+    max: list[Any] | None = None
     timestamps: dict[int, tuple[str, int]] = {}
 
 
@@ -209,24 +304,30 @@ class ScanAnswer:
     """What a scan found, and the JSON that says it, an `Answer`.
 
     Args:
-        result: What it found.
-        part_count: How many parts the index's keys have.
-        count: How many entries there are, when only that was asked.
+        result: What it found: entries, or a summary of them.
+        part_count: How many parts of its keys the query is about.
 
     Attributes:
         nbytes: The memory that its entries take.
     """
 
-    def __init__(self, result: ScanResult, part_count: int, count: int | None = None) -> None:
-        self._entries = result.entries
+    def __init__(self, result: ScanResult | Summary, part_count: int) -> None:
         self._part_count = part_count
-        self.nbytes = entries_bytes(result.entries)
-        self._rest = Answer(
-            [],
-            base64.urlsafe_b64encode(result.entries[-1]).decode() if result.more else "",
-            count,
-            _timestamps(result.timestamps),
-        )
+        self._entries: Sequence[bytes] = ()
+        timestamps = _timestamps(result.timestamps)
+        if isinstance(result, Summary):
+            lowest, highest = (
+                None if entry is None else decode_parts(entry, part_count)[0]
+                for entry in (result.lowest, result.highest)
+            )
+            self._rest = Answer(count=result.count, min=lowest, max=highest, timestamps=timestamps)
+        else:
+            self._entries = result.entries
+            continuation = ""
+            if result.more:
+                continuation = base64.urlsafe_b64encode(result.entries[-1]).decode()
+            self._rest = Answer(continuation=continuation, timestamps=timestamps)
+        self.nbytes = entries_bytes(self._entries)
 
     def pieces(self) -> Iterator[bytes]:
         """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
@@ -257,6 +358,7 @@ def _timestamps(timestamps: Timestamps) -> dict[int, tuple[str, int]]:
 
 def _entry(data: bytes, part_count: int) -> Entry:
     parts, end = decode_parts(data, part_count)
+    # Empty for the beginning of keys: no document's key is.
     key = data[end:]
     try:
         return Entry(parts, key.decode())

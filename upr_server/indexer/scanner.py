@@ -20,7 +20,7 @@ from upr_server.indexer.freshness import (
     has_writes,
     knows_histories,
 )
-from upr_server.indexer.index_file import KeyRange, NotSettledError, ScanResult
+from upr_server.indexer.index_file import NotSettledError, Selection
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, MemoryPool
 from upr_server.indexer.pure.definition import IndexName
@@ -153,15 +153,15 @@ class Scanner:
         """
         index = self._definitions.find(name)
         query.check()
-        key_range = query.range(len(index.definition.key))
+        selection = query.selection(len(index.definition.key))
         writes = query.required_writes()
         with self._pool.reserve_for_scan() as reservation:
-            answer = await self._answer(index, query, key_range, writes)
+            answer = await self._answer(index, query, selection, writes)
             reservation.reduce_to(answer.nbytes + SCAN_OVERHEAD_BYTES)
             yield answer
 
     async def _answer(
-        self, index: Index, query: Query, key_range: KeyRange, writes: RequiredWrites
+        self, index: Index, query: Query, selection: Selection, writes: RequiredWrites
     ) -> ScanAnswer:
         with trio.move_on_after(query.timeout_s) as scope:
             if index.file.failure:
@@ -178,7 +178,7 @@ class Scanner:
                 await self._barriers.wait()
                 check_histories(index.file, writes)
             with index.reading():
-                return await self._scan(index, query, key_range, writes)
+                return await self._scan(index, query, selection, writes)
         assert scope.cancelled_caught
         raise NotFreshError(
             f"the index {index.name} has not caught up after {query.timeout_s:g} s; ask again, or "
@@ -186,14 +186,14 @@ class Scanner:
         )
 
     async def _scan(
-        self, index: Index, query: Query, key_range: KeyRange, writes: RequiredWrites
+        self, index: Index, query: Query, selection: Selection, writes: RequiredWrites
     ) -> ScanAnswer:
         await self._wait(index, partial(has_writes, index.file, writes))
         while index.is_defined:
             rounds = self._pipeline.rounds
             # Not settled: a snapshot is half applied. The next round may bring the rest.
             with suppress(NotSettledError):
-                response = await trio.to_thread.run_sync(partial(_read, index, query, key_range))
+                response = await trio.to_thread.run_sync(partial(read, index, query, selection))
                 # A failover may have undone a required change meanwhile.
                 has_writes(index.file, writes)
                 return response
@@ -208,16 +208,28 @@ class Scanner:
         await self._pipeline.wait_until(lambda: not index.is_defined or condition())
 
 
-def _read(index: Index, query: Query, key_range: KeyRange) -> ScanAnswer:
+def read(index: Index, query: Query, selection: Selection) -> ScanAnswer:
+    """What an index has for a query now. Blocks.
+
+    Raises:
+        NotSettledError: The query asks for a state that the server had, and the index is between
+            two of them.
+        IndexFileError: The index cannot be read.
+    """
     settled = query.consistency != "any"
-    part_count = len(index.definition.key)
-    if query.count:
-        count, timestamps = index.file.count(
-            key_range, settled=settled, with_timestamps=query.timestamps
+    part_count = selection.distinct_parts or len(index.definition.key)
+    if query.is_summary:
+        summary = index.file.summarize(
+            selection,
+            count=query.count,
+            lowest=query.min,
+            highest=query.max,
+            settled=settled,
+            with_timestamps=query.timestamps,
         )
-        return ScanAnswer(ScanResult([], more=False, timestamps=timestamps), part_count, count)
+        return ScanAnswer(summary, part_count)
     result = index.file.scan(
-        key_range,
+        selection,
         query.limit or LIMIT_DEFAULT,
         bytes_max=ANSWER_BYTES_MAX,
         settled=settled,

@@ -39,6 +39,7 @@ _END_OF_STRING: Final = b"\x00\x01"
 _DOUBLE: Final = Struct(">d")
 _BITS: Final = Struct(">Q")
 _REST: Final = Struct(">H")
+_NUMBER_BYTES: Final = _DOUBLE.size + _REST.size
 _SIGN: Final = 1 << 63
 _ALL: Final = (1 << 64) - 1
 _REST_ZERO: Final = 0x8000
@@ -139,6 +140,37 @@ def _decode(data: bytes, offset: int) -> tuple[Part, int]:
     if tag not in _PLAIN:
         raise ValueError(f"unknown type tag {tag!r}")
     return _PLAIN[tag], offset
+
+
+def end_of_parts(data: bytes, count: int) -> int:
+    """Where the first `count` parts of an encoded key end. O(their bytes), and decodes nothing.
+
+    Raises:
+        IndexKeyError: The bytes are not an encoded key with so many parts.
+    """
+    offset = depth = 0
+    try:
+        while count or depth:
+            tag = data[offset]
+            offset += 1
+            if depth and tag == 0:
+                depth -= 1
+            elif tag == _ARRAY[0]:
+                depth += 1
+            elif tag == _NUMBER[0]:
+                offset += _NUMBER_BYTES
+            elif tag == _STRING[0]:
+                # A zero in the string is followed by FF, its end by 01.
+                offset = data.index(_END_OF_STRING, offset) + len(_END_OF_STRING)
+            elif data[offset - 1 : offset] not in _PLAIN:
+                raise ValueError("unknown type tag")
+            if not depth:
+                count -= 1
+    except (IndexError, ValueError) as error:
+        raise IndexKeyError(f"these bytes are not a key: {data!r}") from error
+    if offset > len(data):
+        raise IndexKeyError(f"these bytes are not a key: {data!r}")
+    return offset
 
 
 def _decode_string(data: bytes, offset: int) -> tuple[str, int]:

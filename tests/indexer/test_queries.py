@@ -1,0 +1,172 @@
+"""Every query of an index, against brute force over the documents."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.indexer.brute_force import Row, expected_answer, index_rows
+from tests.indexer.test_index_file import batch, whole
+from upr_server.indexer.definitions import Index
+from upr_server.indexer.index_file import IndexFile, Selection
+from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.pure.extractor import Extractor
+from upr_server.indexer.query import Answer, Bound, Query, QueryError, Range
+from upr_server.indexer.scanner import read
+
+PARTS: Final = 3
+DEFINITION: Final = IndexDefinition(("a", "b", "c"))
+
+VALUES: Final = st.sampled_from([None, False, True, 0, 1, 1.5, "", "x", "x\0", "y", [], [1], ["x"]])
+DOCUMENTS: Final = st.dictionaries(st.sampled_from("abc"), VALUES)
+CONTENTS: Final = st.dictionaries(
+    st.integers(0, 30).map(lambda number: b"k%d" % number),
+    DOCUMENTS.map(lambda document: json.dumps(document).encode()),
+    max_size=20,
+)
+KEYS: Final = st.lists(VALUES, max_size=PARTS)
+BOUNDS: Final = st.none() | st.builds(Bound, KEYS, st.booleans())
+RANGES: Final = st.one_of(st.builds(Range, prefix=KEYS), st.builds(Range, low=BOUNDS, high=BOUNDS))
+RANGE_FIELDS: Final = st.one_of(
+    RANGES.map(msgspec.structs.asdict),
+    st.lists(RANGES, max_size=4).map(lambda ranges: {"ranges": tuple(ranges)}),
+)
+
+
+@st.composite
+def queries(draw: st.DrawFn) -> Query:
+    return Query(
+        **draw(RANGE_FIELDS),
+        descending=draw(st.booleans()),
+        distinct=draw(st.integers(0, PARTS)),
+    )
+
+
+@contextmanager
+def an_index(
+    folder: Path, definition: IndexDefinition, contents: Mapping[bytes, bytes]
+) -> Iterator[Index]:
+    """An index of documents."""
+    file = IndexFile(folder, "b")
+    try:
+        index = Index(IndexName("d", "i"), definition, file, Extractor(definition))
+        items = [(number, key, value) for number, (key, value) in enumerate(contents.items(), 1)]
+        changes = batch(0, whole(len(items)), items)
+        file.apply([(changes, list(changes.changes()))], index.member().source)
+        file.check_invariants()
+        yield index
+    finally:
+        file.close()
+
+
+def checked_selection(query: Query) -> Selection:
+    query.check()
+    return query.selection(PARTS)
+
+
+def answer(index: Index, query: Query) -> Answer:
+    pieces = read(index, query, checked_selection(query)).pieces()
+    return msgspec.json.decode(b"".join(pieces), type=Answer)
+
+
+def all_rows(index: Index, query: Query, limit: int) -> list[Row]:
+    """The entries of all pages."""
+    rows: list[Row] = []
+    continuation = ""
+    while True:
+        page = answer(index, msgspec.structs.replace(query, limit=limit, continuation=continuation))
+        rows += [Row(entry.key, entry.id) for entry in page.entries]
+        assert len(page.entries) <= limit
+        continuation = page.continuation
+        if not continuation:
+            return rows
+
+
+@settings(max_examples=300)
+@given(CONTENTS, st.lists(st.tuples(queries(), st.integers(1, 5)), min_size=1, max_size=6))
+def test_every_query_answers_what_brute_force_finds(
+    tmp_path_factory: pytest.TempPathFactory,
+    contents: dict[bytes, bytes],
+    asked: list[tuple[Query, int]],
+) -> None:
+    rows = index_rows(DEFINITION, contents)
+    with an_index(tmp_path_factory.mktemp("index"), DEFINITION, contents) as index:
+        for query, limit in asked:
+            expected = expected_answer(rows, query)
+            assert all_rows(index, query, 10_000) == expected.rows
+            assert all_rows(index, query, limit) == expected.rows
+            summary = answer(index, msgspec.structs.replace(query, count=True, min=True, max=True))
+            assert (summary.count, summary.min, summary.max) == (
+                expected.count,
+                expected.min,
+                expected.max,
+            )
+
+
+def test_distinct_beginnings_are_found_without_reading_every_entry(tmp_path: Path) -> None:
+    contents = {
+        b"k%d" % number: b'{"a": %d, "b": %d}' % (number % 3, number) for number in range(3000)
+    }
+    with an_index(tmp_path, DEFINITION, contents) as index:
+        reads = 0
+
+        def count_reads(frame: Any, event: str, argument: Any) -> None:
+            nonlocal reads
+            if event == "c_call" and getattr(argument, "__name__", "") in ("set_range", "__next__"):
+                reads += 1
+
+        sys.setprofile(count_reads)
+        try:
+            summary = answer(index, Query(distinct=1, count=True, min=True, max=True))
+        finally:
+            sys.setprofile(None)
+        assert (summary.count, summary.min, summary.max) == (3, [0], [2])
+        assert reads < 20
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_a_beginning_that_two_ranges_share_is_found_once(tmp_path: Path, descending: bool) -> None:
+    contents = {b"k%d" % number: b'{"a": 1, "b": %d}' % number for number in range(9)}
+    ranges = (Range(prefix=[1, 2]), Range(prefix=[1, 5]))
+    with an_index(tmp_path, DEFINITION, contents) as index:
+        page = answer(index, Query(ranges=ranges, distinct=1, descending=descending))
+    assert [entry.key for entry in page.entries] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "reason"),
+    [
+        ({"count": True, "limit": 5}, "limit", "exclude `limit`"),
+        ({"min": True, "limit": 5}, "limit", "exclude `limit`"),
+        ({"max": True, "continuation": "x"}, "continuation", "exclude `continuation`"),
+        ({"distinct": 4}, "distinct", "4 parts; keys of this index have 3"),
+        ({"ranges": (), "prefix": [1]}, "ranges", "and not both"),
+        ({"ranges": (Range(prefix=[1], low=Bound([2])),)}, "ranges[0].prefix", "and not both"),
+        ({"ranges": (Range(), Range(high=Bound([{}])))}, "ranges[1].high.key", "an object"),
+        ({"distinct": 1, "continuation": "CQB4AAFr"}, "continuation", "invalid"),
+        ({"continuation": "BQ=="}, "continuation", "invalid"),
+    ],
+)
+def test_a_query_that_contradicts_itself_is_refused(
+    fields: dict[str, Any], place: str, reason: str
+) -> None:
+    with pytest.raises(QueryError, match=reason) as caught:
+        checked_selection(Query(**fields))
+    assert caught.value.place == place
+
+
+@given(KEYS.filter(len), KEYS.filter(len))
+def test_ranges_that_meet_are_read_once(first: list[object], second: list[object]) -> None:
+    """Each range begins with a key; the ranges of a scan never overlap."""
+    query = Query(ranges=(Range(low=Bound(first)), Range(prefix=second), Range(high=Bound(first))))
+    (whole_range,) = query.selection(PARTS).ranges
+    assert whole_range.low == b""
