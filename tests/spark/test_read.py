@@ -117,6 +117,33 @@ def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: 
     assert all(sorted(numbers) == numbers for numbers in by_partition.values())
 
 
+def test_a_filter_reads_no_more_than_it_must(spark: SparkSession, new_bucket: NewBucket) -> None:
+    """Of one partition or one key the server sends one partition. Of a prefix it sends all."""
+    url = new_bucket(8)
+    keys = [b"%s %d" % (kind, number) for kind in (b"bus", b"tram") for number in range(200)]
+    with durable_client(url) as client:
+        client.apply(Mutation(Operation.SET, key, bytes(1000)) for key in keys)
+
+        def sent_of(frame: DataFrame) -> tuple[set[bytes], int]:
+            before = client.stats(client.address.bucket)["backfill"]["bytes"]
+            found = {bytes(row.key) for row in frame.select("key").collect()}
+            return found, client.stats(client.address.bucket)["backfill"]["bytes"] - before
+
+        everything, all_bytes = sent_of(load(spark, url))
+        assert everything == set(keys)
+        in_3 = [key for key in keys if partition_of(key, 8) == 3]
+        found, nbytes = sent_of(load(spark, url, partitions="3"))
+        assert found == set(in_3)
+        assert nbytes / len(in_3) < 1.1 * all_bytes / len(keys)
+        found, of_key = sent_of(load(spark, url, key=in_3[0].decode()))
+        assert found == {in_3[0]}
+        assert of_key == nbytes
+        assert sent_of(load(spark, url, keyPrefix="bus ")) == (set(keys[:200]), all_bytes)
+        assert sent_of(load(spark, url, keyPrefix="train ")) == (set(), all_bytes)
+        tasks = load(spark, url, "value STRING", keyPrefix="bus 1", deduplicate="true")
+        assert tasks.count() == 111
+
+
 def test_a_read_without_duplicates_has_the_newest_row_of_each_key(
     spark: SparkSession, new_bucket: NewBucket
 ) -> None:
@@ -322,6 +349,7 @@ def test_what_cannot_be_read(
         (load(spark, url, startingOffsets='{"0": 5}'), "UPR_OPTION"),
         (load(spark, url, startingOffsets="latest"), "UPR_OPTION"),
         (load(spark, url, partitions="5"), "UPR_OPTION"),
+        (load(spark, url, "key binary", partitions="0", key="a"), "UPR_OPTION"),
         (load(spark, url, "key int"), "UPR_OPTION"),
         (load(spark, url, "colour string"), "UPR_OPTION"),
         (load(spark, server.url("missing")), "UPR_NO_BUCKET"),

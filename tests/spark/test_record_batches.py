@@ -21,7 +21,7 @@ LONG_MAX = (1 << 63) - 1
 ROWS = st.lists(
     st.tuples(
         st.sampled_from(list(NAMES)),
-        st.binary(min_size=1, max_size=9),
+        st.binary(min_size=1, max_size=9) | st.sampled_from((b"a", b"ab", b"b")),
         st.binary(max_size=9),
         st.sampled_from((0, 1, LONG_MAX)),
         st.sampled_from((0, 1, (1 << 32) - 1)),
@@ -69,16 +69,25 @@ def expected(rows: list[Any], first: int) -> list[dict[str, object]]:
 @given(
     st.lists(st.one_of(ROWS, SETS, PLAIN), min_size=1, max_size=4),
     st.lists(st.sampled_from(list(READ_COLUMNS)), min_size=1, unique=True),
+    st.none() | st.sampled_from((b"a", b"ab")),
+    st.sampled_from((b"", b"a", b"ab")),
 )
-def test_the_columns_of_chunks(chunks: list[list[Any]], names: list[str]) -> None:
-    snapshot = RecordBatchBuilder(schema(names)).of_snapshot(
+def test_the_columns_of_chunks(
+    chunks: list[list[Any]], names: list[str], key: bytes | None, key_prefix: bytes
+) -> None:
+    """Only of the rows with the key, or else with the prefix."""
+    snapshot = RecordBatchBuilder(schema(names), key, key_prefix).of_snapshot(
         PartitionId(7), "00ff", SeqNo(3), SeqNo(1 << 40)
     )
+
+    def is_selected(row: dict[str, Any]) -> bool:
+        return row["key"] == key if key is not None else row["key"].startswith(key_prefix)
+
     for rows in chunks:
         batch = snapshot.of_chunk(chunk_of(rows, 4))
         batch.validate(full=True)
         assert batch.to_pylist() == [
-            {name: row[name] for name in names} for row in expected(rows, 4)
+            {name: row[name] for name in names} for row in expected(rows, 4) if is_selected(row)
         ]
 
 

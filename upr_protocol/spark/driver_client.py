@@ -20,6 +20,7 @@ from upr_protocol.client import (
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.read_options import ReadOptions
@@ -126,7 +127,9 @@ class BucketDriverClient:
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
         rows = self._ask_until_timeout(lambda client: client.seqnos())
         self._count = len(rows)
-        selected = self._options.partitions
+        selected: Sequence[int] = self._options.partitions
+        if self._options.key is not None:
+            selected = (partition_of(self._options.key, len(rows)),)
         self._numbers = {
             row.partition: row for row in rows if not selected or row.partition in selected
         }

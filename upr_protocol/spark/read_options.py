@@ -31,6 +31,8 @@ class ReadOptions:
     Attributes:
         address: Server and bucket.
         partitions: Those to read; empty for all.
+        key: The only key whose rows are read; None for every key.
+        key_prefix: How the keys begin whose rows are read.
         start: Where to start: `earliest`, `latest`, or a number for each partition named.
         end: Where a read ends: `latest`, or a number for each partition named.
         metadata: Whether the columns are all there are, or the few that most need.
@@ -51,6 +53,8 @@ class ReadOptions:
 
     address: Address
     partitions: tuple[int, ...]
+    key: bytes | None
+    key_prefix: bytes
     start: str | Mapping[int, int]
     end: str | Mapping[int, int]
     metadata: bool
@@ -81,6 +85,12 @@ class ReadOptions:
         options = Options(texts)
         address = options.address()
         partitions = _partitions(options.text("partitions", ""))
+        key = options.text("key", None)
+        key_prefix = options.text("keyPrefix", "")
+        if key is not None and (partitions or key_prefix):
+            raise OptionError(
+                "the option key excludes partitions and keyPrefix: a key has one partition"
+            )
         start = _offsets(options, "startingOffsets", "earliest", ("earliest", "latest"))
         metadata = options.flag("metadata", default=True)
         include_value = options.flag("includeValue", default=True)
@@ -116,6 +126,8 @@ class ReadOptions:
         return cls(
             address,
             partitions,
+            None if key is None else key.encode(),
+            key_prefix.encode(),
             start,
             end,
             metadata,

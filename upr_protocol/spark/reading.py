@@ -36,7 +36,7 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
     Raises:
         PipelineError: They cannot be read, or are not there any more.
     """
-    columns = RecordBatchBuilder(schema)
+    columns = RecordBatchBuilder(schema, options.key, options.key_prefix)
     with sentence_first():
         for part in task.slices:
             if part.marker is not None:
@@ -56,7 +56,8 @@ def _newest_rows(
     """The newest row of each key. All rows of a partition are in this task, in their order."""
     has_key = "key" in schema.fieldNames()
     with_key = schema if has_key else StructType([*schema.fields, StructField("key", BinaryType())])
-    batches = list(_batches(slices, lease_id, options, RecordBatchBuilder(with_key)))
+    columns = RecordBatchBuilder(with_key, options.key, options.key_prefix)
+    batches = list(_batches(slices, lease_id, options, columns))
     if not batches:
         return
     keys = pa.chunked_array(
@@ -118,7 +119,9 @@ def _batches(
                     # One that is pinned ends where the slice ends; else its snapshot may go on.
                     chunk = event.chunk.slice(part.start, part.end)
                     if chunk.count:
-                        yield snapshots[event.partition].of_chunk(chunk)
+                        batch = snapshots[event.partition].of_chunk(chunk)
+                        if batch.num_rows:
+                            yield batch
                 elif isinstance(event, RolledBack):
                     raise rolled_back(slices[event.partition], event)
     except UprError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import pyarrow as pa
@@ -42,13 +42,19 @@ class RecordBatchBuilder:
 
     Args:
         schema: The columns.
+        key: The only key of which there are rows; None for every key.
+        key_prefix: How the keys begin of which there are rows.
 
     Raises:
         OptionError: There is no such column.
     """
 
-    def __init__(self, schema: StructType) -> None:
+    def __init__(
+        self, schema: StructType, key: bytes | None = None, key_prefix: bytes = b""
+    ) -> None:
         check_schema(schema)
+        self._key = key
+        self._key_prefix = key_prefix
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._parser = None
@@ -79,7 +85,13 @@ class RecordBatchBuilder:
             self._schema,
             {name: same[name] for name in self._names if name in same},
             self._parser,
+            self._is_selected if self._key is not None or self._key_prefix else None,
         )
+
+    def _is_selected(self, keys: pa.Array) -> pa.BooleanArray:
+        if self._key is not None:
+            return pc.equal(keys, self._key)
+        return pc.starts_with(keys, self._key_prefix)
 
     def of_marker(self, partition: PartitionId, marker: Marker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
@@ -113,54 +125,72 @@ class SnapshotColumns:
         same: What they hold in every row, of those that are the same throughout. `op` and `deleted`
             are so only while every mutation is a set.
         parser: What makes structs of the values; None where these stay bytes or text.
+        is_selected: Says of each key whether its row is wanted; None where all are.
     """
 
     def __init__(
-        self, schema: pa.Schema, same: Mapping[str, pa.Scalar], parser: ValueParser | None
+        self,
+        schema: pa.Schema,
+        same: Mapping[str, pa.Scalar],
+        parser: ValueParser | None,
+        is_selected: Callable[[pa.Array], pa.BooleanArray] | None = None,
     ) -> None:
         self._schema = schema
+        self._is_selected = is_selected
         self._parser = parser
         self._same = same
         self._repeated: dict[str, pa.Array] = {}
 
     def of_chunk(self, chunk: Chunk) -> pa.RecordBatch:
-        """A chunk's mutations, in their order.
+        """A chunk's mutations, of the keys that are selected, in their order.
 
         Raises:
             PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
         """
-        codes = is_set = None
-        if not _is_all(chunk.operations, _SET_BYTE):
-            codes = _codes(chunk)
-            is_set = pc.equal(codes, _SET)
+        count, is_selected = chunk.count, None
+        if self._is_selected is not None:
+            is_selected = self._is_selected(_bytes(chunk.key_offsets, chunk.key_bytes, None))
+            count = is_selected.true_count
+            if not count:
+                return pa.RecordBatch.from_pylist([], self._schema)
+        codes = None if _is_all(chunk.operations, _SET_BYTE) else _codes(chunk)
         columns = []
         for field in self._schema:
-            name = field.name
-            if name == "op" and codes is not None:
-                column = _OPERATION_NAMES.take(codes)
-            elif name == "deleted" and is_set is not None:
-                column = pc.invert(is_set)
-            elif name in self._same:
-                column = self._repeat(name, chunk.count)
-            elif name == "key":
-                column = _bytes(chunk.key_offsets, chunk.key_bytes, None)
-            elif name == "value":
-                present = None if is_set is None else is_set.buffers()[1]
-                column = _bytes(chunk.value_offsets, chunk.value_bytes, present)
-                if self._parser is not None:
-                    column = self._parser.parse(column, field.type)
-            elif name == "seq":
-                column = _seqs(chunk)
-            elif name == "cas":
-                column = _cas(chunk)
-            else:
-                numbers = chunk.flags if name == "flags" else chunk.expiries
-                if _is_all(numbers, b"\0"):
-                    column = self._repeat(name, chunk.count)
-                else:
-                    column = _unsigned(numbers)
-            columns.append(_as(name, column, field.type))
+            column = self._column(field.name, chunk, codes)
+            if column is None:
+                column = self._repeat(field.name, count)
+            elif is_selected is not None:
+                column = column.filter(is_selected)
+            if field.name == "value" and self._parser is not None:
+                column = self._parser.parse(column, field.type)
+            columns.append(_as(field.name, column, field.type))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _column(self, name: str, chunk: Chunk, codes: pa.Array | None) -> pa.Array | None:
+        """A column of a chunk; None if it is the same in every row.
+
+        Args:
+            name: The column.
+            chunk: The chunk.
+            codes: Its operations; None if all are sets.
+        """
+        if name == "op" and codes is not None:
+            return _OPERATION_NAMES.take(codes)
+        if name == "deleted" and codes is not None:
+            return pc.not_equal(codes, _SET)
+        if name in self._same:
+            return None
+        if name == "key":
+            return _bytes(chunk.key_offsets, chunk.key_bytes, None)
+        if name == "value":
+            present = None if codes is None else pc.equal(codes, _SET).buffers()[1]
+            return _bytes(chunk.value_offsets, chunk.value_bytes, present)
+        if name == "seq":
+            return _seqs(chunk)
+        if name == "cas":
+            return _cas(chunk)
+        numbers = chunk.flags if name == "flags" else chunk.expiries
+        return None if _is_all(numbers, b"\0") else _unsigned(numbers)
 
     def _repeat(self, name: str, count: int) -> pa.Array:
         column = self._repeated.get(name)
