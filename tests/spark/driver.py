@@ -36,6 +36,7 @@ class Job(msgspec.Struct):
 
     Attributes:
         work: `stream`: from `url` into files under `folder`. `copy`: from `url` to `target`.
+            `chain`: a stream from `url` to `target`, with a counter of the rows beside them.
         url: The bucket to read.
         folder: Where its checkpoint, its results and its signs of life are.
         target: The bucket to write.
@@ -162,6 +163,23 @@ def copy(spark: SparkSession) -> None:
     assert TaskContext.get() is None, "this is the driver"
 
 
+def chain(spark: SparkSession) -> None:
+    """Streams a bucket to another, each row once: set as it is, and counted in its counter."""
+    reader = spark.readStream.format("upr").option("url", job().url).options(**job().options)
+    rows = reader.schema("key STRING, value STRING").load()
+    mutations = rows.selectExpr(
+        "inline(array("
+        "named_struct('op', 'set', 'key', key, 'value', value),"
+        "named_struct('op', 'increment', 'key', concat('rows-', value), 'value', '1')))"
+    )
+    writer = mutations.writeStream.format("upr").option("url", job().target)
+    writer = writer.option("operation", "apply")
+    writer = writer.option("checkpointLocation", str(Path(job().folder, "checkpoint")))
+    if job().once:
+        writer = writer.trigger(availableNow=True)
+    writer.start().awaitTermination()
+
+
 def main() -> None:
     """Does the job that the command line names."""
     os.environ[JOB] = sys.argv[1]
@@ -174,5 +192,5 @@ def main() -> None:
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     spark.dataSource.register(DyingSource)
-    {"stream": stream, "copy": copy}[job().work](spark)
+    {"stream": stream, "copy": copy, "chain": chain}[job().work](spark)
     spark.stop()

@@ -43,9 +43,9 @@ def durable_client(url: str) -> Iterator[BlockingClient]:
         yield client
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
     """Waits until `condition` is true, of something that can only be asked and does not tell."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + wait_s
     while not condition():
         assert time.monotonic() < deadline, f"not yet: {what}"
         threading.Event().wait(0.05)

@@ -80,8 +80,10 @@ def test_the_columns_of_chunks(
         PartitionId(7), "00ff", SeqNo(3), SeqNo(1 << 40)
     )
 
-    def is_selected(row: dict[str, Any]) -> bool:
-        return row["key"] == key if key is not None else row["key"].startswith(key_prefix)
+    def is_selected(row: dict[str, object]) -> bool:
+        row_key = row["key"]
+        assert isinstance(row_key, bytes)
+        return row_key == key if key is not None else row_key.startswith(key_prefix)
 
     for rows in chunks:
         batch = snapshot.of_chunk(chunk_of(rows, 4))
