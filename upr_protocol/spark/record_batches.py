@@ -156,14 +156,17 @@ class SnapshotColumns:
         codes = None if _is_all(chunk.operations, _SET_BYTE) else _codes(chunk)
         columns = []
         for field in self._schema:
-            column = self._column(field.name, chunk, codes)
+            name = field.name
+            column = None
+            if codes is not None or name not in self._same:
+                column = self._column(name, chunk, codes)
             if column is None:
-                column = self._repeat(field.name, count)
+                column = self._repeat(name, count)
             elif is_selected is not None:
                 column = column.filter(is_selected)
-            if field.name == "value" and self._parser is not None:
+            if self._parser is not None and name == "value":
                 column = self._parser.parse(column, field.type)
-            columns.append(_as(field.name, column, field.type))
+            columns.append(_as(name, column, field.type))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _column(self, name: str, chunk: Chunk, codes: pa.Array | None) -> pa.Array | None:
@@ -174,17 +177,17 @@ class SnapshotColumns:
             chunk: The chunk.
             codes: Its operations; None if all are sets.
         """
-        if name == "op" and codes is not None:
-            return _OPERATION_NAMES.take(codes)
-        if name == "deleted" and codes is not None:
-            return pc.not_equal(codes, _SET)
-        if name in self._same:
-            return None
         if name == "key":
             return _bytes(chunk.key_offsets, chunk.key_bytes, None)
         if name == "value":
             present = None if codes is None else pc.equal(codes, _SET).buffers()[1]
             return _bytes(chunk.value_offsets, chunk.value_bytes, present)
+        if codes is not None and name == "op":
+            return _OPERATION_NAMES.take(codes)
+        if codes is not None and name == "deleted":
+            return pc.not_equal(codes, _SET)
+        if name in self._same:
+            return None
         if name == "seq":
             return _seqs(chunk)
         if name == "cas":
