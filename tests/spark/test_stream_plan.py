@@ -393,6 +393,27 @@ def test_a_stream_rewinds_to_the_newest_end_of_a_batch_that_was_not_lost(
     assert ranges_of(tasks) == [(0, 0, lost_after + 1, 30)]  # type: ignore[arg-type]
 
 
+def test_a_rewind_does_not_go_to_an_end_that_was_reached_with_other_options() -> None:
+    """A batch may have lacked rows then."""
+    driver = written(1, 10)
+    reader = reader_of(driver, onRollback="marker", failOnDataLoss="false")
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    for key in range(10):
+        driver.write(0, key)
+    driver.flush(0)
+    reader = reader_of(driver, onRollback="rewind")
+    start = reader.latestOffset(start, ReadAllAvailable())
+    driver.fail_over(0, 15)
+    tasks = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
+    assert ranges_of(list(tasks)) == [(0, 0, 15, 20)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"stability": "any"}, {"failOnDataLoss": "false"}])
+def test_a_rewind_needs_batches_that_lack_nothing(options: dict[str, str]) -> None:
+    with pytest.raises(PipelineError, match="rewind, which needs stability=durable"):
+        options_of(onRollback="rewind", **options)
+
+
 def test_a_rewind_goes_to_0_where_deletions_behind_the_number_were_removed() -> None:
     driver = written(1, 10)
     reader = reader_of(driver, onRollback="rewind")
@@ -420,7 +441,7 @@ def test_ends_of_batches_are_few_and_far_apart_where_they_are_old() -> None:
         )
     assert len(offset.batch_ends) == BATCH_ENDS_MAX
     assert offset.batch_ends[:2] == (100_000, 99_900)
-    assert offset.batch_ends[-1] == 100
+    assert offset.batch_ends[-1] == 0
     distances = [100_000 - seq for seq in offset.batch_ends[1:]]
     assert all(further >= 2 * near for near, further in pairwise(distances)), distances
     inside = PartitionOffset(seq=SeqNo(5), snapshot_end=SeqNo(9), batch_ends=(SeqNo(3),))

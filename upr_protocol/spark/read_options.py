@@ -122,6 +122,11 @@ class ReadOptions:
                 "the option maxBytesPerTrigger needs stability=durable: the server does not report "
                 "the size of data in memory. Use maxOffsetsPerTrigger"
             )
+        if rewinds and not (durable and fails):
+            raise OptionError(
+                "the option onRollback is rewind, which needs stability=durable and "
+                "failOnDataLoss=true: else the end of a batch may lack rows. Use onRollback=marker"
+            )
         options.finish()
         return cls(
             address,

@@ -339,13 +339,16 @@ def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
 
 def with_batch_end(offset: PartitionOffset) -> tuple[SeqNo, ...]:
     """The ends of earlier batches, with where the stream stands if the partition is consistent
-    there.
+    there. The first is 0. An end that was reached without `rewinds` does not count: the options
+    may have been others then, with which a batch can lack rows.
 
     The two newest and the oldest stay. Of the others, those go first that stand close together for
     how far back they are: so a short way back repeats few rows, and a long way is possible.
     """
+    if not offset.batch_ends:
+        return (SeqNo(0),)
     seq, batch_ends = offset.seq, list(offset.batch_ends)
-    if seq and offset.seq == offset.snapshot_end and seq not in batch_ends:
+    if seq == offset.snapshot_end and seq not in batch_ends:
         batch_ends.insert(0, seq)
     while len(batch_ends) > BATCH_ENDS_MAX:
         closest = min(

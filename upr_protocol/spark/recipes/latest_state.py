@@ -263,7 +263,8 @@ def keep_latest_state(
         available_now: Whether it ends when the table has all that there is now.
         interval: How often a batch begins, as `10 seconds`; None for as soon as one is done.
         options: More options of a stream, or others in place of the defaults here:
-            `onRollback=rewind` and `maxBytesPerTrigger`.
+            `onRollback=rewind` (or `marker`, if `stability` or `failOnDataLoss` rule that out) and
+            `maxBytesPerTrigger`.
         begin_anew: See `LatestState`.
         storage_options: See `LatestState`.
         tell: See `LatestState`.
@@ -280,7 +281,11 @@ def keep_latest_state(
     sink = LatestState(table, begin_anew=begin_anew, storage_options=storage_options, tell=tell)
     spark.dataSource.register(UprDataSource)
     settings = {name.lower(): value for name, value in (options or {}).items()}
-    settings.setdefault("onrollback", "rewind")
+    lacks_nothing = (
+        settings.get("stability", "durable").lower() == "durable"
+        and settings.get("failondataloss", "true").lower() == "true"
+    )
+    settings.setdefault("onrollback", "rewind" if lacks_nothing else "marker")
     if "maxoffsetspertrigger" not in settings and settings.get("stability", "").lower() != "any":
         settings.setdefault("maxbytespertrigger", str(MERGE_BYTES_DEFAULT))
     changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
