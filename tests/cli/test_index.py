@@ -74,6 +74,19 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     assert lines(own.stdout) == [(["c"], "own")]
     assert json.loads(run("index", "status", "d/both").stdout)["entries"] == 6
     assert json.loads(run("index", "status").stdout)["connected"] is True
+    tags = ("--index", "t=tags", "--each", "t=tags", "--include", "t=n,city")
+    with BlockingClient(bucket) as client:
+        client.set("tagged", '{"city": "a", "n": 1, "tags": ["y", "x"]}')
+    assert run("index", "create", "e", *tags).stdout == "created e\n"
+    while json.loads(run("index", "status", "d/both").stdout)["state"] != "ready" or not any(
+        '"e/t","state":"ready"' in row for row in run("index", "list", "--json").stdout.splitlines()
+    ):
+        pass
+    assert run("index", "scan", "e/t").stdout == (
+        '{"key":["x"],"id":"tagged","included":[1,"a"]}\n'
+        '{"key":["y"],"id":"tagged","included":[1,"a"]}\n'
+    )
+    assert run("index", "drop", "e").stdout == "dropped e\n"
     assert run("index", "drop", "d").stdout == "dropped d\n"
     while run("index", "list", "--json").stdout:
         pass
@@ -94,7 +107,7 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("create", "d"), "give either a file or --index"),
         (("create", "d", "--index", "x"), "write NAME=EXPRESSION"),
         (("create", "d", "--index", "x=a", "--index", "x=b"), "the index 'x' is defined twice"),
-        (("create", "d", "--index", "x=a", "--filter", "y=b"), "the filter 'y' has no --index y="),
+        (("create", "d", "--index", "x=a", "--filter", "y=b"), "--filter y=… has no --index y="),
         (("create", "d", "file.json", "--filter", "y=b"), "leave out --filter"),
         (("scan", "d/i", "--prefix", "{}"), "a key cannot be an object"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),

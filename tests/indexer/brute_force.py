@@ -25,10 +25,12 @@ class Row:
     Attributes:
         key: The parts of its key.
         id: The document's key.
+        included: The included values; None if there are none.
     """
 
     key: list[Any]
     id: str = ""
+    included: list[Any] | None = None
 
 
 @attrs.frozen
@@ -84,13 +86,26 @@ def _document_rows(definition: IndexDefinition, key: str, document: Any) -> list
         if is_in is False or (is_in in (None, "", [], {}) and not isinstance(is_in, int | float)):
             return []
     parts = [_value(expression, key, document) for expression in definition.key]
-    if parts[0] is None:
-        return []
+    included = [_value(expression, key, document) for expression in definition.include] or None
+    alternatives = [parts]
+    if definition.each:
+        place = definition.key.index(definition.each)
+        elements = parts[place] if isinstance(parts[place], list) else [parts[place]]
+        alternatives = [[*parts[:place], each, *parts[place + 1 :]] for each in elements]
+    rows: list[Row] = []
+    for alternative in alternatives:
+        row = Row(alternative, key, included)
+        is_new = all(compare(other.key, alternative) != 0 for other in rows)
+        if alternative[0] is not None and is_new and _is_key(alternative):
+            rows.append(row)
+    return rows
+
+
+def _is_key(parts: list[Any]) -> bool:
     try:
-        encoded = encode_parts(parts)
+        return len(encode_parts(parts)) <= ENCODED_BYTES_MAX
     except IndexKeyError:
-        return []
-    return [Row(parts, key)] if len(encoded) <= ENCODED_BYTES_MAX else []
+        return False
 
 
 def _compare_rows(left: Row, right: Row) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tests.indexer.pure.test_keys import compare
+from tests.indexer.brute_force import index_rows
 from tests.kit.process import eventually
 from upr_protocol.client import Address, Client, ReceivedKeysLimits
 from upr_server.app import Server, running_server
@@ -18,8 +18,6 @@ from upr_server.config import BucketConfig, ServerConfig
 from upr_server.indexer.indexer import Indexer, Settings, running_indexer
 from upr_server.indexer.pipeline import Work
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
-from upr_server.indexer.pure.extractor import Extractor, decode_value
-from upr_server.indexer.pure.keys import decode_parts
 from upr_server.indexer.query import Answer, Query
 from upr_server.storage.simulated import SimulatedStore
 
@@ -69,10 +67,7 @@ async def an_indexer(
 
 async def define(client: Client, design: str, indexes: Mapping[str, IndexDefinition]) -> None:
     """Writes a design document as anybody may."""
-    fields = {
-        name: {"key": definition.key, "filter": definition.filter}
-        for name, definition in indexes.items()
-    }
+    fields = {name: msgspec.structs.asdict(definition) for name, definition in indexes.items()}
     await client.set(design_key(design), json.dumps({"indexes": fields}))
 
 
@@ -110,22 +105,7 @@ def by_brute_force(
 ) -> list[tuple[list[Any], str]]:
     """What an index of `contents` is to hold: each document looked at, and sorted by comparing
     values."""
-    extractor = Extractor(definition)
-    entries: list[tuple[list[Any], str]] = []
-    for key, value in contents.items():
-        encoded = extractor.entry(key, decode_value(value))
-        if encoded is not None:
-            entries.append((decode_parts(encoded, len(definition.key))[0], key.decode()))
-    return sorted(entries, key=_Order)
-
-
-class _Order:
-    def __init__(self, entry: tuple[list[Any], str]) -> None:
-        self._entry = entry
-
-    def __lt__(self, other: _Order) -> bool:
-        order = compare(self._entry[0], other._entry[0])
-        return order < 0 or (order == 0 and self._entry[1].encode() < other._entry[1].encode())
+    return [(row.key, row.id) for row in index_rows(definition, contents)]
 
 
 def without_designs(contents: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:

@@ -6,12 +6,16 @@ import json
 import random
 from typing import Any
 
-from tests.indexer.kit import by_brute_force, define, name_of, scan, until_ready
+import msgspec
+
+from tests.indexer.brute_force import Row, index_rows
+from tests.indexer.kit import ask, by_brute_force, define, name_of, scan, until_ready
 from tests.indexer.pure.test_keys import compare
 from tests.kit.process import eventually
 from upr_protocol.client import Client
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.query import Query
 
 KEYS = [f"k{number}" for number in range(40)]
 DEFINITIONS = [
@@ -20,6 +24,9 @@ DEFINITIONS = [
     IndexDefinition(("b", "document_key()"), "a"),
     IndexDefinition(("c[0]",), "b != a"),
     IndexDefinition(("c",)),
+    IndexDefinition(("c", "a"), each="c"),
+    IndexDefinition(("a", "c"), "b", each="c", include=("b", "c", "document_key()")),
+    IndexDefinition(("a",), include=("c",)),
 ]
 VALUES = [None, True, False, 0, 1, 1.5, -2, 2**53 + 1, "", "x", "xy", "é", [1], [1, "x"], {"q": 1}]
 
@@ -82,7 +89,7 @@ class Oracle:
             item = await self.client.get(f"_design/{name}")
             if item is not None:
                 fields = json.loads(item.value)["indexes"]["i"]
-                definitions[name] = IndexDefinition(tuple(fields["key"]), fields["filter"])
+                definitions[name] = msgspec.convert(fields, IndexDefinition)
         self.defined = definitions
 
     def _is_current(self) -> bool:
@@ -98,8 +105,10 @@ class Oracle:
         contents = await self.contents()
         for name, definition in self.defined.items():
             expected = by_brute_force(definition, contents)
-            entries = await scan(self.indexer, f"{name}/i", timeout_s=20)
-            assert entries == expected
+            query = Query(consistency="now", limit=10_000, timeout_s=20)
+            answer = await ask(self.indexer, f"{name}/i", query)
+            entries = [Row(entry.key, entry.id, entry.included) for entry in answer.entries]
+            assert entries == index_rows(definition, contents)
             if expected:
                 middle = self.rng.choice(expected)[0][:1]
                 down = await scan(self.indexer, f"{name}/i", prefix=middle, descending=True)

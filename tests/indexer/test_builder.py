@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -34,10 +34,11 @@ class ByKey:
     """Every document has an entry: its key."""
 
     failure = ""
+    has_payloads = False
 
-    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
+    def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         """The key, without a payload."""
-        return change.key, b""
+        return (change.key,), b""
 
 
 class OtherStream:

@@ -33,10 +33,13 @@ class Words:
     """The entry of a document is its value, unless that begins with a minus."""
 
     failure = ""
+    has_payloads = False
 
-    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
+    def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         assert change.value is not None
-        return None if change.value.startswith(b"-") else (b"\x09" + change.value + change.key, b"")
+        if change.value.startswith(b"-"):
+            return (), b""
+        return (b"\x09" + change.value + change.key,), b""
 
 
 def whole(seq: int) -> Mark:
@@ -240,6 +243,20 @@ def test_a_mark_tells_whether_a_write_is_there_or_lost() -> None:
     assert mark.lost(HistoryId(7), SeqNo(6))
     assert not mark.has(HistoryId(9), SeqNo(1))
     assert not mark.lost(HistoryId(9), SeqNo(1))
+
+
+def test_an_index_of_another_format_is_empty(file: IndexFile) -> None:
+    """Nothing of it is misread, and the server has everything."""
+    apply(file, batch(0, whole(1), [(1, b"k", b"v")]))
+    file.mark_built()
+    file.close()
+    with lmdb.open(str(file.path), max_dbs=3) as environment, environment.begin(write=True) as old:
+        old.delete(b"v", db=environment.open_db(b"meta", txn=old))
+    again = IndexFile(file.path, "b")
+    assert (entries(again), again.entry_count(), again.is_built) == ([], 0, False)
+    assert again.mark(PartitionId(0)) == Mark()
+    again.check_invariants()
+    again.close()
 
 
 def test_an_index_file_belongs_to_one_bucket(file: IndexFile) -> None:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from tests.indexer.brute_force import Row, expected_answer, index_rows
 from tests.indexer.test_index_file import batch, whole
+from upr_protocol.ids import PartitionId
 from upr_server.indexer.definitions import Index
+from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import IndexFile, Selection
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.pure.extractor import Extractor
@@ -25,9 +27,18 @@ from upr_server.indexer.scanner import read
 
 PARTS: Final = 3
 DEFINITION: Final = IndexDefinition(("a", "b", "c"))
+DEFINITIONS: Final = st.builds(
+    IndexDefinition,
+    st.just(DEFINITION.key),
+    filter=st.sampled_from(("", "b")),
+    each=st.sampled_from(("", "a", "b", "c")),
+    include=st.sampled_from(((), ("d",), ("c", "@"))),
+)
 
-VALUES: Final = st.sampled_from([None, False, True, 0, 1, 1.5, "", "x", "x\0", "y", [], [1], ["x"]])
-DOCUMENTS: Final = st.dictionaries(st.sampled_from("abc"), VALUES)
+VALUES: Final = st.sampled_from(
+    [None, False, True, 0, 1, 1.5, "", "x", "x\0", "y", [], [1], ["x", 1]]
+)
+DOCUMENTS: Final = st.dictionaries(st.sampled_from("abcd"), VALUES)
 CONTENTS: Final = st.dictionaries(
     st.integers(0, 30).map(lambda number: b"k%d" % number),
     DOCUMENTS.map(lambda document: json.dumps(document).encode()),
@@ -68,13 +79,13 @@ def an_index(
         file.close()
 
 
-def checked_selection(query: Query) -> Selection:
+def checked_selection(query: Query, part_count: int = PARTS) -> Selection:
     query.check()
-    return query.selection(PARTS)
+    return query.selection(part_count)
 
 
 def answer(index: Index, query: Query) -> Answer:
-    pieces = read(index, query, checked_selection(query)).pieces()
+    pieces = read(index, query, checked_selection(query, len(index.definition.key))).pieces()
     return msgspec.json.decode(b"".join(pieces), type=Answer)
 
 
@@ -84,7 +95,7 @@ def all_rows(index: Index, query: Query, limit: int) -> list[Row]:
     continuation = ""
     while True:
         page = answer(index, msgspec.structs.replace(query, limit=limit, continuation=continuation))
-        rows += [Row(entry.key, entry.id) for entry in page.entries]
+        rows += [Row(entry.key, entry.id, entry.included) for entry in page.entries]
         assert len(page.entries) <= limit
         continuation = page.continuation
         if not continuation:
@@ -92,14 +103,19 @@ def all_rows(index: Index, query: Query, limit: int) -> list[Row]:
 
 
 @settings(max_examples=300)
-@given(CONTENTS, st.lists(st.tuples(queries(), st.integers(1, 5)), min_size=1, max_size=6))
+@given(
+    DEFINITIONS,
+    CONTENTS,
+    st.lists(st.tuples(queries(), st.integers(1, 5)), min_size=1, max_size=6),
+)
 def test_every_query_answers_what_brute_force_finds(
     tmp_path_factory: pytest.TempPathFactory,
+    definition: IndexDefinition,
     contents: dict[bytes, bytes],
     asked: list[tuple[Query, int]],
 ) -> None:
-    rows = index_rows(DEFINITION, contents)
-    with an_index(tmp_path_factory.mktemp("index"), DEFINITION, contents) as index:
+    rows = index_rows(definition, contents)
+    with an_index(tmp_path_factory.mktemp("index"), definition, contents) as index:
         for query, limit in asked:
             expected = expected_answer(rows, query)
             assert all_rows(index, query, 10_000) == expected.rows
@@ -131,6 +147,52 @@ def test_distinct_beginnings_are_found_without_reading_every_entry(tmp_path: Pat
             sys.setprofile(None)
         assert (summary.count, summary.min, summary.max) == (3, [0], [2])
         assert reads < 20
+
+
+@settings(max_examples=100)
+@given(DEFINITIONS, st.lists(CONTENTS, min_size=2, max_size=4))
+def test_an_index_follows_its_documents(
+    tmp_path_factory: pytest.TempPathFactory,
+    definition: IndexDefinition,
+    states: list[dict[bytes, bytes]],
+) -> None:
+    """Entries of elements and included values come and go with their documents."""
+    contents: dict[bytes, bytes] = {}
+    seq = 0
+    with an_index(tmp_path_factory.mktemp("index"), definition, {}) as index:
+        source = index.member().source
+        for state in states:
+            items: list[tuple[int, bytes, bytes | None]] = []
+            for key in contents.keys() | state.keys():
+                seq += 1
+                items.append((seq, key, state.get(key)))
+            contents = state
+            changes = batch(0, whole(seq), items)
+            index.file.apply([(changes, list(changes.changes()))], source)
+            index.file.check_invariants()
+            assert all_rows(index, Query(), 10_000) == index_rows(definition, contents)
+            # The same documents again change nothing.
+            again = IndexBatch(PartitionId(0), whole(seq), rollback_documents=contents)
+            assert index.file.apply([(again, list(again.changes()))], source) == 0
+        cleared = IndexBatch(PartitionId(0), whole(0), clears_partition=True)
+        index.file.apply([(cleared, [])], source)
+        index.file.check_invariants()
+        assert index.file.entry_count() == 0
+
+
+@pytest.mark.parametrize("each", ["", "a"])
+def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, each: str) -> None:
+    definition = IndexDefinition(("a",), each=each, include=("d",))
+    contents = {b"k": b'{"a": ["x", "y"], "d": 1}'}
+    with an_index(tmp_path, definition, contents) as index:
+        long_value = '"' + "x" * 5000 + '"'
+        for seq, value in enumerate(("2", "2", long_value, '{"n": [3]}', "null"), 2):
+            contents = {b"k": b'{"a": ["x", "y"], "d": %s}' % value.encode()}
+            change = batch(0, whole(seq), [(seq, b"k", contents[b"k"])])
+            index.file.apply([(change, list(change.changes()))], index.member().source)
+            entries = answer(index, Query()).entries
+            expected = None if value == long_value else [json.loads(value)]
+            assert [entry.included for entry in entries] == [expected] * (2 if each else 1)
 
 
 @pytest.mark.parametrize("descending", [False, True])

@@ -79,12 +79,28 @@ def index() -> None:
     metavar="NAME=EXPRESSION",
     help="What must be true of the documents in the index NAME, which --index defines.",
 )
+@click.option(
+    "--each",
+    "each",
+    multiple=True,
+    metavar="NAME=EXPRESSION",
+    help="The expression of the key whose arrays make an entry for each element.",
+)
+@click.option(
+    "--include",
+    "includes",
+    multiple=True,
+    metavar="NAME=EXPRESSION[,EXPRESSION…]",
+    help="Values that entries have beside their keys.",
+)
 @_indexer_option
 def create(
     design: str,
     file: Path | None,
     indexes: tuple[str, ...],
     filters: tuple[str, ...],
+    each: tuple[str, ...],
+    includes: tuple[str, ...],
     url: str,
 ) -> None:
     r"""Store the design document DESIGN, from FILE (JSON) or from --index.
@@ -93,26 +109,35 @@ def create(
     Examples:
       upr index create flights --index by_origin=origin --index by_hour=origin,time_hour
       upr index create flights --index late=origin --filter "late=dep_delay > `60`"
+      upr index create posts --index by_tag=tags,date --each by_tag=tags --include by_tag=title
       upr index create flights flights.json
     """
     if (file is None) == (not indexes):
         raise click.UsageError("give either a file or --index")
-    if file is not None and filters:
-        raise click.UsageError("a file has its filters in it; leave out --filter")
-    body: object = file.read_bytes() if file is not None else _design(indexes, filters)
+    if file is not None and (filters or each or includes):
+        raise click.UsageError("a file has all in it; leave out --filter, --each and --include")
+    body: object = (
+        file.read_bytes() if file is not None else _design(indexes, filters, each, includes)
+    )
     with _indexer(url) as client:
         client.create(design, body)
     print_line(f"created {design}")
 
 
-def _design(indexes: tuple[str, ...], filters: tuple[str, ...]) -> object:
+def _design(
+    indexes: tuple[str, ...],
+    filters: tuple[str, ...],
+    each: tuple[str, ...],
+    includes: tuple[str, ...],
+) -> object:
     definitions: dict[str, dict[str, object]] = {}
     for name, expressions in _definitions("index", indexes):
         definitions[name] = {"key": split_expressions(expressions)}
-    for name, expression in _definitions("filter", filters):
-        if name not in definitions:
-            raise click.UsageError(f"the filter {name!r} has no --index {name}=…")
-        definitions[name]["filter"] = expression
+    for field, texts in ("filter", filters), ("each", each), ("include", includes):
+        for name, text in _definitions(field, texts):
+            if name not in definitions:
+                raise click.UsageError(f"--{field} {name}=… has no --index {name}=…")
+            definitions[name][field] = split_expressions(text) if field == "include" else text
     return {"indexes": definitions}
 
 

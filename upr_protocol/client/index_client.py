@@ -85,11 +85,14 @@ class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         key: Its key in the index, part by part.
         id: The document's key; in base64 if it is not UTF-8. Empty with `distinct`.
         id_encoding: `base64` then; otherwise empty.
+        included: The values that the index includes. None if it includes none, or if they take more
+            than 4,096 bytes: read the document then.
     """
 
     key: list[Any]
     id: str = ""
     id_encoding: str = ""
+    included: list[Any] | None = None
 
 
 class IndexPage(msgspec.Struct, frozen=True):
@@ -171,7 +174,7 @@ class IndexClient:
     # Indexes.
 
     def create(self, design: str, indexes: object) -> None:
-        """Writes a design document: `{"indexes": {NAME: {"key": [EXPRESSION, …], "filter": …}}}`.
+        """Writes a design document: `{"indexes": {NAME: {"key": [EXPRESSION, …], …}}}`.
 
         Args:
             design: Its name.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
@@ -25,9 +25,11 @@ class Catalog:
         file: Where they are kept.
         on_change: Called when they have changed; whoever keeps the indexes sets it.
         failure: Empty: it always makes entries.
+        has_payloads: True: a design document's text belongs to its entry.
     """
 
     failure = ""
+    has_payloads = True
 
     def __init__(self, file: IndexFile) -> None:
         self.file = file
@@ -40,11 +42,11 @@ class Catalog:
     def _note_change(self) -> None:
         self.on_change()
 
-    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
+    def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         """A design document's entry is its key; its text belongs to the entry."""
         if change.value is None or not change.key.startswith(DESIGN_PREFIX):
-            return None
-        return change.key, change.value
+            return (), b""
+        return (change.key,), change.value
 
     async def current(self) -> Mapping[str, bytes]:
         """The design documents, by name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,20 +47,25 @@ class NoIndexError(UprError):
 
 
 class _Entries:
-    """Makes the entries of an index, as its definition says."""
+    """Makes the entries of an index, as its definition says.
 
-    def __init__(self, extractor: Extractor) -> None:
+    Attributes:
+        has_payloads: Whether entries have included values.
+    """
+
+    def __init__(self, extractor: Extractor, *, has_payloads: bool) -> None:
         self._extractor = extractor
+        self.has_payloads = has_payloads
 
     @property
     def failure(self) -> str:
         """Why it makes no entries any more; empty while it does."""
         return self._extractor.failure
 
-    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
-        """The encoded key with the document's key behind it; nothing belongs to it."""
-        encoded = self._extractor.entry(change.key, change.document)
-        return None if encoded is None else (encoded + change.key, b"")
+    def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
+        """The encoded keys, each with the document's key behind it, and the included values."""
+        encoded, included = self._extractor.entries(change.key, change.document)
+        return [each + change.key for each in encoded], included
 
 
 @attrs.define(eq=False)
@@ -87,7 +92,9 @@ class Index:
 
     def member(self) -> Member:
         """The index as a member of a pipeline."""
-        return Member(self.file, _Entries(self.extractor))
+        return Member(
+            self.file, _Entries(self.extractor, has_payloads=bool(self.definition.include))
+        )
 
     @contextmanager
     def reading(self) -> Iterator[None]:

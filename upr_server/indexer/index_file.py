@@ -1,8 +1,8 @@
 """An index on disk: LMDB, three trees in one file that change in one transaction.
 
-- **main**: the entry (encoded key, document's key) -> its payload; empty in an index.
-- **back**: partition and document's key -> the document's entry, so that an update takes the old
-  one out, and a partition can be dropped.
+- **main**: the entry (encoded key, document's key) -> its payload: the included values.
+- **back**: partition and document's key -> the document's entries, each behind its length, so that
+  an update takes the old ones out, and a partition can be dropped.
 - **meta**: by partition the mark, and how many partitions are not settled. It stands in the same
   transaction as the entries that it speaks of, so the two never disagree.
 
@@ -44,11 +44,15 @@ _Cursor = Any
 
 _PARTITION: Final = Struct(">H")
 _COUNT: Final = Struct(">I")
+_LENGTH: Final = Struct(">H")
 _MARK: Final = b"m"
 _MARKS_END: Final = b"n"
 _UNSETTLED: Final = b"u"
 _JOINED: Final = b"j"
 _BUCKET: Final = b"b"
+_FORMAT: Final = b"v"
+_FORMAT_VERSION: Final = b"2"
+"""An index in another format is emptied: the server has everything."""
 _FAILURE: Final = b"f"
 _END_OF_KEYS: Final = b"\xff" * 64
 """Above every entry: parts begin with less."""
@@ -73,8 +77,13 @@ class EntrySource(Protocol):
     def failure(self) -> str:
         """Why it makes no entries any more; empty while it does."""
 
-    def entry(self, change: DocumentChange) -> tuple[bytes, bytes] | None:
-        """The entry of a document and the entry's payload; None when the index leaves it out."""
+    @property
+    def has_payloads(self) -> bool:
+        """Whether entries have payloads."""
+
+    def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
+        """The entries of a document, in order, and the payload of each; no entries when the index
+        leaves the document out."""
 
 
 @attrs.frozen
@@ -114,11 +123,13 @@ class ScanResult:
         entries: The entries, or the distinct beginnings of their keys, in order.
         more: Whether there are more.
         timestamps: How far each partition was; empty if not asked for.
+        payloads: The entries' payloads; empty if not asked for.
     """
 
     entries: list[bytes]
     more: bool
     timestamps: Timestamps
+    payloads: list[bytes] = attrs.field(factory=list)
 
 
 @attrs.frozen
@@ -188,6 +199,11 @@ class IndexFile:
                     f"{path} holds an index of the bucket {stored_bucket.decode()!r}, not of "
                     f"{bucket!r}; choose another --data-dir"
                 )
+            if transaction.get(_FORMAT, db=self._meta) != _FORMAT_VERSION:
+                for tree in (self._main, self._back, self._meta):
+                    transaction.drop(tree, delete=False)
+                transaction.put(_BUCKET, bucket.encode(), db=self._meta)
+                transaction.put(_FORMAT, _FORMAT_VERSION, db=self._meta)
             self._joined = transaction.get(_JOINED, db=self._meta) is not None
             self.failure = transaction.get(_FAILURE, b"", db=self._meta).decode()
             for key, value in _between(transaction, self._meta, _MARK, _MARKS_END):
@@ -228,7 +244,7 @@ class IndexFile:
             source: Says what the entries are.
 
         Returns:
-            How many entries changed.
+            How many documents' entries changed.
 
         Raises:
             IndexFileError: It cannot be written; nothing has changed.
@@ -285,6 +301,7 @@ class IndexFile:
         bytes_max: int = ANSWER_BYTES_MAX,
         settled: bool = True,
         with_timestamps: bool = False,
+        with_payloads: bool = False,
     ) -> ScanResult:
         """Reads up to `limit` entries, all of one moment.
 
@@ -295,6 +312,7 @@ class IndexFile:
                 `entries_bytes` counts them; it has one entry at least.
             settled: Whether every partition must be in a state that the server had.
             with_timestamps: Whether to tell how far each partition was.
+            with_payloads: Whether to give the entries' payloads.
 
         Raises:
             NotSettledError: A partition is not.
@@ -302,15 +320,21 @@ class IndexFile:
         """
         with self._read(settled) as transaction:
             entries: list[bytes] = []
+            payloads: list[bytes] = []
             more, nbytes = False, 0
             for entry in _selected(transaction, self._main, selection):
                 nbytes += len(entry) + ENTRY_OVERHEAD_BYTES
+                payload = transaction.get(entry, b"", db=self._main) if with_payloads else None
+                if payload is not None:
+                    nbytes += len(payload) + ENTRY_OVERHEAD_BYTES
                 if len(entries) == limit or (entries and nbytes > bytes_max):
                     more = True
                     break
                 entries.append(entry)
+                if payload is not None:
+                    payloads.append(payload)
             timestamps = self._timestamps(transaction) if with_timestamps else {}
-            return ScanResult(entries, more, timestamps)
+            return ScanResult(entries, more, timestamps, payloads)
 
     def summarize(
         self,
@@ -387,9 +411,11 @@ class IndexFile:
         with self._read(settled=False) as transaction:
             main = set(_selected(transaction, self._main, Selection()))
             back = dict(_between(transaction, self._back, b"", _END_OF_KEYS))
-            assert sorted(main) == sorted(back.values())
-            for key, entry in back.items():
-                assert entry.endswith(key[_PARTITION.size :])
+            assert sorted(main) == sorted(
+                entry for packed in back.values() for entry in _unpacked(packed)
+            )
+            for key, packed in back.items():
+                assert all(entry.endswith(key[_PARTITION.size :]) for entry in _unpacked(packed))
             unsettled = sum(not mark.is_settled for mark in self.marks.values())
             assert self._unsettled_count(transaction) == unsettled
             for partition, (history_id, seq) in self._timestamps(transaction).items():
@@ -434,7 +460,7 @@ class _Trees:
         """Puts the entries of the noted changes in place of those that are there. O(n log n).
 
         Returns:
-            How many entries differ.
+            How many documents' entries differ.
         """
         changes, self._changes = self._changes, {}
         back_keys = sorted(changes)
@@ -445,23 +471,29 @@ class _Trees:
         moved: list[tuple[bytes, bytes]] = []
         changed = 0
         for back_key in back_keys:
-            change, old = changes[back_key], old_entries.get(back_key)
-            new = None if change.value is None else self._source.entry(change)
-            if new is None:
-                if old is not None:
-                    removed.append(old)
+            change, old_packed = changes[back_key], old_entries.get(back_key, b"")
+            new: Sequence[bytes] = ()
+            payload = b""
+            if change.value is not None:
+                new, payload = self._source.entries(change)
+            new_packed = _packed(new)
+            if new_packed != old_packed:
+                if new:
+                    moved.append((back_key, new_packed))
+                else:
                     self._transaction.delete(back_key, db=self._back)
-                    changed += 1
+                old = _unpacked(old_packed)
+                removed += set(old).difference(new)
+            elif not self._source.has_payloads:
                 continue
-            entry, payload = new
-            if old != entry:
-                if old is not None:
-                    removed.append(old)
-                moved.append((back_key, entry))
-            elif not payload:
-                continue
-            added.append(new)
-            changed += 1
+            else:
+                old = new
+            # All entries of a document have the same payload.
+            if self._source.has_payloads and old and self._payload(old[0]) != payload:
+                old = ()
+            differing = [(entry, payload) for entry in new if entry not in old]
+            added += differing
+            changed += 1 if differing or new_packed != old_packed else 0
         for entry in sorted(removed):
             self._transaction.delete(entry, db=self._main)
         with self._transaction.cursor(self._back) as cursor:
@@ -470,17 +502,37 @@ class _Trees:
             cursor.putmulti(sorted(added))
         return changed
 
+    def _payload(self, entry: bytes) -> bytes:
+        return self._transaction.get(entry, b"", db=self._main)
+
     def forget(self, prefix: bytes) -> int:
         """Removes all entries of a partition, those that were noted, too. O(its entries)."""
         count = self.write()
         with self._transaction.cursor(self._back) as cursor:
             has_key = cursor.set_range(prefix)
             while has_key and cursor.key().startswith(prefix):
-                self._transaction.delete(cursor.value(), db=self._main)
+                for entry in _unpacked(cursor.value()):
+                    self._transaction.delete(entry, db=self._main)
                 count += 1
                 # A deletion moves the cursor to the next key.
                 has_key = cursor.delete() and bool(cursor.key())
         return count
+
+
+def _packed(entries: Sequence[bytes]) -> bytes:
+    """A document's entries as the back tree has them."""
+    return b"".join([_LENGTH.pack(len(entry)) + entry for entry in entries])
+
+
+def _unpacked(data: bytes) -> Sequence[bytes]:
+    """The reverse of `_packed`."""
+    entries = []
+    offset = 0
+    while offset < len(data):
+        start = offset + _LENGTH.size
+        offset = start + _LENGTH.unpack_from(data, offset)[0]
+        entries.append(data[start:offset])
+    return entries
 
 
 def _mark_after(previous: Mark, batch: IndexBatch) -> Mark:

@@ -272,11 +272,14 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         key: Its key in the index, part by part.
         id: The document's key; where that is no UTF-8, in base64. Empty with `distinct`.
         id_encoding: `base64` then; otherwise empty.
+        included: The values that the index includes, in the order of its `include`. Missing if it
+            includes none, or if they take more than 4,096 bytes: read the document then.
     """
 
     key: list[Any]
     id: str = ""
     id_encoding: str = ""
+    included: list[Any] | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -314,6 +317,7 @@ class ScanAnswer:
     def __init__(self, result: ScanResult | Summary, part_count: int) -> None:
         self._part_count = part_count
         self._entries: Sequence[bytes] = ()
+        self._payloads: Sequence[bytes] = ()
         timestamps = _timestamps(result.timestamps)
         if isinstance(result, Summary):
             lowest, highest = (
@@ -322,12 +326,12 @@ class ScanAnswer:
             )
             self._rest = Answer(count=result.count, min=lowest, max=highest, timestamps=timestamps)
         else:
-            self._entries = result.entries
+            self._entries, self._payloads = result.entries, result.payloads
             continuation = ""
             if result.more:
                 continuation = base64.urlsafe_b64encode(result.entries[-1]).decode()
             self._rest = Answer(continuation=continuation, timestamps=timestamps)
-        self.nbytes = entries_bytes(self._entries)
+        self.nbytes = entries_bytes(self._entries) + entries_bytes(self._payloads)
 
     def pieces(self) -> Iterator[bytes]:
         """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
@@ -342,11 +346,17 @@ class ScanAnswer:
         start = nbytes = 0
         for end, data in enumerate(self._entries, 1):
             nbytes += len(data) + ENTRY_OVERHEAD_BYTES
+            if self._payloads:
+                nbytes += len(self._payloads[end - 1])
             is_last = end == len(self._entries)
             if nbytes >= PIECE_BYTES or is_last:
-                entries = [_entry(entry, self._part_count) for entry in self._entries[start:end]]
+                entries = [self._entry(position) for position in range(start, end)]
                 yield head + msgspec.json.encode(entries)[1:-1] + (tail if is_last else b"")
                 head, start, nbytes = b",", end, 0
+
+    def _entry(self, position: int) -> Entry:
+        payload = self._payloads[position] if self._payloads else b""
+        return _entry(self._entries[position], self._part_count, payload)
 
 
 def _timestamps(timestamps: Timestamps) -> dict[int, tuple[str, int]]:
@@ -356,11 +366,13 @@ def _timestamps(timestamps: Timestamps) -> dict[int, tuple[str, int]]:
     }
 
 
-def _entry(data: bytes, part_count: int) -> Entry:
+def _entry(data: bytes, part_count: int, payload: bytes) -> Entry:
     parts, end = decode_parts(data, part_count)
     # Empty for the beginning of keys: no document's key is.
     key = data[end:]
+    # It is JSON already, which msgspec copies.
+    included: Any = msgspec.Raw(payload) if payload else None
     try:
-        return Entry(parts, key.decode())
+        return Entry(parts, key.decode(), included=included)
     except UnicodeDecodeError:
-        return Entry(parts, base64.b64encode(key).decode(), "base64")
+        return Entry(parts, base64.b64encode(key).decode(), "base64", included)

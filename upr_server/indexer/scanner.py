@@ -58,6 +58,8 @@ class IndexStatus:
         state: `building`; `ready` when it can be scanned; `failed` when it was left out.
         key: Its key expressions.
         filter: Its filter; empty for none.
+        each: The expression whose arrays make an entry for each element; empty for none.
+        include: The expressions of its included values.
         entries: How many entries it has.
         disk_bytes: What it takes on disk.
         too_long: Documents left out since the start, as their keys are too long.
@@ -70,6 +72,8 @@ class IndexStatus:
     state: Literal["building", "ready", "failed"]
     key: tuple[str, ...]
     filter: str
+    each: str
+    include: tuple[str, ...]
     entries: int
     disk_bytes: int
     too_long: int
@@ -129,6 +133,8 @@ class Scanner:
             "failed" if file.failure else "ready" if file.is_built else "building",
             index.definition.key,
             index.definition.filter,
+            index.definition.each,
+            index.definition.include,
             entries,
             disk_bytes,
             index.extractor.too_long,
@@ -234,5 +240,6 @@ def read(index: Index, query: Query, selection: Selection) -> ScanAnswer:
         bytes_max=ANSWER_BYTES_MAX,
         settled=settled,
         with_timestamps=query.timestamps,
+        with_payloads=bool(index.definition.include) and not selection.distinct_parts,
     )
     return ScanAnswer(result, part_count)

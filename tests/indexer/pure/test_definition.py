@@ -55,6 +55,22 @@ def test_a_design_names_its_indexes() -> None:
             "indexes.a.key[0]",
             "column 1: length() takes 1 arguments, not 0",
         ),
+        ('{"indexes": {"a": {"key": ["x"], "each": "y"}}}', "indexes.a.each", "one of the key's"),
+        (
+            '{"indexes": {"a": {"key": ["x", "x"], "each": "x"}}}',
+            "indexes.a.each",
+            "stands there once",
+        ),
+        (
+            '{"indexes": {"a": {"key": ["x"], "include": ["y", "z["]}}}',
+            "indexes.a.include[1]",
+            "column 3: the expression",
+        ),
+        (
+            '{"indexes": {"a": {"key": ["x"], "include": [' + '"y",' * 16 + '"y"]}}}',
+            "indexes.a.include",
+            "at most 16",
+        ),
         ('{"indexes": {"a": {"key": ["' + "!" * 3000 + 'x"]}}}', "indexes.a.key[0]", "too deep"),
         ('{"indexes": {"a": {"key": ["x' + "|x" * 101 + '"]}}}', "indexes.a.key[0]", "too deep"),
     ],
@@ -119,12 +135,50 @@ def test_another_definition_is_another_index() -> None:
 def test_which_documents_an_index_contains(
     key: tuple[str, ...], filter_: str, value: str, parts: list[object] | None
 ) -> None:
-    entry = Extractor(IndexDefinition(key, filter_)).entry(b"k1", decode_value(value.encode()))
-    assert entry == (None if parts is None else encode_parts(parts))
+    extractor = Extractor(IndexDefinition(key, filter_))
+    entries = extractor.entries(b"k1", decode_value(value.encode()))
+    assert entries == ((() if parts is None else (encode_parts(parts),)), b"")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "included"),
+    [
+        ('{"t": ["b", "a", "b"], "n": 1}', [["a", 1], ["b", 1]], b"[1,null]"),
+        ('{"t": ["a", null, {"x": 1}, ["c"]]}', [["a", None], [["c"], None]], b"[null,null]"),
+        ('{"t": [1, 1.0], "m": {"x": []}}', [[1, None]], b'[null,{"x":[]}]'),
+        ('{"t": "a"}', [["a", None]], b"[null,null]"),
+        ('{"t": []}', [], b"[null,null]"),
+        ('{"n": 1}', [], b"[1,null]"),
+        ('{"t": ["a", "' + "b" * 300 + '"]}', [["a", None]], b"[null,null]"),
+        ('{"t": ["a"], "m": "' + "x" * 4096 + '"}', [["a", None]], b""),
+    ],
+)
+def test_an_array_makes_an_entry_for_each_element(
+    value: str, expected: list[list[object]], included: bytes
+) -> None:
+    extractor = Extractor(IndexDefinition(("t", "n"), each="t", include=("n", "m")))
+    entries, payload = extractor.entries(b"k1", decode_value(value.encode()))
+    assert list(entries) == [encode_parts(parts) for parts in expected]
+    assert payload == included
+    assert extractor.too_long == ("b" * 300 in value)
+
+
+def test_an_array_of_too_many_elements_costs_too_much() -> None:
+    extractor = Extractor(IndexDefinition(("t",), each="t", include=("x",)))
+    entries, _ = extractor.entries(b"k", {"t": list(range(1000))})
+    assert (len(entries), extractor.too_costly) == (1000, 0)
+    assert extractor.entries(b"k", {"t": list(range(3000))}) == ((), b"")
+    assert extractor.entries(b"k", {"t": list(range(1000)), "x": "x" * 4000}) == ((), b"")
+    assert extractor.too_costly == 2
+
+
+def test_a_document_whose_key_is_not_text_has_no_included_key() -> None:
+    extractor = Extractor(IndexDefinition(("x",), include=("document_key()",)))
+    assert extractor.entries(b"\xff", {"x": 1}) == ((encode_parts([1]),), b"")
 
 
 def test_design_documents_are_in_no_index() -> None:
-    assert Extractor(IndexDefinition(("x",))).entry(b"_design/d", {"x": 1}) is None
+    assert not Extractor(IndexDefinition(("x",))).entries(b"_design/d", {"x": 1})[0]
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, "a", [0], {"a": 0}, True])

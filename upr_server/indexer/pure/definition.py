@@ -5,7 +5,9 @@ A design document is a JSON object under a key `_design/NAME`::
     {"indexes": {"by_origin": {"key": ["origin", "sched_dep_time"], "filter": "dest == 'LAX'"}}}
 
 `key` is one or more JMESPath expressions over the document. `filter`, another one, leaves documents
-out. In both, `document_key()` is the document's key.
+out. `each` names an expression of the key whose array makes an entry for each of its elements.
+`include` are expressions whose values an entry has beside its key. In all of them, `document_key()`
+is the document's key.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ INDEXES_MAX: Final = 64
 """Indexes of one design document: each costs every mutation its expressions."""
 
 PARTS_MAX: Final = 16
-"""Expressions of one key."""
+"""Expressions of one key, and of one index's included values."""
 
 DESIGN_BYTES_MAX: Final = 1024 * 1024
 """The longest design document."""
@@ -55,10 +57,15 @@ class IndexDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         key: The expressions that its keys are made of, most significant first.
         filter: What must be true of a document for it to be in the index; empty for all of them.
+        each: The expression of the key whose arrays make an entry for each element; empty if a
+            document has one entry.
+        include: The expressions whose values stand beside an entry's key.
     """
 
     key: tuple[str, ...]
     filter: str = ""
+    each: str = ""
+    include: tuple[str, ...] = ()
 
 
 class IndexName(msgspec.Struct, frozen=True, order=True):
@@ -144,6 +151,14 @@ def _parse_index(name: str, fields: Any) -> IndexDefinition:
         raise DefinitionError(f"{place}.key", f"write 1 to {PARTS_MAX} expressions")
     for number, text in enumerate(definition.key):
         _check(f"{place}.key[{number}]", text)
+    if definition.each and definition.key.count(definition.each) != 1:
+        raise DefinitionError(
+            f"{place}.each", "write one of the key's expressions, which stands there once"
+        )
+    if len(definition.include) > PARTS_MAX:
+        raise DefinitionError(f"{place}.include", f"write at most {PARTS_MAX} expressions")
+    for number, text in enumerate(definition.include):
+        _check(f"{place}.include[{number}]", text)
     if definition.filter:
         _check(f"{place}.filter", definition.filter)
     return definition

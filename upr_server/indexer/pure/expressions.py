@@ -70,6 +70,14 @@ class Expressions:
         self._interpreter.charge_values(values)
         return values
 
+    def charge(self, work: int) -> None:
+        """Counts what is about to be done with the last document's values; see `WORK_MAX`.
+
+        Raises:
+            CostlyError: It costs more than is left.
+        """
+        self._interpreter.charge(work)
+
 
 def is_true(value: object) -> bool:
     """Whether JMESPath takes `value` for true: everything but false, null and empty values."""

@@ -1,7 +1,8 @@
-"""From a document to its entry in an index."""
+"""From a document to its entries in an index."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,17 @@ COSTLY_SHARE: Final = 100
 
 COSTLY_MAX: Final = 10
 """And so many more. Then the index is left out itself, as it would hold up all others."""
+
+ENTRY_WORK: Final = 50
+"""What an entry of an array counts for, in steps: some 25 µs to encode and write it. So a document
+has some 2,000 at most."""
+
+INCLUDED_BYTES_MAX: Final = 4096
+"""The most that an entry's included values take, as JSON. Longer ones are left out of the entry: a
+document is better read than copied into an index, once for each element of an array."""
+
+_PAYLOAD_BYTES: Final = 64
+"""So many bytes of included values count for a step, in each entry."""
 
 NOT_JSON: Final = object()
 """Stands for a value that is not JSON."""
@@ -50,36 +62,63 @@ class Extractor:
     """
 
     def __init__(self, definition: IndexDefinition, failure: str = "") -> None:
-        texts = definition.key + ((definition.filter,) if definition.filter else ())
+        filters = (definition.filter,) if definition.filter else ()
         self._parts = len(definition.key)
-        self._expressions = Expressions(*texts)
+        self._filter = self._parts + len(definition.include)
+        self._each = definition.key.index(definition.each) if definition.each else None
+        self._expressions = Expressions(*definition.key, *definition.include, *filters)
         self.too_long = self.too_costly = 0
         self._debt = 0
         self.failure = failure
 
-    def entry(self, key: bytes, document: Any) -> bytes | None:
-        """The encoded key of `document`, or None when it is not in the index.
+    def entries(self, key: bytes, document: Any) -> tuple[Sequence[bytes], bytes]:
+        """The encoded keys of `document`, in order, and the included values as a JSON array.
 
         The index leaves a document out if it is not JSON, if the first part of its key is null or
         missing, if the filter is not true, if the expressions cost too much, if a part is an object
-        or holds one, or if the encoded key is too long.
+        or holds one, or if the encoded key is too long. Where an array makes the entries, only the
+        element is left out whose key cannot be an entry. The values are empty if the index includes
+        none, or if they are too long.
 
         Args:
             key: The document's key.
             document: What `decode_value` gave.
         """
         if document is NOT_JSON or key.startswith(DESIGN_PREFIX) or self.failure:
-            return None
+            return (), b""
         try:
             values = self._expressions.values(key, document)
+            if not all(map(is_true, values[self._filter :])):
+                entries: Sequence[bytes] = ()
+                payload = b""
+            else:
+                payload = _included(values[self._parts : self._filter])
+                entries = self._encoded(values[: self._parts], len(payload))
         except CostlyError as error:
             self._note_costly(str(error))
-            return None
+            return (), b""
         self._debt = max(0, self._debt - 1)
-        if values[0] is None or not all(map(is_true, values[self._parts :])):
+        return entries, payload
+
+    def _encoded(self, parts: list[Any], payload_bytes: int) -> Sequence[bytes]:
+        """The encoded keys that the values of a key's expressions make."""
+        if self._each is None:
+            encoded = self._encode(parts)
+            return () if encoded is None else (encoded,)
+        value = parts[self._each]
+        elements = value if isinstance(value, list) else [value]
+        self._expressions.charge(len(elements) * (ENTRY_WORK + payload_bytes // _PAYLOAD_BYTES))
+        keys: set[bytes | None] = set()
+        for element in elements:
+            parts[self._each] = element
+            keys.add(self._encode(parts))
+        return sorted(key for key in keys if key is not None)
+
+    def _encode(self, parts: list[Any]) -> bytes | None:
+        if parts[0] is None:
             return None
         try:
-            encoded = encode_parts(values[: self._parts])
+            encoded = encode_parts(parts)
         except IndexKeyError:
             return None
         if len(encoded) > ENCODED_BYTES_MAX:
@@ -92,3 +131,15 @@ class Extractor:
         self._debt += COSTLY_SHARE
         if self._debt > COSTLY_MAX * COSTLY_SHARE:
             self.failure = f"{reason}, and for many of them; write a simpler one"
+
+
+def _included(values: Sequence[Any]) -> bytes:
+    """The included values as a JSON array; empty if there are none, or if it is too long."""
+    if not values:
+        return b""
+    try:
+        data = msgspec.json.encode(values)
+    except (UnicodeEncodeError, RecursionError):
+        # A document's key that is not UTF-8, for instance.
+        return b""
+    return data if len(data) <= INCLUDED_BYTES_MAX else b""
