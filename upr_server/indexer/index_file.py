@@ -477,6 +477,13 @@ class _Trees:
             if change.value is not None:
                 new, payload = self._source.entries(change)
             new_packed = _packed(new)
+            if not old_packed:
+                # Most documents are new; the comparisons below would cost each of them 0.3 µs.
+                if new:
+                    moved.append((back_key, new_packed))
+                    added += [(entry, payload) for entry in new]
+                    changed += 1
+                continue
             if new_packed != old_packed:
                 if new:
                     moved.append((back_key, new_packed))
