@@ -231,13 +231,13 @@ async def show_progress(url: str, total: int, followers: list[Follower], half: t
         with suppress(UprError, OSError):
             async with connect(url, identity="demo:progress") as client:
                 while True:
-                    taken = sum(row.high_seq for row in await client.seqnos())
-                    if taken * 2 >= total:
+                    accepted = sum(row.high_seq for row in await client.seqnos())
+                    if accepted * 2 >= total:
                         half.set()
                     if time.monotonic() >= next_line_at:
                         next_line_at = time.monotonic() + 1
-                        states = [f"{one.name} {one.state}" for one in followers]
-                        share = f"Spark {taken:>7,} flights {taken / total:4.0%}"
+                        states = [f"{follower.name} {follower.state}" for follower in followers]
+                        share = f"Spark {accepted:>7,} flights {accepted / total:4.0%}"
                         say(f"  {'  |  '.join([share, *states])}")
                     await trio.sleep(POLL_INTERVAL_S)
         await trio.sleep(POLL_INTERVAL_S)
@@ -332,12 +332,12 @@ def report(flights: Flights, seconds: float, followers: list[Follower]) -> None:
         f"and are on disk, after {seconds:.1f} s: {flights.published / seconds:,.0f} a second.\n\n"
         "  consumer         snapshots  mutations    MB  a second         saved    barrier"
     )
-    for one in followers:
-        saved = flights.published - one.mutations
+    for follower in followers:
+        saved = flights.published - follower.mutations
         say(
-            f"  {one.name:<15} {one.snapshots:>10,} {one.mutations:>10,}"
-            f" {one.nbytes / 1e6:>5.1f} {one.mutations / one.seconds:>9,.0f}"
-            f" {saved:>8,} {saved / flights.published:>4.0%} {one.barrier_s:>8.2f} s"
+            f"  {follower.name:<15} {follower.snapshots:>10,} {follower.mutations:>10,}"
+            f" {follower.nbytes / 1e6:>5.1f} {follower.mutations / follower.seconds:>9,.0f}"
+            f" {saved:>8,} {saved / flights.published:>4.0%} {follower.barrier_s:>8.2f} s"
         )
     say(
         "\n  saved: mutations that deduplication kept from being sent, because a newer flight of\n"
@@ -359,10 +359,10 @@ async def compare(flights: Flights, followers: list[Follower], url: str) -> None
         raise DemoError(f"the server gave {sum(ends.values()):,} sequence numbers")
     say("\nThe newest flight of each aircraft, compared byte by byte with the file:")
     compare_contents(flights.newest, "the server", {i.key: i.value for i in items if i is not None})
-    for one in followers:
-        compare_contents(flights.newest, f"consumer '{one.name}'", one.contents)
-        if one.ends != ends:
-            raise DemoError(f"the barrier of '{one.name}' is not at the server's numbers")
+    for follower in followers:
+        compare_contents(flights.newest, f"consumer '{follower.name}'", follower.contents)
+        if follower.ends != ends:
+            raise DemoError(f"the barrier of '{follower.name}' is not at the server's numbers")
 
 
 def compare_contents(expected: dict[bytes, bytes], name: str, contents: dict[bytes, bytes]) -> None:
