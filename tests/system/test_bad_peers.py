@@ -223,7 +223,7 @@ async def test_large_frames_that_never_end() -> None:
     much of it as its budget for unfinished frames allows, and drops those that stop."""
     length = 30 * MIB
     dropped = 0
-    async with attacked(grows_at_most=512 * MIB) as server, trio.open_nursery() as nursery:
+    async with attacked(grows_at_most=400 * MIB) as server, trio.open_nursery() as nursery:
 
         async def begin() -> None:
             nonlocal dropped

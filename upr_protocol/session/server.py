@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final
 
 import attrs
 
+from upr_protocol.chunk import Buffer
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, OPEN_BARRIERS_MAX, REQUESTS_OPEN_MAX
@@ -66,13 +67,16 @@ class ServerSession(Session):
     Args:
         identity: The server's own.
         now: The time.
+        allocate: Gives so many writable bytes for a body; see `FrameBuffer`.
     """
 
     role: ClassVar[Role] = Role.SERVER
     peer: ClassVar[Role] = Role.CLIENT
 
-    def __init__(self, identity: str, *, now: float) -> None:
-        super().__init__(now)
+    def __init__(
+        self, identity: str, *, now: float, allocate: Callable[[int], Buffer] = bytearray
+    ) -> None:
+        super().__init__(now, allocate)
         self._identity = identity
         self._cycle = PartitionCycle()
         self._barrier_queue = BarrierQueue()

@@ -4,7 +4,7 @@ The client's and the server's connections both stand on this. Nothing here knows
 means.
 """
 
-from upr_protocol.transport.frame_memory import FrameMemory
+from upr_protocol.transport.frame_memory import FrameMemory, new_memory
 from upr_protocol.transport.socket_io import (
     SCRATCH_BYTES,
     SocketDial,
@@ -30,6 +30,7 @@ __all__ = [
     "SocketDial",
     "dial_socket",
     "dial_tcp",
+    "new_memory",
     "new_scratch",
     "read_available",
     "read_rest",

@@ -3,11 +3,12 @@
 New memory must be zeroed, and the system finds its pages one by one; memory used just now is still
 in the processor's caches. For a consumer, which handles bodies and forgets them, that is an eighth
 of all that a chunk costs. A session gets `FrameMemory(...).allocate`; a server's sessions, whose
-bodies stay, get new memory for each.
+bodies stay, get new memory for each from `new_memory`.
 """
 
 from __future__ import annotations
 
+import mmap
 from typing import Final
 
 from upr_protocol.chunk import Buffer
@@ -18,6 +19,21 @@ BLOCK_BYTES: Final = 256 * 1024
 BLOCKS: Final = 4
 """Mostly no more bodies than this are between the reader and the application. An application that
 keeps bodies for long holds these few blocks, and of other bodies only what they need."""
+
+MAPPED_BYTES_MIN: Final = 1024 * 1024
+"""From this size on, memory is mapped: its pages are made when bytes are put into them. A bytearray
+is zeroed when it is made, so it has all its pages at once."""
+
+
+def new_memory(size: int) -> Buffer:
+    """`size` writable bytes.
+
+    Raises:
+        OSError: The system has no memory.
+    """
+    if size < MAPPED_BYTES_MIN:
+        return bytearray(size)
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class FrameMemory:
@@ -37,7 +53,7 @@ class FrameMemory:
     def allocate(self, size: int) -> Buffer:
         """`size` writable bytes of any content: a free block, or else new memory."""
         if not BLOCK_BYTES // 8 <= size <= BLOCK_BYTES:
-            return bytearray(size)
+            return new_memory(size)
         # The first free one: the fewer blocks are in use, the warmer they are.
         block = next(filter(_is_free, self._blocks), None)
         if block is None:

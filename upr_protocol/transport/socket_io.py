@@ -15,6 +15,10 @@ SCRATCH_BYTES: Final = 64 * 1024
 """What one read may take beside the rest of a body that is under way. It bounds how long one peer's
 small requests hold the loop, to about a millisecond."""
 
+BODY_READ_BYTES: Final = 1024 * 1024
+"""What one read may take of a body that is under way. A socket may hold 32 MiB, and to copy so much
+into new memory takes 20 ms, in which others wait."""
+
 _BEHIND_BYTES: Final = 4 * 1024
 """How much one read may take after the large rest of a body: the small messages that follow it."""
 
@@ -53,7 +57,9 @@ def read_available(descriptor: int, session: Session, scratch: memoryview, now: 
         OSError: The connection is gone.
     """
     room = session.receive_buffer()
-    if len(room) >= len(scratch):
+    if len(room) > BODY_READ_BYTES:
+        room, scratch = room[:BODY_READ_BYTES], scratch[:0]
+    elif len(room) >= len(scratch):
         # What follows the body would have to be copied; the next read puts it where it will stay.
         scratch = scratch[:_BEHIND_BYTES]
     count = os.readv(descriptor, (room, scratch) if room else (scratch,))

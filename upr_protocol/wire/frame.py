@@ -94,7 +94,12 @@ BODY_BUFFER_BYTES: Final = 64 * 1024
 body that has come whole: a header that lies about its length costs next to no memory."""
 
 TRUSTED_BYTES_MAX: Final = 1024 * 1024
-"""A body up to this size is trusted to come whole because another one of its size has."""
+"""A body up to this size is trusted to come whole because another one of its size has. A longer one
+gets all its memory once half a MiB to a MiB of it is there: to copy 16 MiB of it into twice the
+memory would take tens of milliseconds."""
+
+PAGE_BYTES: Final = 2 * 1024 * 1024
+"""The largest pages of a system. The memory of a large body is counted in these, as it fills."""
 
 _NO_BUFFER: Final = memoryview(bytearray())
 
@@ -115,13 +120,16 @@ class FrameBuffer:
 
     Args:
         admit: Called with each header; raises `RemoteProtocolError` to refuse the frame.
-        allocate: Gives so many writable bytes for a body, of any content.
+        allocate: Gives so many writable bytes for a body, of any content. Of more than
+            `TRUSTED_BYTES_MAX` it should make the pages when bytes are put into them.
     """
 
     __slots__ = (
         "_admit",
         "_allocate",
         "_body",
+        "_body_crc",
+        "_body_crc_end",
         "_body_filled",
         "_data",
         "_header",
@@ -141,6 +149,10 @@ class FrameBuffer:
         # frame's body itself.
         self._body: Buffer | None = None
         self._body_filled = 0
+        # The checksum of the body's first bytes. It grows as they come: a body of 32 MiB takes
+        # some milliseconds.
+        self._body_crc = 0
+        self._body_crc_end = 0
         self._largest = BODY_BUFFER_BYTES
 
     @property
@@ -152,8 +164,11 @@ class FrameBuffer:
     def held_bytes(self) -> int:
         """The memory that holds what is not yet a frame, in bytes: more than `buffered`, because a
         body's memory is made before all of it has arrived."""
-        body = self._body
-        return len(self._data) - self._offset + (0 if body is None else len(body))
+        body_bytes = 0 if self._body is None else len(self._body)
+        if body_bytes > TRUSTED_BYTES_MAX:
+            pages = -(-self._body_filled // PAGE_BYTES)
+            body_bytes = min(body_bytes, pages * PAGE_BYTES)
+        return len(self._data) - self._offset + body_bytes
 
     @property
     def unfinished_body_bytes(self) -> int:
@@ -178,7 +193,8 @@ class FrameBuffer:
             self._body_filled = filled = len(body_start)
             size = min(header.length, max(self._largest, 2 * filled))
             # Not made longer in its place: somebody may still hold a view upon it.
-            self._body = body = self._allocate(size)
+            is_large = size > TRUSTED_BYTES_MAX
+            self._body = body = self._allocate(header.length if is_large else size)
             # Put into a bytearray itself it would be copied twice.
             memoryview(body)[:filled] = body_start
             self._data, self._offset = b"", 0
@@ -204,6 +220,9 @@ class FrameBuffer:
             offset += count
         if self._body is not None:
             self._data, self._offset = data, offset
+            new = memoryview(self._body)[self._body_crc_end : self._body_filled]
+            self._body_crc = crc32c(new, self._body_crc)
+            self._body_crc_end = self._body_filled
 
     def received(self) -> tuple[bytes, int]:
         """What has come of the next frames, and where the first of them begins. It is at the end
@@ -217,8 +236,13 @@ class FrameBuffer:
     def clear(self) -> None:
         """Forgets what has arrived, and `admit`. Nothing is to be received after that."""
         self._admit = _admit_nothing
-        self._header, self._body, self._body_filled = None, None, 0
+        self._header = None
+        self._forget_body()
         self._data, self._offset = b"", 0
+
+    def _forget_body(self) -> None:
+        self._body = None
+        self._body_filled = self._body_crc = self._body_crc_end = 0
 
     def next_frame(self) -> tuple[Header, Buffer] | None:
         """The next frame, or None when more bytes are needed.
@@ -239,13 +263,15 @@ class FrameBuffer:
         if self._body is not None:
             if self._body_filled < length:
                 return None
-            body, self._body, self._body_filled = self._body, None, 0
+            body, crc = self._body, self._body_crc
+            self._forget_body()
         elif len(self._data) - self._offset >= length:
             body = self._data[self._offset : self._offset + length]
             self._offset += length
+            crc = crc32c(body)
         else:
             return None
-        if crc32c(body) != header.body_crc:
+        if crc != header.body_crc:
             raise RemoteProtocolError("checksum mismatch in a frame body", Status.BAD_CHECKSUM)
         self._header = None
         if length > self._largest:

@@ -14,7 +14,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
-from upr_protocol.transport import SCRATCH_BYTES, read_some, write_now, write_rest
+from upr_protocol.transport import SCRATCH_BYTES, new_memory, read_some, write_now, write_rest
 from upr_protocol.wire import CloseStream, Error, Message, Mutate
 from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
@@ -72,7 +72,9 @@ class AcceptedConnection:
         peer: str,
     ) -> None:
         self.peer = peer
-        self.session = ServerSession(resources.identity, now=trio.current_time())
+        self.session = ServerSession(
+            resources.identity, now=trio.current_time(), allocate=new_memory
+        )
         self._to_send = Notifier()
         # Not the connection's own `wake`, which would be a reference cycle: what a connection held
         # is freed when the connection ends, not when Python's collector comes by.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tests.protocol.wire.test_frame import admit, frame_of
 from upr_protocol.chunk import Buffer
-from upr_protocol.transport import FrameMemory
+from upr_protocol.transport import FrameMemory, new_memory
 from upr_protocol.transport.frame_memory import BLOCK_BYTES, BLOCKS
 from upr_protocol.wire import FrameBuffer
 
@@ -34,6 +37,22 @@ def test_short_and_long_bodies_have_memory_of_their_own(size: int) -> None:
     body = FrameMemory(1).allocate(size)
     assert isinstance(body, bytearray)
     assert len(body) == size
+
+
+def test_large_memory_has_pages_only_where_bytes_were_put() -> None:
+    """A peer that announces 32 MiB and sends little must cost little."""
+    size = 64 * 1024 * 1024
+    before = resident_bytes()
+    body = memoryview(new_memory(size))
+    assert resident_bytes() - before < size // 4
+    body[: size // 2] = bytes(size // 2)
+    assert resident_bytes() - before >= size // 2
+    assert (body[0], body[-1], len(body)) == (0, 0, size)
+
+
+def resident_bytes() -> int:
+    """The memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_an_application_that_keeps_all_bodies_keeps_only_a_few_blocks() -> None:

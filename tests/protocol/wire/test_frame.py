@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import tracemalloc
 from itertools import cycle, pairwise
@@ -23,6 +24,7 @@ from upr_protocol.wire.frame import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    PAGE_BYTES,
     TRUSTED_BYTES_MAX,
     VERSION,
     pack_header,
@@ -291,6 +293,41 @@ def test_an_unfinished_body_takes_at_most_twice_the_memory_of_what_came() -> Non
         tracemalloc.stop()
     assert len(bodies) <= 4  # a new one for each piece would cost the square
     assert peak < 4 * 400_000  # while it grows there are two of it
+
+
+@pytest.mark.parametrize("damaged_byte", [None, 0, 700_000, 5_000_000])
+def test_a_large_body_is_copied_only_while_it_is_small(damaged_byte: int | None) -> None:
+    """Each step of the loop copies and checks what has just come, and not the whole body."""
+    body = random.Random(1).randbytes(5_000_008)
+    frame = bytearray(frame_of(body))
+    if damaged_byte is not None:
+        frame[HEADER_BYTES + damaged_byte] ^= 1
+    buffer = FrameBuffer(admit)
+    buffer.receive(bytes(frame[:HEADER_BYTES]))
+    assert buffer.next_frame() is None
+    rooms: list[memoryview] = []
+    offset = HEADER_BYTES
+    while offset < len(frame):
+        room = buffer.receive_buffer()
+        if not rooms or rooms[-1].obj is not room.obj:
+            rooms.append(room)
+        count = min(len(room), 50_000)
+        room[:count] = frame[offset : offset + count]
+        offset += count
+        buffer.receive(b"", count)
+        assert buffer.buffered <= buffer.held_bytes <= buffer.buffered + PAGE_BYTES
+        if offset < len(frame):
+            assert buffer.next_frame() is None
+    # Half of each is full at once, as the memory doubles.
+    sizes = [memoryview(room.obj).nbytes for room in rooms]
+    assert sizes == [65_536, 131_072, 262_144, 524_288, 1_048_576, len(body)]
+    if damaged_byte is None:
+        got = buffer.next_frame()
+        assert got is not None
+        assert got[1] == body
+    else:
+        with pytest.raises(RemoteProtocolError, match="checksum"):
+            buffer.next_frame()
 
 
 # --- receiving in place ---------------------------------------------------------------------------
