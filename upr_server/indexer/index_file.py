@@ -498,7 +498,8 @@ class _Trees:
             # All entries of a document have the same payload.
             if self._source.has_payloads and old and self._payload(old[0]) != payload:
                 old = ()
-            differing = [(entry, payload) for entry in new if entry not in old]
+            same = set(old)
+            differing = [(entry, payload) for entry in new if entry not in same]
             added += differing
             changed += 1 if differing or new_packed != old_packed else 0
         for entry in sorted(removed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -170,6 +171,36 @@ def test_an_array_of_too_many_elements_costs_too_much() -> None:
     assert extractor.entries(b"k", {"t": list(range(3000))}) == ((), b"")
     assert extractor.entries(b"k", {"t": list(range(1000)), "x": "x" * 4000}) == ((), b"")
     assert extractor.too_costly == 2
+
+
+def test_long_parts_beside_an_array_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded_bytes = 0
+
+    def counting(parts: Sequence[object]) -> bytes:
+        nonlocal encoded_bytes
+        encoded = encode_parts(parts)
+        encoded_bytes += len(encoded)
+        return encoded
+
+    monkeypatch.setattr("upr_server.indexer.pure.extractor.encode_parts", counting)
+    extractor = Extractor(IndexDefinition(("t", "x"), each="t"))
+    assert extractor.entries(b"k", {"t": list(range(1000)), "x": "a" * 100_000}) == ((), b"")
+    assert extractor.too_long == 1
+    assert encoded_bytes < 200_000
+
+
+def test_a_document_with_several_elements_that_are_too_long_counts_once() -> None:
+    extractor = Extractor(IndexDefinition(("t",), each="t"))
+    keys, _ = extractor.entries(b"k", {"t": ["a" * 300, "b", "c" * 300]})
+    assert keys == [encode_parts(["b"])]
+    assert extractor.too_long == 1
+
+
+@pytest.mark.parametrize("expression", ["&a", "[x, &a]", "{y: &a}", "sum(x)"])
+def test_an_included_value_that_has_no_json_is_left_out(expression: str) -> None:
+    extractor = Extractor(IndexDefinition(("t",), include=(expression,)))
+    document = decode_value(b'{"t": 1, "x": [%b, 1]}' % (b"9" * 4300))
+    assert extractor.entries(b"k", document) == ((encode_parts([1]),), b"")
 
 
 def test_a_document_whose_key_is_not_text_has_no_included_key() -> None:

@@ -56,7 +56,8 @@ class Extractor:
         failure: Why it makes no entries; empty if it does.
 
     Attributes:
-        too_long: How many documents were left out because their encoded key exceeds 261 bytes.
+        too_long: How many documents were left out because their encoded key exceeds 261 bytes, or
+            have elements that were.
         too_costly: How many because the expressions cost too much for them.
         failure: Why it makes no entries any more; empty while it does.
     """
@@ -78,7 +79,7 @@ class Extractor:
         missing, if the filter is not true, if the expressions cost too much, if a part is an object
         or holds one, or if the encoded key is too long. Where an array makes the entries, only the
         element is left out whose key cannot be an entry. The values are empty if the index includes
-        none, or if they are too long.
+        none, if they are too long, or if one of them has no JSON.
 
         Args:
             key: The document's key.
@@ -108,11 +109,32 @@ class Extractor:
         value = parts[self._each]
         elements = value if isinstance(value, list) else [value]
         self._expressions.charge(len(elements) * (ENTRY_WORK + payload_bytes // _PAYLOAD_BYTES))
-        keys: set[bytes | None] = set()
+        # The other parts once for all elements: they may be as long as a document.
+        before, after = parts[: self._each], parts[self._each + 1 :]
+        if before and before[0] is None:
+            return ()
+        try:
+            start, end = encode_parts(before), encode_parts(after)
+        except IndexKeyError:
+            return ()
+        if len(start) + len(end) > ENCODED_BYTES_MAX:
+            self.too_long += 1
+            return ()
+        keys: set[bytes] = set()
+        is_too_long = False
         for element in elements:
-            parts[self._each] = element
-            keys.add(self._encode(parts))
-        return sorted(key for key in keys if key is not None)
+            if element is None and not before:
+                continue
+            try:
+                encoded = start + encode_parts((element,)) + end
+            except IndexKeyError:
+                continue
+            if len(encoded) > ENCODED_BYTES_MAX:
+                is_too_long = True
+            else:
+                keys.add(encoded)
+        self.too_long += is_too_long
+        return sorted(keys)
 
     def _encode(self, parts: list[Any]) -> bytes | None:
         if parts[0] is None:
@@ -134,12 +156,14 @@ class Extractor:
 
 
 def _included(values: Sequence[Any]) -> bytes:
-    """The included values as a JSON array; empty if there are none, or if it is too long."""
+    """The included values as a JSON array; empty if there are none, if it is too long, or if one of
+    them has no JSON."""
     if not values:
         return b""
     try:
         data = msgspec.json.encode(values)
-    except (UnicodeEncodeError, RecursionError):
-        # A document's key that is not UTF-8, for instance.
+    except (TypeError, ValueError, RecursionError):
+        # An expression as a value (`&a`); a document's key that is not UTF-8, or a sum of more
+        # digits than Python writes.
         return b""
     return data if len(data) <= INCLUDED_BYTES_MAX else b""
