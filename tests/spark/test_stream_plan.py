@@ -408,6 +408,38 @@ def test_a_rewind_does_not_go_to_an_end_that_was_reached_with_other_options() ->
     assert ranges_of(list(tasks)) == [(0, 0, 15, 20)]  # type: ignore[arg-type]
 
 
+def test_a_rewind_does_not_go_to_the_end_of_a_snapshot_that_other_options_went_on_with() -> None:
+    driver = written(1, 10)
+    reader = reader_of(driver, onRollback="rewind", maxOffsetsPerTrigger="5")
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(5))
+    reader = reader_of(driver, onRollback="marker", failOnDataLoss="false")
+    start = reader.latestOffset(start, ReadAllAvailable())
+    assert offsets_of(start)[0].seq == 10
+    for key in range(10):
+        driver.write(0, key)
+    driver.flush(0)
+    reader = reader_of(driver, onRollback="rewind")
+    start = reader.latestOffset(start, ReadAllAvailable())
+    driver.fail_over(0, 15)
+    tasks = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
+    assert ranges_of(list(tasks)) == [(0, 0, 15, 20)]  # type: ignore[arg-type]
+
+
+def test_a_rewind_does_not_go_into_a_snapshot_that_was_left() -> None:
+    driver = written(2, 10)
+    reader = reader_of(driver, onRollback="rewind", maxOffsetsPerTrigger="10")
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(10))
+    assert offsets_of(start)[0].seq == 5
+    few = reader_of(driver, onRollback="rewind", partitions="1")
+    few._driver = FewerPartitions(driver, {1})
+    start = few.latestOffset(start, ReadAllAvailable())
+    reader = reader_of(driver, onRollback="rewind")
+    start = reader.latestOffset(start, ReadAllAvailable())
+    driver.fail_over(0, 8)
+    tasks = list(reader.partitions(start, reader.latestOffset(start, ReadAllAvailable())))
+    assert ranges_of(tasks)[0] == (0, 0, 8, 10)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("options", [{"stability": "any"}, {"failOnDataLoss": "false"}])
 def test_a_rewind_needs_batches_that_lack_nothing(options: dict[str, str]) -> None:
     with pytest.raises(PipelineError, match="rewind, which needs stability=durable"):

@@ -145,14 +145,20 @@ class StreamPlan:
     ) -> Partitions:
         """Where the stream stands, having gone back where it must."""
         partitions: Partitions = {
-            partition: attrs.evolve(offset, came_from=None)
+            partition: attrs.evolve(
+                offset, came_from=None, batch_ends=offset.batch_ends if self._rewinds else ()
+            )
             for partition, offset in start.partitions.items()
         }
         changed = []
         for partition, offset in partitions.items():
             if partition not in rows and self._driver.has(partition):
-                # It is not asked for any more.
-                partitions[partition] = attrs.evolve(offset, snapshot_end=offset.seq)
+                # It is not asked for any more. Inside a snapshot rows may be missing, which its
+                # end will not tell any more.
+                kept = () if offset.seq < offset.snapshot_end else offset.batch_ends
+                partitions[partition] = attrs.evolve(
+                    offset, snapshot_end=offset.seq, batch_ends=kept
+                )
             elif offset.seq and (
                 partition not in rows or rows[partition].history_id != offset.log.current
             ):
