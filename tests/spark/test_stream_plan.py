@@ -606,6 +606,28 @@ def test_a_failover_between_a_snapshots_parts_and_its_end(to: int) -> None:
     assert ranges == [(0, 5, 6, None) if to == 6 else (0, 0, to, 5)]
 
 
+def test_a_failover_after_the_rest_of_a_snapshot_was_planned_anew() -> None:
+    """The rest was pinned by a lease that is gone, and no batch has read of it since."""
+    driver = ModelDriverClient(2)
+    for key in (0, 1, 2, 0):
+        driver.write(0, key)
+    driver.flush(0)
+    driver.compact(0)
+    reader = reader_of(driver, onRollback="marker", maxOffsetsPerTrigger="2")
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(2))
+    reader.commit(start)
+    driver.leases.clear()
+    for key in range(100):
+        driver.write(1, key)
+    driver.flush(1)
+    start = reader.latestOffset(start, ReadMaxRows(1))
+    assert offsets_of(start)[0].seq == 2
+    driver.fail_over(0, 3)  # The key 0 is at 1 again, which was superseded when that was read.
+    end = reader.latestOffset(start, ReadAllAvailable())
+    ranges = ranges_of(list(reader.partitions(start, end)))  # type: ignore[arg-type]
+    assert ranges[0] == (0, 0, 3, 2)
+
+
 def test_a_batch_that_is_not_whole_any_more_is_not_read() -> None:
     driver = ModelDriverClient(1)
     for key in (0, 1, 0, 1, 2):

@@ -283,8 +283,11 @@ class StreamPlan:
         for partition, seq in _backlog(partitions, ends).items():
             offset = partitions.get(partition, _NOTHING)
             batch_ends = with_batch_end(offset) if self._rewinds else ()
+            # One that was not read to its end goes on in the new one: what it left out so far is
+            # only there.
+            first = offset.snapshot_start if seq < offset.snapshot_end else seq
             offsets[partition] = PartitionOffset(
-                infos[partition].log, seq, seq, ends[partition], offset.came_from, batch_ends
+                infos[partition].log, seq, first, ends[partition], offset.came_from, batch_ends
             )
         return offsets
 
