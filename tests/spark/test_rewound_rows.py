@@ -17,7 +17,7 @@ Rows = list[tuple[int, int, str]]
 """Partition, number and key."""
 
 
-def commit(path: Path, reached: dict[int, int], rows: Rows) -> None:
+def commit(path: Path, reached: dict[int, int], rows: Rows, *, is_anew: bool = False) -> None:
     """Makes the next version, which has these rows. Records nothing where `reached` is empty."""
     columns = {
         "partition": pa.array([row[0] for row in rows], pa.int32()),
@@ -29,7 +29,7 @@ def commit(path: Path, reached: dict[int, int], rows: Rows) -> None:
         pa.table(columns),
         mode="overwrite",
         commit_properties=CommitProperties(
-            custom_metadata=reached_metadata(reached) if reached else {}
+            custom_metadata=reached_metadata(reached, is_anew=is_anew) if reached else {}
         ),
     )
 
@@ -65,6 +65,16 @@ def test_the_version_is_the_newest_that_has_nothing_above_the_number(
     table: Path, seq: int, version: int
 ) -> None:
     assert version_before(DeltaTable(str(table)).history(), 0, seq) == version
+
+
+def test_nothing_comes_back_of_a_query_before_the_table_was_begun_anew(table: Path) -> None:
+    commit(table, {1: 1}, [(1, 1, "x")], is_anew=True)
+    commit(table, {0: 9}, [(0, 9, "d"), (1, 1, "x")])
+    commit(table, {1: 3}, [(0, 9, "d")])
+    # The new query had come to 5 without a row of the partition, the earlier one to 6.
+    assert rewound(table, {0: 5}) == []
+    assert rewound(table, {1: 1}) == [(1, 1, "x")]
+    assert version_before(DeltaTable(str(table)).history(), 1, 0) == -1
 
 
 def _remove_files(path: Path) -> None:

@@ -114,7 +114,7 @@ class LatestState:
                 "take another table, or have this one begun anew (begin_anew)",
             )
         rows, went_to, reached = newest_of_batch(batch)
-        properties = _properties(app_id, batch_id, reached)
+        properties = _properties(app_id, batch_id, reached, is_anew=is_first)
         if table is None:
             self._make(rows, properties)
         else:
@@ -304,10 +304,10 @@ def _query_id(batch: DataFrame) -> str:
     return f"upr:{query_id}"
 
 
-def _properties(app_id: str, batch_id: int, reached: Mapping[int, int]) -> Any:
+def _properties(app_id: str, batch_id: int, reached: Mapping[int, int], *, is_anew: bool) -> Any:
     delta = _deltalake()
     return delta.CommitProperties(
-        custom_metadata=reached_metadata(reached),
+        custom_metadata=reached_metadata(reached, is_anew=is_anew),
         app_transactions=[delta.Transaction(app_id, batch_id)],
     )
 

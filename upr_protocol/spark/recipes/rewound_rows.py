@@ -14,14 +14,21 @@ from upr_protocol.spark.errors import PipelineError
 REACHED: Final = "upr.reached"
 """The entry of a commit that has the number that each partition of its batch had come to."""
 
+ANEW: Final = "upr.anew"
+"""The entry of a commit that dropped what the table had of an earlier query."""
 
-def reached_metadata(reached: Mapping[int, int]) -> dict[str, str]:
+
+def reached_metadata(reached: Mapping[int, int], *, is_anew: bool = False) -> dict[str, str]:
     """What a commit records of its batch.
 
     Args:
         reached: The highest number of each partition that the batch has.
+        is_anew: Whether nothing is left of what the table had before.
     """
-    return {REACHED: json.dumps(reached, separators=(",", ":"))}
+    metadata = {REACHED: json.dumps(reached, separators=(",", ":"))}
+    if is_anew:
+        metadata[ANEW] = "true"
+    return metadata
 
 
 def version_before(history: Sequence[Mapping[str, Any]], partition: int, seq: int) -> int:
@@ -33,16 +40,18 @@ def version_before(history: Sequence[Mapping[str, Any]], partition: int, seq: in
         seq: The end of one of its batches.
 
     Returns:
-        The version; -1 for the table before its first commit.
+        The version; -1 for the table before the first commit of its query.
     """
     version: int = history[0]["version"]
     for commit in history:
         reached = json.loads(commit.get(REACHED, "{}")).get(str(partition))
-        if reached is None:
-            continue
-        if reached <= seq:
+        if reached is not None and reached <= seq:
             break
-        version = commit["version"] - 1
+        if reached is not None:
+            version = commit["version"] - 1
+        if ANEW in commit:
+            # What was before is of another query.
+            return -1 if version < commit["version"] else version
     return version
 
 
