@@ -86,7 +86,15 @@ def _forget_metadata(path: Path) -> None:
     commit(path, {}, [(0, 9, "d")])
 
 
-@pytest.mark.parametrize("lose", [_remove_files, _forget_metadata])
+def _clean_log(path: Path) -> None:
+    """As Delta does with commits that are older than a month."""
+    commit(path, {0: 9}, [(0, 9, "d")])
+    DeltaTable(str(path)).create_checkpoint()
+    for version in range(4):
+        (path / "_delta_log" / f"{version:020d}.json").unlink()
+
+
+@pytest.mark.parametrize("lose", [_remove_files, _forget_metadata, _clean_log])
 def test_a_version_that_is_gone_is_an_error(table: Path, lose: Callable[[Path], None]) -> None:
     lose(table)
     with pytest.raises(PipelineError, match=r"\[UPR_TABLE\] partitions went back") as failed:

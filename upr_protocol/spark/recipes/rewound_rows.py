@@ -71,6 +71,9 @@ def rewound_rows(
     Raises:
         PipelineError: The table does not have an earlier version any more.
     """
+    # Whoever has a table has the package.
+    from deltalake.exceptions import DeltaError
+
     history = table.history()
     partitions_of: dict[int, list[int]] = {}
     for partition, seq in went_to.items():
@@ -83,7 +86,7 @@ def rewound_rows(
         at_partitions = [("partition", "in", partitions)]
         try:
             before = open_version(version).to_pyarrow_table(filters=at_partitions)
-        except OSError as error:
+        except (OSError, DeltaError) as error:
             raise _not_there(version, str(error)) from error
         if pc.any(_is_above(before, went_to)).as_py():
             raise _not_there(version, "it has newer rows")
