@@ -33,6 +33,7 @@ class FakePartition:
         history: Every mutation ever made, by number.
         log: The failover log.
         applied: How many operations took effect, a repeated batch's not among them.
+        purge_seq: Deletions at or below it may be missing from what it streams.
     """
 
     def __init__(self, partition: int, history_id: int) -> None:
@@ -41,6 +42,7 @@ class FakePartition:
         self.log = FailoverLog.of([(history_id, 0)])
         self.history: list[Mutation] = []
         self.applied = 0
+        self.purge_seq = SeqNo(0)
         self._answers: dict[bytes, dict[int, RunAnswer]] = {}
 
     @property

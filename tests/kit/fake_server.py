@@ -276,8 +276,8 @@ class FakeConnection:
             )
             self.session.send(
                 PartitionStart(
-                    partition.log.current, stream.seq, stream.end, _NOTHING, SnapshotKind.MEMORY,
-                    False, partition=number, opaque=opaque,
+                    partition.log.current, stream.seq, stream.end, partition.purge_seq,
+                    SnapshotKind.MEMORY, False, partition=number, opaque=opaque,
                 )
             )  # fmt: skip
             return

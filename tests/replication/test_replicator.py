@@ -1,0 +1,215 @@
+"""A replica that follows an active of the tests: what it receives, undoes and has on disk."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import attrs
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.kit.fake_cluster import FakeCluster
+from tests.kit.fake_server import BUCKET, FakeServer
+from tests.kit.process import eventually
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.partition_map import Assignment
+from upr_protocol.wire import Message, Stream
+from upr_server.app import Server, running_server
+from upr_server.config import ServerConfig
+from upr_server.engine import Partition, batch_of
+from upr_server.replication.replicator import REPLICATION_RETRY_S
+from upr_server.runtime import System
+from upr_server.storage.calls import Commit, StoreCall, Truncate
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.simulated import SimulatedStore
+
+PARTITION: Final = PartitionId(0)
+NOW: Final = 1000.0
+NEW_HISTORY: Final = 77
+
+
+class Store(SimulatedStore):
+    """Commits find no room while `is_full`.
+
+    Attributes:
+        is_full: Whether the disk is full.
+        fills_up: Whether the disk is full as soon as something was truncated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = False
+        self.fills_up = False
+
+    async def wait(self, call: StoreCall[Any]) -> None:
+        await super().wait(call)
+        if isinstance(call, Commit):
+            if self.is_full:
+                raise DiskFullError("no room")
+        elif isinstance(call, Truncate) and self.fills_up:
+            self.is_full = True
+
+
+@attrs.frozen
+class Replica:
+    """The node `b`, which can follow the nodes `a` and `c` of the tests.
+
+    Attributes:
+        server: The node.
+        store: Its disk.
+        cluster: The other nodes, which share one partition.
+        starts: The sequence number after which each stream was asked for.
+    """
+
+    server: Server
+    store: Store
+    cluster: FakeCluster
+    starts: list[SeqNo] = attrs.field(factory=list)
+
+    @property
+    def source(self) -> FakeServer:
+        return self.cluster.server("a")
+
+    @property
+    def disk(self) -> BucketDisk:
+        return self.server.catalog.disks[self.server.catalog.bucket(BUCKET)]
+
+    @property
+    def partition(self) -> Partition:
+        return self.disk.bucket.partitions[PARTITION]
+
+    async def assign(self, assignment: Assignment) -> None:
+        """Gives all nodes the next map."""
+        self.cluster.move({PARTITION: assignment})
+        new_map = self.cluster.map
+        await self.server.partition_maps.set_map(new_map.revision - 1, new_map.encode())
+
+    def note_start(self, message: Message) -> None:
+        """Notes where a stream is asked to begin."""
+        if isinstance(message, Stream):
+            self.starts.append(message.position.highest_received)
+
+    async def receive(self, *keys: bytes) -> None:
+        """The source gets these keys, one snapshot each, and the replica receives them."""
+        for key in keys:
+            self.source.put(key, b"value")
+            await eventually(self._has_reported, f"{key!r} was received")
+
+    def _has_reported(self) -> bool:
+        reports = self.source.reports
+        return bool(reports) and reports[-1].received == self.source.partitions[PARTITION].high
+
+    async def persist(self) -> None:
+        """Waits until the replica has on disk what the source has."""
+        await eventually(
+            lambda: self.partition.high_seq == self.source.partitions[PARTITION].high,
+            "the disk has everything",
+        )
+
+    async def lose(self, end: int) -> None:
+        """The source begins a new history at `end`, and loses what is above it."""
+        self.source.partitions[PARTITION].fail_over(NEW_HISTORY, end)
+        self.source.end_streams(Status.STATE_CHANGED)
+        await trio.sleep(1.0)  # the replica asks again
+
+
+@asynccontextmanager
+async def replica() -> AsyncIterator[Replica]:
+    """A replica of `a`, in virtual time."""
+    store = Store()
+    async with trio.open_nursery() as nursery:
+        cluster = FakeCluster(nursery, "ac", partition_count=1)
+        cluster.map = msgspec.structs.replace(
+            cluster.map, nodes={**cluster.map.nodes, "b": "127.0.0.1:1"}
+        )
+        config = ServerConfig(listen="127.0.0.1:0", node="b", buckets=())
+        system = System(dial=cluster.dial)
+        async with running_server(config, store, system) as server:
+            follower = Replica(server, store, cluster)
+            for name in "ac":
+                cluster.server(name).refuse = follower.note_start
+            cluster.map = msgspec.structs.replace(cluster.map, revision=0)
+            await follower.assign(Assignment("a", {"b": ""}))
+            yield follower
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
+    autojump_clock: MockClock,
+) -> None:
+    """A map that ends the replication drops what finds no room, so it is asked for again."""
+    async with replica() as follower:
+        await follower.receive(b"1", b"2", b"3")
+        await follower.persist()
+        follower.store.is_full = True
+        await follower.receive(b"4")
+        asked_before = len(follower.starts)
+        with pytest.raises(DiskFullError):
+            await follower.assign(Assignment("c", {"b": ""}))
+        await trio.sleep(REPLICATION_RETRY_S)
+        assert follower.starts[asked_before:]
+        assert set(follower.starts[asked_before:]) == {3}
+
+
+async def test_a_full_disk_takes_a_replica_back_to_what_a_rollback_left(
+    autojump_clock: MockClock,
+) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1", b"2", b"3", b"4", b"5")
+        await follower.persist()
+        follower.store.fills_up = True
+        await follower.lose(2)
+        assert follower.store.is_full
+        assert follower.partition.high_seq == 2
+        asked_before = len(follower.starts)
+        with pytest.raises(DiskFullError):
+            await follower.assign(Assignment("c", {"b": ""}))
+        await trio.sleep(REPLICATION_RETRY_S)
+        assert follower.starts[asked_before:]
+        assert set(follower.starts[asked_before:]) == {2}
+
+
+async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: MockClock) -> None:
+    """A lease that `b` granted while it was active promises a range that is gone then."""
+    async with replica() as follower:
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        await follower.assign(Assignment("b", {"a": ""}))
+        rows = [Mutation(Operation.SET, b"%d" % index, b"v") for index in range(3)]
+        follower.partition.mutate(batch_of(Chunk.build(rows)), now=NOW)
+        await follower.disk.flusher.wait_until_persisted(follower.partition, SeqNo(5))
+        leases = follower.disk.leases
+        kept = await leases.acquire(0, "reader", [(PARTITION, 0, 2)], 3600)
+        broken = await leases.acquire(0, "reader", [(PARTITION, 0, 5)], 3600)
+        await follower.assign(Assignment("a", {"b": ""}))
+        await follower.persist()
+        assert follower.partition.high_seq == 2
+        assert leases.get_whole(kept.lease_id) == kept
+        with pytest.raises(ServerError) as refused:
+            leases.get_whole(broken.lease_id)
+        assert refused.value.status is Status.RANGE_GONE
+
+
+async def test_a_replica_that_copies_takes_the_purge_number_of_its_source(
+    autojump_clock: MockClock,
+) -> None:
+    """It never had the deletions up to there. A consumer that missed them must roll back."""
+    async with replica() as follower:
+        follower.source.partitions[PARTITION].purge_seq = SeqNo(2)
+        follower.source.paused = True
+        for key in (b"1", b"2", b"3"):
+            follower.source.put(key, b"value")
+        follower.source.resume()
+        await follower.persist()
+        assert follower.partition.purge_seq == 2
+        follower.source.partitions[PARTITION].purge_seq = SeqNo(4)
+        await follower.receive(b"4", b"5")
+        await follower.persist()
+        assert follower.partition.purge_seq == 2, "it received the later deletions"
