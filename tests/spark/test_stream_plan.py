@@ -42,9 +42,15 @@ def options_of(**given: str) -> ReadOptions:
     return ReadOptions.parse({"url": "upr://localhost/b", **given}, streaming=True)
 
 
-def reader_of(driver: ModelDriverClient, **given: str) -> MicroBatchReader:
+def reader_of(
+    driver: ModelDriverClient, *, partitions: set[int] | None = None, **given: str
+) -> MicroBatchReader:
+    """A reader of some partitions of a bucket, or of all."""
     options = options_of(**given)
-    return MicroBatchReader(options, default_schema(options), driver)
+    reader = MicroBatchReader(options, default_schema(options), driver)
+    if partitions is not None:
+        reader._driver = FewerPartitions(driver, partitions)
+    return reader
 
 
 def ranges_of(tasks: list[ReadTask]) -> Ranges:
@@ -63,6 +69,21 @@ def offsets_of(document: dict[str, Any]) -> dict[int, PartitionOffset]:
     return {int(key): offset for key, offset in Offset.of_json(document).partitions.items()}
 
 
+class FewerPartitions:
+    """A driver of which only some partitions are asked for."""
+
+    def __init__(self, driver: ModelDriverClient, partitions: set[int]) -> None:
+        self._driver = driver
+        self._partitions = partitions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def numbers(self) -> Any:
+        rows = self._driver.numbers()
+        return {number: row for number, row in rows.items() if number in self._partitions}
+
+
 class Query(RuleBasedStateMachine):
     """A query as Spark runs it: its offset log, its sink, and its restarts."""
 
@@ -74,7 +95,7 @@ class Query(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = ModelDriverClient(PARTITIONS)
-        self.reader = reader_of(self.driver, **self.given)
+        self.reader = reader_of(self.driver, partitions=None, **self.given)
         self.first = self.start = self.reader.initialOffset()
         self.end: Json | None = None
         """Where the batch ends that is planned and not committed."""
@@ -82,6 +103,8 @@ class Query(RuleBasedStateMachine):
         self.rows: list[tuple[int, int, int]] = []
         self.batches = 0
         self.restarts = 0
+        self.partitions: set[int] | None = None
+        """Those that the query reads; None for all."""
         self.log_of: dict[int, list[tuple[int, int]]] = {}
         """The sink: all rows by partition, as number and key."""
         self.ends_of: dict[int, set[int]] = {}
@@ -200,7 +223,7 @@ class Query(RuleBasedStateMachine):
     def restart(self) -> None:
         self.restarts += 1
         self.reader.stop()
-        self.reader = reader_of(self.driver, **self.given)
+        self.reader = reader_of(self.driver, partitions=self.partitions, **self.given)
         if not self.batches:
             # Batch 0 is not committed: Spark asks a second time where to begin.
             again = self.reader.initialOffset()
@@ -220,7 +243,11 @@ class Query(RuleBasedStateMachine):
         """`availableNow` ends, whatever is written meanwhile."""
         self.restart()
         self.reader.prepareForTriggerAvailableNow()
-        target = {number: partition.high for number, partition in enumerate(self.driver.partitions)}
+        target = {
+            number: partition.high
+            for number, partition in enumerate(self.driver.partitions)
+            if self.partitions is None or number in self.partitions
+        }
         for _ in range(sum(target.values()) + 2):
             for number, key in writes:
                 self.driver.write(number, key)
@@ -241,6 +268,9 @@ class Query(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """In the end the sink has what the bucket has."""
+        if self.partitions is not None:
+            self.partitions = None
+            self.restart()
         self.driver.persist()
         for _ in range(1000):
             if self.end is not None:
@@ -291,6 +321,13 @@ class WithFailovers(WithLimits):
     @rule()
     def let_leases_lapse(self) -> None:
         self.driver.let_leases_lapse()
+
+    @precondition(lambda self: self.batches)
+    @rule(partitions=st.none() | st.sets(NUMBERS, min_size=1))
+    def read_other_partitions(self, partitions: set[int] | None) -> None:
+        """The query goes on with other options."""
+        self.partitions = partitions
+        self.restart()
 
 
 class WithRewinds(WithFailovers):
@@ -375,9 +412,7 @@ def test_a_stream_rewinds_to_the_newest_end_of_a_batch_that_was_not_lost(
     reader = reader_of(driver, onRollback="rewind")
     start = reader.initialOffset()
     for _ in range(3):
-        for key in range(10):
-            driver.write(0, key)
-        driver.flush(0)
+        write_rows(driver, 0, 10)
         start = reader.latestOffset(start, ReadAllAvailable())
         reader.commit(start)
     driver.fail_over(0, lost_after)
@@ -398,9 +433,7 @@ def test_a_rewind_does_not_go_to_an_end_that_was_reached_with_other_options() ->
     driver = written(1, 10)
     reader = reader_of(driver, onRollback="marker", failOnDataLoss="false")
     start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    for key in range(10):
-        driver.write(0, key)
-    driver.flush(0)
+    write_rows(driver, 0, 10)
     reader = reader_of(driver, onRollback="rewind")
     start = reader.latestOffset(start, ReadAllAvailable())
     driver.fail_over(0, 15)
@@ -415,9 +448,7 @@ def test_a_rewind_does_not_go_to_the_end_of_a_snapshot_that_other_options_went_o
     reader = reader_of(driver, onRollback="marker", failOnDataLoss="false")
     start = reader.latestOffset(start, ReadAllAvailable())
     assert offsets_of(start)[0].seq == 10
-    for key in range(10):
-        driver.write(0, key)
-    driver.flush(0)
+    write_rows(driver, 0, 10)
     reader = reader_of(driver, onRollback="rewind")
     start = reader.latestOffset(start, ReadAllAvailable())
     driver.fail_over(0, 15)
@@ -430,8 +461,7 @@ def test_a_rewind_does_not_go_into_a_snapshot_that_was_left() -> None:
     reader = reader_of(driver, onRollback="rewind", maxOffsetsPerTrigger="10")
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(10))
     assert offsets_of(start)[0].seq == 5
-    few = reader_of(driver, onRollback="rewind", partitions="1")
-    few._driver = FewerPartitions(driver, {1})
+    few = reader_of(driver, partitions={1}, onRollback="rewind")
     start = few.latestOffset(start, ReadAllAvailable())
     reader = reader_of(driver, onRollback="rewind")
     start = reader.latestOffset(start, ReadAllAvailable())
@@ -450,9 +480,7 @@ def test_a_rewind_goes_to_0_where_deletions_behind_the_number_were_removed() -> 
     driver = written(1, 10)
     reader = reader_of(driver, onRollback="rewind")
     start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    for key in range(10):
-        driver.write(0, key)
-    driver.flush(0)
+    write_rows(driver, 0, 10)
     start = reader.latestOffset(start, ReadAllAvailable())
     driver.fail_over(0, 15)
     driver.partitions[0].purge = 12
@@ -688,10 +716,15 @@ def written(partitions: int, rows: int) -> ModelDriverClient:
     """A bucket with so many rows in each partition, all on disk."""
     driver = ModelDriverClient(partitions)
     for number in range(partitions):
-        for key in range(rows):
-            driver.write(number, key)
-        driver.flush(number)
+        write_rows(driver, number, rows)
     return driver
+
+
+def write_rows(driver: ModelDriverClient, number: int, rows: int) -> None:
+    """Writes so many rows to a partition, and to disk."""
+    for key in range(rows):
+        driver.write(number, key)
+    driver.flush(number)
 
 
 def test_a_plan_pins_the_ranges_from_the_streams_position() -> None:
@@ -793,8 +826,7 @@ def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> Non
     driver = written(3, 20)
     reader = reader_of(driver, maxOffsetsPerTrigger="30", onRollback="marker")
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(30))
-    few = reader_of(driver, maxOffsetsPerTrigger="30", onRollback="marker", partitions="1")
-    few._driver = FewerPartitions(driver, {1})
+    few = reader_of(driver, partitions={1}, maxOffsetsPerTrigger="30", onRollback="marker")
     end = few.latestOffset(start, ReadMaxRows(30))
     tasks = list(few.partitions(start, end))
     assert ranges_of(tasks) == [(1, 10, 20, None)]  # type: ignore[arg-type]
@@ -804,19 +836,47 @@ def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> Non
     assert [one[0] for one in ranges_of(again)] == [0, 1, 2]  # type: ignore[arg-type]
 
 
-class FewerPartitions:
-    """A driver of which only some partitions are asked for."""
+def test_a_partition_that_is_not_asked_for_stays_inside_its_snapshot() -> None:
+    """A failover below the snapshot's end is noticed when it is asked for again: the stream has not
+    had what changed again before that end."""
+    driver = ModelDriverClient(2)
+    for key in (0, 1, 2, 3, 4, 0):
+        driver.write(0, key)
+        driver.write(1, key)
+    for number in range(2):
+        driver.flush(number)
+        driver.compact(number)
+    reader = reader_of(driver, onRollback="marker", maxOffsetsPerTrigger="6")
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(6))
+    few = reader_of(driver, partitions={1}, onRollback="marker")
+    start = few.latestOffset(start, ReadAllAvailable())
+    assert offsets_of(start)[0].snapshot_end == 6
+    driver.fail_over(0, 4)
+    reader = reader_of(driver, onRollback="marker")
+    tasks = list(reader.partitions(start, reader.latestOffset(start, ReadAllAvailable())))
+    assert ranges_of(tasks) == [(0, 0, 4, 3)]  # type: ignore[arg-type]
 
-    def __init__(self, driver: ModelDriverClient, partitions: set[int]) -> None:
-        self._driver = driver
-        self._partitions = partitions
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._driver, name)
-
-    def numbers(self) -> Any:
-        rows = self._driver.numbers()
-        return {number: row for number, row in rows.items() if number in self._partitions}
+def test_a_lease_on_other_partitions_does_not_serve_one_that_is_asked_for_again() -> None:
+    driver = written(2, 10)
+    options: dict[str, Any] = {"maxOffsetsPerTrigger": "5"}
+    reader = reader_of(driver, **options)
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(5))
+    driver.let_leases_lapse()
+    driver.leases.clear()
+    few = reader_of(driver, partitions={1}, **options)
+    start = few.latestOffset(start, ReadMaxRows(5))
+    reader = reader_of(driver, **options)
+    for _ in range(10):
+        end = reader.latestOffset(start, ReadMaxRows(5))
+        if end is start:
+            break
+        for task in reader.partitions(start, end):
+            assert isinstance(task, ReadTask)
+            for part in task.slices:
+                driver.read(part.partition, part.start, part.end, task.lease_id)
+        start = end
+    assert {number: offset.seq for number, offset in offsets_of(start).items()} == {0: 10, 1: 10}
 
 
 def test_offsets_of_partitions_that_are_not_there() -> None:

@@ -136,33 +136,26 @@ class StreamPlan:
             return self._end(start, partitions, 0, limits, {})
         if not went_back and start.lease_id and _is_mid_snapshot(partitions):
             lease = self._renewed(start.lease_id)
-            if lease is not None:
+            if lease is not None and _holds_snapshots(lease, partitions):
                 return self._end(start, partitions, start.lease_id, limits, sizes_of(lease))
         return self._plan_with_new_lease(start, partitions, rows, limits)
 
     def _after_rollbacks(
         self, start: Offset, rows: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
-        """Where the stream stands, having gone back where it must."""
+        """Where the stream stands in the partitions that are asked for, having gone back where it
+        must."""
         partitions: Partitions = {
-            partition: attrs.evolve(
-                offset, came_from=None, batch_ends=offset.batch_ends if self._rewinds else ()
-            )
+            partition: self._after_batch(offset)
             for partition, offset in start.partitions.items()
+            if partition in rows or not self._driver.has(partition)
         }
-        changed = []
-        for partition, offset in partitions.items():
-            if partition not in rows and self._driver.has(partition):
-                # It is not asked for any more. Inside a snapshot rows may be missing, which its
-                # end will not tell any more.
-                kept = () if offset.seq < offset.snapshot_end else offset.batch_ends
-                partitions[partition] = attrs.evolve(
-                    offset, snapshot_end=offset.seq, batch_ends=kept
-                )
-            elif offset.seq and (
-                partition not in rows or rows[partition].history_id != offset.log.current
-            ):
-                changed.append(partition)
+        changed = [
+            partition
+            for partition, offset in partitions.items()
+            if offset.seq
+            and (partition not in rows or rows[partition].history_id != offset.log.current)
+        ]
         if not changed:
             return partitions
         infos = self._driver.infos()
@@ -175,6 +168,11 @@ class StreamPlan:
                 ceiling = rollback.ceiling if self._rewinds else SeqNo(0)
                 partitions[partition] = _rewound(offset, info, ceiling)
         return partitions
+
+    def _after_batch(self, offset: PartitionOffset) -> PartitionOffset:
+        """Where a batch has ended, as the next one begins there."""
+        batch_ends = offset.batch_ends if self._rewinds else ()
+        return attrs.evolve(offset, came_from=None, batch_ends=batch_ends)
 
     def _after_purges(self, partitions: Partitions) -> Partitions:
         """The same where the stream was away for so long that deletions behind it are forgotten."""
@@ -299,7 +297,8 @@ class StreamPlan:
         limits: Limits,
         sizes: Mapping[PartitionId, float],
     ) -> Offset:
-        """The offset behind as much as the limits allow of what lies before the snapshots' ends."""
+        """The offset behind as much as the limits allow of what lies before the snapshots' ends.
+        Partitions that are not asked for stay where they are, perhaps inside a snapshot."""
         ends = batch_ends(partitions, limits, sizes)
         moved = {
             partition: attrs.evolve(offset, seq=ends.get(partition, offset.seq))
@@ -311,7 +310,12 @@ class StreamPlan:
         ):
             return start
         initial = start.partitions if start.is_initial else None
-        return Offset(self._bucket, moved, lease_id, initial)
+        unmoved = {
+            partition: self._after_batch(offset)
+            for partition, offset in start.partitions.items()
+            if partition not in moved
+        }
+        return Offset(self._bucket, unmoved | moved, lease_id, initial)
 
     # What is behind it.
 
@@ -344,6 +348,19 @@ class StreamPlan:
 def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     """Whether there is more of the snapshots that were begun."""
     return any(offset.seq < offset.snapshot_end for offset in partitions.values())
+
+
+def _holds_snapshots(lease: HeldLease, partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
+    """Whether a lease holds what there is more of the snapshots that were begun. It does not where
+    a partition is asked for again that the lease's batch was without."""
+    ranges = {range_.partition: range_ for range_ in lease.ranges}
+    return all(
+        partition in ranges
+        and ranges[partition].start <= offset.seq
+        and offset.snapshot_end <= ranges[partition].end
+        for partition, offset in partitions.items()
+        if offset.seq < offset.snapshot_end
+    )
 
 
 def with_batch_end(offset: PartitionOffset) -> tuple[SeqNo, ...]:
