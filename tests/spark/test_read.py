@@ -126,18 +126,18 @@ def test_a_filter_reads_no_more_than_it_must(spark: SparkSession, new_bucket: Ne
 
         def sent_of(frame: DataFrame) -> tuple[set[bytes], int]:
             before = client.stats(client.address.bucket)["backfill"]["bytes"]
-            found = {bytes(row.key) for row in frame.select("key").collect()}
-            return found, client.stats(client.address.bucket)["backfill"]["bytes"] - before
+            keys_read = {bytes(row.key) for row in frame.select("key").collect()}
+            return keys_read, client.stats(client.address.bucket)["backfill"]["bytes"] - before
 
         everything, all_bytes = sent_of(load(spark, url))
         assert everything == set(keys)
         in_3 = [key for key in keys if partition_of(key, 8) == 3]
-        found, nbytes = sent_of(load(spark, url, partitions="3"))
-        assert found == set(in_3)
+        keys_read, nbytes = sent_of(load(spark, url, partitions="3"))
+        assert keys_read == set(in_3)
         assert nbytes / len(in_3) < 1.1 * all_bytes / len(keys)
-        found, of_key = sent_of(load(spark, url, key=in_3[0].decode()))
-        assert found == {in_3[0]}
-        assert of_key == nbytes
+        keys_read, key_bytes = sent_of(load(spark, url, key=in_3[0].decode()))
+        assert keys_read == {in_3[0]}
+        assert key_bytes == nbytes
         assert sent_of(load(spark, url, keyPrefix="bus ")) == (set(keys[:200]), all_bytes)
         assert sent_of(load(spark, url, keyPrefix="train ")) == (set(), all_bytes)
         tasks = load(spark, url, "value STRING", keyPrefix="bus 1", deduplicate="true")
@@ -326,6 +326,9 @@ def test_a_filter_of_one_query_is_no_filter_of_the_next(
         ({"stability": "sometimes"}, "the option stability is 'sometimes', and not one of"),
         ({"partitions": "3-1"}, "write it like 0-3,7"),
         ({"partitions": "x"}, "write it like 0-3,7"),
+        ({"key": ""}, "the option key has 0 bytes in UTF-8; write 1 to 250"),
+        ({"key": "ä" * 126}, "the option key has 252 bytes in UTF-8"),
+        ({"keyPrefix": "x" * 251}, "the option keyPrefix has 251 bytes in UTF-8"),
         ({"startingOffsets": '{"0": -1}'}, "numbers by partition like"),
         ({"endingOffsets": "{"}, "numbers by partition like"),
         ({"leaseSeconds": "0"}, "no whole number from 1 to 86400"),

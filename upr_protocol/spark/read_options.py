@@ -10,7 +10,7 @@ import msgspec
 
 from upr_protocol.client import Address
 from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
-from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
+from upr_protocol.limits import KEY_BYTES_MAX, LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import Options
 
@@ -85,8 +85,8 @@ class ReadOptions:
         options = Options(texts)
         address = options.address()
         partitions = _partitions(options.text("partitions", ""))
-        key = options.text("key", None)
-        key_prefix = options.text("keyPrefix", "")
+        key = _key_bytes(options, "key", low=1)
+        key_prefix = _key_bytes(options, "keyPrefix", low=0) or b""
         if key is not None and (partitions or key_prefix):
             raise OptionError(
                 "the option key excludes partitions and keyPrefix: a key has one partition"
@@ -131,8 +131,8 @@ class ReadOptions:
         return cls(
             address,
             partitions,
-            None if key is None else key.encode(),
-            key_prefix.encode(),
+            key,
+            key_prefix,
             start,
             end,
             metadata,
@@ -149,6 +149,19 @@ class ReadOptions:
             lease_s,
             timeout_s,
         )
+
+
+def _key_bytes(options: Options, name: str, *, low: int) -> bytes | None:
+    """A key, or how keys begin, of at least `low` bytes; None when the option was not given."""
+    text = options.text(name, None)
+    if text is None:
+        return None
+    data = text.encode()
+    if not low <= len(data) <= KEY_BYTES_MAX:
+        raise OptionError(
+            f"the option {name} has {len(data)} bytes in UTF-8; write {low} to {KEY_BYTES_MAX}"
+        )
+    return data
 
 
 def _partitions(text: str) -> tuple[int, ...]:
