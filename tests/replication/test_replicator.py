@@ -141,6 +141,15 @@ async def replica() -> AsyncIterator[Replica]:
         nursery.cancel_scope.cancel()
 
 
+async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
+    """Where streams are asked to begin once a map has ended a replication that found no room."""
+    streams_before = len(follower.starts)
+    with pytest.raises(DiskFullError):
+        await follower.assign(Assignment("c", {"b": ""}))
+    await trio.sleep(REPLICATION_RETRY_S)
+    return set(follower.starts[streams_before:])
+
+
 async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
     autojump_clock: MockClock,
 ) -> None:
@@ -150,12 +159,7 @@ async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
         await follower.persist()
         follower.store.is_full = True
         await follower.receive(b"4")
-        asked_before = len(follower.starts)
-        with pytest.raises(DiskFullError):
-            await follower.assign(Assignment("c", {"b": ""}))
-        await trio.sleep(REPLICATION_RETRY_S)
-        assert follower.starts[asked_before:]
-        assert set(follower.starts[asked_before:]) == {3}
+        assert await starts_after_a_full_disk(follower) == {3}
 
 
 async def test_a_full_disk_takes_a_replica_back_to_what_a_rollback_left(
@@ -168,12 +172,7 @@ async def test_a_full_disk_takes_a_replica_back_to_what_a_rollback_left(
         await follower.lose(2)
         assert follower.store.is_full
         assert follower.partition.high_seq == 2
-        asked_before = len(follower.starts)
-        with pytest.raises(DiskFullError):
-            await follower.assign(Assignment("c", {"b": ""}))
-        await trio.sleep(REPLICATION_RETRY_S)
-        assert follower.starts[asked_before:]
-        assert set(follower.starts[asked_before:]) == {2}
+        assert await starts_after_a_full_disk(follower) == {2}
 
 
 async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: MockClock) -> None:
@@ -186,14 +185,14 @@ async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: Mo
         follower.partition.mutate(batch_of(Chunk.build(rows)), now=NOW)
         await follower.disk.flusher.wait_until_persisted(follower.partition, SeqNo(5))
         leases = follower.disk.leases
-        kept = await leases.acquire(0, "reader", [(PARTITION, 0, 2)], 3600)
-        broken = await leases.acquire(0, "reader", [(PARTITION, 0, 5)], 3600)
+        whole_lease = await leases.acquire(0, "reader", [(PARTITION, 0, 2)], 3600)
+        broken_lease = await leases.acquire(0, "reader", [(PARTITION, 0, 5)], 3600)
         await follower.assign(Assignment("a", {"b": ""}))
         await follower.persist()
         assert follower.partition.high_seq == 2
-        assert leases.get_whole(kept.lease_id) == kept
+        assert leases.get_whole(whole_lease.lease_id) == whole_lease
         with pytest.raises(ServerError) as refused:
-            leases.get_whole(broken.lease_id)
+            leases.get_whole(broken_lease.lease_id)
         assert refused.value.status is Status.RANGE_GONE
 
 

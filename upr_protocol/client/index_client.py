@@ -311,7 +311,7 @@ class IndexClient:
             "timeout_s": timeout_s,
         }
         if "ranges" in options:
-            query["ranges"] = [_range(each) for each in options["ranges"]]
+            query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
         body = msgspec.json.encode(query)
         return _decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
 

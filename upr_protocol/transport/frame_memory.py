@@ -12,6 +12,7 @@ import mmap
 from typing import Final
 
 from upr_protocol.chunk import Buffer
+from upr_protocol.wire.frame import TRUSTED_BYTES_MAX
 
 BLOCK_BYTES: Final = 256 * 1024
 """Most chunks are shorter. Longer ones get memory of their own."""
@@ -20,19 +21,17 @@ BLOCKS: Final = 4
 """Mostly no more bodies than this are between the reader and the application. An application that
 keeps bodies for long holds these few blocks, and of other bodies only what they need."""
 
-MAPPED_BYTES_MIN: Final = 1024 * 1024
-"""From this size on, memory is mapped: its pages are made when bytes are put into them. A bytearray
-is zeroed when it is made, so it has all its pages at once."""
-
 
 def new_memory(size: int) -> Buffer:
-    """`size` writable bytes.
+    """`size` writable bytes. The memory of a large body is mapped: its pages are made when bytes
+    are put into them.
 
     Raises:
         OSError: The system has no memory.
     """
-    if size < MAPPED_BYTES_MIN:
+    if size <= TRUSTED_BYTES_MAX:
         return bytearray(size)
+    # A bytearray is zeroed when it is made, so it has all its pages at once.
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 

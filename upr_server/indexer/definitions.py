@@ -65,7 +65,7 @@ class _Entries:
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         """The encoded keys, each with the document's key behind it, and the included values."""
         encoded, included = self._extractor.entries(change.key, change.document)
-        return [each + change.key for each in encoded], included
+        return [encoded_key + change.key for encoded_key in encoded], included
 
 
 @attrs.define(eq=False)

@@ -143,17 +143,11 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         Raises:
             QueryError: A summary has a limit or a continuation, or `at_least` names no changes.
         """
-        for place, is_given in (
-            ("limit", self.limit is not None),
-            (
-                "continuation",
-                bool(self.continuation),
-            ),
-        ):
-            if self.is_summary and is_given:
-                raise QueryError(
-                    place, f"`count`, `min` and `max` exclude `{place}`; leave out one of them"
-                )
+        if self.is_summary and (self.limit is not None or self.continuation):
+            place = "continuation" if self.limit is None else "limit"
+            raise QueryError(
+                place, f"`count`, `min` and `max` exclude `{place}`; leave out one of them"
+            )
         if self.consistency == "at_least" and not self.written:
             raise QueryError(
                 "written", "consistency `at_least` needs at least one change; name it, or ask `any`"
@@ -180,16 +174,16 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             ranges = [_key_range("", self, part_count)]
         elif self.prefix is None and self.low is None and self.high is None:
             ranges = [
-                _key_range(f"ranges[{number}].", each, part_count)
-                for number, each in enumerate(self.ranges)
+                _key_range(f"ranges[{number}].", bounds, part_count)
+                for number, bounds in enumerate(self.ranges)
             ]
         else:
             raise QueryError("ranges", "name ranges, or prefix, low and high, and not both")
         if self.continuation:
             remainder = self._remainder(part_count)
             ranges = [
-                KeyRange(max(each.low, remainder.low), min(each.high, remainder.high))
-                for each in ranges
+                KeyRange(max(key_range.low, remainder.low), min(key_range.high, remainder.high))
+                for key_range in ranges
             ]
         return Selection(_disjoint(ranges), self.descending, self.distinct)
 
@@ -242,13 +236,14 @@ def _key_range(place: str, bounds: Query | Range, part_count: int) -> KeyRange:
 def _disjoint(ranges: Iterable[KeyRange]) -> tuple[KeyRange, ...]:
     """The same keys in ranges that do not meet, the lowest first."""
     disjoint: list[KeyRange] = []
-    for each in sorted(ranges, key=lambda key_range: key_range.low):
-        if each.low >= each.high:
+    for key_range in sorted(ranges, key=lambda key_range: key_range.low):
+        if key_range.low >= key_range.high:
             continue
-        if disjoint and each.low <= disjoint[-1].high:
-            previous = disjoint.pop()
-            each = KeyRange(previous.low, max(previous.high, each.high))
-        disjoint.append(each)
+        if disjoint and key_range.low <= disjoint[-1].high:
+            high = max(disjoint[-1].high, key_range.high)
+            disjoint[-1] = KeyRange(disjoint[-1].low, high)
+        else:
+            disjoint.append(key_range)
     return tuple(disjoint)
 
 
