@@ -218,6 +218,7 @@ def test_every_decision_carries_its_reason(
     ("complete", "purge", "expected"),
     [
         (0, 5, Start(ZERO, ZERO, Reason.SAME_HISTORY)),
+        (1, 2, RollBack(ZERO, Reason.PURGED)),
         (4, 5, RollBack(ZERO, Reason.PURGED)),
         (5, 5, Start(SeqNo(5), ZERO, Reason.SAME_HISTORY)),
     ],

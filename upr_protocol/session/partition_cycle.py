@@ -41,13 +41,13 @@ class PartitionCycle:
             was streamed or skipped in this cycle.
     """
 
-    __slots__ = ("_ready", "_sent", "completed", "current", "next_partition")
+    __slots__ = ("_announced", "_ready", "completed", "current", "next_partition")
 
     def __init__(self) -> None:
         self._ready = 0
         """Bit n: partition n has something to send."""
-        self._sent = False
-        """Whether this cycle sent anything."""
+        self._announced = True
+        """Whether the end of this cycle is announced: it sent anything, or it is the first."""
         self.completed = 0
         self.current: PartitionId | None = None
         self.next_partition = 0
@@ -79,7 +79,7 @@ class PartitionCycle:
         assert self.current is None, "the previous partition's turn has not ended"
         ready_ahead = self._ready >> self.next_partition
         if not ready_ahead:
-            if self._sent or self.completed == 0:
+            if self._announced:
                 self._complete_cycle()
                 return CycleCompleted(self.completed)
             if not self._ready:
@@ -98,10 +98,10 @@ class PartitionCycle:
     def begin(self) -> None:
         """A snapshot of the current partition begins."""
         assert self.current is not None, "the cycle is at no partition"
-        self._sent = True
+        self._announced = True
 
     def _complete_cycle(self) -> None:
-        self._sent = False
+        self._announced = False
         self.completed += 1
         self.next_partition = 0
 

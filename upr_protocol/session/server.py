@@ -241,8 +241,7 @@ class ServerSession(Session):
     def _leave(self, partition: PartitionId) -> None:
         # If it had the turn, the cycle has passed it now, and barriers may be due.
         self._cycle.remove(partition)
-        if self.state is SessionState.STREAMING:
-            self._return_due()
+        self._return_due()
 
     def _greet(self, hello: Hello) -> None:
         self.send(

@@ -461,7 +461,7 @@ def portrait(session: Session) -> dict[str, Any]:
             cycle._ready,
             cycle.current,
             cycle.barrier_position,
-            cycle._sent,
+            cycle._announced,
         )
         attributes["queue"] = list(session._barrier_queue._queue)
     if isinstance(session, ClientSession):

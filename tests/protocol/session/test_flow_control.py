@@ -38,6 +38,7 @@ from upr_protocol.limits import (
     WINDOW_BYTES_MIN,
 )
 from upr_protocol.session import ClientSession, ServerSession, Session, SessionState
+from upr_protocol.session.rules import CREDIT_MESSAGES, WINDOW_MESSAGES
 from upr_protocol.session.states import SESSION
 from upr_protocol.wire import (
     HEADER_BYTES,
@@ -57,6 +58,8 @@ from upr_protocol.wire import (
     Noop,
     Open,
     Opened,
+    PartitionChunk,
+    PartitionSnapshot,
     Refusal,
     Stats,
     StatsReply,
@@ -77,6 +80,12 @@ def refused_by_both(said: Session, heard: Session, message: Message, status: Sta
     after = portrait(heard)
     for part in ("hello", "agreed", "streams", "window", "credit", "barriers", "requests"):
         assert after[part] == before[part]
+
+
+def test_the_window_and_the_credit_count_these_messages() -> None:
+    # The protocol document names them from here.
+    assert list(WINDOW_MESSAGES) == [PartitionChunk, PartitionSnapshot]
+    assert list(CREDIT_MESSAGES) == [Mutate]
 
 
 # The window.

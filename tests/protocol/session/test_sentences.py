@@ -7,10 +7,11 @@ from typing import Final
 
 import pytest
 
-from tests.protocol.session.kit import SAMPLES
-from upr_protocol.errors import RemoteProtocolError
+from tests.protocol.session.kit import SAMPLES, Pair, chunk, hello, start
+from upr_protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from upr_protocol.ids import PartitionId
-from upr_protocol.wire import MESSAGES, Message
+from upr_protocol.session import ClientSession, SessionState
+from upr_protocol.wire import MESSAGES, Barrier, BarrierReply, Message
 
 PYTHON: Final = re.compile(
     r"unpack|codec|Error\b|position \d|valid [A-Z]|out of range|None\b|\bb'|struct|construct|"
@@ -55,3 +56,41 @@ def test_a_position_that_cannot_be_says_what_contradicts_what(
     body = head + b"".join(number.to_bytes(8, "little") for number in numbers) + bytes(2)
     with pytest.raises(RemoteProtocolError, match=sentence):
         stream.parse(body, PartitionId(0), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        ((), "the client speaks versions none; this server speaks 1"),
+        ((2, 3), "the client speaks versions 2, 3; this server speaks 1"),
+    ],
+)
+def test_a_version_that_is_refused_says_what_either_side_speaks(
+    versions: tuple[int, ...], sentence: str
+) -> None:
+    client = Pair.in_state(SessionState.GREETING).client
+    with pytest.raises(ProtocolError, match=f"^Hello: {sentence}$"):
+        client.send(hello(versions=versions))
+
+
+@pytest.mark.parametrize(
+    ("opened", "oldest"), [([], "none"), ([b"\x0a"], "0a"), ([b"\x0b", b"\x0a"], "0b")]
+)
+def test_a_barrier_out_of_order_names_the_oldest(opened: list[bytes], oldest: str) -> None:
+    pair = Pair.in_state(SessionState.STREAMING)
+    pair.client_says(*map(Barrier, opened))
+    with pytest.raises(LocalProtocolError, match=f"oldest open barrier has {oldest}$"):
+        pair.server.send(BarrierReply(b"\x0c", ()))
+
+
+def test_an_acknowledgement_of_too_much_says_how_much_was_received() -> None:
+    pair = Pair.in_state(SessionState.STREAMING)
+    pair.accept(3, 9)
+    pair.turn(3)
+    pair.server_says(start(3, 9, 0, 10), chunk(3, 9, 0, 10))
+    client: ClientSession = pair.client
+    bytes_received = client.window.used
+    client.acknowledge(10)
+    sentence = f"cannot acknowledge {bytes_received} bytes of the {bytes_received - 10} received"
+    with pytest.raises(LocalProtocolError, match=sentence):
+        client.acknowledge(bytes_received)

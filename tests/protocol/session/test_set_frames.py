@@ -207,3 +207,32 @@ def test_no_set_is_read_where_none_may_come() -> None:
     assert session.read_sets(PARTITIONS) is not None
     session._requests = dict.fromkeys(range(10, 10 + REQUESTS_OPEN_MAX), Seqnos)
     assert session.read_sets(PARTITIONS) is None
+
+
+def _readable(
+    session: ServerSession, sent: list[Mutate], credit: int, in_use: list[int]
+) -> list[int]:
+    """The opaques of the sets that may come now: each while credit is left, none that is in use."""
+    session.receive(encoded(*sent), 0.0)
+    opaques: list[int] = []
+    for message in sent:
+        if credit <= 0 or message.opaque in in_use:
+            break
+        credit -= len(encoded(message))
+        opaques.append(message.opaque)
+    return opaques
+
+
+@given(
+    opaques=st.lists(st.integers(0, 9), min_size=1, max_size=10, unique=True),
+    credit=st.integers(0, 2_000),
+    in_use=st.lists(st.integers(0, 9), unique=True, max_size=3),
+)
+def test_as_many_sets_are_read_as_may_come_now(
+    opaques: list[int], credit: int, in_use: list[int]
+) -> None:
+    session = opened(credit=credit, in_use=in_use)
+    sent = [single(opaque % PARTITIONS, opaque, 1) for opaque in opaques]
+    expected = _readable(session, sent, credit, in_use)
+    sets = session.read_sets(PARTITIONS)
+    assert ([frame.opaque for frame in sets.frames] if sets else []) == expected

@@ -374,6 +374,8 @@ def test_only_positions_that_a_client_can_have_are_said() -> None:
         with pytest.raises(LocalProtocolError):
             pair.client.send(stream(3, 9, position))
     assert portrait(pair.client) == before
+    # The snapshot was announced, and nothing of it has come.
+    pair.client_says(stream(3, 9, _position(10, 10, begin=10, until=20)))
 
 
 # Streams that end.
@@ -411,6 +413,20 @@ def test_frames_of_a_closed_stream_must_still_be_in_order() -> None:
     pair = _pair("CLOSING", crossing=True)
     pair.client.receive(encoded(chunk(3, 9, 11, 12)), 0.0)
     assert_refused(pair.client, Status.MALFORMED)
+
+
+@pytest.mark.parametrize(("until", "is_refused"), [(19, True), (20, False)])
+def test_a_whole_snapshot_of_a_closed_stream_reaches_the_end_announced(
+    until: int, is_refused: bool
+) -> None:
+    pair = _stand("SOME")
+    pair.client.send(close_stream(3, 9))
+    taken(pair.client)
+    pair.client.receive(encoded(snapshot(3, 9, 15, until)), 0.0)
+    if is_refused:
+        assert_refused(pair.client, Status.MALFORMED)
+    else:
+        assert list(pair.client.events()) == []
 
 
 def test_closing_and_ending_may_cross() -> None:
@@ -482,6 +498,21 @@ def test_a_stream_record_begins_at_the_client_s_position() -> None:
 
 
 # Turns.
+
+
+def test_a_stream_that_ends_in_its_turn_lets_due_barriers_go() -> None:
+    for ends_it in ("client", "server"):
+        pair = _pair("BETWEEN", crossing=False)
+        pair.client_says(Barrier(b"now"))
+        pair.server.ready(PartitionId(3))
+        pair.server.end_turn()
+        assert pair.server.next_partition() == 3
+        message = close_stream(3, 9)
+        heard = pair.client_says(message) if ends_it == "client" else []
+        assert heard == ([message] if ends_it == "client" else [])
+        if ends_it == "server":
+            pair.server.send(stream_end(3, 9))
+        assert [m.cookie for m in pair.to_client() if isinstance(m, BarrierReply)] == [b"now"]
 
 
 def test_only_the_partition_whose_turn_it_is_sends_a_snapshot() -> None:
