@@ -13,6 +13,7 @@ import attrs
 
 from upr_protocol.errors import UprError
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX
+from upr_protocol.security import UNPROTECTED, Security
 
 PORT_DEFAULT: Final = 12000
 """Where a server listens unless it is told otherwise."""
@@ -31,15 +32,17 @@ class Address:
         port: 1 to 65,535.
         bucket: The bucket's name; empty when none is named.
         others: More nodes that hold the bucket, as host and port.
+        security: How links to it are protected; the same for all nodes.
     """
 
     host: str
     port: int
     bucket: str = ""
     others: tuple[tuple[str, int], ...] = ()
+    security: Security = UNPROTECTED
 
     @classmethod
-    def parse(cls, url: str) -> Self:
+    def parse(cls, url: str, security: Security = UNPROTECTED) -> Self:
         """The address in `url`; the ports may be left out, the bucket too.
 
         Raises:
@@ -59,17 +62,27 @@ class Address:
             raise _wrong(url, "a bucket's name has no slash")
         if len(bucket.encode()) > BUCKET_NAME_BYTES_MAX:
             raise _wrong(url, f"a bucket's name is at most {BUCKET_NAME_BYTES_MAX} bytes")
-        return cls(*first, bucket, tuple(others))
+        return cls(*first, bucket, tuple(others), security)
 
     def each(self) -> list[Self]:
         """An address for each node that it names."""
         nodes = ((self.host, self.port), *self.others)
-        return [type(self)(host, port, self.bucket) for host, port in dict.fromkeys(nodes)]
+        return [self._at(*node) for node in dict.fromkeys(nodes)]
 
     def of_node(self, node: str) -> Self:
         """The same bucket at another node, which is given as HOST:PORT."""
-        host, port = _node(f"upr://{node}", node)
-        return type(self)(host, port, self.bucket)
+        return self._at(*_node(f"upr://{node}", node))
+
+    @classmethod
+    def of_bucket(cls, node: str, bucket: str, security: Security) -> Self:
+        """A bucket at a node, which is given as HOST:PORT."""
+        return cls(*_node(f"upr://{node}", node), bucket, security=security)
+
+    @property
+    def host_ports(self) -> str:
+        """The nodes that it names, as HOST:PORT, with commas between them."""
+        nodes = ((self.host, self.port), *self.others)
+        return ",".join(_node_text(*node) for node in nodes)
 
     def with_bucket(self) -> Self:
         """This address, when it names a bucket.
@@ -81,9 +94,11 @@ class Address:
             raise _wrong(str(self), "the bucket is missing")
         return self
 
+    def _at(self, host: str, port: int) -> Self:
+        return attrs.evolve(self, host=host, port=port, others=())
+
     def __str__(self) -> str:
-        nodes = ((self.host, self.port), *self.others)
-        return f"upr://{','.join(_node_text(*node) for node in nodes)}/{self.bucket}"
+        return f"upr://{self.host_ports}/{self.bucket}"
 
 
 def _node(url: str, text: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_protocol.client import Address, AddressError
+from upr_protocol.security import Security, TlsSettings
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,18 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
             Address.parse(url)
         except AddressError:
             continue
+
+
+def test_every_address_made_of_one_is_protected_as_it_is() -> None:
+    security = Security(TlsSettings(ca_file="ca.pem"))
+    address = Address.parse("upr://a:1,b:2/bucket", security)
+    others = [*address.each(), address.of_node("c:3"), address.with_bucket()]
+    others.append(Address.of_bucket("c:3", "bucket", security))
+    assert [other.security for other in others] == [security] * 5
+
+
+def test_the_nodes_are_told_as_host_and_port() -> None:
+    assert Address.parse("upr://[::1]:5,b:2/bucket").host_ports == "[::1]:5,b:2"
 
 
 def test_each_node_has_an_address_of_its_own() -> None:

@@ -61,10 +61,13 @@ class MapExchange:
     def _identity(self) -> str:
         return f"node:{self._partition_maps.node}"
 
+    def _address(self, host_port: str, bucket: str) -> Address:
+        return Address.of_bucket(host_port, bucket, self._partition_maps.system.security)
+
     def _other_nodes(self) -> Iterator[Address]:
         for partition_map in self._partition_maps.maps():
             for host_port in self._partition_maps.other_nodes(partition_map.bucket).values():
-                yield _address(host_port, partition_map.bucket)
+                yield self._address(host_port, partition_map.bucket)
 
     async def _ask_next(self, connections: NodeConnections, bucket: str) -> None:
         """Asks the next of the bucket's other nodes, and adopts its map if that is newer."""
@@ -117,7 +120,7 @@ class MapExchange:
         node's."""
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
-                status = await connections.status(_address(host_port, bucket))
+                status = await connections.status(self._address(host_port, bucket))
                 own_map = self._partition_maps.map_of(bucket)
                 if status.node != name:
                     self._warn_once(
@@ -150,7 +153,7 @@ class MapExchange:
             node=name,
         )
         node = NodeClient(
-            _address(host_port, own_map.bucket),
+            self._address(host_port, own_map.bucket),
             identity=self._identity,
             dial=self._partition_maps.system.dial,
         )
@@ -237,7 +240,3 @@ class NodeConnections:
                     # It may have been replaced by then.
                     if self._connections.get(address) is connection:
                         del self._connections[address]
-
-
-def _address(host_port: str, bucket: str) -> Address:
-    return Address.parse(f"upr://{host_port}/{bucket}")

@@ -231,7 +231,7 @@ class PartitionMaps:
                 `set_map` raises.
         """
         node = NodeClient(
-            Address.parse(f"upr://{address}/{bucket}"),
+            Address.of_bucket(address, bucket, self.system.security),
             identity=f"node:{self.node}",
             dial=self.system.dial,
         )

@@ -11,6 +11,7 @@ import structlog
 import trio
 
 from upr_protocol.client import (
+    Address,
     AnswersReceived,
     ChunkReceived,
     Event,
@@ -104,8 +105,8 @@ class Replicator:
         self._dropped_because = ""
 
     @property
-    def _url(self) -> str:
-        return f"upr://{self.source.address}/{self._disk.bucket.name}"
+    def _address(self) -> Address:
+        return Address.of_bucket(self.source.address, self._disk.bucket.name, self._system.security)
 
     def _partition(self, partition_id: PartitionId) -> Partition:
         return self._partitions[partition_id]
@@ -160,7 +161,7 @@ class Replicator:
         while True:
             try:
                 async with consume_as_replica(
-                    self._url,
+                    self._address,
                     partitions=partitions,
                     state=state,
                     resume=_DiskResume(self, partitions),

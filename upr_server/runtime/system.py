@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 import attrs
 
 from upr_protocol.ids import HistoryId
+from upr_protocol.security import UNPROTECTED, Security
 from upr_protocol.transport import Dial, dial_tcp
 from upr_server.runtime.listeners import BoundListeners, bind_tcp
 
@@ -24,6 +25,7 @@ class System:
         random_bits: Draws so many bits that nobody can guess.
         draw: Draws from [0, 1), for the waits between attempts.
         dial: Connects to another server.
+        security: How links to other servers are protected.
         bind: Listens at `HOST:PORT` for as long as the context.
     """
 
@@ -31,6 +33,7 @@ class System:
     random_bits: Callable[[int], int] = secrets.randbits
     draw: Callable[[], float] = random.random
     dial: Dial = dial_tcp
+    security: Security = UNPROTECTED
     bind: Callable[[str], AbstractAsyncContextManager[BoundListeners]] = bind_tcp
 
     def new_id(self) -> HistoryId:

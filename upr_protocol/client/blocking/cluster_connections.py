@@ -137,7 +137,7 @@ class BlockingClusterConnections:
         options = attrs.evolve(self._options, connect_timeout_s=timeout_s)
         for address in metadata.known_nodes():
             with suppress(UprError):
-                connection = BlockingConnection(Address(address.host, address.port), options)
+                connection = BlockingConnection(attrs.evolve(address, bucket=""), options)
                 try:
                     self._ask_map(connection)
                 finally:

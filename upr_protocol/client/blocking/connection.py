@@ -78,6 +78,8 @@ class BlockingConnection:
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:
+        if address.security.tls is not None:
+            raise BrokenError(f"cannot connect to {address}: this version cannot encrypt")
         self._clock = options.clock
         deadline = self._clock() + options.connect_timeout_s
         try:

@@ -256,9 +256,10 @@ class Operator:
         if not any(report.partitions for report in reports.values()):
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {bucket!r}")
         if newest_map is None:
-            where = str(entry.address).removeprefix("upr://").partition("/")[0]
             count = len(entry.partitions)
-            newest_map = PartitionMap.of_one(bucket, count, entry.name, where, revision=0)
+            newest_map = PartitionMap.of_one(
+                bucket, count, entry.name, entry.address.host_ports, revision=0
+            )
         return Survey(bucket, entry.name, newest_map, reports)
 
 

@@ -333,6 +333,8 @@ async def open_connection(
 
 
 async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio.abc.Stream:
+    if address.security.tls is not None:
+        raise BrokenError(f"cannot connect to {address}: this version cannot encrypt")
     with trio.CancelScope(deadline=deadline):
         try:
             return await options.dial(address)

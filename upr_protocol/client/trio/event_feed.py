@@ -195,7 +195,8 @@ class EventFeed:
                     node = status.node
                     if status.map is not None:
                         addresses |= status.map.nodes
-        return node, {name: Address.parse(f"upr://{place}") for name, place in addresses.items()}
+        of_node = channel.connection.address.of_node
+        return node, {name: of_node(place) for name, place in addresses.items()}
 
     def _follow_named_nodes(self) -> None:
         """Follows the nodes that maps name now, and no others."""

@@ -38,7 +38,7 @@ class ReplicaConsumer(Consumer):
 
 @asynccontextmanager
 async def consume_as_replica(
-    target: str,
+    target: str | Address,
     *,
     partitions: Sequence[int] | None = None,
     state: PartitionState,
@@ -58,7 +58,7 @@ async def consume_as_replica(
     )
     async with open_consumer(
         ReplicaConsumer,
-        Address.parse(target),
+        Address.parse(target) if isinstance(target, str) else target,
         subscription,
         ClusterOptions(TrioOptions(**options), retry_timeout_s, by_map=False),
         resume=resume,

@@ -1,0 +1,43 @@
+"""How a link to a server is protected. Whoever connects gives it once, with the address."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+
+@attrs.frozen
+class TlsSettings:
+    """How a link is encrypted, and which certificates count. All files are in PEM form.
+
+    Attributes:
+        ca_file: The authorities that may have signed the other side's certificate; empty for those
+            that the system trusts.
+        certificate_file: This side's own certificate, with those between it and its authority;
+            empty for none.
+        key_file: The key of that certificate; empty if it is in the same file.
+        is_verified: Whether the other side must prove who it is. If not, anybody who is in between
+            can read and change everything.
+        allows_tls_1_2: Whether TLS 1.2 is accepted beside 1.3.
+    """
+
+    ca_file: str = ""
+    certificate_file: str = ""
+    key_file: str = ""
+    is_verified: bool = True
+    allows_tls_1_2: bool = False
+
+
+@attrs.frozen
+class Security:
+    """How a link is protected.
+
+    Attributes:
+        tls: How it is encrypted; None if it is not.
+    """
+
+    tls: TlsSettings | None = None
+
+
+UNPROTECTED: Final = Security()
