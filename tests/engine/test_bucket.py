@@ -20,6 +20,7 @@ from upr_server.engine import (
     WriterToken,
     batch_of,
 )
+from upr_server.engine.bucket import FREED_SNAPSHOTS_MAX
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN
 
 
@@ -140,6 +141,22 @@ def test_a_bucket_short_of_memory_frees_what_the_disk_has_before_it_refuses_cred
     assert bucket.free_memory() is MemoryAction.NOTHING
     assert bucket.memory_action() is MemoryAction.NOTHING
     assert partition.snapshots.oldest == 900
+
+
+def test_one_step_frees_a_bounded_number_of_snapshots() -> None:
+    bucket = new_buckets().create("many", 200, QUOTA_BYTES_MIN)
+    for partition in bucket.partitions:
+        put(partition, b"key", value=bytes(7000))
+        persist(partition)
+    freed_counts = []
+    while bucket.memory_policy.is_short(bucket.memory):
+        before = sum(not partition.snapshots.oldest for partition in bucket.partitions)
+        assert bucket.free_memory() is MemoryAction.FREE
+        freed_counts.append(
+            before - sum(not partition.snapshots.oldest for partition in bucket.partitions)
+        )
+    assert max(freed_counts) == FREED_SNAPSHOTS_MAX
+    assert len(freed_counts) > 1
 
 
 def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:

@@ -1,11 +1,10 @@
-"""The small structures: hash table, counters, expiry index, publisher answers, memory, quota."""
+"""The small structures: hash table, counters, publisher answers, memory, quota."""
 
 from __future__ import annotations
 
 from upr_protocol.chunk import Mutation, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import MemoryAccount, MemoryPolicy, WriterToken
-from upr_server.engine.expiry import CLEAN_MIN, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.publisher_answers import (
     ANSWER_BYTES,
@@ -94,37 +93,6 @@ def test_counters_stay_in_order() -> None:
     for seq in (2, 7, 9):
         counters.remove(seq)
     assert (len(counters), memory.counters) == (0, 0)
-
-
-# The expiry index.
-
-
-def test_stale_entries_are_ignored() -> None:
-    table = HashTable(MemoryAccount())
-    index = ExpiryIndex(table, MemoryAccount())
-    for number, (key, expiry) in enumerate([(b"a", 30), (b"b", 10), (b"c", 20)], 1):
-        table.put(key, number)
-        index.add(expiry, number, key)
-    table.put(b"b", 4, is_tombstone=True)
-    assert index.next_expiry() == 20
-    assert not index.is_due(19.9)
-    assert index.take(19.9) is None
-    assert index.is_due(20)
-    assert index.take(25) == b"c"
-    assert index.take(25) is None
-    assert index.next_expiry() == 30
-    index.check_invariants()
-
-
-def test_the_expiry_index_does_not_grow_with_stale_entries() -> None:
-    table, memory = HashTable(MemoryAccount()), MemoryAccount()
-    index = ExpiryIndex(table, memory)
-    for number in range(1, 20_000):
-        table.put(b"k", number)
-        index.add(1000 + number, number, b"k")
-    assert len(index) <= CLEAN_MIN + 2
-    assert memory.expiries == index.nbytes
-    index.check_invariants()
 
 
 # Answers to publishers.

@@ -155,8 +155,9 @@ class Upkeep:
             for number, partition in enumerate(bucket.partitions, 1):
                 if bucket not in self._disks:
                     break  # deleted at a checkpoint
-                # A step expires a few items; a partition that is not active expires none.
-                await _repeat(partial(partition.expire, now))
+                while partition.has_expired(now):
+                    partition.expire(now)  # a few items
+                    await trio.lowlevel.checkpoint()
                 evict = partition.eviction.evict_tombstones
                 await _repeat(partial(evict, TOMBSTONES_STEP, partition.high_seq))
                 # Small snapshots would else wait for more of them.

@@ -113,12 +113,15 @@ class KeyEviction:
 
     def evict(self, budget: int) -> int:
         """Goes on with a sweep of the table, or begins one: looks at `budget` keys, and forgets
-        those that the disk's index knows.
+        those that the disk's index knows. After a sweep it removes their expiry times, too.
 
         Returns:
-            How many were looked at; 0 when no key can be forgotten until more is indexed.
+            How many were looked at; 0 when nothing can be forgotten until more is indexed.
         """
         if not self._sweep_left:
+            cleaned = self._clean_expiries(budget)
+            if cleaned:
+                return cleaned
             through = self.pinned
             if through == self._sweep_through:
                 return 0  # the last sweep forgot all that this one could
@@ -134,10 +137,15 @@ class KeyEviction:
         # A pin given since the sweep began allows no less than those that were there then.
         if self._table.evict(self._sweep_through, looked_at):
             self.has_evicted = self._has_stale_expiries = True
-        if not self._sweep_left and self._has_stale_expiries:
-            self._has_stale_expiries = False
-            self._expiries.clean()
         return looked_at
+
+    def _clean_expiries(self, budget: int) -> int:
+        """Goes on removing the evicted keys from the index of expiry times. Returns how many of
+        `budget` entries it has looked at; 0 when there is nothing to remove."""
+        if self._has_stale_expiries and not self._expiries.is_cleaning:
+            self._has_stale_expiries = False
+            self._expiries.begin_cleaning()
+        return self._expiries.clean(budget)
 
     def evict_tombstones(self, budget: int, high: SeqNo) -> int:
         """Goes on with a sweep of the table for tombstones, or begins one if the index knows all

@@ -3,12 +3,17 @@
 A heap with an entry for each item stored with an expiry time. An entry stays when its item is
 superseded: the hash table tells which are stale. A stale entry is ignored when its time comes, and
 the heap is cleaned when they come to outnumber the others.
+
+**Cleaning** goes in steps, as a heap of 300,000 entries takes 50 ms. The heap is set aside, and a
+new one begins. Each step takes entries off the end of the old heap, which stays a heap by that, and
+puts those that are not stale into the new one. Meanwhile the first of all is the first of one of
+the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Final
 
 from upr_server.engine.hash_table import HashTable
@@ -20,6 +25,15 @@ EXPIRY_BYTES: Final = 130
 CLEAN_MIN: Final = 1024
 """Additions between two cleanings, at least."""
 
+CLEAN_STEP: Final = 2
+"""Entries that an addition looks at while the heap is being cleaned. So cleaning ends before the
+new heap is half as long as the old one was."""
+
+STALE_MAX: Final = 64
+"""Stale entries that one question removes: at 1 to 2 µs each."""
+
+_Entry = tuple[int, int, bytes]
+
 
 class ExpiryIndex:
     """When each item expires.
@@ -29,86 +43,142 @@ class ExpiryIndex:
         memory: What the bucket holds.
     """
 
-    __slots__ = ("_clean_at", "_heap", "_memory", "_table")
+    __slots__ = ("_clean_at", "_heap", "_live_count", "_memory", "_old_heap", "_table")
 
     def __init__(self, table: HashTable, memory: MemoryAccount) -> None:
         self._table = table
         self._memory = memory
-        self._heap: list[tuple[int, int, bytes]] = []
+        self._heap: list[_Entry] = []
+        # What is left of the heap that is being cleaned, and how many entries were kept of it.
+        self._old_heap: list[_Entry] = []
+        self._live_count = 0
         self._clean_at = CLEAN_MIN
 
     def __len__(self) -> int:
         """Entries, stale ones too."""
-        return len(self._heap)
+        return len(self._heap) + len(self._old_heap)
 
     def add(self, expiry: int, seq: int, key: bytes) -> None:
-        """Enters the item with this number, which the table has already. O(log entries).
-
-        Cleaning, O(entries), comes after as many additions.
-        """
+        """Enters the item with this number, which the table has already. O(log entries)."""
         heappush(self._heap, (expiry, seq, key))
-        self._memory.expiries += EXPIRY_BYTES
-        if len(self._heap) > self._clean_at:
-            self.clean()
+        self._has_added(1)
 
     def add_all(self, expiries: Sequence[int], first: int, keys: Sequence[bytes]) -> None:
-        """Enters a run of items, those with an expiry time of 0 excepted."""
+        """Enters a run of items, those with an expiry time of 0 excepted. O(items log entries)."""
+        heap, count_before = self._heap, len(self._heap)
         for seq, (expiry, key) in enumerate(zip(expiries, keys, strict=True), first):
             if expiry:
-                self.add(expiry, seq, key)
+                heappush(heap, (expiry, seq, key))
+        self._has_added(len(heap) - count_before)
+
+    def _has_added(self, count: int) -> None:
+        self._memory.expiries += EXPIRY_BYTES * count
+        if self._old_heap:
+            self.clean(CLEAN_STEP * count)
+        elif len(self._heap) > self._clean_at:
+            self.begin_cleaning()
+
+    def _first_heap(self) -> list[_Entry]:
+        """The heap that has the first entry of all; it is empty when there is none."""
+        heap, old_heap = self._heap, self._old_heap
+        return old_heap if old_heap and (not heap or old_heap[0] < heap[0]) else heap
 
     def next_expiry(self) -> int | None:
-        """When the next item expires, in seconds since 1970; None when none will.
+        """No item expires before this, in seconds since 1970; None when none will expire.
 
-        O(log entries) for each stale entry on top, which goes.
+        It is when the next item expires, unless more than `STALE_MAX` stale entries come before
+        that. These are removed. O(log entries).
         """
-        heap, holds_item = self._heap, self._table.holds_item
-        while heap and not holds_item(heap[0][2], heap[0][1]):
+        holds_item = self._table.holds_item
+        for _ in range(STALE_MAX):
+            heap = self._first_heap()
+            if not heap:
+                return None
+            if holds_item(heap[0][2], heap[0][1]):
+                return heap[0][0]
             heappop(heap)
             self._memory.expiries -= EXPIRY_BYTES
+        heap = self._first_heap()
         return heap[0][0] if heap else None
 
     def is_due(self, now: float) -> bool:
-        """Whether an item has expired and `take` has not given it yet."""
-        return bool(self._heap) and self._heap[0][0] <= now and self._is_still_due(now)
-
-    def _is_still_due(self, now: float) -> bool:
+        """Whether `take` has something to do: an item has expired, or may have. It is true without
+        one only where more than `STALE_MAX` stale entries are due. O(log entries)."""
+        heap = self._first_heap()
+        if not heap or heap[0][0] > now:
+            return False
         expiry = self.next_expiry()
         return expiry is not None and expiry <= now
 
-    def take(self, now: float) -> bytes | None:
-        """The key of an item that has expired, which leaves the index; None when none has."""
-        if not self.is_due(now):
-            return None
-        self._memory.expiries -= EXPIRY_BYTES
-        return heappop(self._heap)[2]
+    def take(self, now: float, entries_max: int) -> list[bytes]:
+        """The keys of items that have expired, by their times; they leave the index.
 
-    def clean(self) -> None:
-        """Removes the stale entries. O(entries).
-
-        `add` calls it when there may be many; the caller must when the table has evicted keys.
+        O(entries_max log entries). It ends early after so many entries, stale ones too: see
+        `is_due`.
         """
         holds_item = self._table.holds_item
-        before = len(self._heap)
-        self._heap = [entry for entry in self._heap if holds_item(entry[2], entry[1])]
-        heapify(self._heap)
-        self._memory.expiries -= EXPIRY_BYTES * (before - len(self._heap))
-        self._clean_at = 2 * len(self._heap) + CLEAN_MIN
+        keys: list[bytes] = []
+        for entry_count in range(entries_max):
+            heap = self._first_heap()
+            if not heap or heap[0][0] > now:
+                self._memory.expiries -= EXPIRY_BYTES * entry_count
+                return keys
+            _, seq, key = heappop(heap)
+            if holds_item(key, seq):
+                keys.append(key)
+        self._memory.expiries -= EXPIRY_BYTES * entries_max
+        return keys
+
+    @property
+    def is_cleaning(self) -> bool:
+        """Whether `clean` has something to do."""
+        return bool(self._old_heap)
+
+    def begin_cleaning(self) -> None:
+        """Begins to remove the stale entries, unless that is under way. O(1).
+
+        `add` does so when there may be many; the caller must when the table has evicted keys.
+        """
+        if not self._old_heap:
+            self._old_heap, self._heap = self._heap, []
+            self._live_count = 0
+
+    def clean(self, entries_max: int) -> int:
+        """Goes on removing the stale entries. O(entries_max log entries).
+
+        Args:
+            entries_max: How many entries to look at.
+
+        Returns:
+            How many were looked at; 0 when no cleaning is under way.
+        """
+        heap, old_heap, holds_item = self._heap, self._old_heap, self._table.holds_item
+        count = min(entries_max, len(old_heap))
+        live_count = 0
+        for _ in range(count):
+            entry = old_heap.pop()
+            if holds_item(entry[2], entry[1]):
+                heappush(heap, entry)
+                live_count += 1
+        self._live_count += live_count
+        self._memory.expiries -= EXPIRY_BYTES * (count - live_count)
+        if count and not old_heap:
+            self._clean_at = 2 * self._live_count + CLEAN_MIN
+        return count
 
     def clear(self) -> None:
         """Forgets every item."""
         self._memory.expiries -= self.nbytes
-        self._heap = []
+        self._heap, self._old_heap = [], []
         self._clean_at = CLEAN_MIN
 
     @property
     def nbytes(self) -> int:
         """What it takes, about."""
-        return EXPIRY_BYTES * len(self._heap)
+        return EXPIRY_BYTES * len(self)
 
     def check_invariants(self) -> None:
-        """The heap's order and bound. O(entries)."""
-        heap = self._heap
-        assert all(heap[(i - 1) // 2] <= heap[i] for i in range(1, len(heap))), "not a heap"
-        assert len(heap) <= self._clean_at, (len(heap), self._clean_at)
-        assert all(expiry > 0 for expiry, _, _ in heap)
+        """Both heaps' orders. O(entries)."""
+        for heap in self._heap, self._old_heap:
+            assert all(heap[(i - 1) // 2] <= heap[i] for i in range(1, len(heap))), "not a heap"
+            assert all(expiry > 0 for expiry, _, _ in heap)

@@ -41,7 +41,8 @@ from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import MutationManager
 
 EXPIRE_MAX: Final = 512
-"""Items that one call of `expire` deletes; at 4 µs each it holds the loop for 2 ms."""
+"""Items that one call of `expire` deletes, or entries of superseded items that it passes; at 4 µs
+each it holds the loop for 2 ms."""
 
 BULK_ROWS_MIN: Final = 64
 """Rows of an evaluated batch from which on they are stored as a chunk: that costs 1 µs each instead
@@ -342,14 +343,19 @@ class Partition:
     # Expiring.
 
     def next_expiry(self) -> int | None:
-        """When `expire` should next be called, in seconds since 1970; None for never."""
+        """When `expire` should next be called, at the earliest, in seconds since 1970; None for
+        never."""
         return self._expiries.next_expiry()
+
+    def has_expired(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return self.state is _ACTIVE and self._expiries.is_due(now)
 
     def expire(self, now: float) -> int:
         """Deletes items that have expired, `EXPIRE_MAX` at most, if the partition is active.
 
         Returns:
-            How many; when it is `EXPIRE_MAX` there may be more.
+            How many. There may be more: see `has_expired`.
         """
         if self.state is not _ACTIVE:
             return 0
@@ -365,13 +371,9 @@ class Partition:
             self.snapshots.wake()
 
     def _expire_due(self, now: float) -> int:
-        keys: list[bytes] = []
-        while len(keys) < EXPIRE_MAX:
-            key = self._expiries.take(now)
-            if key is None:
-                break
+        keys = self._expiries.take(now, EXPIRE_MAX)
+        for key in keys:
             self._store_expiry(key, now)
-            keys.append(key)
         self._notify_expired(keys)
         return len(keys)
 
