@@ -69,6 +69,13 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     assert run("index", "scan", "d/both", "--distinct", "1", "--count").stdout == "3\n"
     summary = run("index", "scan", "d/both", "--prefix", "b", "--count", "--min", "--max")
     assert summary.stdout == '{"count":3,"min":["b",1],"max":["b",5]}\n'
+    explained = json.loads(run("index", "scan", "d/both", "--prefix", "b", "--explain").stdout)
+    end = {"key": ["b"], "inclusive": True}
+    assert explained["ranges"] == [{"low": end, "high": end}]
+    assert (explained["entries_given"], explained["entries_read"]) == (3, 4)
+    assert explained["freshness"] == "barrier"
+    counted = json.loads(run("index", "scan", "d/both", "--count", "--explain").stdout)
+    assert (counted["index_entries"], counted["entries_read"]) == (6, 0)
     change = f"{written.partition}:{written.history_id:x}:{written.seq}"
     own = run("index", "scan", "d/city", "--prefix", "c", "--written", change)
     assert lines(own.stdout) == [(["c"], "own")]

@@ -15,10 +15,11 @@ from tests.kit.process import eventually
 from upr_protocol.client import Address, Client, ReceivedKeysLimits
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.indexer.answer import Answer
 from upr_server.indexer.indexer import Indexer, Settings, running_indexer
 from upr_server.indexer.pipeline import Work
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
-from upr_server.indexer.query import Answer, Query
+from upr_server.indexer.query import Query
 from upr_server.storage.simulated import SimulatedStore
 
 BUCKET = "b"

@@ -120,6 +120,37 @@ async def test_scans(site: Site) -> None:
     assert [entry.id for entry in every] == [entry.id for entry in page.entries]
 
 
+async def test_an_explanation_tells_how_a_scan_was_as_fresh_as_asked(site: Site) -> None:
+    ask, explain, pipeline = site.ask, site.asking.explain, site.indexer.pipeline
+    explained = await ask(explain, "d/both", prefix=["a"], limit=3)
+    assert (explained["index"], explained["expressions"]) == ("d/both", ["city", "n"])
+    assert (explained["entries_given"], explained["entries_read"]) == (3, 4)
+    assert (explained["freshness"], explained["waits"]) == ("as_it_was", [])
+    written = await site.client.set("k00", DOCUMENT)
+    explained = await ask(explain, "d/both", consistency="now", count=True, prefix=["a"])
+    assert explained["freshness"] == "barrier"
+    assert explained["waits"][0]["reason"] == "barrier"
+    assert explained["entries_read"] == 11
+    explained = await ask(explain, "d/both", consistency="at_least", written=[written])
+    assert (explained["freshness"], explained["waits"]) == ("had_written", [])
+    site.indexer.stream.pause()
+    # What is on its way is still received: the first of these, perhaps.
+    for _ in range(10):
+        written = await site.client.set("k00", DOCUMENT)
+    async with trio.open_nursery() as nursery:
+
+        async def explain_a_wait() -> None:
+            nonlocal explained
+            explained = await ask(explain, "d/both", consistency="at_least", written=[written])
+
+        nursery.start_soon(explain_a_wait)
+        await eventually(lambda: pipeline._waiting_tasks > 0, "the scan waits")
+        site.indexer.stream.resume()
+    assert explained["freshness"] == "waited_for_written"
+    assert [wait["reason"] for wait in explained["waits"]] == ["written"]
+    assert explained["waits"][0]["seconds"] > 0
+
+
 async def test_behind_counts_what_the_stream_has_not_received_yet(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,9 @@ from upr_protocol.failover import FailoverEntry, FailoverLog, Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
 from upr_server.indexer.builder import Builder
+from upr_server.indexer.entry_reader import Selection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
-from upr_server.indexer.index_file import IndexFile, Selection
+from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import Member, Pipeline, worker_thread
 from upr_server.indexer.pool import MemoryPool
@@ -154,7 +155,8 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
             await eventually(lambda: not words, "the history has changed")
             other.position = at(mark.position.log, COUNT + 1)
             await eventually(lambda: file.is_built, "it was built")
-        result = file.scan(Selection(), COUNT + 1, settled=True, with_timestamps=False)
+        with file.view() as view:
+            result = view.scan(Selection(), COUNT + 1)
         assert result.entries == [b"k%d" % number for number in range(COUNT)]
         file.close()
 

@@ -107,6 +107,7 @@ QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = 
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
     Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),
+    Barriers.returned: lambda indexer, _: indexer.barriers.returned(),
     Barriers.wait: lambda indexer, _: indexer.barriers.wait(),
     IndexerStream.barrier: lambda indexer, _: indexer.stream.barrier(),
     Catalog.current: lambda indexer, _: indexer.catalog.current(),

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_server.indexer.entry_reader import KeyRange, Selection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import (
     IndexFile,
     IndexFileError,
-    KeyRange,
     NotSettledError,
-    Selection,
-    Summary,
+    ScanResult,
     entries_bytes,
 )
 from upr_server.indexer.mark import Mark
 
+EVERYTHING = Selection()
 LOG = FailoverLog.of([(7, 0)])
 
 
@@ -71,7 +71,24 @@ def apply(file: IndexFile, *batches: IndexBatch) -> int:
 
 
 def entries(file: IndexFile, low: bytes = b"", high: bytes = b"\xff") -> list[bytes]:
-    return file.scan(Selection((KeyRange(low, high),)), 10**6).entries
+    return scan(file, Selection((KeyRange(low, high),)), 10**6).entries
+
+
+def scan(
+    file: IndexFile,
+    selection: Selection = EVERYTHING,
+    limit: int = 9,
+    bytes_max: int = 10**6,
+    *,
+    settled: bool = True,
+) -> ScanResult:
+    with file.view(settled=settled) as view:
+        return view.scan(selection, limit, bytes_max=bytes_max)
+
+
+def entry_count(file: IndexFile, selection: Selection) -> int | None:
+    with file.view() as view:
+        return view.summarize(selection, count=True).count
 
 
 KEYS = st.sampled_from([b"a", b"b", b"\xff", b"\0"])
@@ -145,28 +162,27 @@ def test_ranges_are_read_in_both_directions(file: IndexFile) -> None:
     for low in range(5):
         for high in range(5):
             selection = Selection((KeyRange(every[low], every[high]),))
-            assert file.scan(selection, 9).entries == every[low:high]
-            assert file.summarize(selection, count=True) == Summary(max(0, high - low))
+            assert scan(file, selection).entries == every[low:high]
+            assert entry_count(file, selection) == max(0, high - low)
             down = attrs.evolve(selection, descending=True)
-            assert file.scan(down, 9).entries == every[low:high][::-1]
-    assert file.scan(Selection(descending=True), 2).entries == every[:2:-1]
-    result = file.scan(Selection(), 5, with_timestamps=True)
+            assert scan(file, down).entries == every[low:high][::-1]
+    assert scan(file, Selection(descending=True), 2).entries == every[:2:-1]
+    result = scan(file, limit=5)
     assert (result.entries, result.more) == (every, False)
-    assert result.timestamps == {0: (7, 5)}
-    assert file.scan(Selection(), 4).more
+    with file.view() as view:
+        assert view.timestamps() == {0: (7, 5)}
+    assert scan(file, limit=4).more
     two_entries = entries_bytes(every[:2])
     for bytes_max, count in (two_entries, 2), (two_entries - 1, 1), (1, 1), (10**6, len(every)):
-        result = file.scan(Selection(), 9, bytes_max=bytes_max)
+        result = scan(file, bytes_max=bytes_max)
         assert (result.entries, result.more) == (every[:count], count < len(every))
 
 
 def test_inside_a_snapshot_an_index_is_not_settled(file: IndexFile) -> None:
     apply(file, batch(0, part(0, 2, 3), [(2, b"k", b"v")]), batch(1, whole(1), [(1, b"l", b"w")]))
     with pytest.raises(NotSettledError):
-        file.scan(Selection(), 1)
-    with pytest.raises(NotSettledError):
-        file.summarize(Selection())
-    assert file.scan(Selection(), 9, settled=False).entries == [b"\x09vk", b"\x09wl"]
+        file.view()
+    assert scan(file, settled=False).entries == [b"\x09vk", b"\x09wl"]
     file.check_invariants()
     apply(file, batch(0, whole(3), [(3, b"k", None)]))
     assert entries(file) == [b"\x09wl"]
@@ -177,10 +193,10 @@ def test_after_a_rollback_an_index_settles_at_the_number_it_was_given(file: Inde
     back = attrs.evolve(whole(4), settles_at=SeqNo(6))
     apply(file, IndexBatch(PartitionId(0), back, rollback_documents={b"k": b"w"}))
     with pytest.raises(NotSettledError):
-        file.scan(Selection(), 1)
+        file.view()
     apply(file, batch(0, whole(5), [(5, b"l", b"x")]))
     with pytest.raises(NotSettledError):
-        file.scan(Selection(), 1)
+        file.view()
     apply(file, batch(0, whole(6), [(6, b"l", b"y")]))
     assert entries(file) == [b"\x09wk", b"\x09yl"]
 
@@ -194,11 +210,11 @@ def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
     log = FailoverLog.of([(8, 5), (7, 0)])
     behind = Mark(Position(log, SeqNo(4), SeqNo(4)))
     assert apply(file, batch(0, behind, [(3, b"k", b"first"), (4, b"l", None)])) == 0
-    assert file.scan(Selection(), 9, settled=False).entries == [b"\x09secondk", b"\x09xl"]
+    assert scan(file, settled=False).entries == [b"\x09secondk", b"\x09xl"]
     ahead = Position(log, SeqNo(3), SeqNo(5), inside.position.partial)
     assert file.mark(PartitionId(0)) == Mark(ahead, SeqNo(9)), "only the log is the stream's"
     with pytest.raises(NotSettledError):
-        file.scan(Selection(), 1)
+        file.view()
     file.check_invariants()
 
 
@@ -229,7 +245,7 @@ def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
     assert last_commit(file.path) == before + 1
     again = IndexFile(file.path, "b")
     assert again.mark(PartitionId(0)) == part(4, 5, 6)
-    assert again.scan(Selection(), 9, settled=False).entries == [b"\x09keptk", b"\x09newl"]
+    assert scan(again, settled=False).entries == [b"\x09keptk", b"\x09newl"]
     again.close()
 
 

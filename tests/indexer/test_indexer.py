@@ -27,7 +27,7 @@ from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
-from upr_server.indexer.index_file import ScanResult
+from upr_server.indexer.index_file import View
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition, IndexName
@@ -262,18 +262,18 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
         await until_ready(indexer, "d/city")
         await scan(indexer, "d/city")
         file = indexer.definitions.find(name_of("d/city")).file
-        real_scan = file.scan
+        real_view = file.view
 
-        def scan_and_fail_over(*arguments: Any, **options: Any) -> ScanResult:
-            result = real_scan(*arguments, **options)
+        def view_and_fail_over(**options: Any) -> View:
+            view = real_view(**options)
             position = file.mark(answer.partition).position
             log = position.log.with_branch(HistoryId(99), SeqNo(answer.seq - 1))
             file.marks[answer.partition] = Mark(
                 Position(log, SeqNo(answer.seq - 1), SeqNo(answer.seq - 1))
             )
-            return result
+            return view
 
-        monkeypatch.setattr(file, "scan", scan_and_fail_over)
+        monkeypatch.setattr(file, "view", view_and_fail_over)
         written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
         with pytest.raises(WriteLostError):
             await scan(indexer, "d/city", consistency="at_least", written=written)

@@ -15,14 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.indexer.brute_force import Row, expected_answer, index_rows
+from tests.indexer.counted_reads import counted_reads
 from tests.indexer.test_index_file import batch, whole
 from upr_protocol.ids import PartitionId
+from upr_server.indexer.answer import Answer
 from upr_server.indexer.definitions import Index
+from upr_server.indexer.entry_reader import Selection
+from upr_server.indexer.explanation import FreshnessLog, RangeEnd, ReadRange
 from upr_server.indexer.index_batch import IndexBatch
-from upr_server.indexer.index_file import IndexFile, Selection
+from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.pure.extractor import Extractor
-from upr_server.indexer.query import Answer, Bound, Query, QueryError, Range
+from upr_server.indexer.query import Bound, Query, QueryError, Range
 from upr_server.indexer.scanner import read
 
 PARTS: Final = 3
@@ -85,7 +89,8 @@ def checked_selection(query: Query, part_count: int = PARTS) -> Selection:
 
 
 def answer(index: Index, query: Query) -> Answer:
-    pieces = read(index, query, checked_selection(query, len(index.definition.key))).pieces()
+    selection = checked_selection(query, len(index.definition.key))
+    pieces = read(index, query, selection, FreshnessLog()).pieces()
     return msgspec.json.decode(b"".join(pieces), type=Answer)
 
 
@@ -126,6 +131,73 @@ def test_every_query_answers_what_brute_force_finds(
                 expected.min,
                 expected.max,
             )
+
+
+@settings(max_examples=200)
+@given(
+    DEFINITIONS,
+    CONTENTS,
+    queries(),
+    st.integers(1, 30),
+    st.sampled_from(({}, {"count": True}, {"min": True}, {"max": True, "count": True})),
+)
+def test_an_explanation_counts_what_was_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    definition: IndexDefinition,
+    contents: dict[bytes, bytes],
+    query: Query,
+    limit: int,
+    summary: dict[str, Any],
+) -> None:
+    rows = index_rows(definition, contents)
+    query = msgspec.structs.replace(query, **(summary or {"limit": limit}))
+    with an_index(tmp_path_factory.mktemp("index"), definition, contents) as index:
+        plain = answer(index, query)
+        with counted_reads(index.file) as counts:
+            explained = answer(index, msgspec.structs.replace(query, explain=True))
+        explanation = explained.explanation
+        assert explanation is not None
+        assert msgspec.structs.replace(explained, explanation=None) == plain
+        assert explanation.searches == counts.searches
+        assert explanation.entries_read == counts.entries
+        assert explanation.included_read == counts.values
+        assert explanation.entries_given == len(plain.entries)
+        assert explanation.index_entries == len(rows)
+        assert (explanation.ended_by == "limit") is bool(plain.continuation)
+        # The ranges say in words what was read: they hold the same entries as the query.
+        ranges = tuple(
+            Range(low=as_bound(range_.low), high=as_bound(range_.high))
+            for range_ in explanation.ranges
+        )
+        in_words = Query(ranges=ranges, descending=query.descending, distinct=query.distinct)
+        expected = expected_answer(rows, query)
+        assert expected_answer(rows, in_words) == expected
+        if not (summary or query.distinct):
+            # One entry more where a range ends before the index does, or a page before its range.
+            surplus = len(explanation.ranges) + bool(plain.continuation)
+            assert 0 <= explanation.entries_read - len(plain.entries) <= surplus
+
+
+def as_bound(end: RangeEnd | None) -> Bound | None:
+    return None if end is None else Bound(end.key, end.inclusive)
+
+
+def test_an_explanation_tells_where_a_page_begins(tmp_path: Path) -> None:
+    contents = {b"k%d" % number: b'{"a": %d, "b": 1}' % (number % 2) for number in range(9)}
+    with an_index(tmp_path, DEFINITION, contents) as index:
+        query = Query(prefix=[1], limit=2, explain=True)
+        first = answer(index, query)
+        second = answer(index, msgspec.structs.replace(query, continuation=first.continuation))
+    assert first.explanation is not None
+    assert second.explanation is not None
+    end = RangeEnd([1], True)
+    assert first.explanation.ranges == (ReadRange(end, end),)
+    behind_last = RangeEnd([1, 1, None], False, "k3")
+    assert second.explanation.ranges == (ReadRange(behind_last, end),)
+    assert second.explanation.entries_read == 2
+    assert second.explanation.ended_by == "ranges"
+    assert first.explanation.entries_read == 3
+    assert first.explanation.ended_by == "limit"
 
 
 def test_distinct_beginnings_are_found_without_reading_every_entry(tmp_path: Path) -> None:

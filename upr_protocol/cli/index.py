@@ -25,6 +25,9 @@ _BAD_INPUTS: Final = frozenset({"bad_definition", "bad_query"})
 
 _PAGE_ENTRIES: Final = 1000
 
+_ENTRIES_MAX: Final = 10_000
+"""The most entries of one answer."""
+
 
 @contextmanager
 def _indexer(url: str) -> Iterator[IndexClient]:
@@ -301,6 +304,12 @@ def _written(text: str) -> WriteResult:
     metavar="SECONDS",
     help="How long to wait for the index to be that fresh.",
 )
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Print how the scan was carried out, and no entries: what was read, and what it waited "
+    "for. Without --limit, of the first 10,000 entries.",
+)
 @_indexer_option
 def scan(
     name: str,
@@ -319,6 +328,7 @@ def scan(
     consistency: Literal["any", "at_least", "now"],
     written: tuple[WriteResult, ...],
     timeout: int,
+    explain: bool,
     url: str,
 ) -> None:
     r"""Print the entries of an index, one JSON object per line.
@@ -335,6 +345,7 @@ def scan(
       upr index scan flights/by_hour --range '["JFK", "2013-07"]' '["JFK", "2013-08"]' --prefix EWR
       upr index scan flights/by_hour --distinct 1 --count
       upr index scan flights/by_hour --prefix JFK --min --max
+      upr index scan flights/by_hour --prefix JFK --explain
     """
     is_summary = count or min_key or max_key
     if is_summary and limit is not None:
@@ -358,11 +369,19 @@ def scan(
         "written": written,
         "timeout_s": timeout,
     }
+    summarized: dict[str, Any] = {"count": count, "min_key": min_key, "max_key": max_key}
     with _indexer(url) as client:
+        if explain:
+            page_limit = None if is_summary else min(limit or _ENTRIES_MAX, _ENTRIES_MAX)
+            explained: dict[str, Any] = {
+                **summarized,
+                "descending": descending,
+                "limit": page_limit,
+            }
+            print_json(client.explain(name, **explained, **range_, **freshness), indent=2)
+            return
         if is_summary:
-            summary = client.summarize(
-                name, count=count, min_key=min_key, max_key=max_key, **range_, **freshness
-            )
+            summary = client.summarize(name, **summarized, **range_, **freshness)
             print_json(summary.count if count and not (min_key or max_key) else summary)
             return
         continuation, remaining = "", limit

@@ -125,6 +125,10 @@ class IndexSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     timestamps: dict[int, tuple[str, int]] = {}
 
 
+class _Explained(msgspec.Struct, frozen=True):
+    explanation: dict[str, Any]
+
+
 class _Indexes(msgspec.Struct, frozen=True):
     indexes: list[dict[str, Any]]
 
@@ -293,6 +297,46 @@ class IndexClient:
         if not (count or min_key or max_key):
             raise ValueError("ask for at least one of count, min_key and max_key")
         return self._scan(name, query, options, IndexSummary)
+
+    def explain(
+        self,
+        name: str,
+        *,
+        descending: bool = False,
+        limit: int | None = None,
+        continuation: str = "",
+        count: bool = False,
+        min_key: bool = False,
+        max_key: bool = False,
+        **options: Unpack[ScanOptions],
+    ) -> dict[str, Any]:
+        """Carries out a scan, and tells how: the ranges that were read, how many entries were
+        looked at, how the index was as fresh as asked, and what was waited for.
+
+        Args:
+            name: The index.
+            descending: See `scan`.
+            limit: See `scan`; 100 by default. Not together with the following three.
+            continuation: See `scan`.
+            count: See `summarize`.
+            min_key: See `summarize`.
+            max_key: See `summarize`.
+            **options: Which entries, and how fresh.
+
+        Raises:
+            IndexerError: The indexer refused or failed; the code says why.
+            BrokenError: The indexer cannot be reached, or did not answer.
+        """
+        query = {
+            "descending": descending,
+            "limit": limit,
+            "continuation": continuation,
+            "count": count,
+            "min": min_key,
+            "max": max_key,
+            "explain": True,
+        }
+        return self._scan(name, query, options, _Explained).explanation
 
     def _scan(self, name: str, query: dict[str, Any], options: ScanOptions, kind: type[T]) -> T:
         timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)

@@ -66,15 +66,21 @@ class Barriers:
             barrier.counts = self._pipeline.put_counts()
             barrier.returned.set()
 
-    async def wait(self) -> None:
-        """Waits until the indexes have all that was acknowledged before the call."""
+    async def returned(self) -> QueueCounts:
+        """Waits until all that was acknowledged before the call has been received. Gives what was
+        put into the queues by then."""
         if self._next is None:
             self._next = _SharedBarrier()
         barrier = self._next
         self.waits += 1
         self._requested.notify()
         await barrier.returned.wait()
-        await self._pipeline.wait_until(lambda: self._pipeline.has_applied(barrier.counts))
+        return barrier.counts
+
+    async def wait(self) -> None:
+        """Waits until the indexes have all that was acknowledged before the call."""
+        counts = await self.returned()
+        await self._pipeline.wait_until(lambda: self._pipeline.has_applied(counts))
 
 
 RequiredWrites = Mapping[PartitionId, tuple[HistoryId, SeqNo]]

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol, Self
 
 import attrs
 import lmdb
@@ -26,10 +26,10 @@ import lmdb
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_server.indexer.entry_reader import END_OF_KEYS, EntryReader, Selection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark, timestamp
 from upr_server.indexer.pool import ANSWER_BYTES_MAX
-from upr_server.indexer.pure.keys import end_of_parts, end_of_prefix
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024 * 1024
 """How large an index may become: addresses, not disk. A process has some for 2,000 indexes. The
@@ -39,8 +39,7 @@ ENTRY_OVERHEAD_BYTES: Final = 48
 """What an entry that was read takes in memory beside its own bytes."""
 
 _Tree = Any
-_Cursor = Any
-"""lmdb does not tell what its trees and cursors are called."""
+"""lmdb does not tell what its trees are called."""
 
 _PARTITION: Final = Struct(">H")
 _COUNT: Final = Struct(">I")
@@ -54,8 +53,6 @@ _FORMAT: Final = b"v"
 _FORMAT_VERSION: Final = b"2"
 """An index in another format is emptied: the server has everything."""
 _FAILURE: Final = b"f"
-_END_OF_KEYS: Final = b"\xff" * 64
-"""Above every entry: parts begin with less."""
 
 
 class IndexFileError(UprError):
@@ -87,32 +84,30 @@ class EntrySource(Protocol):
 
 
 @attrs.frozen
-class KeyRange:
-    """A range [low, high) of entries.
+class Reading:
+    """What it took to read.
 
     Attributes:
-        low: The lowest bytes in the range.
-        high: The lowest bytes above it.
+        searches: How often the tree of entries was searched for a place.
+        entries_read: How many entries were looked at; among them the one behind the end of a range,
+            which says that the range has ended.
+        included_read: For how many of them the included values were read.
     """
 
-    low: bytes = b""
-    high: bytes = _END_OF_KEYS
+    searches: int = 0
+    entries_read: int = 0
+    included_read: int = 0
+
+    def __add__(self, other: Reading) -> Reading:
+        return Reading(
+            self.searches + other.searches,
+            self.entries_read + other.entries_read,
+            self.included_read + other.included_read,
+        )
 
 
-@attrs.frozen
-class Selection:
-    """Which entries a scan is about, and their order.
-
-    Attributes:
-        ranges: Where they are; disjoint, the lowest first.
-        descending: Whether the highest entry comes first.
-        distinct_parts: If not 0, only the first so many parts of the keys count: each different
-            beginning stands once, in place of the entries that begin so.
-    """
-
-    ranges: tuple[KeyRange, ...] = (KeyRange(),)
-    descending: bool = False
-    distinct_parts: int = 0
+EndedBy = Literal["ranges", "limit", "bytes"]
+"""Why a scan has ended: its ranges have, its limit was reached, or its answer was full."""
 
 
 @attrs.frozen
@@ -121,15 +116,20 @@ class ScanResult:
 
     Attributes:
         entries: The entries, or the distinct beginnings of their keys, in order.
-        more: Whether there are more.
-        timestamps: How far each partition was; empty if not asked for.
         payloads: The entries' payloads; empty if not asked for.
+        ended_by: Why there are no more of them here.
+        reading: What it took.
     """
 
     entries: list[bytes]
-    more: bool
-    timestamps: Timestamps
-    payloads: list[bytes] = attrs.field(factory=list)
+    payloads: list[bytes]
+    ended_by: EndedBy
+    reading: Reading
+
+    @property
+    def more(self) -> bool:
+        """Whether there are more."""
+        return self.ended_by != "ranges"
 
 
 @attrs.frozen
@@ -140,13 +140,13 @@ class Summary:
         count: How many there are; None if not asked for.
         lowest: The lowest one; None if not asked for, or if there are none.
         highest: The highest one, likewise.
-        timestamps: How far each partition was; empty if not asked for.
+        reading: What it took.
     """
 
-    count: int | None = None
-    lowest: bytes | None = None
-    highest: bytes | None = None
-    timestamps: Timestamps = attrs.field(factory=dict)
+    count: int | None
+    lowest: bytes | None
+    highest: bytes | None
+    reading: Reading
 
 
 def entries_bytes(entries: Sequence[bytes]) -> int:
@@ -277,7 +277,7 @@ class IndexFile:
     def _put_marks(
         self, transaction: lmdb.Transaction[bytes], marks: Mapping[PartitionId, Mark]
     ) -> None:
-        unsettled = self._unsettled_count(transaction)
+        unsettled = _unsettled_count(transaction, self._meta)
         for partition, mark in marks.items():
             unsettled += self.mark(partition).is_settled - mark.is_settled
             data = mark.encode(self._bucket, partition)
@@ -293,102 +293,32 @@ class IndexFile:
 
     # Reading.
 
-    def scan(
-        self,
-        selection: Selection,
-        limit: int,
-        *,
-        bytes_max: int = ANSWER_BYTES_MAX,
-        settled: bool = True,
-        with_timestamps: bool = False,
-        with_payloads: bool = False,
-    ) -> ScanResult:
-        """Reads up to `limit` entries, all of one moment.
+    def view(self, *, settled: bool = True) -> View:
+        """This moment of the index. Close it.
 
         Args:
-            selection: Which ones.
-            limit: How many at most.
-            bytes_max: The result ends before the entry that would exceed so many bytes in all, as
-                `entries_bytes` counts them; it has one entry at least.
             settled: Whether every partition must be in a state that the server had.
-            with_timestamps: Whether to tell how far each partition was.
-            with_payloads: Whether to give the entries' payloads.
 
         Raises:
             NotSettledError: A partition is not.
             IndexFileError: It cannot be read.
         """
-        with self._read(settled) as transaction:
-            entries: list[bytes] = []
-            payloads: list[bytes] = []
-            more, nbytes = False, 0
-            for entry in _selected(transaction, self._main, selection):
-                nbytes += len(entry) + ENTRY_OVERHEAD_BYTES
-                payload = transaction.get(entry, b"", db=self._main) if with_payloads else None
-                if payload is not None:
-                    nbytes += len(payload) + ENTRY_OVERHEAD_BYTES
-                if len(entries) == limit or (entries and nbytes > bytes_max):
-                    more = True
-                    break
-                entries.append(entry)
-                if payload is not None:
-                    payloads.append(payload)
-            timestamps = self._timestamps(transaction) if with_timestamps else {}
-            return ScanResult(entries, more, timestamps, payloads)
-
-    def summarize(
-        self,
-        selection: Selection,
-        *,
-        count: bool = False,
-        lowest: bool = False,
-        highest: bool = False,
-        settled: bool = True,
-        with_timestamps: bool = False,
-    ) -> Summary:
-        """Finds out about entries without keeping them; see `scan`. To count takes O(entries), of
-        distinct beginnings O(beginnings * log), of the whole index O(1); the rest O(log)."""
-        with self._read(settled) as transaction:
-            ascending = attrs.evolve(selection, descending=False)
-            descending = attrs.evolve(selection, descending=True)
-            entry_count = None
-            if count and selection == Selection(descending=selection.descending):
-                entry_count = int(transaction.stat(self._main)["entries"])
-            elif count:
-                entry_count = sum(1 for _ in _selected(transaction, self._main, ascending))
-            return Summary(
-                entry_count,
-                next(_selected(transaction, self._main, ascending), None) if lowest else None,
-                next(_selected(transaction, self._main, descending), None) if highest else None,
-                self._timestamps(transaction) if with_timestamps else {},
-            )
+        with _translated(self.path):
+            view = View(self._env, self._main, self._meta)
+        if settled and view.unsettled_count():
+            view.close()
+            raise NotSettledError
+        return view
 
     def payloads(self) -> dict[bytes, bytes]:
         """All entries with their payloads."""
-        with self._read(settled=False) as transaction:
-            return dict(_between(transaction, self._main, b"", _END_OF_KEYS))
+        with _translated(self.path), self._env.begin() as transaction:
+            return dict(_between(transaction, self._main, b"", END_OF_KEYS))
 
     def entry_count(self) -> int:
         """How many entries there are. O(1)."""
-        with self._read(settled=False) as transaction:
-            return int(transaction.stat(self._main)["entries"])
-
-    @contextmanager
-    def _read(self, settled: bool) -> Iterator[lmdb.Transaction[bytes]]:
-        with _translated(self.path), self._env.begin() as transaction:
-            if settled and self._unsettled_count(transaction):
-                raise NotSettledError
-            yield transaction
-
-    def _unsettled_count(self, transaction: lmdb.Transaction[bytes]) -> int:
-        data = transaction.get(_UNSETTLED, db=self._meta)
-        return 0 if data is None else int(_COUNT.unpack(data)[0])
-
-    def _timestamps(self, transaction: lmdb.Transaction[bytes]) -> Timestamps:
-        return {
-            PartitionId(_PARTITION.unpack(key[1:])[0]): timestamp(value)
-            for key, value in _between(transaction, self._meta, _MARK, _MARKS_END)
-        }
+        with self.view(settled=False) as view:
+            return view.entry_count()
 
     def disk_bytes(self) -> int:
         """How large its file is."""
@@ -408,21 +338,149 @@ class IndexFile:
 
     def check_invariants(self) -> None:
         """For tests: the two trees tell of the same entries, and the marks are those on disk."""
-        with self._read(settled=False) as transaction:
-            main = set(_selected(transaction, self._main, Selection()))
-            back = dict(_between(transaction, self._back, b"", _END_OF_KEYS))
+        with self.view(settled=False) as view, self._env.begin() as transaction:
+            main = {entry for entry, _ in _between(transaction, self._main, b"", END_OF_KEYS)}
+            back = dict(_between(transaction, self._back, b"", END_OF_KEYS))
             assert sorted(main) == sorted(
                 entry for packed in back.values() for entry in _unpacked(packed)
             )
             for key, packed in back.items():
                 assert all(entry.endswith(key[_PARTITION.size :]) for entry in _unpacked(packed))
             unsettled = sum(not mark.is_settled for mark in self.marks.values())
-            assert self._unsettled_count(transaction) == unsettled
-            for partition, (history_id, seq) in self._timestamps(transaction).items():
+            assert view.unsettled_count() == unsettled
+            for partition, (history_id, seq) in view.timestamps().items():
                 assert (self.mark(partition).history_id, self.mark(partition).seq) == (
                     history_id,
                     seq,
                 )
+
+
+class View:
+    """One moment of an index, whatever is written meanwhile. For one thread at a time.
+
+    While it is open, the index writes to no page that it shows: the file may grow.
+
+    Args:
+        env: The index.
+        main: Its tree of entries.
+        meta: Its tree of marks.
+    """
+
+    def __init__(self, env: lmdb.Environment, main: _Tree, meta: _Tree) -> None:
+        self._env = env
+        self._main = main
+        self._meta = meta
+        self._path = Path(env.path())
+        self._pages = self._last_page()
+        self._transaction = env.begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it. May be called again."""
+        self._transaction.abort()
+
+    def _last_page(self) -> int:
+        return int(self._env.info()["last_pgno"])
+
+    def grown_bytes(self) -> int:
+        """How much more of its file the index uses than at this moment. O(1)."""
+        return (self._last_page() - self._pages) * int(self._env.stat()["psize"])
+
+    def scan(
+        self,
+        selection: Selection,
+        limit: int,
+        *,
+        bytes_max: int = ANSWER_BYTES_MAX,
+        with_payloads: bool = False,
+    ) -> ScanResult:
+        """Reads up to `limit` entries.
+
+        Args:
+            selection: Which ones.
+            limit: How many at most.
+            bytes_max: The result ends before the entry that would exceed so many bytes in all, as
+                `entries_bytes` counts them; it has one entry at least.
+            with_payloads: Whether to give the entries' payloads.
+
+        Raises:
+            IndexFileError: It cannot be read.
+        """
+        transaction = self._transaction
+        entries: list[bytes] = []
+        payloads: list[bytes] = []
+        ended_by: EndedBy = "ranges"
+        nbytes = included_read = 0
+        with _translated(self._path), transaction.cursor(self._main) as cursor:
+            reader = EntryReader(cursor)
+            for entry in reader.select(selection):
+                if len(entries) == limit:
+                    ended_by = "limit"
+                    break
+                nbytes += len(entry) + ENTRY_OVERHEAD_BYTES
+                payload = None
+                if with_payloads:
+                    payload = transaction.get(entry, b"", db=self._main)
+                    nbytes += len(payload) + ENTRY_OVERHEAD_BYTES
+                    included_read += 1
+                if entries and nbytes > bytes_max:
+                    ended_by = "bytes"
+                    break
+                entries.append(entry)
+                if payload is not None:
+                    payloads.append(payload)
+        reading = Reading(reader.searches, reader.entries_read, included_read)
+        return ScanResult(entries, payloads, ended_by, reading)
+
+    def summarize(
+        self,
+        selection: Selection,
+        *,
+        count: bool = False,
+        lowest: bool = False,
+        highest: bool = False,
+    ) -> Summary:
+        """Finds out about entries without keeping them; see `scan`. To count takes O(entries), of
+        distinct beginnings O(beginnings * log), of the whole index O(1); the rest O(log)."""
+        ascending = attrs.evolve(selection, descending=False)
+        descending = attrs.evolve(selection, descending=True)
+        with _translated(self._path), self._transaction.cursor(self._main) as cursor:
+            reader = EntryReader(cursor)
+            entry_count = None
+            if count and ascending == Selection():
+                entry_count = self.entry_count()
+            elif count:
+                entry_count = sum(1 for _ in reader.select(ascending))
+            lowest_entry = next(reader.select(ascending), None) if lowest else None
+            highest_entry = next(reader.select(descending), None) if highest else None
+        reading = Reading(reader.searches, reader.entries_read)
+        return Summary(entry_count, lowest_entry, highest_entry, reading)
+
+    def entry_count(self) -> int:
+        """How many entries there are. O(1)."""
+        return int(self._transaction.stat(self._main)["entries"])
+
+    def unsettled_count(self) -> int:
+        """How many partitions are between two states that the server had. O(1)."""
+        return _unsettled_count(self._transaction, self._meta)
+
+    def timestamps(self) -> Timestamps:
+        """How far each partition is. O(partitions)."""
+        with _translated(self._path):
+            return {
+                PartitionId(_PARTITION.unpack(key[1:])[0]): timestamp(value)
+                for key, value in _between(self._transaction, self._meta, _MARK, _MARKS_END)
+            }
+
+
+def _unsettled_count(transaction: lmdb.Transaction[bytes], meta: _Tree) -> int:
+    data = transaction.get(_UNSETTLED, db=meta)
+    return 0 if data is None else int(_COUNT.unpack(data)[0])
 
 
 class _Trees:
@@ -566,58 +624,6 @@ def _between(
         while has_key and cursor.key() < high:
             yield cursor.item()
             has_key = cursor.next()
-
-
-def _selected(
-    transaction: lmdb.Transaction[bytes], tree: _Tree, selection: Selection
-) -> Iterator[bytes]:
-    """The entries of a selection, or the distinct beginnings of their keys, in its order."""
-    ranges = selection.ranges[::-1] if selection.descending else selection.ranges
-    parts = selection.distinct_parts
-    with transaction.cursor(tree) as cursor:
-        if not parts:
-            read = _descending if selection.descending else _ascending
-            for key_range in ranges:
-                yield from read(cursor, key_range)
-            return
-        previous = None
-        for key_range in ranges:
-            for prefix in _prefixes(cursor, key_range, parts, descending=selection.descending):
-                # Two ranges may have the ends of what begins the same.
-                if prefix != previous:
-                    yield prefix
-                previous = prefix
-
-
-def _ascending(cursor: _Cursor, key_range: KeyRange) -> Iterator[bytes]:
-    has_key = cursor.set_range(key_range.low) if key_range.low else cursor.first()
-    for key in cursor.iternext(keys=True, values=False) if has_key else iter(()):
-        if key >= key_range.high:
-            return
-        yield key
-
-
-def _descending(cursor: _Cursor, key_range: KeyRange) -> Iterator[bytes]:
-    has_key = cursor.prev() if cursor.set_range(key_range.high) else cursor.last()
-    for key in cursor.iterprev(keys=True, values=False) if has_key else iter(()):
-        if key < key_range.low:
-            return
-        yield key
-
-
-def _prefixes(
-    cursor: _Cursor, key_range: KeyRange, parts: int, *, descending: bool
-) -> Iterator[bytes]:
-    """The different first `parts` parts in a range. Each costs a search for the next one, however
-    many entries begin with it."""
-    read = _descending if descending else _ascending
-    while (entry := next(read(cursor, key_range), None)) is not None:
-        prefix = entry[: end_of_parts(entry, parts)]
-        yield prefix
-        if descending:
-            key_range = attrs.evolve(key_range, high=prefix)
-        else:
-            key_range = attrs.evolve(key_range, low=end_of_prefix(prefix))
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import msgspec
 
+from upr_server.indexer.answer import Answer
 from upr_server.indexer.pure.definition import Design
-from upr_server.indexer.query import Answer, Query
+from upr_server.indexer.query import Query
 from upr_server.indexer.scanner import IndexStatus
 
 

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
 
+import attrs
 import msgspec
 
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PARTITIONS_END, HistoryId, PartitionId, SeqNo
+from upr_server.indexer.entry_reader import END_OF_KEYS, KeyRange, Selection
+from upr_server.indexer.explanation import RangeEnd, ReadRange
 from upr_server.indexer.freshness import RequiredWrites
-from upr_server.indexer.index_file import (
-    ENTRY_OVERHEAD_BYTES,
-    KeyRange,
-    ScanResult,
-    Selection,
-    Summary,
-    Timestamps,
-    entries_bytes,
-)
-from upr_server.indexer.pool import PIECE_BYTES
 from upr_server.indexer.pure.keys import (
     IndexKeyError,
     decode_parts,
@@ -119,6 +112,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         written: Changes that must be in the index; `at_least` needs one at least.
         timeout_s: How long to wait for the index to be as fresh.
         timestamps: Whether to tell how far each partition was.
+        explain: Whether to tell how the scan was carried out.
     """
 
     prefix: list[Any] | None = None
@@ -136,6 +130,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     written: tuple[RequiredWrite, ...] = ()
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_S_MAX)] = 10.0
     timestamps: bool = False
+    explain: bool = False
 
     def check(self) -> None:
         """Refuses fields that contradict each other.
@@ -168,13 +163,26 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             QueryError: A bound is not a key, or has too many parts; one range and several are
                 given; or the continuation is invalid.
         """
+        ranges = tuple(
+            KeyRange(range_.low.data, range_.high.data) for range_ in self._ranges(part_count)
+        )
+        return Selection(ranges, self.descending, self.distinct)
+
+    def read_ranges(self, part_count: int) -> tuple[ReadRange, ...]:
+        """The ranges of `selection`, to be read by people."""
+        return tuple(
+            ReadRange(range_.low.meaning, range_.high.meaning)
+            for range_ in self._ranges(part_count)
+        )
+
+    def _ranges(self, part_count: int) -> list[_EncodedRange]:
         if self.distinct > part_count:
             raise QueryError("distinct", _too_many_parts(self.distinct, part_count))
         if self.ranges is None:
-            ranges = [_key_range("", self, part_count)]
+            ranges = [_encoded_range("", self, part_count)]
         elif self.prefix is None and self.low is None and self.high is None:
             ranges = [
-                _key_range(f"ranges[{number}].", bounds, part_count)
+                _encoded_range(f"ranges[{number}].", bounds, part_count)
                 for number, bounds in enumerate(self.ranges)
             ]
         else:
@@ -182,24 +190,28 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if self.continuation:
             remainder = self._remainder(part_count)
             ranges = [
-                KeyRange(max(key_range.low, remainder.low), min(key_range.high, remainder.high))
-                for key_range in ranges
+                _EncodedRange(max(range_.low, remainder.low), min(range_.high, remainder.high))
+                for range_ in ranges
             ]
-        return Selection(_disjoint(ranges), self.descending, self.distinct)
+        return _disjoint(ranges)
 
-    def _remainder(self, part_count: int) -> KeyRange:
+    def _remainder(self, part_count: int) -> _EncodedRange:
         """What comes behind the continuation."""
+        count = self.distinct or part_count
         try:
             last = base64.urlsafe_b64decode(self.continuation.encode("ascii"))
-            end = end_of_parts(last, self.distinct or part_count)
+            end = end_of_parts(last, count)
+            parts, _ = decode_parts(last, count)
         except (UnicodeEncodeError, binascii.Error, IndexKeyError) as error:
             raise QueryError("continuation", INVALID_CONTINUATION) from error
         # Behind a whole key stands the document's.
         if (end == len(last)) is not bool(self.distinct):
             raise QueryError("continuation", INVALID_CONTINUATION)
+        meaning = RangeEnd(parts, False, *readable_key(last[end:]))
         if self.descending:
-            return KeyRange(high=last)
-        return KeyRange(low=end_of_prefix(last) if self.distinct else last + b"\0")
+            return _EncodedRange(high=_End(last, meaning))
+        low = end_of_prefix(last) if self.distinct else last + b"\0"
+        return _EncodedRange(low=_End(low, meaning))
 
     def required_writes(self) -> RequiredWrites:
         """The changes that must be in the index, the newest of each partition."""
@@ -214,41 +226,74 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return newest
 
 
-def _key_range(place: str, bounds: Query | Range, part_count: int) -> KeyRange:
+@attrs.frozen(order=True)
+class _End:
+    """An end of a range.
+
+    Attributes:
+        data: The lowest bytes in the range, or the lowest above it.
+        meaning: What they stand for; None for an end of the index.
+    """
+
+    data: bytes
+    meaning: RangeEnd | None = attrs.field(default=None, eq=False, order=False)
+
+
+@attrs.frozen
+class _EncodedRange:
+    low: _End = _End(b"")
+    high: _End = _End(END_OF_KEYS)
+
+
+def _encoded_range(place: str, bounds: Query | Range, part_count: int) -> _EncodedRange:
     """A range of encoded keys. `place` stands before the names of its fields in errors."""
-    whole = KeyRange()
-    low, high = whole.low, whole.high
+    low, high = bounds.low, bounds.high
+    low_place, high_place = f"{place}low.key", f"{place}high.key"
     if bounds.prefix is not None:
-        if bounds.low or bounds.high:
-            raise QueryError(f"{place}prefix", "name a prefix, or low and high, and not both")
-        if bounds.prefix:
-            low = _encoded(f"{place}prefix", bounds.prefix, part_count)
-            high = end_of_prefix(low)
-    if bounds.low is not None and bounds.low.key:
-        low = _encoded(f"{place}low.key", bounds.low.key, part_count)
-        low = low if bounds.low.inclusive else end_of_prefix(low)
-    if bounds.high is not None and bounds.high.key:
-        high = _encoded(f"{place}high.key", bounds.high.key, part_count)
-        high = end_of_prefix(high) if bounds.high.inclusive else high
-    return KeyRange(low, high)
+        low_place = high_place = f"{place}prefix"
+        if low or high:
+            raise QueryError(low_place, "name a prefix, or low and high, and not both")
+        low = high = Bound(bounds.prefix)
+    range_ = _EncodedRange()
+    if low is not None and low.key:
+        data = _encoded(low_place, low.key, part_count)
+        meaning = RangeEnd(low.key, low.inclusive)
+        range_ = attrs.evolve(
+            range_, low=_End(data if low.inclusive else end_of_prefix(data), meaning)
+        )
+    if high is not None and high.key:
+        data = _encoded(high_place, high.key, part_count)
+        meaning = RangeEnd(high.key, high.inclusive)
+        range_ = attrs.evolve(
+            range_, high=_End(end_of_prefix(data) if high.inclusive else data, meaning)
+        )
+    return range_
 
 
-def _disjoint(ranges: Iterable[KeyRange]) -> tuple[KeyRange, ...]:
+def _disjoint(ranges: Iterable[_EncodedRange]) -> list[_EncodedRange]:
     """The same keys in ranges that do not meet, the lowest first."""
-    disjoint: list[KeyRange] = []
-    for key_range in sorted(ranges, key=lambda key_range: key_range.low):
-        if key_range.low >= key_range.high:
+    disjoint: list[_EncodedRange] = []
+    for range_ in sorted(ranges, key=lambda range_: range_.low):
+        if range_.low >= range_.high:
             continue
-        if disjoint and key_range.low <= disjoint[-1].high:
-            high = max(disjoint[-1].high, key_range.high)
-            disjoint[-1] = KeyRange(disjoint[-1].low, high)
+        if disjoint and range_.low <= disjoint[-1].high:
+            high = max(disjoint[-1].high, range_.high)
+            disjoint[-1] = _EncodedRange(disjoint[-1].low, high)
         else:
-            disjoint.append(key_range)
-    return tuple(disjoint)
+            disjoint.append(range_)
+    return disjoint
 
 
 def _too_many_parts(count: int, part_count: int) -> str:
     return f"{count} parts; keys of this index have {part_count}"
+
+
+def readable_key(key: bytes) -> tuple[str, str]:
+    """A document's key as text, and `base64` if it is not UTF-8 and that was needed."""
+    try:
+        return key.decode(), ""
+    except UnicodeDecodeError:
+        return base64.b64encode(key).decode(), "base64"
 
 
 def _encoded(place: str, parts: list[Any], part_count: int) -> bytes:
@@ -258,116 +303,3 @@ def _encoded(place: str, parts: list[Any], part_count: int) -> bytes:
         return encode_parts(parts)
     except IndexKeyError as error:
         raise QueryError(place, str(error)) from error
-
-
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A document in an index, or with `distinct` the beginning of keys.
-
-    Attributes:
-        key: Its key in the index, part by part.
-        id: The document's key; where that is no UTF-8, in base64. Empty with `distinct`.
-        id_encoding: `base64` then; otherwise empty.
-        included: The values that the index includes, in the order of its `include`. Missing if it
-            includes none, or if they take more than 4,096 bytes: read the document then.
-    """
-
-    key: list[Any]
-    id: str = ""
-    id_encoding: str = ""
-    included: list[Any] | None = None
-
-
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a scan found, all in one moment.
-
-    Attributes:
-        entries: The entries, in order.
-        continuation: Names what comes behind them; empty when there is no more.
-        count: How many entries there are, when that was asked.
-        min: The lowest key, part by part, when that was asked; null if there are no entries.
-        max: The highest key, likewise.
-        timestamps: By partition, the history (16 hexadecimal digits) and the number that it was at,
-            when that was asked.
-    """
-
-    entries: list[Entry] = []
-    continuation: str = ""
-    count: int | None = None
-    min: list[Any] | None = None
-    max: list[Any] | None = None
-    timestamps: dict[int, tuple[str, int]] = {}
-
-
-class ScanAnswer:
-    """What a scan found, and the JSON that says it, an `Answer`.
-
-    Args:
-        result: What it found: entries, or a summary of them.
-        part_count: How many parts of its keys the query is about.
-
-    Attributes:
-        nbytes: The memory that its entries take.
-    """
-
-    def __init__(self, result: ScanResult | Summary, part_count: int) -> None:
-        self._part_count = part_count
-        self._entries: Sequence[bytes] = ()
-        self._payloads: Sequence[bytes] = ()
-        timestamps = _timestamps(result.timestamps)
-        if isinstance(result, Summary):
-            lowest, highest = (
-                None if entry is None else decode_parts(entry, part_count)[0]
-                for entry in (result.lowest, result.highest)
-            )
-            self._rest = Answer(count=result.count, min=lowest, max=highest, timestamps=timestamps)
-        else:
-            self._entries, self._payloads = result.entries, result.payloads
-            continuation = ""
-            if result.more:
-                continuation = base64.urlsafe_b64encode(result.entries[-1]).decode()
-            self._rest = Answer(continuation=continuation, timestamps=timestamps)
-        self.nbytes = entries_bytes(self._entries) + entries_bytes(self._payloads)
-
-    def pieces(self) -> Iterator[bytes]:
-        """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
-        the entries would take many times the memory."""
-        other_fields = msgspec.json.encode(self._rest)
-        if not self._entries:
-            yield other_fields
-            return
-        # The rest is an object of its own: what stands behind its opening brace goes on here.
-        tail = b"]}" if other_fields == b"{}" else b"]," + other_fields[1:]
-        head = b'{"entries":['
-        start = nbytes = 0
-        for end, data in enumerate(self._entries, 1):
-            nbytes += len(data) + ENTRY_OVERHEAD_BYTES
-            if self._payloads:
-                nbytes += len(self._payloads[end - 1])
-            is_last = end == len(self._entries)
-            if nbytes >= PIECE_BYTES or is_last:
-                entries = [self._entry(position) for position in range(start, end)]
-                yield head + msgspec.json.encode(entries)[1:-1] + (tail if is_last else b"")
-                head, start, nbytes = b",", end, 0
-
-    def _entry(self, position: int) -> Entry:
-        payload = self._payloads[position] if self._payloads else b""
-        return _entry(self._entries[position], self._part_count, payload)
-
-
-def _timestamps(timestamps: Timestamps) -> dict[int, tuple[str, int]]:
-    return {
-        partition: (f"{history_id:016x}", seq)
-        for partition, (history_id, seq) in timestamps.items()
-    }
-
-
-def _entry(data: bytes, part_count: int, payload: bytes) -> Entry:
-    parts, end = decode_parts(data, part_count)
-    # Empty for the beginning of keys: no document's key is.
-    key = data[end:]
-    # It is JSON already, which msgspec copies.
-    included: Any = msgspec.Raw(payload) if payload else None
-    try:
-        return Entry(parts, key.decode(), included=included)
-    except UnicodeDecodeError:
-        return Entry(parts, base64.b64encode(key).decode(), "base64", included)

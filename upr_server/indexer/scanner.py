@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -12,7 +13,10 @@ import trio
 
 from upr_protocol.errors import UprError
 from upr_protocol.ids import SeqNo
+from upr_server.indexer.answer import ScanAnswer
 from upr_server.indexer.definitions import Definitions, Index, NoIndexError
+from upr_server.indexer.entry_reader import Selection
+from upr_server.indexer.explanation import Explanation, FreshnessLog
 from upr_server.indexer.freshness import (
     Barriers,
     RequiredWrites,
@@ -20,11 +24,11 @@ from upr_server.indexer.freshness import (
     has_writes,
     knows_histories,
 )
-from upr_server.indexer.index_file import NotSettledError, Selection
+from upr_server.indexer.index_file import NotSettledError, ScanResult, Summary, View
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, MemoryPool
 from upr_server.indexer.pure.definition import IndexName
-from upr_server.indexer.query import LIMIT_DEFAULT, Query, ScanAnswer
+from upr_server.indexer.query import LIMIT_DEFAULT, Query
 from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.stream import IndexerStream
 
@@ -169,6 +173,7 @@ class Scanner:
     async def _answer(
         self, index: Index, query: Query, selection: Selection, writes: RequiredWrites
     ) -> ScanAnswer:
+        log = FreshnessLog()
         with trio.move_on_after(query.timeout_s) as scope:
             if index.file.failure:
                 raise IndexFailedError(f"the index {index.name} was left out: {index.file.failure}")
@@ -177,33 +182,54 @@ class Scanner:
             if query.consistency == "now":
                 # Not while the index is read: a stream that stands still brings no barrier, and the
                 # index could not be dropped.
-                await self._barriers.wait()
+                await self._wait_for_barrier(log)
             elif not knows_histories(index.file, writes):
                 # A failover that the index has yet to hear of, or a history that is gone: without
                 # the barrier a scan for a lost change would wait for its whole timeout.
-                await self._barriers.wait()
+                await self._wait_for_barrier(log)
                 check_histories(index.file, writes)
             with index.reading():
-                return await self._scan(index, query, selection, writes)
+                return await self._scan(index, query, selection, writes, log)
         assert scope.cancelled_caught
         raise NotFreshError(
             f"the index {index.name} has not caught up after {query.timeout_s:g} s; ask again, or "
             "with a higher timeout_s"
         )
 
+    async def _wait_for_barrier(self, log: FreshnessLog) -> None:
+        log.freshness = "barrier"
+        with log.waiting("barrier"):
+            counts = await self._barriers.returned()
+        if not self._pipeline.has_applied(counts):
+            with log.waiting("queued_changes"):
+                await self._pipeline.wait_until(lambda: self._pipeline.has_applied(counts))
+
     async def _scan(
-        self, index: Index, query: Query, selection: Selection, writes: RequiredWrites
+        self,
+        index: Index,
+        query: Query,
+        selection: Selection,
+        writes: RequiredWrites,
+        log: FreshnessLog,
     ) -> ScanAnswer:
-        await self._wait(index, partial(has_writes, index.file, writes))
+        if writes:
+            log.freshness = "had_written"
+        if not has_writes(index.file, writes):
+            log.freshness = "waited_for_written"
+            with log.waiting("written"):
+                await self._wait(index, partial(has_writes, index.file, writes))
         while index.is_defined:
             rounds = self._pipeline.rounds
             # Not settled: a snapshot is half applied. The next round may bring the rest.
             with suppress(NotSettledError):
-                response = await trio.to_thread.run_sync(partial(read, index, query, selection))
+                response = await trio.to_thread.run_sync(
+                    partial(read, index, query, selection, log)
+                )
                 # A failover may have undone a required change meanwhile.
                 has_writes(index.file, writes)
                 return response
-            await self._wait(index, partial(self._has_applied_after, rounds))
+            with log.waiting("whole_snapshots"):
+                await self._wait(index, partial(self._has_applied_after, rounds))
         raise NoIndexError(f"the index {index.name} was dropped during the scan")
 
     def _has_applied_after(self, rounds: int) -> bool:
@@ -214,32 +240,55 @@ class Scanner:
         await self._pipeline.wait_until(lambda: not index.is_defined or condition())
 
 
-def read(index: Index, query: Query, selection: Selection) -> ScanAnswer:
+def read(index: Index, query: Query, selection: Selection, log: FreshnessLog) -> ScanAnswer:
     """What an index has for a query now. Blocks.
+
+    Args:
+        index: The index.
+        query: The query.
+        selection: Its entries.
+        log: How the index came to be as fresh as asked.
 
     Raises:
         NotSettledError: The query asks for a state that the server had, and the index is between
             two of them.
         IndexFileError: The index cannot be read.
     """
-    settled = query.consistency != "any"
-    part_count = selection.distinct_parts or len(index.definition.key)
-    if query.is_summary:
-        summary = index.file.summarize(
-            selection,
-            count=query.count,
-            lowest=query.min,
-            highest=query.max,
-            settled=settled,
-            with_timestamps=query.timestamps,
+    began = time.perf_counter()
+    part_count = len(index.definition.key)
+    with index.file.view(settled=query.consistency != "any") as view:
+        result = _result(view, index, query, selection)
+        explanation = None
+        if query.explain:
+            explanation = Explanation(
+                index=str(index.name),
+                expressions=index.definition.key,
+                index_entries=view.entry_count(),
+                ranges=query.read_ranges(part_count),
+                descending=query.descending,
+                searches=result.reading.searches,
+                entries_read=result.reading.entries_read,
+                included_read=result.reading.included_read,
+                entries_given=0 if isinstance(result, Summary) else len(result.entries),
+                ended_by="ranges" if isinstance(result, Summary) else result.ended_by,
+                freshness=log.freshness,
+                waits=tuple(log.waits),
+                read_seconds=time.perf_counter() - began,
+            )
+        return ScanAnswer(
+            result,
+            selection.distinct_parts or part_count,
+            view.timestamps() if query.timestamps else {},
+            explanation,
         )
-        return ScanAnswer(summary, part_count)
-    result = index.file.scan(
+
+
+def _result(view: View, index: Index, query: Query, selection: Selection) -> ScanResult | Summary:
+    if query.is_summary:
+        return view.summarize(selection, count=query.count, lowest=query.min, highest=query.max)
+    return view.scan(
         selection,
         query.limit or LIMIT_DEFAULT,
         bytes_max=ANSWER_BYTES_MAX,
-        settled=settled,
-        with_timestamps=query.timestamps,
         with_payloads=bool(index.definition.include) and not selection.distinct_parts,
     )
-    return ScanAnswer(result, part_count)
