@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -14,16 +15,17 @@ from trio.testing import MockClock
 
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import BUCKET, FakeServer
+from tests.kit.placed_keys import key_in
 from tests.kit.process import eventually
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import Message, Stream
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
 from upr_server.engine import Partition, batch_of
-from upr_server.replication.replicator import REPLICATION_RETRY_S
+from upr_server.replication.replicator import RECONNECT_S, REPLICATION_RETRY_S
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, StoreCall, Truncate
 from upr_server.storage.errors import DiskFullError
@@ -31,6 +33,7 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITION: Final = PartitionId(0)
+OTHER_PARTITION: Final = PartitionId(1)
 NOW: Final = 1000.0
 NEW_HISTORY: Final = 77
 
@@ -85,9 +88,9 @@ class Replica:
     def partition(self) -> Partition:
         return self.disk.bucket.partitions[PARTITION]
 
-    async def assign(self, assignment: Assignment) -> None:
-        """Gives all nodes the next map."""
-        self.cluster.move({PARTITION: assignment})
+    async def assign(self, *assignments: Assignment) -> None:
+        """Gives all nodes the next map, in which the first partitions have these assignments."""
+        self.cluster.move(dict(enumerate(assignments)))
         new_map = self.cluster.map
         await self.server.partition_maps.set_map(new_map.revision - 1, new_map.encode())
 
@@ -121,11 +124,11 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica() -> AsyncIterator[Replica]:
+async def replica(partition_count: int = 1) -> AsyncIterator[Replica]:
     """A replica of `a`, in virtual time."""
     store = Store()
     async with trio.open_nursery() as nursery:
-        cluster = FakeCluster(nursery, "ac", partition_count=1)
+        cluster = FakeCluster(nursery, "ac", partition_count)
         cluster.map = msgspec.structs.replace(
             cluster.map, nodes={**cluster.map.nodes, "b": "127.0.0.1:1"}
         )
@@ -173,6 +176,39 @@ async def test_a_full_disk_takes_a_replica_back_to_what_a_rollback_left(
         assert follower.store.is_full
         assert follower.partition.high_seq == 2
         assert await starts_after_a_full_disk(follower) == {2}
+
+
+@pytest.mark.parametrize("lost_state", [PartitionState.ACTIVE, PartitionState.REPLICA])
+async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
+    autojump_clock: MockClock, lost_state: PartitionState
+) -> None:
+    """It follows the partitions that are active at `a` and those that are replicas there over two
+    connections. A publisher waits for what it reports to be on disk."""
+    async with replica(partition_count=2) as follower:
+        await follower.assign(Assignment("a", {"b": ""}), Assignment("c", {"a": "", "b": "a"}))
+        source = follower.source
+
+        def is_reported(partition: PartitionId) -> bool:
+            reports = [report for report in source.reports if report.partition == partition]
+            return bool(reports) and reports[-1].persisted == source.partitions[partition].high
+
+        for partition in (PARTITION, OTHER_PARTITION):
+            source.put(key_in(partition, 2, b"early"), b"value")
+            await eventually(partial(is_reported, partition), "it is on disk and reported")
+        lost = PARTITION if lost_state is PartitionState.ACTIVE else OTHER_PARTITION
+        reached = OTHER_PARTITION if lost == PARTITION else PARTITION
+        source.refuse = lambda message: (
+            Status.WRONG_STATE
+            if isinstance(message, Stream) and message.state is lost_state
+            else None
+        )
+        (connection,) = (
+            connection for connection in source.connections if lost in connection.session.streams
+        )
+        connection.scope.cancel()
+        await trio.sleep(2 * RECONNECT_S)
+        source.put(key_in(reached, 2, b"late"), b"value")
+        await eventually(partial(is_reported, reached), "it is on disk and reported")
 
 
 async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: MockClock) -> None:

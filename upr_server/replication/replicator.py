@@ -90,7 +90,8 @@ class Replicator:
         self._node = node
         self._received = received
         self._system = system
-        self._consumer: ReplicaConsumer | None = None
+        # By each partition whose stream was accepted. A consumer asks for one state.
+        self._consumers: dict[PartitionId, ReplicaConsumer] = {}
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         # Partitions that have something to be written, in the order in which it came.
@@ -126,7 +127,7 @@ class Replicator:
                 try:
                     await self._flush()
                 finally:
-                    self._consumer = None  # which refers to this object
+                    self._consumers.clear()  # which refer to this object
                     self._ended.set()
 
     def cancel(self) -> None:
@@ -203,14 +204,17 @@ class Replicator:
         elif isinstance(event, SnapshotEnd):
             self._received[event.partition].end_snapshot(event.end)
             self._mark_dirty(event.partition)
-            self._report(consumer, event.partition)
+            self._report(event.partition)
         elif isinstance(event, StreamAccepted):
             self.trouble = ""
-            self._consumer = consumer
+            self._consumers[event.partition] = consumer
             self._received[event.partition].discard_answers()
-            self._report(consumer, event.partition)
+            self._report(event.partition)
 
-    def _report(self, consumer: ReplicaConsumer, partition_id: PartitionId) -> None:
+    def _report(self, partition_id: PartitionId) -> None:
+        consumer = self._consumers.get(partition_id)
+        if consumer is None:
+            return
         received = self._received[partition_id]
         persisted = self._partition(partition_id).high_seq
         consumer.report(partition_id, received.log.current, received.high, persisted)
@@ -338,8 +342,7 @@ class Replicator:
             partition.become(partition.state, failover_log)
             # A consumer of this node must hear of the new log before any data of it.
             self._server.end_streams(self._disk.bucket, partition_id, Status.ROLLBACK_NEEDED)
-        if self._consumer is not None:
-            self._report(self._consumer, partition_id)
+        self._report(partition_id)
 
     # Rolling back.
 
