@@ -65,8 +65,8 @@ def run_until_signal(function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> 
 
                 async def watch() -> None:
                     nonlocal received
-                    async for number in signals:
-                        received = signal.Signals(number)
+                    async for signal_number in signals:
+                        received = signal.Signals(signal_number)
                         nursery.cancel_scope.cancel()
 
                 nursery.start_soon(watch)

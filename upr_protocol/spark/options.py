@@ -65,14 +65,14 @@ class Options:
         if text is None:
             return default
         try:
-            number = int(text)
+            value = int(text)
         except ValueError:
-            number = low - 1
-        if not low <= number <= high:
+            value = low - 1
+        if not low <= value <= high:
             raise OptionError(
                 f"the option {name} is {text!r}, and no whole number from {low} to {high}"
             )
-        return number
+        return value
 
     def address(self) -> Address:
         """The option `url`: `upr://host:port/bucket`."""

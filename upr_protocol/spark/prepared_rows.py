@@ -163,8 +163,8 @@ def commit_rows(
             batch for message in messages for batch in pa.ipc.open_stream(BytesIO(message.rows))
         )
         rounds = rounds_of(table, publication.connect(), options.batch_bytes)
-        for number, batches in enumerate(rounds):
-            writer = WriterIdentity.of_task(writer_id(job, number), attempt)
+        for round_number, batches in enumerate(rounds):
+            writer = WriterIdentity.of_task(writer_id(job, round_number), attempt)
             publication.publish(batches, writer)
         return publication.finish()
 

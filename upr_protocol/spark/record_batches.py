@@ -245,10 +245,10 @@ def _cas(chunk: Chunk) -> pa.Array:
     return column
 
 
-def _too_large(name: str, number: int) -> PipelineError:
+def _too_large(name: str, value: int) -> PipelineError:
     return PipelineError(
         "UPR_TOO_LARGE",
-        f"the column {name} holds {number}, and Spark has no type for it: leave the column out by "
+        f"the column {name} holds {value}, and Spark has no type for it: leave the column out by "
         ".schema(...)",
     )
 

@@ -28,19 +28,19 @@ def text_scalar(text: str) -> pa.Scalar:
     return text_array([text])[0]
 
 
-def int8_scalar(number: int) -> pa.Scalar:
+def int8_scalar(value: int) -> pa.Scalar:
     """A signed number of 8 bits."""
-    return _scalar(pa.int8(), struct.pack("<b", number))
+    return _scalar(pa.int8(), struct.pack("<b", value))
 
 
-def int32_scalar(number: int) -> pa.Scalar:
+def int32_scalar(value: int) -> pa.Scalar:
     """A signed number of 32 bits."""
-    return _scalar(pa.int32(), struct.pack("<i", number))
+    return _scalar(pa.int32(), struct.pack("<i", value))
 
 
-def int64_scalar(number: int) -> pa.Scalar:
+def int64_scalar(value: int) -> pa.Scalar:
     """A signed number of 64 bits."""
-    return _scalar(pa.int64(), struct.pack("<q", number))
+    return _scalar(pa.int64(), struct.pack("<q", value))
 
 
 def bool_scalar(flag: bool) -> pa.Scalar:

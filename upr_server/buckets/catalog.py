@@ -174,8 +174,8 @@ class BucketCatalog:
         disk = self._attach_disk(bucket, stored.leases)
         if stored.partition_map:
             partials = {
-                PartitionId(number): partition.record.partial
-                for number, partition in enumerate(stored.partitions)
+                PartitionId(partition_number): partition.record.partial
+                for partition_number, partition in enumerate(stored.partitions)
                 if partition.record.partial is not None
             }
             self._maps.restore(disk, stored.partition_map, partials, is_clean=stored.is_clean)

@@ -152,7 +152,7 @@ class Upkeep:
     async def _tend_partitions(self, now: float) -> None:
         """Does what is due in each partition: most have nothing."""
         for bucket in list(self._disks):
-            for number, partition in enumerate(bucket.partitions, 1):
+            for partition_count, partition in enumerate(bucket.partitions, 1):
                 if bucket not in self._disks:
                     break  # deleted at a checkpoint
                 while partition.has_expired(now):
@@ -164,7 +164,7 @@ class Upkeep:
                 partition.manager.consider_short_runs()
                 # Publishers whose replicas took too long are answered.
                 partition.replicas.give_up(trio.current_time())
-                if number % PARTITIONS_STEP == 0:
+                if partition_count % PARTITIONS_STEP == 0:
                     await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()
 

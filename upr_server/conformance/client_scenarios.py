@@ -383,7 +383,7 @@ class _Store:
         return MutateReply(0, tuple(results), opaque=request.opaque)
 
 
-_SETS: Final = [("SET", f"key-{number}", f"value-{number}") for number in range(40)]
+_SETS: Final = [("SET", f"key-{row}", f"value-{row}") for row in range(40)]
 
 
 def _check_sets(outcome: Any) -> None:

@@ -173,7 +173,7 @@ async def read_stream(client: PlainClient) -> tuple[dict[bytes, bytes], SeqNo]:
 async def publish_and_stream(server: ServerUnderTest) -> None:
     """What was published is streamed, in order, to the end that was asked for."""
     async with plain_client(server.host, server.port, BUCKET) as client:
-        keys = [key_in(0, f"row{number}") for number in range(50)]
+        keys = [key_in(0, f"row{row}") for row in range(50)]
         for key in keys:
             await publish(client, Mutation(Operation.SET, key, key))
         last = await publish(client, Mutation(Operation.DELETE, keys[0]))

@@ -112,8 +112,8 @@ class WrongInput:
 
 def key_in(partition: int, prefix: str = "key") -> bytes:
     """A key of this partition."""
-    for number in count():
-        key = f"{prefix}-{number}".encode()
+    for suffix in count():
+        key = f"{prefix}-{suffix}".encode()
         if partition_of(key, PARTITION_COUNT) == partition:
             return key
     raise AssertionError

@@ -174,14 +174,14 @@ def _counted(request: Mutation, item: StoredItem | None, sign: int) -> Outcome:
     if item is None:
         if not delta.create:
             return Status.NOT_FOUND
-        number, flags, expiry = delta.initial, request.flags, request.expiry
+        count, flags, expiry = delta.initial, request.flags, request.expiry
     else:
         old = _number(item.value)
         if old is None:
             return Status.NOT_A_NUMBER
-        number = (old + delta.delta) & COUNTER_MASK if sign > 0 else max(0, old - delta.delta)
+        count = (old + delta.delta) & COUNTER_MASK if sign > 0 else max(0, old - delta.delta)
         flags, expiry = item.flags, item.expiry
-    return Stored(Operation.SET, b"%d" % number, flags, expiry, number)
+    return Stored(Operation.SET, b"%d" % count, flags, expiry, count)
 
 
 def _number(value: bytes | JoinedValue) -> int | None:
@@ -191,8 +191,8 @@ def _number(value: bytes | JoinedValue) -> int | None:
         value = value.join()
     if not value.isdigit():
         return None
-    number = int(value)
-    return number if number <= COUNTER_MASK else None
+    count = int(value)
+    return count if count <= COUNTER_MASK else None
 
 
 _RULES: Final[dict[Operation, Callable[[Mutation, StoredItem | None], Outcome]]] = {

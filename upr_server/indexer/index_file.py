@@ -263,7 +263,7 @@ class IndexFile:
                     changed += trees.forget(prefix)
                 # Indexes may be differently far: this one may have a part of the batch already.
                 first_seq = 0 if batch.is_rollback else previous.seq + 1
-                trees.add(prefix, (each for each in changes if each.seq >= first_seq))
+                trees.add(prefix, (change for change in changes if change.seq >= first_seq))
                 marks[partition] = _mark_after(previous, batch)
             changed += trees.write()
             self._put_marks(transaction, marks)

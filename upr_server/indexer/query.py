@@ -182,8 +182,8 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             ranges = [_encoded_range("", self, part_count)]
         elif self.prefix is None and self.low is None and self.high is None:
             ranges = [
-                _encoded_range(f"ranges[{number}].", bounds, part_count)
-                for number, bounds in enumerate(self.ranges)
+                _encoded_range(f"ranges[{position}].", bounds, part_count)
+                for position, bounds in enumerate(self.ranges)
             ]
         else:
             raise QueryError("ranges", "name ranges, or prefix, low and high, and not both")

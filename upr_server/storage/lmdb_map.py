@@ -196,18 +196,18 @@ class LmdbMap:
         with self.read():
             pass
 
-    def _sum(self, transaction: lmdb.Transaction, number: int) -> int:
+    def _sum(self, transaction: lmdb.Transaction, commit: int) -> int:
         """The sum that the tree keeps. Raises `CorruptionError` if the tree is not of this
         commit."""
         sealed = transaction.get(COMMIT)
         if sealed is None:
-            if number:
-                raise CorruptionError(f"{self._path} lacks the number of its last commit, {number}")
+            if commit:
+                raise CorruptionError(f"{self._path} lacks the number of its last commit, {commit}")
             return 0
         number_in_tree, total = _COMMIT.unpack(unseal(COMMIT, sealed))
-        if number_in_tree != number:
+        if number_in_tree != commit:
             raise CorruptionError(
-                f"{self._path} holds commit {number_in_tree}, and its meta page names {number}"
+                f"{self._path} holds commit {number_in_tree}, and its meta page names {commit}"
             )
         return int(total)
 

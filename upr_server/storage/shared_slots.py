@@ -78,23 +78,23 @@ class SlotPool:
         """A slot, for as long as its view lives; None when none is free. O(1)."""
         if not self._free:
             return None
-        number = self._free.pop()
+        slot = self._free.pop()
         self._unused = min(self._unused, len(self._free))
-        self._resident.add(number)
+        self._resident.add(slot)
         # All views of the slot share this array. It dies with the last of them, and can be watched:
         # the map lives on, and a memoryview cannot be watched through its slices.
-        block = self._block.from_buffer(self._map, number * self._slot_bytes)
-        weakref.finalize(block, self._free.append, number).atexit = False
-        return Slot(number, memoryview(block).cast("B").toreadonly())
+        block = self._block.from_buffer(self._map, slot * self._slot_bytes)
+        weakref.finalize(block, self._free.append, slot).atexit = False
+        return Slot(slot, memoryview(block).cast("B").toreadonly())
 
     def trim(self) -> None:
         """Gives the system back the memory of slots that were free ever since the last call."""
-        for number in self._free[: self._unused]:
-            if number in self._resident:
-                self._resident.discard(number)
+        for slot in self._free[: self._unused]:
+            if slot in self._resident:
+                self._resident.discard(slot)
                 # A sandbox may lack this call. Then the memory stays resident.
                 with suppress(OSError):
-                    self._map.madvise(mmap.MADV_REMOVE, number * self._slot_bytes, self._slot_bytes)
+                    self._map.madvise(mmap.MADV_REMOVE, slot * self._slot_bytes, self._slot_bytes)
         self._unused = len(self._free)
 
 
@@ -113,11 +113,11 @@ class SlotBuffer:
         self._rest = memoryview(b"")
         self._put_bytes = 0
 
-    def begin(self, number: int) -> None:
+    def begin(self, slot: int) -> None:
         """Begins an answer: `put` writes to this slot, or to none if it is `NO_SLOT`."""
         self._rest = memoryview(b"")
-        if number != NO_SLOT:
-            offset = number * self._slot_bytes
+        if slot != NO_SLOT:
+            offset = slot * self._slot_bytes
             self._rest = memoryview(self._map)[offset : offset + self._slot_bytes]
         self._put_bytes = 0
 

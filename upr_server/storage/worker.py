@@ -43,9 +43,9 @@ REQUEST: Final = request_type()
 def main(arguments: Sequence[str]) -> None:
     """Carries out calls until the pipe ends."""
     descriptor, path, role, bytes_max, slots_descriptor = arguments
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C reaches the whole process group. The server closes the pipe when it has stopped.
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal_number, signal.SIG_IGN)
     directory = DataDirectory(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
     slots = None
     if int(slots_descriptor) != NO_DESCRIPTOR:

@@ -80,7 +80,7 @@ def require_partitions(survey: Survey, partitions: Iterable[int]) -> list[Partit
     numbers = sorted(set(partitions)) or list(range(count))
     if numbers[-1] >= count:
         raise NotDoneError(f"the bucket has partitions 0 to {count - 1}, not {numbers[-1]}")
-    return [PartitionId(number) for number in numbers]
+    return [PartitionId(partition_number) for partition_number in numbers]
 
 
 def choose_partitions(survey: Survey, partitions: Iterable[int], all_of: str) -> list[PartitionId]:
@@ -94,8 +94,8 @@ def choose_partitions(survey: Survey, partitions: Iterable[int], all_of: str) ->
         return require_partitions(survey, partitions)
     survey.require_node(all_of)
     partition_ids = [
-        PartitionId(number)
-        for number, assignment in enumerate(base.partitions)
+        PartitionId(partition_number)
+        for partition_number, assignment in enumerate(base.partitions)
         if last_active_of(assignment) == all_of
     ]
     if not partition_ids:

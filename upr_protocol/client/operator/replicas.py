@@ -217,8 +217,8 @@ async def remove_replicas(
     assignments = _without_replica(base, partition_ids, node)
     nodes = base.nodes
     if not any(
-        node in assignments.get(PartitionId(number), assignment).holders()
-        for number, assignment in enumerate(base.partitions)
+        node in assignments.get(PartitionId(partition_number), assignment).holders()
+        for partition_number, assignment in enumerate(base.partitions)
     ):
         nodes = {name: address for name, address in nodes.items() if name != node}
     if not assignments and nodes == base.nodes:

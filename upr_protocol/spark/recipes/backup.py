@@ -99,25 +99,25 @@ def read_increments(folder: Path) -> list[Manifest]:
             raise PipelineError(
                 "UPR_FOLDER", f"{folder} has something else in it ({thing.name}) than a backup"
             )
-        number = int(thing.name)
+        increment = int(thing.name)
         if not (thing / MANIFEST).exists():
             # The last one may be unfinished. If another is behind it, it is missing.
-            gap = number if gap is None else gap
+            gap = increment if gap is None else gap
             continue
         missing = len(increments) if gap is None else gap
-        if number != len(increments) or gap is not None:
-            raise _gap(folder, f"increment {missing} is missing, and {number} is there")
+        if increment != len(increments) or gap is not None:
+            raise _gap(folder, f"increment {missing} is missing, and {increment} is there")
         manifest = Manifest.read(thing)
-        if manifest.kind != "increment" or manifest.number != number:
-            raise _gap(folder, f"{thing.name} holds something else than increment {number}")
+        if manifest.kind != "increment" or manifest.number != increment:
+            raise _gap(folder, f"{thing.name} holds something else than increment {increment}")
         _check_joint(folder, increments[-1] if increments else None, manifest)
         increments.append(manifest)
     return increments
 
 
-def increment_folder(folder: Path, number: int) -> Path:
+def increment_folder(folder: Path, increment: int) -> Path:
     """Where an increment lies in a backup."""
-    return folder / f"{number:0{_DIGITS}}"
+    return folder / f"{increment:0{_DIGITS}}"
 
 
 def _check_joint(folder: Path, before: Manifest | None, manifest: Manifest) -> None:

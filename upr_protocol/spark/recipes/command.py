@@ -104,13 +104,13 @@ def report(result: object) -> None:
     sys.stdout.write(f"{result}\n")
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _interrupted(signal_number: int, frame: FrameType | None) -> None:
     """Ends the process. The bridge to the JVM cannot be interrupted inside a call and used again,
     and there is nothing to tidy up: what is not finished does not count, and leases lapse.
 
     The JVM ends with its Python, but has been seen not to: it is waited for, and not for long.
     `spark-submit` is one itself, and nobody's to end."""
-    del number, frame
+    del signal_number, frame
     java = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001  nothing else knows it
     if java is not None:
         # What other threads have to say of a JVM that is gone is no news.

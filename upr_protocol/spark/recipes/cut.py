@@ -121,4 +121,4 @@ def merged(url: str, options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _offsets(numbers: Mapping[PartitionId, SeqNo]) -> str:
-    return msgspec.json.encode({str(number): seq for number, seq in numbers.items()}).decode()
+    return msgspec.json.encode({str(partition): seq for partition, seq in numbers.items()}).decode()

@@ -96,7 +96,7 @@ def described(
     cut: Cut,
     folder: Path,
     kind: Literal["snapshot", "increment"],
-    number: int = 0,
+    increment: int = 0,
 ) -> Manifest:
     """The manifest of what was written of a cut: rows are counted in the files."""
     files = dict(files_below(folder / DATA_FOLDER))
@@ -112,14 +112,14 @@ def described(
         .collect()
     }
     partitions = {
-        str(number): PartitionPart(
-            f"{cut.logs[number].current:016x}",
-            tuple((f"{history_id:016x}", seq) for history_id, seq in cut.logs[number].pairs()),
-            cut.starts[number],
+        str(partition): PartitionPart(
+            f"{cut.logs[partition].current:016x}",
+            tuple((f"{history_id:016x}", seq) for history_id, seq in cut.logs[partition].pairs()),
+            cut.starts[partition],
             end,
-            counts.get(number, (0, 0))[0],
+            counts.get(partition, (0, 0))[0],
         )
-        for number, end in sorted(cut.ends.items())
+        for partition, end in sorted(cut.ends.items())
     }
     return Manifest(
         kind=kind,
@@ -130,7 +130,7 @@ def described(
         rows=sum(rows for rows, _ in counts.values()),
         deletions=sum(deletions for _, deletions in counts.values()),
         files=files,
-        number=number,
+        number=increment,
     )
 
 

@@ -149,16 +149,16 @@ def _parse_index(name: str, fields: Any) -> IndexDefinition:
         raise DefinitionError(place + where.rstrip("`"), reason) from error
     if not 1 <= len(definition.key) <= PARTS_MAX:
         raise DefinitionError(f"{place}.key", f"write 1 to {PARTS_MAX} expressions")
-    for number, text in enumerate(definition.key):
-        _check(f"{place}.key[{number}]", text)
+    for position, text in enumerate(definition.key):
+        _check(f"{place}.key[{position}]", text)
     if definition.each and definition.key.count(definition.each) != 1:
         raise DefinitionError(
             f"{place}.each", "write one of the key's expressions, which stands there once"
         )
     if len(definition.include) > PARTS_MAX:
         raise DefinitionError(f"{place}.include", f"write at most {PARTS_MAX} expressions")
-    for number, text in enumerate(definition.include):
-        _check(f"{place}.include[{number}]", text)
+    for position, text in enumerate(definition.include):
+        _check(f"{place}.include[{position}]", text)
     if definition.filter:
         _check(f"{place}.filter", definition.filter)
     return definition

@@ -87,16 +87,16 @@ def _encode(part: object, depth: int) -> bytes:
     )
 
 
-def _encode_number(number: float) -> bytes:
+def _encode_number(value: float) -> bytes:
     try:
-        double = float(number)
+        double = float(value)
     except OverflowError as error:
         raise IndexKeyError("a number beyond the range of a double cannot be a key") from error
     if not math.isfinite(double):
         raise IndexKeyError("infinity and NaN cannot be keys")
     remainder = 0
-    if isinstance(number, int) and _EXACT_MIN <= number <= _EXACT_MAX:
-        remainder = number - int(double)
+    if isinstance(value, int) and _EXACT_MIN <= value <= _EXACT_MAX:
+        remainder = value - int(double)
     (bits,) = _BITS.unpack(_DOUBLE.pack(double + 0.0))  # there is one zero
     bits = bits ^ _ALL if bits & _SIGN else bits | _SIGN
     return _BITS.pack(bits) + _REST.pack(remainder + _REST_ZERO)

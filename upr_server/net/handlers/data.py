@@ -104,8 +104,8 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
     # everything that was acknowledged.
     find = context.partition if request.of_copies else context.active_partition
     partitions = [
-        find(PartitionId(number))
-        for number in request.partitions or range(len(context.bucket.partitions))
+        find(PartitionId(partition_number))
+        for partition_number in request.partitions or range(len(context.bucket.partitions))
     ]
     context.send(
         SeqnosReply(

@@ -20,10 +20,10 @@ def lease(context: RequestContext, request: Lease) -> None:
                 context.send(LeaseReply(request.lease_id, 0, opaque=request.opaque))
                 return
             if request.action is LeaseAction.ACQUIRE:
-                for number, _, _ in request.ranges:
+                for partition_number, _, _ in request.ranges:
                     # A copy may lag: what is persisted there is not all that was acknowledged.
-                    if number < len(disk.bucket.partitions):
-                        context.active_partition(PartitionId(number))
+                    if partition_number < len(disk.bucket.partitions):
+                        context.active_partition(PartitionId(partition_number))
                 granted = await disk.leases.acquire(
                     request.lease_id, request.owner, request.ranges, request.time_to_live_s
                 )
@@ -36,8 +36,14 @@ def lease(context: RequestContext, request: Lease) -> None:
             raise
         disk.maintenance.check_not_deleted()
         ranges = tuple(
-            (number, disk.bucket.partitions[number].failover_log.current, start, end, nbytes)
-            for (number, start, end), nbytes in zip(granted.ranges, sizes, strict=True)
+            (
+                partition_number,
+                disk.bucket.partitions[partition_number].failover_log.current,
+                start,
+                end,
+                nbytes,
+            )
+            for (partition_number, start, end), nbytes in zip(granted.ranges, sizes, strict=True)
         )
         context.send(
             LeaseReply(granted.lease_id, granted.time_to_live_s, ranges, opaque=request.opaque)

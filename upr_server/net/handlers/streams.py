@@ -30,13 +30,17 @@ def open_bucket(context: RequestContext, request: Open) -> Iterator[None] | None
 
 def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> Iterator[None]:
     numbers = request.partitions or range(len(bucket.partitions))
-    for index, number in enumerate(numbers):
+    for index, partition_number in enumerate(numbers):
         if index % SLICE_PARTITIONS == SLICE_PARTITIONS - 1:
             yield
         if context.bucket is not bucket:
             context.refuse(request, Status.NO_BUCKET, "the bucket was deleted")
             return
-        partition = bucket.partitions[number] if number < len(bucket.partitions) else None
+        partition = (
+            bucket.partitions[partition_number]
+            if partition_number < len(bucket.partitions)
+            else None
+        )
         if partition is None or partition.state is PartitionState.DEAD:
             # A copy that the map took from this node may be stale: nobody is told its numbers.
             context.send(
@@ -46,7 +50,7 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
                     SeqNo(0),
                     SeqNo(0),
                     FailoverLog(),
-                    partition=PartitionId(number),
+                    partition=PartitionId(partition_number),
                     opaque=request.opaque,
                     status=Status.NOT_MY_PARTITION,
                 )

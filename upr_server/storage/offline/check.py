@@ -56,16 +56,16 @@ class Check:
         except StorageError as error:
             yield self._problem(Damage(str(error)))
             return
-        for number in range(first_stage, count + 2):
-            if number == 0:
-                yield Stage(number, "the log's records")
+        for stage in range(first_stage, count + 2):
+            if stage == 0:
+                yield Stage(stage, "the log's records")
                 yield from self._findings(check_records(self._log, self._name))
-            elif number <= count:
-                partition = number - 1
-                yield Stage(number, "the chunks", partition)
+            elif stage <= count:
+                partition = stage - 1
+                yield Stage(stage, "the chunks", partition)
                 yield from self._findings(self._check_partition(partition))
             else:
-                yield Stage(number, "the index", is_index=True)
+                yield Stage(stage, "the index", is_index=True)
                 yield from self._findings(check_index(self._index, count), in_index=True)
 
     def _findings(self, reports: Iterator[Report], *, in_index: bool = False) -> Iterator[Finding]:

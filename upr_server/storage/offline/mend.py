@@ -71,32 +71,32 @@ def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
 
 
 def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
-    for number, partition in enumerate(storage.open().partitions):
-        damage = _damage_in(storage.log, number, partition)
+    for partition_id, partition in enumerate(storage.open().partitions):
+        damage = _damage_in(storage.log, partition_id, partition)
         if damage:
             is_replica = partition.record.state == PartitionState.REPLICA
             if is_replica:
-                _empty(storage, number, partition)
-            yield DamagedPartition(name, number, is_replica, damage)
+                _empty(storage, partition_id, partition)
+            yield DamagedPartition(name, partition_id, is_replica, damage)
 
 
-def _damage_in(log: ChunkLog, number: int, partition: StoredPartition) -> str:
+def _damage_in(log: ChunkLog, partition_id: int, partition: StoredPartition) -> str:
     after, through = SeqNo(0), partition.record.received
     try:
         while after < through:
-            after = log.read(number, after, through, bytes_max=_READ_BYTES)[-1].end
+            after = log.read(partition_id, after, through, bytes_max=_READ_BYTES)[-1].end
     except CorruptionError as error:
         return str(error)
     return ""
 
 
-def _empty(storage: BucketStorage, number: int, partition: StoredPartition) -> None:
-    while storage.delete_index_entries(number):
+def _empty(storage: BucketStorage, partition_id: int, partition: StoredPartition) -> None:
+    while storage.delete_index_entries(partition_id):
         pass
     record = partition.record
     failover_log = FailoverLog.of(record.failover_log).up_to(SeqNo(0))
     storage.truncate(
-        number,
+        partition_id,
         msgspec.structs.replace(
             record, failover_log=tuple(failover_log.pairs()), high=SeqNo(0), partial=None
         ),
