@@ -12,7 +12,7 @@ from tests.kit.reference_cycles import no_collections
 from tests.replication.test_replication import same, write
 
 OF_A_REPLICATOR: Final = (
-    *("Replicator", "ReplicaConsumer", "ConsumerStreams", "ClusterConnections", "NodeStreams"),
+    *("Replicator", "ReplicaConsumer", "ConsumerStreams", "ConnectionPool", "NodeStreams"),
     "MapRefresher",
 )
 

@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, SocketOptions
+from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.blocking.consumer import BlockingConsumer
 from upr_protocol.client.blocking.dispatcher import BlockingDispatcher
 from upr_protocol.client.blocking.publisher import BlockingPublisher
@@ -120,7 +120,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
         self._publisher: BlockingPublisher | None = None
         self._publisher_key: tuple[WriterIdentity, int] | None = None
-        self._connections = BlockingClusterConnections(self.address, self.options, draw)
+        self._connections = BlockingConnectionPool(self.address, self.options, draw)
         self._dispatcher = BlockingDispatcher(self._connections, timeout_s, credit_timeout_s, sleep)
 
     def __enter__(self) -> Self:

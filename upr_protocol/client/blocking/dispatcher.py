@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from upr_protocol.address import Address
-from upr_protocol.client.blocking.cluster_connections import BlockingClusterConnections
 from upr_protocol.client.blocking.connection import BlockingConnection
+from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
 from upr_protocol.client.core.results import is_wrong_node, status_of
@@ -32,7 +32,7 @@ class BlockingDispatcher:
 
     def __init__(
         self,
-        connections: BlockingClusterConnections,
+        connections: BlockingConnectionPool,
         timeout_s: float,
         credit_timeout_s: float,
         sleep: Callable[[float], None],

@@ -2,8 +2,8 @@
 
 Who retries what, after a lost connection or a refusal:
 
-- **Connections.** `ClusterConnections` reconnects to each node by itself, and `RetryState` says how
-  long it waits before each attempt and when it gives up. `BlockingClusterConnections` reconnects
+- **Connections.** `ConnectionPool` reconnects to each node by itself, and `RetryState` says how
+  long it waits before each attempt and when it gives up. `BlockingConnectionPool` reconnects
   when a connection is asked for. `Client` does not reconnect if one node holds the whole bucket:
   its calls raise the error.
 - **Batches** of a publisher without an answer: `UnansweredBatches` sends them again, with the same

@@ -13,8 +13,8 @@ from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, Partit
 from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
-from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
+from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
@@ -91,7 +91,7 @@ class RequestDispatcher:
         self.requests_before = 0
         self._is_lost = False
         self._changed = Notifier()
-        self.connections = ClusterConnections(address, options, self)
+        self.connections = ConnectionPool(address, options, self)
 
     async def run(self) -> None:
         """Keeps the connections for as long as that is of use. Cancelled, it closes them."""
@@ -110,7 +110,7 @@ class RequestDispatcher:
         self._channel_of.clear()
         self.error = without_traceback(self.error or ClosedError("the client was closed"))
 
-    # What the connections call; `ConnectionsOwner` documents it.
+    # What the connections call; `PoolOwner` documents it.
 
     @property
     def is_finished(self) -> bool:

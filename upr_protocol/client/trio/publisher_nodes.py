@@ -10,8 +10,8 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.results import is_wrong_node
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
-from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
+from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
 from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import BrokenError, ClosedError, UprError
 from upr_protocol.ids import PartitionId
@@ -53,7 +53,7 @@ class NodePublisher(NodeHandler):
     def writable(self) -> None:
         self.send()
 
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  ClusterConnections keeps it
+    def lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool keeps it
         self._connection = None
         self.batches.disconnected()
         self._nodes.notify_changed()
@@ -106,9 +106,9 @@ class PublisherNodes:
         self.send_later = Notifier()
         self._new_retry_state = options.new_retry_state
         self._changed = Notifier()
-        self.connections = ClusterConnections(address, options, self)
+        self.connections = ConnectionPool(address, options, self)
 
-    # What the connections call; `ConnectionsOwner` documents it.
+    # What the connections call; `PoolOwner` documents it.
 
     @property
     def partitions(self) -> Iterable[PartitionId]:

@@ -13,8 +13,8 @@ from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
 from upr_protocol.client.core.subscription import SubscriptionState
-from upr_protocol.client.trio.cluster_connections import ClusterConnections, NodeHandler
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
+from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
 from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionId, SeqNo
@@ -110,7 +110,7 @@ class NodeStreams(NodeHandler):
         follower: StreamFollower,
         retry: RetryState,
         queue: DeliveryQueue,
-        connections: ClusterConnections[NodeStreams],
+        connections: ConnectionPool[NodeStreams],
     ) -> None:
         self.follower = follower
         self.retry = retry
@@ -172,7 +172,7 @@ class NodeStreams(NodeHandler):
         if self._queue.is_full:
             await self._queue.wait_for_room()
 
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  ClusterConnections reconnects
+    def lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool reconnects
         self._connection = None
         self.follower.disconnected()
 
@@ -196,7 +196,7 @@ class ConsumerStreams:
         self._has_opened = trio.Event()
         self.state = state
         self._new_retry_state = options.new_retry_state
-        self.connections = ClusterConnections(
+        self.connections = ConnectionPool(
             address,
             options,
             self,
@@ -232,7 +232,7 @@ class ConsumerStreams:
         error = self.queue.error or ClosedError("the consumer was closed")
         self.queue.error = without_traceback(error)
 
-    # What the connections call; `ConnectionsOwner` documents it.
+    # What the connections call; `PoolOwner` documents it.
 
     @property
     def is_finished(self) -> bool:

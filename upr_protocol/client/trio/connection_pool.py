@@ -60,7 +60,7 @@ class NodeHandler(ConnectionHandler):
 H = TypeVar("H", bound=NodeHandler)
 
 
-class ConnectionsOwner(Protocol[H]):
+class PoolOwner(Protocol[H]):
     """The owner of the connections: it says which it needs."""
 
     @property
@@ -93,7 +93,7 @@ class _Node(ConnectionHandler, Generic[H]):
     """A node that is needed. Its messages go to the handler, but for its map.
 
     Attributes:
-        cluster: The connections to all nodes.
+        pool: The connections to all nodes.
         address: Where it is. The user's address may name several hosts; one after the other is
             tried for the first node.
         handler: Uses it.
@@ -103,7 +103,7 @@ class _Node(ConnectionHandler, Generic[H]):
         scope: Cancel it to close the connection for good.
     """
 
-    cluster: ClusterConnections[H]
+    pool: ConnectionPool[H]
     address: Address
     handler: H
     connection: TrioConnection | None = None
@@ -119,12 +119,12 @@ class _Node(ConnectionHandler, Generic[H]):
         return self.map_request.send(self.connection, self.address.bucket, _BUSY_ANSWER_TIMEOUT_S)
 
     def connected(self, connection: TrioConnection) -> None:
-        self.cluster.connected(self, connection)
+        self.pool.connected(self, connection)
 
     def received(self, message: Message) -> None:
         if isinstance(message, MapReply):
             self.map_request.is_open = False
-            self.cluster.learn_map(message)
+            self.pool.learn_map(message)
         else:
             self.handler.received(message)
 
@@ -138,7 +138,7 @@ class _Node(ConnectionHandler, Generic[H]):
         self.handler.lost(error)
 
 
-class ClusterConnections(Generic[H]):
+class ConnectionPool(Generic[H]):
     """Keeps connections to the nodes that its owner needs.
 
     Args:
@@ -160,7 +160,7 @@ class ClusterConnections(Generic[H]):
         self,
         address: Address,
         options: ClusterOptions,
-        owner: ConnectionsOwner[H],
+        owner: PoolOwner[H],
         *,
         state: PartitionState = PartitionState.ACTIVE,
         opened: tuple[PartitionId, ...] = (),
@@ -280,7 +280,7 @@ class ClusterConnections(Generic[H]):
         """A node has opened the bucket.
 
         Raises:
-            UprError: See `ConnectionsOwner.opened`.
+            UprError: See `PoolOwner.opened`.
         """
         self._owner.opened(connection)
         self._was_connected = True

@@ -24,7 +24,7 @@ _MAP_TIMEOUT_S: Final = 1.0
 """How long one node may take to tell its map."""
 
 
-class BlockingClusterConnections:
+class BlockingConnectionPool:
     """Connections to the nodes of a bucket.
 
     Args:
