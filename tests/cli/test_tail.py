@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from itertools import count, islice
 from pathlib import Path
 
@@ -102,6 +103,23 @@ def test_it_follows_one_partition_on_request(filled: str, tail: Tail) -> None:
     changes = mutations(tail(filled, "--partition", "3"))
     assert changes
     assert {line["partition"] for line in changes} == {3}
+
+
+def test_since_a_time_it_prints_the_changes_from_then_on(filled: str, run: Run, tail: Tail) -> None:
+    run("set", filled, "late", "1", "--durability", "persisted")
+    changes = mutations(tail(filled))
+    assert len(changes) == 101
+    since_us = max(int(line["cas"]) for line in changes) // 1000
+    since = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=since_us)
+    assert [line["key"] for line in mutations(tail(filled, "--since", since.isoformat()))] == [
+        "late"
+    ]
+    assert len(mutations(tail(filled, "--since", "1h"))) == 101
+    assert mutations(tail(filled, "--since", "2100-01-01T00:00:00Z")) == []
+    refused = run("tail", filled, "--since", "yesterday", code=2)
+    assert "'yesterday' is not a time; write it as in 2026-01-31T12:00:00Z" in refused.stderr
+    refused = run("tail", filled, "--since", "1h", "--from", "now", code=2)
+    assert "leave out --from, --resume and --state" in refused.stderr
 
 
 def test_from_now_it_prints_only_new_changes(

@@ -169,6 +169,8 @@ CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
     Client.list_buckets: lambda client, _: client.list_buckets(),
     Client.stats: lambda client, _: client.stats("b"),
     Client.seqnos: lambda client, _: client.seqnos(),
+    Client.seqnos_at: lambda client, _: client.seqnos_at(0),
+    Client.resume_state_at: lambda client, _: client.resume_state_at(0),
     Client.acquire_lease: _acquire,
     Client.renew_lease: _renew,
     Client.release_lease: _release,

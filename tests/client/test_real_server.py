@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import trio
@@ -16,6 +17,7 @@ from upr_protocol.chunk import CounterDelta, Mutation, plain_chunk
 from upr_protocol.client import (
     Address,
     BlockingClient,
+    ChunkReceived,
     Completed,
     Consumer,
     Failure,
@@ -27,7 +29,7 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.errors import BrokenError, ServerError, Status
-from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
@@ -128,6 +130,34 @@ async def test_buckets(server: Server) -> None:
             assert client.partition_count == 16
             assert len(client.partitions()) == len(await client.seqnos()) == 16
         await admin.delete_bucket("c")
+
+
+async def test_a_consumer_starts_at_a_time(server: Server) -> None:
+    async with connect(server.url("b")) as client:
+        cas_values = [
+            (await client.set(b"key %d" % index, "v", durability=Durability.PERSISTED)).cas
+            for index in range(60)
+        ]
+        # Two changes may have been numbered within the microsecond that a datetime can tell.
+        time_us = cas_values[25] // 1000
+        time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)
+        rows = await client.seqnos_at(time)
+        assert [row.partition for row in rows] == list(range(client.partition_count))
+        assert {row.history_id for row in rows} == {p.log.current for p in client.partitions()}
+        assert all(row.seq == 0 for row in await client.seqnos_at(0))
+        numbers = {row.partition: row.high_seq for row in await client.seqnos()}
+        later = await client.seqnos_at(datetime(2200, 1, 1, tzinfo=UTC))
+        assert {row.partition: row.seq for row in later} == numbers
+        state = await client.resume_state_at(time)
+        with pytest.raises(ServerError, match="is named twice"):
+            await client.seqnos_at(time, [1, 1])
+    received: set[int] = set()
+    async with consume(server.url("b"), resume=state, end="now") as consumer:
+        async for event in consumer:
+            assert not isinstance(event, RolledBack)
+            if isinstance(event, ChunkReceived):
+                received.update(row.cas for row in event.chunk)
+    assert received == {cas for cas in cas_values if cas >= 1000 * time_us}
 
 
 async def test_consumers_see_what_was_published_before_a_barrier(server: Server) -> None:

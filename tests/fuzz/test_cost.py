@@ -32,6 +32,8 @@ from upr_protocol.wire import (
     PartitionAnswers,
     RunResult,
     Seqnos,
+    SeqnosAt,
+    SeqnosAtReply,
     SeqnosReply,
     StatsReply,
 )
@@ -76,6 +78,8 @@ def _rows(count: int) -> tuple[int, ...]:
 
 LISTS: Final[dict[str, Callable[[int], Message]]] = {
     "Seqnos": lambda count: Seqnos(_rows(count)),
+    "SeqnosAt": lambda count: SeqnosAt(0, _rows(count)),
+    "SeqnosAtReply": lambda count: SeqnosAtReply(tuple((n, 7, n) for n in range(count))),
     "SeqnosReply": lambda count: SeqnosReply(tuple((n, 7, n, n, n) for n in range(count))),
     "Get": lambda count: Get((b"key",) * count),
     "LeaseReply": lambda count: LeaseReply(1, 2, tuple((n, 7, n, n, n) for n in range(count))),

@@ -61,6 +61,10 @@ class FakePartition:
                 items.pop(mutation.key, None)
         return items
 
+    def seq_before(self, cas: int) -> SeqNo:
+        """The last number of a mutation with a lower CAS; 0 for none."""
+        return max((row.seq for row in self.history if row.cas < cas), default=SeqNo(0))
+
     def newest(self, key: bytes) -> Mutation | None:
         for mutation in reversed(self.history):
             if mutation.key == key:

@@ -46,6 +46,8 @@ from upr_protocol.wire import (
     ReplicaAck,
     RunResult,
     Seqnos,
+    SeqnosAt,
+    SeqnosAtReply,
     SeqnosReply,
     Stats,
     StatsReply,
@@ -499,17 +501,31 @@ class FakeConnection:
         )  # fmt: skip
 
     def _on_seqnos(self, message: Seqnos) -> None:
-        partitions = [
-            p
-            for p in self._server.partitions
-            if not message.partitions or p.id in message.partitions
-        ]
-        states = {self._server.state_of(p.id) for p in partitions}
-        if not message.of_copies and states != {PartitionState.ACTIVE}:
+        partitions = self._named_in(message)
+        if not message.of_copies and not self._are_active(partitions):
             self._refuse(message, Status.NOT_MY_PARTITION)
             return
         rows = tuple((p.id, p.log.current, p.high, 0, 0) for p in partitions)
         self.session.send(SeqnosReply(rows, opaque=message.opaque))
+
+    def _named_in(self, message: Seqnos | SeqnosAt) -> list[FakePartition]:
+        return [
+            partition
+            for partition in self._server.partitions
+            if not message.partitions or partition.id in message.partitions
+        ]
+
+    def _are_active(self, partitions: list[FakePartition]) -> bool:
+        states = {self._server.state_of(partition.id) for partition in partitions}
+        return states == {PartitionState.ACTIVE}
+
+    def _on_seqnosat(self, message: SeqnosAt) -> None:
+        partitions = self._named_in(message)
+        if not self._are_active(partitions):
+            self._refuse(message, Status.NOT_MY_PARTITION)
+            return
+        rows = tuple((p.id, p.log.current, p.seq_before(message.time_ns)) for p in partitions)
+        self.session.send(SeqnosAtReply(rows, opaque=message.opaque))
 
     def _on_await(self, message: Await) -> None:
         if self._misdirected(message, PartitionState.ACTIVE):

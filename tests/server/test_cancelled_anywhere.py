@@ -61,6 +61,7 @@ from upr_server.storage.calls import (
     FindExpired,
     FindFirstSnapshotEnd,
     FindItems,
+    FindSeqBefore,
     FindSnapshotEnd,
     LoadBuckets,
     Maintain,
@@ -305,6 +306,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
         await store.ask(FindExpired(name, 100, b"", 10))
         await store.ask(FindSnapshotEnd(name, 1, SeqNo(3), SeqNo(0)))
         await store.ask(FindFirstSnapshotEnd(name, 1, SeqNo(1)))
+        await store.ask(FindSeqBefore(name, 1, 7))
         await store.ask(DeleteIndexEntries(name, 1))
         await store.ask(Truncate(name, 1, record_of(0), []))
         await store.ask(DeleteLeases(name, [5]))

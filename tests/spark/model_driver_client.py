@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from itertools import count
 
 import attrs
@@ -56,6 +57,8 @@ class ModelDriverClient:
         self._histories = count(1)
         self.partitions = [self._new() for _ in range(partitions)]
         self.leases: dict[int, ModelLease] = {}
+        self.times: dict[tuple[int, int], datetime] = {}
+        """When a number of a partition was given, where that matters."""
 
     def _new(self) -> ModelPartition:
         return ModelPartition(FailoverLog().with_branch(HistoryId(next(self._histories)), SeqNo(0)))
@@ -153,6 +156,20 @@ class ModelDriverClient:
         for number in range(len(self.partitions)):
             self.flush(number)
         return self.numbers()
+
+    def numbers_at(self, time: datetime) -> Mapping[int, int]:
+        self.persist()
+        return {
+            number: max(
+                (
+                    seq
+                    for seq in range(1, partition.high + 1)
+                    if self.times.get((number, seq), time) < time
+                ),
+                default=0,
+            )
+            for number, partition in enumerate(self.partitions)
+        }
 
     def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
         if lease_id in self.leases:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -319,6 +320,33 @@ def test_a_filter_of_one_query_is_no_filter_of_the_next(
         spark.conf.unset(setting)
 
 
+def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBucket) -> None:
+    url = new_bucket(4)
+    with durable_client(url) as client:
+        for part in range(6):
+            client.apply(
+                Mutation(Operation.SET, b"key %d" % number, b"value %d" % part)
+                for number in range(40)
+            )
+    columns = "partition int, seq long, cas long, key binary, value binary"
+    everything = load(spark, url, columns).collect()
+    moments_ns = sorted(row.cas for row in everything)
+    start_us, end_us = moments_ns[70] // 1000, moments_ns[190] // 1000
+    start, end = (
+        datetime.fromtimestamp(0, UTC) + timedelta(microseconds=moment)
+        for moment in (start_us, end_us)
+    )
+    times = {"startingTimestamp": start.isoformat(), "endingTimestamp": end.isoformat()}
+    assert sorted(load(spark, url, columns, **times).collect()) == sorted(
+        row for row in everything if 1000 * start_us <= row.cas < 1000 * end_us
+    )
+    start_ms = start_us // 1000
+    assert sorted(load(spark, url, columns, startingTimestamp=start_ms).collect()) == sorted(
+        row for row in everything if row.cas >= 1_000_000 * start_ms
+    )
+    assert load(spark, url, endingTimestamp=1).count() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -332,6 +360,13 @@ def test_a_filter_of_one_query_is_no_filter_of_the_next(
         ({"startingOffsets": '{"0": -1}'}, "numbers by partition like"),
         ({"endingOffsets": "{"}, "numbers by partition like"),
         ({"leaseSeconds": "0"}, "no whole number from 1 to 86400"),
+        (
+            {"startingTimestamp": "2026-01-31"},
+            "2026-01-31 00:00:00 has no time zone",
+        ),
+        ({"startingTimestamp": "9" * 20}, "which is no time in milliseconds since 1970"),
+        ({"startingTimestamp": 5, "startingOffsets": "earliest"}, "exclude each other"),
+        ({"startingTimestamp": 5, "endingTimestamp": 5}, "which is not after startingTimestamp"),
         ({"url": "http://localhost/x"}, "it does not begin with upr://"),
         ({"url": "upr://localhost"}, "the bucket is missing"),
     ],

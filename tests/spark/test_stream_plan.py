@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any, ClassVar, Final
 
@@ -754,6 +755,19 @@ def test_a_plan_pins_the_ranges_from_the_streams_position() -> None:
             assert reader.latestOffset(start, ReadAllAvailable()) is start
         reader.stop()
         assert driver.leases == {}
+
+
+def test_a_stream_begins_at_a_time() -> None:
+    driver = written(2, 5)
+    noon = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    for partition in range(2):
+        for seq in range(1, 6):
+            driver.times[partition, seq] = noon + timedelta(seconds=seq - 3 - partition)
+    reader = reader_of(driver, startingTimestamp=noon.isoformat())
+    start = reader.initialOffset()
+    assert reader.initialOffset() == start, "Spark asks again"
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(list(reader.partitions(start, end))) == [(0, 2, 5, None), (1, 3, 5, None)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stability", ["durable", "any"])

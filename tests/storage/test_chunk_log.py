@@ -24,6 +24,7 @@ from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import (
     BUCKET,
+    CHUNK_HEAD,
     PARTITION,
     BucketRecord,
     LeaseRecord,
@@ -108,6 +109,44 @@ def test_committed_mutations_are_read_between_any_two_numbers(
             st.lists(st.sampled_from(history), max_size=6) if history else st.just([])
         )
         assert log.find(number, [row.seq for row in picked], PLENTY) == picked
+
+
+@settings(max_examples=200)
+@given(commits=COMMITS, compacted=st.sets(st.integers(0, 60)), cas=st.integers(0, 700))
+def test_the_number_before_a_cas_parts_the_mutations_by_it(
+    commits: list[dict[int, list[tuple[int, int]]]], compacted: set[int], cas: int
+) -> None:
+    log, highs = created(SimulatedDisk()), [0] * PARTITIONS
+    cas_of_seq: list[dict[int, int]] = [{} for _ in range(PARTITIONS)]
+    for commit in commits:
+        writes = []
+        for partition, shapes in commit.items():
+            chunks = []
+            for count, skipped in shapes:
+                start = highs[partition]
+                end = highs[partition] = start + count * (skipped + 1)
+                # A chunk of which compaction left nothing still covers its numbers.
+                seqs = set(range(start + skipped + 1, end + 1, skipped + 1)) - compacted
+                rows = [row(Operation.SET, b"key", seq, 10 * seq + 5) for seq in sorted(seqs)]
+                chunks.append(chunk_of(rows, start, end))
+                cas_of_seq[partition].update((row.seq, row.cas) for row in rows)
+            writes.append(PartitionWrite(partition, record_of(highs[partition]), chunks))
+        log.commit(writes)
+    for partition, high in enumerate(highs):
+        seq_before = log.find_seq_before(partition, cas)
+        assert 0 <= seq_before <= high
+        for seq, row_cas in cas_of_seq[partition].items():
+            assert (seq <= seq_before) == (row_cas < cas)
+
+
+def test_a_damaged_chunk_is_not_searched_for_a_time(log: ChunkLog) -> None:
+    log.commit([write(0, some_chunk(0, 3)), write(1, some_chunk(0, 3))])
+    key = chunk_key(0, 3)
+    with log.ordered_map.write() as transaction:
+        transaction.put(key, bytes(CHUNK_HEAD.size) + bytes(some_chunk(0, 3)))
+    with pytest.raises(CorruptionError, match="checksum"):
+        log.find_seq_before(0, 2)
+    assert log.find_seq_before(1, 2) == 1
 
 
 def test_a_read_ends_with_the_chunk_that_reaches_its_limit(log: ChunkLog) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from functools import wraps
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import click
 from upr_protocol.client import Address, AddressError
 from upr_protocol.ids import Durability
 from upr_protocol.limits import PARTITIONS_MAX
+from upr_protocol.timestamps import parse_timestamp
 
 # The URL.
 
@@ -96,6 +98,27 @@ def size(text: str) -> int:
             f"{text!r} is not a size; write a number of bytes, or a unit as in 512M or 2G"
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+# Times.
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_AGE: Final = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+
+
+def past_time(text: str) -> datetime:
+    """The moment that `text` means: `2026-01-31T12:00:00Z`, or so long ago: `30s`, `10m`, `2h`,
+    `7d`."""
+    age = _AGE.fullmatch(text.strip())
+    try:
+        if age is not None:
+            return datetime.now(UTC) - timedelta(seconds=int(age[1]) * _SECONDS[age[2]])
+        return parse_timestamp(text.strip())
+    except (OverflowError, ValueError):
+        raise click.BadParameter(
+            f"{text!r} is not a time; write it as in 2026-01-31T12:00:00Z, or so long ago as in "
+            "30s, 10m, 2h or 7d"
+        ) from None
 
 
 # Partitions.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from datetime import datetime
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,15 +17,23 @@ from upr_protocol.cli.connection import identity, report_connection, run_until_s
 from upr_protocol.cli.errors import RefusedError, say
 from upr_protocol.cli.event_lines import Summary, event_lines
 from upr_protocol.cli.output import Output, ProgressDisplay
-from upr_protocol.cli.parameters import TargetCommand, bucket_argument, number, retry_timeout_option
+from upr_protocol.cli.parameters import (
+    TargetCommand,
+    bucket_argument,
+    number,
+    past_time,
+    retry_timeout_option,
+)
 from upr_protocol.client import (
     Address,
     BarrierReached,
     Consumer,
     LocalCopyFollower,
+    ResumeState,
     RolledBack,
     StreamEnded,
     Undone,
+    connect,
     consume,
     keep_local_copy,
 )
@@ -45,6 +54,13 @@ _SUMMARY_S: Final = 1.0
     default="beginning",
     show_default=True,
     help="Where to start: with everything that the server has, or with changes from now on.",
+)
+@click.option(
+    "--since",
+    type=past_time,
+    metavar="TIME",
+    help="Start with the changes since TIME: a date and time as in 2026-01-31T12:00:00Z, or so "
+    "long ago, as in 30s, 10m, 2h or 7d.",
 )
 @click.option(
     "--resume",
@@ -84,6 +100,7 @@ _SUMMARY_S: Final = 1.0
 def tail(
     target: Address,
     start: Literal["beginning", "now"],
+    since: datetime | None,
     resume: Path | None,
     directory: Path | None,
     until: str | None,
@@ -98,6 +115,10 @@ def tail(
     changed several times in between arrives once. A `rollback` means that a partition starts again:
     drop what you have of it.
 
+    With --since each change counts that is still the newest of its key, or that the server has not
+    yet compacted. The time of a change is that of the server's clock when the change got its
+    number.
+
     With --resume the command can be killed at any moment, and resumes from its position when it is
     run again. It may then repeat lines, but never omits one.
 
@@ -110,6 +131,7 @@ def tail(
     Examples:
       upr tail upr://127.0.0.1:12000/planes
       upr tail upr://127.0.0.1:12000/planes --until caught-up --format summary
+      upr tail upr://127.0.0.1:12000/planes --since 10m
       upr tail upr://127.0.0.1:12000/planes --resume planes.state >> planes.jsonl
       upr tail upr://127.0.0.1:12000/planes --state planes.copy --format summary
     """
@@ -117,9 +139,14 @@ def tail(
         raise click.UsageError(f"{resume} cannot be written: its directory does not exist")
     if directory is not None and (resume is not None or start != "beginning"):
         raise click.UsageError("--state saves its own position; leave out --resume and --from")
+    if since is not None and (resume or directory or start != "beginning"):
+        raise click.UsageError(
+            "--since says where to start; leave out --from, --resume and --state"
+        )
     job = _Tail(
         target,
         start,
+        since,
         resume,
         directory,
         partitions,
@@ -136,6 +163,7 @@ class _Tail:
 
     target: Address
     start: Literal["beginning", "now"]
+    since: datetime | None
     resume: Path | None
     directory: Path | None
     partitions: Sequence[int]
@@ -159,7 +187,8 @@ class _Tail:
             raise RefusedError(f"the bucket {self.target.bucket!r} was deleted")
 
     async def _follow(self, progress: ProgressDisplay) -> None:
-        async with self._source() as consumer, trio.open_nursery() as nursery:
+        resume = self.resume if self.since is None else await self._state_at(self.since)
+        async with self._source(resume) as consumer, trio.open_nursery() as nursery:
             if self.as_lines:
                 if self.resume is not None:
                     self._output.end_line()
@@ -172,7 +201,13 @@ class _Tail:
             await self._print_events(consumer)
             nursery.cancel_scope.cancel()
 
-    def _source(self) -> AbstractAsyncContextManager[Consumer | LocalCopyFollower]:
+    async def _state_at(self, time: datetime) -> ResumeState:
+        async with connect(self.target, identity=identity("tail")) as client:
+            return await client.resume_state_at(time, self.partitions)
+
+    def _source(
+        self, resume: Path | ResumeState | None
+    ) -> AbstractAsyncContextManager[Consumer | LocalCopyFollower]:
         if self.directory is not None:
             return keep_local_copy(
                 self.target,
@@ -185,7 +220,7 @@ class _Tail:
             self.target,
             identity=identity("tail"),
             start=self.start,
-            resume=self.resume,
+            resume=resume,
             partitions=self.partitions or None,
             retry_timeout_s=self.retry_timeout_s,
         )

@@ -26,6 +26,7 @@ from upr_protocol.client.core.calls import (
     LeasedRange,
     PartitionInfo,
     PartitionNumbers,
+    SeqnoAt,
 )
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.events import (
@@ -146,6 +147,7 @@ __all__ = [
     "RolledBack",
     "SaveLimits",
     "ScanOptions",
+    "SeqnoAt",
     "SnapshotEnd",
     "SnapshotStart",
     "StreamAccepted",

@@ -70,25 +70,29 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     """
     numbers = driver.persist() if options.durable else driver.numbers()
     infos = driver.infos()
-    for option, bound in (("startingOffsets", options.start), ("endingOffsets", options.end)):
+    start = options.start if options.start_time is None else driver.numbers_at(options.start_time)
+    end = options.end if options.end_time is None else driver.numbers_at(options.end_time)
+    for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
         if not isinstance(bound, str):
             check_named(option, bound, numbers)
     ranges = []
     for partition, row in numbers.items():
-        start = _start(options, partition)
+        start_seq = 0 if isinstance(start, str) else start.get(partition, 0)
         has = row.persisted_seq if options.durable else row.high_seq
-        end = has if isinstance(options.end, str) else options.end.get(partition, has)
-        if end > has or start > end:
+        end_seq = has if isinstance(end, str) else end.get(partition, has)
+        if end_seq > has or start_seq > end_seq:
             raise OptionError(
-                f"partition {partition} cannot be read from {start} to {end}: it has numbers up to "
-                f"{has}"
+                f"partition {partition} cannot be read from {start_seq} to {end_seq}: it has "
+                f"numbers up to {has}"
             )
-        ranges.append((partition, SeqNo(start), SeqNo(end)))
+        ranges.append((partition, SeqNo(start_seq), SeqNo(end_seq)))
     if not options.durable:
         slices = [_slice(infos, *bounds) for bounds in ranges]
         lease_id = 0
     else:
-        slices = _pinned(options, driver, infos, ranges, lease_id)
+        # To the end that is on disk when the lease is granted: nothing is overtaken there.
+        to_the_end = isinstance(end, str)
+        slices = _pinned(driver, infos, ranges, lease_id, to_the_end=to_the_end)
     return tasks_of(
         [part for part in slices if part.start < part.end],
         lease_id,
@@ -98,21 +102,14 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     )
 
 
-def _start(options: ReadOptions, partition: PartitionId) -> SeqNo:
-    if isinstance(options.start, str):
-        return SeqNo(0)
-    return SeqNo(options.start.get(partition, 0))
-
-
 def _pinned(
-    options: ReadOptions,
     driver: DriverClient,
     infos: Mapping[PartitionId, PartitionInfo],
     ranges: list[tuple[PartitionId, SeqNo, SeqNo]],
     lease_id: int,
+    *,
+    to_the_end: bool,
 ) -> list[Slice]:
-    # To the end that is on disk when the lease is granted: nothing is overtaken there.
-    to_the_end = isinstance(options.end, str)
     lease = driver.acquire(
         lease_id,
         [(partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in ranges],
@@ -142,7 +139,7 @@ def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:
     if error.status is Status.ROLLBACK_NEEDED:
         return PipelineError(
             "UPR_RANGE_GONE",
-            f"{options.address}: the server has removed deletions after startingOffsets "
+            f"{options.address}: the server has removed deletions after the start of the read "
             f"({error.sentence}): read from the beginning",
         )
     return explained(error, options.address)

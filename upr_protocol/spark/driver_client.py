@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -67,6 +68,10 @@ class DriverClient(Protocol):
     def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
         """Waits until all is on disk that the bucket has when this is called: a barrier. Gives how
         far each partition is then."""
+
+    def numbers_at(self, time: datetime) -> Mapping[int, int]:
+        """The last number of each partition from before a time, of all that the bucket has when
+        this is called: what is not on disk yet is waited for."""
 
     def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
         """Pins ranges; see `BlockingClient.acquire_lease`. Raises `ServerError` with `RANGE_GONE`
@@ -165,6 +170,11 @@ class BucketDriverClient:
             if row.persisted_seq < row.high_seq:
                 self._ask_until_timeout(partial(_await_persisted, row))
         return self.numbers()
+
+    def numbers_at(self, time: datetime) -> Mapping[int, int]:
+        partitions = tuple(self.persist())
+        rows = self._ask_until_timeout(lambda client: client.seqnos_at(time, partitions))
+        return {row.partition: row.seq for row in rows}
 
     def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
         return self._ask_until_timeout(

@@ -79,7 +79,10 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
         """Where a new query begins."""
         if self._initial is None:
-            self._initial = self._planner.initial(self._options.start)
+            start, time = self._options.start, self._options.start_time
+            self._initial = self._planner.initial(
+                start if time is None else self._server.numbers_at(time)
+            )
         return self._initial.to_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Final, Self
 
 import attrs
@@ -13,6 +14,7 @@ from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
 from upr_protocol.limits import KEY_BYTES_MAX, LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import Options
+from upr_protocol.timestamps import parse_timestamp
 
 LEASE_S_DEFAULT: Final = 3600
 """How long a range stays pinned though nobody renews it: longer than most batches take."""
@@ -34,7 +36,9 @@ class ReadOptions:
         key: The only key whose rows are read; None for every key.
         key_prefix: How the keys begin whose rows are read.
         start: Where to start: `earliest`, `latest`, or a number for each partition named.
+        start_time: Instead: the time since which changes are read.
         end: Where a read ends: `latest`, or a number for each partition named.
+        end_time: Instead: the time before which changes are read.
         metadata: Whether the columns are all there are, or the few that most need.
         include_value: Whether values are among them.
         deduplicate: Whether a read has only the newest row of each key.
@@ -56,7 +60,9 @@ class ReadOptions:
     key: bytes | None
     key_prefix: bytes
     start: str | Mapping[int, int]
+    start_time: datetime | None
     end: str | Mapping[int, int]
+    end_time: datetime | None
     metadata: bool
     include_value: bool
     deduplicate: bool
@@ -92,6 +98,7 @@ class ReadOptions:
                 "the option key excludes partitions and keyPrefix: a key has one partition"
             )
         start = _offsets(options, "startingOffsets", "earliest", ("earliest", "latest"))
+        start_time = _time(options, "startingTimestamp", "startingOffsets")
         metadata = options.flag("metadata", default=True)
         include_value = options.flag("includeValue", default=True)
         durable = options.choice("stability", "durable", ("durable", "any")) == "durable"
@@ -103,6 +110,7 @@ class ReadOptions:
         )
         timeout_s = options.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1)
         end: str | Mapping[int, int] = "latest"
+        end_time: datetime | None = None
         deduplicate, marks_rollback, rewinds, max_rows, max_bytes = False, False, False, None, None
         if streaming is not False:
             on_rollback = options.choice("onRollback", "fail", ("fail", "marker", "rewind"))
@@ -113,6 +121,12 @@ class ReadOptions:
         if not streaming:
             deduplicate = options.flag("deduplicate", default=False)
             end = _offsets(options, "endingOffsets", "latest", ("latest",))
+            end_time = _time(options, "endingTimestamp", "endingOffsets")
+            if start_time is not None and end_time is not None and start_time >= end_time:
+                raise OptionError(
+                    f"the option endingTimestamp is {end_time.isoformat()}, which is not after "
+                    f"startingTimestamp, {start_time.isoformat()}"
+                )
             if streaming is False and start == "latest":
                 raise OptionError(
                     "the option startingOffsets is latest: a read would return nothing"
@@ -134,7 +148,9 @@ class ReadOptions:
             key,
             key_prefix,
             start,
+            start_time,
             end,
+            end_time,
             metadata,
             include_value,
             deduplicate,
@@ -177,6 +193,27 @@ def _partitions(text: str) -> tuple[int, ...]:
             raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
         partitions.update(range(first, last + 1))
     return tuple(sorted(partitions))
+
+
+def _time(options: Options, name: str, other_name: str) -> datetime | None:
+    """A time: in ISO 8601 with a time zone, or milliseconds since 1970, as Kafka's options take
+    it. None when the option was not given."""
+    text = options.text(name, None)
+    if text is None:
+        return None
+    if options.text(other_name, None) is not None:
+        raise OptionError(f"the options {name} and {other_name} exclude each other")
+    if not text.isdigit():
+        try:
+            return parse_timestamp(text)
+        except ValueError as error:
+            raise OptionError(f"the option {name}: {error}") from error
+    try:
+        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(text))
+    except OverflowError:
+        raise OptionError(
+            f"the option {name} is {text}, which is no time in milliseconds since 1970"
+        ) from None
 
 
 def _offsets(

@@ -184,9 +184,10 @@ class StreamPlan:
             if not self._marks_rollback:
                 raise PipelineError(
                     "UPR_RANGE_GONE",
-                    f"the stream stood still for too long: the server has removed deletions "
-                    f"from {offset.seq} to {infos[partition].purge_seq} in partition {partition}: "
-                    "begin with a new checkpoint and an empty sink, or stream with "
+                    f"the stream stood still for too long, or starts too far back: the server has "
+                    f"removed deletions from {offset.seq} to {infos[partition].purge_seq} in "
+                    f"partition {partition}: begin at earliest with a new checkpoint and an empty "
+                    "sink, or stream with "
                     "onRollback=marker into a sink that can undo",
                 )
             after[partition] = _rewound(offset, infos[partition], SeqNo(0))

@@ -44,6 +44,8 @@ from upr_protocol.wire.keyvalue import (
     LeaseAction,
     LeaseReply,
     Seqnos,
+    SeqnosAt,
+    SeqnosAtReply,
     SeqnosReply,
 )
 from upr_protocol.wire.message import Message, Role, SessionState
@@ -146,6 +148,8 @@ __all__ = [
     "Role",
     "RunResult",
     "Seqnos",
+    "SeqnosAt",
+    "SeqnosAtReply",
     "SeqnosReply",
     "SessionState",
     "SetFrames",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum, unique
 from struct import Struct
 from struct import error as StructError
@@ -18,7 +19,25 @@ from upr_protocol.wire.message import DATA, Message, Role, check_end
 _GET_REPLY: Final = Struct("<QI4x")
 _GET: Final = Struct("<QH")
 _SEQNOS_ROW: Final = Struct("<HQQQQ")
+_SEQNOS_AT_ROW: Final = Struct("<HQQ")
 _U16: Final = Struct("<H")
+
+# By the layout, a row for each of 1,024 partitions holds the loop for 9 ms.
+
+
+def _pack_rows(row_struct: Struct, rows: Sequence[tuple[int, ...]]) -> bytes:
+    return b"".join([_U16.pack(len(rows)), *[row_struct.pack(*values) for values in rows]])
+
+
+def _unpack_rows(row_struct: Struct, body: Buffer) -> tuple[tuple[int, ...], ...]:
+    data = memoryview(body)
+    (count,) = _U16.unpack_from(data)
+    end = _U16.size + count * row_struct.size
+    rows = tuple(row_struct.iter_unpack(data[_U16.size : end]))
+    if len(rows) < count:
+        raise StructError
+    check_end(body, end)
+    return rows
 
 
 class GetReply(Message, frozen=True):
@@ -119,22 +138,12 @@ class SeqnosReply(Message, frozen=True):
 
     rows: tuple[tuple[int, int, int, int, int], ...]
 
-    # By the layout, 1,024 partitions hold the loop for 9 ms.
-
     def body(self) -> tuple[Buffer, ...]:
-        count = _U16.pack(len(self.rows))
-        return (b"".join([count, *[_SEQNOS_ROW.pack(*values) for values in self.rows]]),)
+        return (_pack_rows(_SEQNOS_ROW, self.rows),)
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        data = memoryview(body)
-        (count,) = _U16.unpack_from(data)
-        end = _U16.size + count * _SEQNOS_ROW.size
-        rows = tuple(_SEQNOS_ROW.iter_unpack(data[_U16.size : end]))
-        if len(rows) < count:
-            raise StructError
-        check_end(body, end)
-        return (rows,)
+        return (_unpack_rows(_SEQNOS_ROW, body),)
 
 
 class Seqnos(Message, frozen=True):
@@ -153,6 +162,49 @@ class Seqnos(Message, frozen=True):
 
     partitions: tuple[int, ...] = ()
     of_copies: bool = False
+
+
+class SeqnosAtReply(Message, frozen=True):
+    """Where the partitions asked for stood at a time."""
+
+    opcode = 0x9C
+    sender = Role.SERVER
+    states = DATA
+    body_bytes_max = 64 * 1024
+    layout = cs.Struct(
+        "rows"
+        / tuple_of(row(partition=cs.Int16ul, history_id=cs.Int64ul, seq=cs.Int64ul))
+        * "per partition: history, and the last sequence number from before the time",
+    )
+
+    rows: tuple[tuple[int, int, int], ...]
+
+    def body(self) -> tuple[Buffer, ...]:
+        return (_pack_rows(_SEQNOS_AT_ROW, self.rows),)
+
+    @classmethod
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        return (_unpack_rows(_SEQNOS_AT_ROW, body),)
+
+
+class SeqnosAt(Message, frozen=True):
+    """Asks where partitions stood at a time: for the highest sequence number on disk such that each
+    change up to it has a CAS below `time_ns`, as a CAS is the time at which a change was numbered;
+    0 when there is none. A stream from there has every later change. What is not on disk yet counts
+    as later. Refused with `NOT_MY_PARTITION` when the server is not active for one of the
+    partitions, and with `HISTORY_CHANGED` when a history changes meanwhile."""
+
+    opcode = 0x1C
+    sender = Role.CLIENT
+    states = DATA
+    answers = (SeqnosAtReply,)
+    layout = cs.Struct(
+        "time_ns" / cs.Int64ul * "nanoseconds since 1970",
+        "partitions" / tuple_of(cs.Int16ul) * "the partitions; none for all",
+    )
+
+    time_ns: int
+    partitions: tuple[int, ...] = ()
 
 
 class AwaitReply(Message, frozen=True):

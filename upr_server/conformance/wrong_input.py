@@ -46,6 +46,7 @@ from upr_protocol.wire import (
     Open,
     Opened,
     Seqnos,
+    SeqnosAt,
     SetMap,
     Stats,
     Stream,
@@ -452,6 +453,12 @@ def _add_requests(topic: Topic) -> None:
     case = topic("`Seqnos`", Progress.OPENED)
     seqnos = Seqnos((MISSING,), opaque=OPAQUE)
     case("a partition that the node is not active for", seqnos, refused, Status.NOT_MY_PARTITION)
+
+    case = topic("`SeqnosAt`", Progress.OPENED)
+    seqnos_at = SeqnosAt(0, (MISSING,), opaque=OPAQUE)
+    case("a partition that the node is not active for", seqnos_at, refused, Status.NOT_MY_PARTITION)
+    twice = SeqnosAt(0, (P0, P0), opaque=OPAQUE)
+    case("a partition that is named twice", twice, refused, bad)
 
     case = topic("`Await`", Progress.OPENED)
 

@@ -284,6 +284,19 @@ class FindFirstSnapshotEnd(BucketCall[SeqNo], frozen=True):
         return bucket.log.find_first_snapshot_end(self.partition, self.floor)
 
 
+class FindSeqBefore(BucketCall[SeqNo], frozen=True):
+    """Finds the highest sequence number on disk up to which every mutation has a CAS below
+    `cas`."""
+
+    is_read: ClassVar[bool] = True
+
+    partition: int
+    cas: int
+
+    def run(self, bucket: BucketStorage) -> SeqNo:
+        return bucket.log.find_seq_before(self.partition, self.cas)
+
+
 class ReadChunks(BucketCall[list[Chunk]], frozen=True):
     """Reads the chunks of (`after`, `through`]: at least one mutation, and no more chunks once
     `bytes_max` is reached."""

@@ -383,6 +383,47 @@ class ChunkLog:
                     return SeqNo(parse_chunk_key(key)[1])
         return high
 
+    def find_seq_before(self, partition: int, cas: int) -> SeqNo:
+        """The highest sequence number of a snapshot on disk such that every mutation up to it has a
+        CAS below `cas`; 0 when the first one has not. CAS values rise with the numbers, so this is
+        a binary search: O(log(chunks)) chunks are read and checked.
+
+        Raises:
+            CorruptionError: A chunk that was looked at is damaged.
+        """
+        low = 0
+        with self.ordered_map.read() as transaction:
+            high: int = self._record(transaction, partition).high
+            while low < high:
+                middle = (low + high) // 2
+                chunk = self._first_with_rows(transaction, partition, middle, high)
+                if chunk is None:
+                    # Compaction left no row in (middle, high]: it says nothing of the time.
+                    high = middle
+                    continue
+                rows_before = bisect_left(cast("Sequence[int]", chunk.cas), cas)
+                if rows_before == chunk.count:
+                    low = min(chunk.end, high)
+                elif rows_before == 0:
+                    high = min(chunk.start, middle)
+                else:
+                    return SeqNo(chunk.seqs[rows_before - 1])
+        return SeqNo(low)
+
+    def _first_with_rows(
+        self, transaction: ReadTransaction, partition: int, after: int, through: int
+    ) -> Chunk | None:
+        """The first chunk with mutations that reaches beyond `after` and begins before `through`.
+        A view of what the transaction sees."""
+        last = chunk_key(partition, SEQS_END)
+        for key, value in transaction.scan(chunk_key(partition, after + 1), last):
+            chunk = parse_chunk(key, value)
+            if chunk.start >= through:
+                return None
+            if chunk.count:
+                return chunk
+        return None
+
     def read(
         self,
         partition: int,

@@ -44,8 +44,8 @@ MESSAGES_SAID: Final = {
     SessionState.GREETED: {"client": 1, "server": 2},
     SessionState.READY: {"client": 11, "server": 8},
     SessionState.OPENING: {"client": 3, "server": 5},
-    SessionState.OPEN: {"client": 20, "server": 16},
-    SessionState.STREAMING: {"client": 21, "server": 23},
+    SessionState.OPEN: {"client": 21, "server": 17},
+    SessionState.STREAMING: {"client": 22, "server": 24},
     SessionState.CLOSED: {"client": 0, "server": 0},
 }
 

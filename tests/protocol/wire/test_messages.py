@@ -56,6 +56,7 @@ from upr_protocol.wire import (
     PartitionChunk,
     PartitionStart,
     Role,
+    SeqnosAtReply,
     SeqnosReply,
     Stream,
     decode,
@@ -382,6 +383,7 @@ ALL_PARTITIONS = [PartitionId(partition) for partition in range(PARTITIONS_MAX)]
             Chunk.build([Mutation(Operation.SET, KEY, bytes(VALUE_BYTES_MAX), SeqNo(1), Cas(1))])
         ),
         SeqnosReply(tuple((p, 1, 1, 1, 1) for p in ALL_PARTITIONS)),
+        SeqnosAtReply(tuple((p, 1, 1) for p in ALL_PARTITIONS)),
         Lease(LeaseAction.ACQUIRE, 0, 1, "owner", tuple((p, 1, 1) for p in ALL_PARTITIONS)),
     ],
     ids=lambda message: type(message).__name__,

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
@@ -25,6 +26,7 @@ from upr_protocol.client.core.calls import (
     LeaseRequest,
     PartitionInfo,
     PartitionNumbers,
+    SeqnoAt,
 )
 from upr_protocol.client.core.changes import Change, call_of
 from upr_protocol.client.core.key_lookup import (
@@ -47,6 +49,7 @@ from upr_protocol.client.trio.publisher import publisher as trio_publisher
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.timestamps import nanoseconds
 from upr_protocol.transport import SocketDial, dial_socket
 from upr_protocol.wire import LeaseAction
 
@@ -227,7 +230,21 @@ class BlockingClient(KeyOperations[WriteResult]):
 
     def seqnos(self, partitions: Iterable[int] = ()) -> list[PartitionNumbers]:
         """The sequence numbers of partitions; of all when none are named."""
-        return self._dispatcher.seqnos(tuple(partitions))
+        return self._dispatcher.ask_about(tuple(partitions), calls.seqnos)
+
+    def seqnos_at(self, time: float | datetime, partitions: Iterable[int] = ()) -> list[SeqnoAt]:
+        """Where partitions stood at a time; see `Client.seqnos_at`."""
+        return self._dispatcher.ask_about(
+            tuple(partitions), partial(calls.seqnos_at, nanoseconds(time))
+        )
+
+    def resume_state_at(
+        self, time: float | datetime, partitions: Iterable[int] = ()
+    ) -> ResumeState:
+        """Where a consumer starts that wants every change since a time; see
+        `Client.resume_state_at`."""
+        rows = self.seqnos_at(time, partitions)
+        return calls.resume_state_at(self.partitions(), rows, self.address.bucket)
 
     # Leases. `Client` documents their arguments.
 

@@ -10,7 +10,13 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BlockingConnection
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
+from upr_protocol.client.core.calls import (
+    Call,
+    HeldLease,
+    LeaseRequest,
+    PartitionCalls,
+    PartitionRow,
+)
 from upr_protocol.client.core.results import is_wrong_node, status_of
 from upr_protocol.client.core.retry import WRONG_NODE
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
@@ -205,16 +211,18 @@ class BlockingDispatcher:
             if partition in connection.handshake.logs
         ]
 
-    def seqnos(self, partitions: Sequence[int]) -> list[PartitionNumbers]:
-        """The sequence numbers of partitions, each from the node that is active for it; of all when
-        none are named."""
+    def ask_about(
+        self, partitions: Sequence[int], call_for: PartitionCalls[PartitionRow]
+    ) -> list[PartitionRow]:
+        """Asks about partitions, each at the node that is active for it; about all when none are
+        named."""
         count = calls.check_partition_count(self.connect().handshake.partition_count)
         deadline = time.monotonic() + self._timeout_s
         while True:
-            rows: list[PartitionNumbers] = []
+            rows: list[PartitionRow] = []
             try:
                 for connection, group in self._connections_of(partitions or range(count)):
-                    group_rows = self._ask_on(connection, calls.seqnos(group))
+                    group_rows = self._ask_on(connection, call_for(group))
                     rows.extend(group_rows)
                 return sorted(rows, key=lambda row: row.partition)
             except ServerError as error:

@@ -14,6 +14,7 @@ from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventKind
 from upr_protocol.client.core.key_lookup import KeyRequest
 from upr_protocol.client.core.results import NotDurableError, status_of
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.errors import (
     LocalProtocolError,
     RemoteProtocolError,
@@ -21,7 +22,7 @@ from upr_protocol.errors import (
     Status,
     UprError,
 )
-from upr_protocol.failover import FailoverLog
+from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import Durability, HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import (
     Await,
@@ -39,6 +40,8 @@ from upr_protocol.wire import (
     PartitionLog,
     Refusal,
     Seqnos,
+    SeqnosAt,
+    SeqnosAtReply,
     SeqnosReply,
     Stats,
     StatsReply,
@@ -152,6 +155,26 @@ class PartitionNumbers(msgspec.Struct, frozen=True):
     high_seq: SeqNo
     persisted_seq: SeqNo
     replicated_seq: SeqNo
+
+
+class SeqnoAt(msgspec.Struct, frozen=True):
+    """Where a partition stood at a time.
+
+    Attributes:
+        partition: The partition.
+        history_id: The history in which the number holds.
+        seq: The last number on disk from before the time; 0 for none.
+    """
+
+    partition: PartitionId
+    history_id: HistoryId
+    seq: SeqNo
+
+
+PartitionRow = TypeVar("PartitionRow", PartitionNumbers, SeqnoAt)
+
+PartitionCalls = Callable[[Iterable[int]], Call[list[PartitionRow]]]
+"""Makes a request about partitions, which is answered with a row for each of them."""
 
 
 def partition_infos(logs: Iterable[PartitionLog]) -> list[PartitionInfo]:
@@ -321,7 +344,7 @@ def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:
     return HeldLease(leases[0].lease_id, time_to_live_s, tuple(ranges))
 
 
-def seqnos(partitions: Iterable[int], of_copies: bool = False) -> Call[list[PartitionNumbers]]:
+def seqnos(partitions: Iterable[int], *, of_copies: bool = False) -> Call[list[PartitionNumbers]]:
     """The sequence numbers of partitions; of all when none are named."""
 
     def result(reply: SeqnosReply) -> list[PartitionNumbers]:
@@ -337,6 +360,38 @@ def seqnos(partitions: Iterable[int], of_copies: bool = False) -> Call[list[Part
         ]
 
     return Call(partial(Seqnos, tuple(partitions), of_copies), result)
+
+
+def seqnos_at(time_ns: int, partitions: Iterable[int]) -> Call[list[SeqnoAt]]:
+    """Where partitions stood at a time, in nanoseconds since 1970; all when none are named."""
+
+    def result(reply: SeqnosAtReply) -> list[SeqnoAt]:
+        return [
+            SeqnoAt(PartitionId(partition), HistoryId(history_id), SeqNo(seq))
+            for partition, history_id, seq in reply.rows
+        ]
+
+    return Call(partial(SeqnosAt, time_ns, tuple(partitions)), result)
+
+
+def resume_state_at(
+    infos: Iterable[PartitionInfo], rows: Iterable[SeqnoAt], bucket: str
+) -> ResumeState:
+    """The state of a consumer that has everything up to these numbers.
+
+    Raises:
+        ServerError: The histories of a partition differ: there was a failover in between.
+    """
+    log_of = {info.partition: info.log for info in infos}
+    positions = {}
+    for row in rows:
+        log = log_of.get(row.partition)
+        if log is None or log.current != row.history_id:
+            raise ServerError(
+                Status.HISTORY_CHANGED, f"partition {row.partition} began another history"
+            )
+        positions[row.partition] = Position(log, row.seq, row.seq, None)
+    return ResumeState(bucket, positions)
 
 
 def await_durable(

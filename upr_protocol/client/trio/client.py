@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
+from functools import partial
 from itertools import islice
 from typing import Any, Unpack
 
@@ -19,6 +21,7 @@ from upr_protocol.client.core.calls import (
     LeaseRequest,
     PartitionInfo,
     PartitionNumbers,
+    SeqnoAt,
 )
 from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.key_lookup import (
@@ -31,12 +34,14 @@ from upr_protocol.client.core.key_lookup import (
 )
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
+from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import GET_KEYS_MAX
+from upr_protocol.timestamps import nanoseconds
 from upr_protocol.wire import LeaseAction
 
 
@@ -183,7 +188,40 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             of_copies: Whether a node that is not active tells the numbers of its copy, instead of
                 refusing. With `by_map=False` this shows how far one node is.
         """
-        return await self._dispatcher.seqnos(tuple(map(PartitionId, partitions)), of_copies)
+        return await self._dispatcher.ask_about(
+            tuple(map(PartitionId, partitions)), partial(calls.seqnos, of_copies=of_copies)
+        )
+
+    async def seqnos_at(
+        self, time: float | datetime, partitions: Iterable[int] = ()
+    ) -> list[SeqnoAt]:
+        """Where partitions stood at a time: the last sequence number on disk from before it. Start
+        a stream there to get every change since. What is not on disk yet counts as later.
+
+        Args:
+            time: Seconds since 1970, or a `datetime` with a time zone. The server's clock gave
+                each change its time.
+            partitions: The partitions; all when none are named.
+
+        Raises:
+            ValueError: The time has no time zone, or is before 1970 or after 2554.
+        """
+        return await self._dispatcher.ask_about(
+            tuple(map(PartitionId, partitions)), partial(calls.seqnos_at, nanoseconds(time))
+        )
+
+    async def resume_state_at(
+        self, time: float | datetime, partitions: Iterable[int] = ()
+    ) -> ResumeState:
+        """Where a consumer starts that wants every change since a time: `consume(resume=...)`. The
+        arguments and errors are those of `seqnos_at`.
+
+        Raises:
+            ServerError: With `HISTORY_CHANGED`, after a failover since the client connected. Use
+                a new client.
+        """
+        rows = await self.seqnos_at(time, partitions)
+        return calls.resume_state_at(self.partitions(), rows, self.address.bucket)
 
     # Leases.
 

@@ -9,7 +9,13 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.calls import Call, HeldLease, LeaseRequest, PartitionNumbers
+from upr_protocol.client.core.calls import (
+    Call,
+    HeldLease,
+    LeaseRequest,
+    PartitionCalls,
+    PartitionRow,
+)
 from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
@@ -247,20 +253,20 @@ class RequestDispatcher:
 
     # Requests about several partitions.
 
-    async def seqnos(
-        self, partitions: tuple[PartitionId, ...], of_copies: bool
-    ) -> list[PartitionNumbers]:
-        """The sequence numbers of partitions, each from the node that is active for it; of all when
-        none are named. A single node says itself which partitions it has."""
+    async def ask_about(
+        self, partitions: tuple[PartitionId, ...], call_for: PartitionCalls[PartitionRow]
+    ) -> list[PartitionRow]:
+        """Asks about partitions, each at the node that is active for it; about all when none are
+        named. A single node says itself which partitions it has."""
         if self.connections.metadata.is_single_node:
-            return await self.ask(calls.seqnos(partitions, of_copies))
+            return await self.ask(call_for(partitions))
         deadline = trio.current_time() + self._retry_timeout_s
-        rows: dict[PartitionId, PartitionNumbers] = {}
+        rows: dict[PartitionId, PartitionRow] = {}
         missing = set(partitions or self.partitions) & set(self.partitions)
         while missing:
             channel, group = await self._next_group(missing, deadline)
             try:
-                reply_rows = await channel.ask(calls.seqnos(group, of_copies))
+                reply_rows = await channel.ask(call_for(group))
             except ServerError as error:
                 if error.status not in WRONG_NODE or trio.current_time() >= deadline:
                     raise

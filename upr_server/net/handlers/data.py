@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -18,6 +18,8 @@ from upr_protocol.wire import (
     Get,
     GetReply,
     Seqnos,
+    SeqnosAt,
+    SeqnosAtReply,
     SeqnosReply,
 )
 from upr_server.engine import (
@@ -33,6 +35,8 @@ from upr_server.net.request_context import (
     misplaced_error,
     not_active_error,
 )
+from upr_server.storage.calls import FindSeqBefore
+from upr_server.storage.errors import StorageError
 
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
@@ -97,16 +101,10 @@ class _KeysRequest:
 
 def seqnos(context: RequestContext, request: Seqnos) -> None:
     """Tells how far partitions are."""
-    if context.bucket is None:
-        raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
-    check_partitions_differ(request.partitions)
     # A copy that is not active may lag, or have been left behind: clients take these numbers for
     # everything that was acknowledged.
     find = context.partition if request.of_copies else context.active_partition
-    partitions = [
-        find(PartitionId(partition_number))
-        for partition_number in request.partitions or range(len(context.bucket.partitions))
-    ]
+    partitions = _partitions_of(context, request.partitions, find)
     context.send(
         SeqnosReply(
             tuple(
@@ -122,6 +120,49 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
             opaque=request.opaque,
         )
     )
+
+
+def seqnos_at(context: RequestContext, request: SeqnosAt) -> None:
+    """Finds where partitions stood at a time."""
+    partitions = _partitions_of(context, request.partitions, context.active_partition)
+    disk = context.disk
+
+    async def find() -> None:
+        rows = []
+        for partition in partitions:
+            history_id = partition.failover_log.current
+            try:
+                seq = await disk.store.ask(
+                    FindSeqBefore(disk.bucket.name, partition.id, request.time_ns)
+                )
+            except StorageError:
+                disk.maintenance.check_not_deleted()
+                raise
+            disk.maintenance.check_not_deleted()
+            if partition.state is not PartitionState.ACTIVE:
+                raise not_active_error(partition)
+            if partition.failover_log.current != history_id:
+                raise ServerError(
+                    Status.HISTORY_CHANGED, f"partition {partition.id} began another history"
+                )
+            rows.append((partition.id, history_id, seq))
+        context.send(SeqnosAtReply(tuple(rows), opaque=request.opaque))
+
+    # One at a time: a connection has one of these reads at the disk.
+    context.reply_in_order(request, find)
+
+
+def _partitions_of(
+    context: RequestContext,
+    partition_ids: Sequence[int],
+    find: Callable[[PartitionId], Partition],
+) -> list[Partition]:
+    """The partitions that a request names, or all for none."""
+    if context.bucket is None:
+        raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+    check_partitions_differ(partition_ids)
+    named = partition_ids or range(len(context.bucket.partitions))
+    return [find(PartitionId(partition_id)) for partition_id in named]
 
 
 def await_durable(context: RequestContext, request: Await) -> None:
