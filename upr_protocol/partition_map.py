@@ -65,7 +65,7 @@ class Assignment(
         replicas: The nodes that follow, each with the node that it follows; empty for the active,
             or for the node that is handing over.
         handing_over: The node that was active, takes no more writes, and is still followed; empty
-            if there is none.
+            while no node hands over.
         continues_from: Where `active` continues the history of the node before it: it must have
             exactly everything up to this point. None if it begins a new history. A node that is
             active already ignores it.

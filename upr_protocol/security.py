@@ -17,7 +17,7 @@ class TlsSettings:
         certificate_file: This side's own certificate, with those between it and its authority;
             empty for none.
         key_file: The key of that certificate; empty if it is in the same file.
-        is_verified: Whether the other side must prove who it is. If not, anybody who is in between
+        is_verified: Whether the other side must prove who it is. If not, anybody in between
             can read and change everything.
         allows_tls_1_2: Whether TLS 1.2 is accepted beside 1.3.
     """

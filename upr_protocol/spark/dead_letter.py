@@ -31,7 +31,7 @@ class DeadLetters:
 
     While it is written its name begins with an underscore, so that no reader takes it for whole;
     `finish` gives it its own. That names the task and not the attempt: the file of a task that is
-    run again takes the place of the first, and has the same rows. There is none without rows.
+    run again takes the place of the first, and has the same rows. Without rows no file is made.
 
     Args:
         folder: Where it is to be; made when it is missing.

@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 DRIVER: Final = "spark:driver"
 OWNER: Final = "spark"
-"""Who holds its leases."""
+"""The owner of its leases."""
 
 _ANSWERS: Final = (Status.RANGE_GONE, Status.ROLLBACK_NEEDED)
-"""Refusals that the one who asks deals with."""
+"""Refusals that the caller handles; all others end the query."""
 
 _CODES: Final = {
     Status.RANGE_GONE: "UPR_RANGE_GONE",

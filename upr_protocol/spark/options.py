@@ -1,7 +1,7 @@
 """Options as Spark hands them over: texts by name, the names in lower case.
 
-Spark never refuses an option that nobody knows, so that a slip of the pen would go unnoticed. Here
-every option is taken out of a bag by the one who knows it, and what is left is refused.
+Spark passes on options with misspelt names, and nobody notices. Here each part of the data source
+takes the options that it knows out of a bag, and refuses what is left.
 """
 
 from __future__ import annotations

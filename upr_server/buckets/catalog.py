@@ -111,7 +111,7 @@ class BucketCatalog:
         """The bucket of this name.
 
         Raises:
-            ServerError: There is none.
+            ServerError: `NO_BUCKET`: no bucket has this name.
         """
         bucket = self.buckets.get(name)
         if bucket is None:
@@ -271,7 +271,7 @@ class BucketCatalog:
         deleted or not, in memory and on disk alike.
 
         Raises:
-            BucketError: There is none.
+            BucketError: No bucket has this name.
             StorageError: It could not be deleted.
         """
         async with self._lock:

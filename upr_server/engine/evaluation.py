@@ -189,6 +189,8 @@ class Evaluation:
             What must be read from disk before it can go on.
         """
         if self.position is not None and self.position != self._partition.position:
+            # An outcome rests on what its key held. After any change all of them are worked out
+            # again: to find those that still hold would cost as much. The rows that were cut stay.
             self.is_done = False
             self.position = None
             self._work = None
@@ -198,6 +200,8 @@ class Evaluation:
         if self._work is None:
             self._work = self._evaluate()
         self._fetched = fetched
+        # Twice as much after each restart. With equal slices, a partition that others write to all
+        # the time would change between two of them for ever, and the batch would never be applied.
         cost_max <<= self._restarts
         self._left = cost_max
         missing = next(self._work, None)
@@ -214,6 +218,7 @@ class Evaluation:
         yield from self._cut()
         while True:
             yield from self._fetch()
+            # In this order: an expiry takes a number, and so moves the position.
             self._partition.expire_due(self.now)
             self.position = self._partition.position
             if (yield from self._find_outcomes()):
@@ -234,6 +239,9 @@ class Evaluation:
         """Has everything read from disk that an operation needs."""
         needs_fetch, now, misfits = self._lookup.needs_fetch, self.now, self._batch.misfits
         while True:
+            # All operations are looked at before anything is read: one read of the disk for the
+            # batch, not one an operation. Then all are looked at again, because others have had
+            # their turn, and a key that was in memory may have been evicted.
             missing: dict[bytes, FetchRequest] = {}
             for first, block in self._blocks():
                 for index, operation in enumerate(block, first):
@@ -276,6 +284,7 @@ class Evaluation:
             if misfits and index in misfits:
                 failures.append((index, misfits[index]))
                 continue
+            # A plain `SET` succeeds whatever the key held, so its item is not looked up.
             if not is_plain_set(operation):
                 earlier = pending.get(key)
                 if earlier is None:
@@ -285,9 +294,12 @@ class Evaluation:
                     if item is not None and item.value:
                         self._has_copied(len(item.value))
                 elif earlier.op == Operation.SET and not 0 < earlier.expiry <= now:
+                    # What the batch itself stored counts, unless it had expired when it came: once
+                    # stored, such an item would read as missing.
                     item = earlier
             stored = outcome(operation, item)
             if isinstance(stored, Status):
+                # It takes no number: those of the successes must follow on.
                 failures.append((index, stored))
             else:
                 # Taken out first: the order is that of the numbers.

@@ -134,7 +134,7 @@ class KeyEviction:
             self._sweep_left = 0
             return 0
         self._sweep_left -= looked_at
-        # A pin given since the sweep began allows no less than those that were there then.
+        # Pins taken since the sweep began need no look: `indexed` only rises, so they allow this.
         if self._table.evict(self._sweep_through, looked_at):
             self.has_evicted = self._has_stale_expiries = True
         return looked_at

@@ -246,6 +246,7 @@ class Partition:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
             # Also when every mutation failed: sent again, the batch must fail again.
             self.repeated_batches.remember(token, result, snapshots.open.high)
+        # Last: a reader or observer that runs now sees the batch whole, with its answer.
         if snapshots.open.high > high_before:
             snapshots.wake()
             if self._on_update is not None:
@@ -282,6 +283,8 @@ class Partition:
         assert evaluation.position == self.position, "the partition must not have changed since"
         first_seq, last_seq = evaluation.first_seq, evaluation.last_seq
         first_cas, rows = evaluation.first_cas, evaluation.rows
+        # A chunk's rows have numbers without a gap, and counters have a list of their own. So one
+        # deletion, one counter, or one key that the batch changed twice, makes it go row by row.
         if len(rows) >= BULK_ROWS_MIN and evaluation.stores_only_sets:
             chunk = Chunk.build([row for row, _ in rows])
             self.snapshots.open.add_rows(chunk, 0, len(rows), first_seq, first_cas, self.table)
@@ -291,6 +294,7 @@ class Partition:
             for row, is_counter in rows:
                 self._store(row, is_counter=is_counter)
         if last_seq >= first_seq:
+            # By the successes, not the rows: the publisher was given a CAS for each of them.
             self._last_cas = first_cas + last_seq - first_seq
         return MutateResult(
             self.failover_log.current,
@@ -392,6 +396,7 @@ class Partition:
             given: what it reported then may not have been the key's newest mutation.
         """
         newest_seq, is_tombstone = self.table.newest(key)
+        # A key that the table does not have (0) was evicted, so the disk's item is the newest.
         has_changed = newest_seq and (is_tombstone or newest_seq != seq)
         if self.state is not _ACTIVE or has_changed:
             return False
@@ -417,6 +422,7 @@ class Partition:
         """
         is_followed = state in (PartitionState.ACTIVE, PartitionState.PENDING)
         if not is_followed or failover_log != self.failover_log:
+            # Numbers of another history would count as copies of mutations that nobody has.
             self.replicas.clear()
         self.state = state
         self.failover_log = failover_log

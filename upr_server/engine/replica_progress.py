@@ -99,7 +99,7 @@ class ReplicaProgress:
             self._waiting.append(_WaitingCall(seq, copies, persisted, deadline, call))
 
     def give_up(self, now: float) -> None:
-        """What waits longer than its deadline is answered with False. O(waiting calls)."""
+        """Answers calls that have waited beyond their deadline with False. O(waiting calls)."""
         if self._waiting:
             late = [wait for wait in self._waiting if wait.deadline <= now]
             self._waiting = [wait for wait in self._waiting if wait.deadline > now]

@@ -108,7 +108,7 @@ class EventBus:
         return batch.id, batch.everything, batch.events
 
     def local_consumer(self, name: str, timeout_s: float) -> LocalConsumer:
-        """A consumer of this node's own; all who ask for the name share it.
+        """A consumer of this node's own; callers that give the same name share it.
 
         Args:
             name: Its name. It begins with a dot, which no name that comes over a connection does.

@@ -70,6 +70,7 @@ class CreditShares:
         self._refused[publisher] = None
 
     def _top_up_refused(self) -> None:
+        # Taken out first: a publisher that is refused again enters the new dict.
         publishers, self._refused = self._refused, {}
         for publisher in publishers:
             publisher.top_up()

@@ -152,6 +152,8 @@ class FrameBudget:
         was_short, used_before = self.is_short, self.used
         self.used += nbytes - frame.nbytes
         if frame.nbytes and (is_new or not nbytes):
+            # Taken out even if it holds something again: a new frame goes to the end of the order,
+            # or a peer that sends frame after frame would be first for ever.
             self._remove(frame)
         frame.nbytes = nbytes
         if nbytes and frame not in self._frames:
@@ -197,6 +199,8 @@ class FrameBudget:
         """Drops the frames that are too far behind at `now`. O(n log n) for n frames."""
         frames = sorted(self._frames, key=lambda frame: frame.lag_s(now), reverse=True)
         for frame in frames:
+            # Asked anew for each: what was dropped may have ended the shortage, and the others then
+            # have their whole time again.
             if frame.lag_s(now) > (SHORT_TIMEOUT_S if self.is_short else FRAME_TIMEOUT_S):
                 self._drop(frame, "the rest takes too long to arrive")
         if self.used <= self._hard_limit:

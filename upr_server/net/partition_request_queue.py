@@ -137,6 +137,7 @@ class PartitionRequestQueue:
     async def _run_requests(self, client: QueuedClient, queue: deque[PartitionRequest]) -> None:
         try:
             while queue:
+                # Before the lock: a peer that does not read its replies holds up no other.
                 await client.backlog.wait_for_reply_room()
                 async with self._answer_lock:
                     await self._run_request(queue[0])
@@ -146,6 +147,8 @@ class PartitionRequestQueue:
             del self._queues[client]
 
     async def _run_request(self, request: PartitionRequest) -> None:
+        # One pin for all reads and turns of the request: what the first read brought is used only
+        # after the last, and a key that changed meanwhile must still be found in the table.
         pin = self._partition.eviction.pin()
         try:
             await self._fetch_and_apply(request)

@@ -39,7 +39,8 @@ class StepWrites:
         self._is_collecting = False
 
     def waker(self, connection: Writable) -> Callable[[], None]:
-        """What calls `add` with a connection for as long as there is one, and does not keep it."""
+        """A function that adds `connection` to what the step writes, and does not keep the
+        connection alive."""
         reference = ref(connection)
 
         def wake() -> None:
@@ -72,8 +73,8 @@ class StepWrites:
 
 
 def _has_written(connection: Writable) -> bool:
-    """Writes to a connection. A failure concerns that connection alone, and not the one whose step
-    this is: its writer meets it again."""
+    """Writes to a connection; whether that went well. An error concerns this connection and not the
+    one whose step it is, so it is logged, and this connection's writer meets it again."""
     try:
         connection.write_now()
     except Exception:

@@ -165,6 +165,8 @@ class Streamer:
         reader = self._reader(disk, partition, request, decision)
         stream = _Stream(partition, reader, request.opaque, request.end_seq)
         if request.with_answers:
+            # Answers count from a snapshot's end on. Of a snapshot that the replica was cut in it
+            # may have got some already, but has taken in none.
             stream.answers_from = request.position.last_complete
         self._streams[partition.id] = stream
         if reader.poll():
@@ -265,6 +267,8 @@ class Streamer:
     def _put(self, stream: _Stream, item: CursorItem | Wait | None) -> bool:
         session, partition = self._session, stream.partition
         if stream.reader.reads_disk:
+            # The disk reads on when the item has been sent, not now. Else a consumer that does not
+            # read would have its whole backfill in memory.
             self._disk_streams[stream] = None
         if isinstance(item, Chunk):
             session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
@@ -277,6 +281,7 @@ class Streamer:
             session.send(PartitionEnd(item.end, partition=partition.id, opaque=stream.opaque))
             self._has_ended(stream, item.end)
         elif item is WAIT_FOR_DISK:
+            # The stream keeps its turn: a cycle that left it out would return barriers too early.
             return False
         else:
             self._end_turn(stream)
@@ -353,5 +358,7 @@ class Streamer:
     def _end_turn(self, stream: _Stream) -> None:
         self._current_stream = None
         self._session.end_turn()
+        # After the turn's end: a partition that has more comes again in the next cycle, behind the
+        # others, and the barriers of this cycle do not wait for it.
         if stream.reader.poll():
             self._session.ready(stream.partition.id)

@@ -74,12 +74,15 @@ def state_in(assignment: Assignment, node: str, suspect_since: int | None) -> Pa
 
 def is_still_suspect(assignment: Assignment, node: str, suspect_since: int) -> bool:
     """Whether a copy that became suspect at revision `suspect_since` is so under another map."""
-    # Once another node is active, this one follows it, and loses what only itself has.
+    # Once another node is active, this one follows it, and loses what only itself has. Revisions
+    # only rise, so a failover with a higher one has seen this copy as it is since the doubt began.
     return assignment.active in ("", node) and assignment.failover_revision <= suspect_since
 
 
 def took_writes(assignment: Assignment, node: str) -> bool:
     """Whether `node` was the last to take writes, and others replicate them."""
+    # Without replicas nobody can have what this node lacks: it need not wait for an operator. A
+    # `lost_active` is not active in this map, but is again if the command is undone.
     return bool(assignment.replicas) and node in (
         assignment.active,
         assignment.handing_over,
@@ -141,6 +144,8 @@ def failover_log_in(
     """
     failover_log = partition.failover_log
     if state is not PartitionState.ACTIVE or partition.state is PartitionState.ACTIVE:
+        # A node that is active already stays in its history, whatever point the map names: its
+        # clients may have numbers above it.
         return failover_log
     # A new active begins a new history, because others may have received of the old one what it
     # does not have. It continues the old one only where it certainly has everything: it was the
@@ -152,12 +157,15 @@ def failover_log_in(
         has_everything = True
     else:
         has_everything = False
+    # A new copy has no history that it could continue.
     if has_everything and failover_log.entries:
         return failover_log
     return failover_log.with_branch(new_history_id(), partition.high_seq)
 
 
 def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:
+    # Refused, and not answered with a new history: the command then gives the partition back to
+    # the node that has everything, and nothing is lost.
     history_id = partition.failover_log.current
     if (history_id, partition.high_seq) != (end.history_id, end.seq):
         raise ServerError(

@@ -87,7 +87,7 @@ def over_quota(address: Address, timeout_s: float) -> ServerError:
 
 
 def checked(reply: Message | UprError) -> Message:
-    """The reply, unless it is a refusal, or the reason why there is none.
+    """The reply; raises what a refusal, or an error in place of a reply, says.
 
     Raises:
         ServerError: It is a refusal; the status says why.

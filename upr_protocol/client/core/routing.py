@@ -48,18 +48,23 @@ class PartitionRouter:
         names another node before that."""
         backoff = self._backoffs.setdefault(partition, Backoff(self._draw, cap_s=MAP_WAIT_S_MAX))
         self._retry_at[partition] = now + backoff.next_wait_s()
+        # At once, not with the next `route`: what asks in between must not be sent there again.
         self.placements[partition] = None
+        # The first refusal counts. A partition that is refused again and again must time out.
         self._unplaced_since.setdefault(partition, now)
         self._refusals[partition] = error
 
     def succeeded(self, partition: PartitionId) -> None:
         """The node of a partition did what it was asked to."""
         self._unplaced_since.pop(partition, None)
+        # Only an answer ends the backoff. A node that accepts connections and refuses all that is
+        # asked would otherwise be asked without a pause.
         if self._refusals.pop(partition, None) is not None:
             self._backoffs.pop(partition, None)
 
     def map_changed(self) -> None:
         """There is a newer map: partitions that were refused are tried at once."""
+        # The backoffs stay: if the map's node refuses too, the waits go on growing.
         self._retry_at.clear()
 
     # Where partitions are.
@@ -83,6 +88,8 @@ class PartitionRouter:
         for partition in partitions:
             address = None
             if self._retry_at.get(partition, now) <= now:
+                # If every holder is down, one of them is chosen all the same: somebody must find
+                # out when it is back.
                 address = self._metadata.choose_holder(
                     partition, self._state, down=down, current=self.placements.get(partition)
                 )

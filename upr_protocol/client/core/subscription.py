@@ -143,6 +143,7 @@ class SubscriptionState:
         self.partitions = asked_for or tuple(map(PartitionId, range(count)))
         self.remaining = set(self.partitions)
         if asked_for:
+            # The application hears nothing of partitions that it did not ask for.
             return []
         reason = "the bucket does not have this partition any more"
         return [
@@ -182,6 +183,7 @@ class SubscriptionState:
         if subscription.from_now:
             assert log is not None
             position = Position(log.log, log.high_seq, log.high_seq, None)
+            # A position that was resumed from stays: "from now" is for the other partitions.
             self.received.positions.setdefault(partition, position)
         self._end_histories[partition] = history_id
         return True

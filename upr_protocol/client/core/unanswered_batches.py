@@ -489,8 +489,8 @@ class NodeBatches:
 
     @property
     def send_at(self) -> float | None:
-        """When `send` is to be called next, though nothing arrives: because of refused batches, or
-        of such as wait for others. None when there are none."""
+        """When to call `send` next, though nothing arrives: refused batches are sent again, or a
+        batch has waited for others long enough. None when neither is to come."""
         times = [queue.resend_at for queue in self._backing_off]
         if self._unsent_since is not None:
             times.append(self._unsent_since + self._all_batches.options.linger_s)

@@ -87,7 +87,7 @@ def choose_partitions(survey: Survey, partitions: Iterable[int], all_of: str) ->
     """`partitions` in order; or all for which the node `all_of` is active, or was the last.
 
     Raises:
-        NotDoneError: There are none.
+        NotDoneError: `all_of` is active for no partition.
     """
     base = survey.require_map()
     if not all_of:

@@ -229,7 +229,7 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, dict[int, int], dict[in
         [*LATEST_STATE_SCHEMA.names, "deleted"]
     )
     reached = _highest(rows_and_markers)
-    # Of what is deleted there is no value; it is never put in.
+    # A deletion has no value, and is never put in.
     nullable = [field.with_nullable(field.name == "value") for field in LATEST_STATE_SCHEMA]
     return rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])), went_to, reached
 

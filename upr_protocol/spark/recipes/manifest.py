@@ -88,8 +88,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The manifest of a folder, once it is sure that all files are there.
 
         Raises:
-            PipelineError: There is none: what is in the folder was never finished; or it is none
-                of this version; or a file is missing or has another length.
+            PipelineError: The folder has no manifest, because it was never finished; or the
+                manifest has another version; or a file is missing or has another length.
         """
         path = folder / MANIFEST
         try:

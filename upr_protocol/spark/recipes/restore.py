@@ -136,7 +136,7 @@ def _apply(
         .groupBy("key")
         .agg(F.max_by(F.struct(*columns), "seq").alias("newest"))
         .select("newest.*")
-        # To the one who restores it is the same why a key went.
+        # A restore deletes a key for an expiry as for a deletion.
         .withColumn("op", F.when(F.col("op") == "set", "set").otherwise("delete"))
     )
     counted = Observation()

@@ -76,7 +76,7 @@ def read_snapshot(spark: SparkSession, path: str | os.PathLike[str]) -> DataFram
     """The rows of a snapshot: key, value, partition, history_id, seq, cas, flags, expiry.
 
     Raises:
-        PipelineError: It is none, or was never finished, or is not whole.
+        PipelineError: The folder is not a snapshot, was never finished, or lacks files.
     """
     folder = plain_path(path)
     manifest = Manifest.read(folder)

@@ -170,7 +170,7 @@ class Collapse:
         if count < chunk.count:
             skip = superseded
             nbytes = nbytes * count // chunk.count
-        # A long chunk of which nothing goes stays as it is, shared by all who read it.
+        # A long chunk that loses no row stays as it is: its readers share its bytes.
         alone = skip is None and nbytes > CHUNK_BYTES // 2
         too_long = (
             self._group_bytes + nbytes > CHUNK_BYTES or self._group_count + count > CHUNK_MUTATIONS

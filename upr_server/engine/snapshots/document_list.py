@@ -116,7 +116,8 @@ class DocumentList:
         """Takes in rows of a published chunk, `SET`s without large values, numbered on end."""
         count = high - low
         nbytes = chunk.nbytes * count // chunk.count
-        # The first batch is often the only one: who keeps up closes the snapshot behind it.
+        # The first batch is often the only one: a consumer that keeps up has the snapshot closed
+        # behind it.
         alone = not self._arrays
         if alone or count >= PUBLISHED_MUTATIONS_MIN or nbytes >= PUBLISHED_BYTES_MIN:
             if self._filling is not None:
