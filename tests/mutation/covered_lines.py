@@ -28,6 +28,8 @@ class TestCost:
         lines: The lines that it runs.
     """
 
+    __test__ = False
+
     processor_s: float
     elapsed_s: float
     lines: frozenset[Line]
