@@ -44,7 +44,7 @@ def test_the_last_chunk_of_a_snapshot_is_written_with_its_end() -> None:
     second = snapshots.take_write()
     assert [(part.start, part.end) for part in second.chunks] == [(2, 4)]
     assert second.ends == [4]
-    assert (second.record.high, second.record.partial) == (4, None)
+    assert (second.record.high, second.record.last_cas, second.record.partial) == (4, 4, None)
     assert not snapshots.has_unwritten
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from random import Random
 
 import attrs
+import msgspec
 import pytest
 import trio
 
@@ -110,6 +111,11 @@ async def test_a_replica_of_a_replica() -> None:
         await group.share([Assignment("a", {"b": "", "c": "b"})] * P)
         await write(group, "a", 200)
         await same(group)
+        # What it has does not count as a copy.
+        async with connect(group.nodes["a"].url, by_map=False) as client:
+            with pytest.raises(ServerError) as refused:
+                await client.set("k", "v", durability=Durability.REPLICATED, copies=2)
+        assert refused.value.status is Status.TOO_FEW_REPLICAS
 
 
 async def test_consumers_follow_a_replica() -> None:
@@ -521,8 +527,28 @@ async def test_a_late_map_changes_nothing() -> None:
             with pytest.raises(ServerError) as refused:
                 await node.set_map(late.revision - 1, late)
             assert refused.value.status is Status.REVISION_CONFLICT
+            # A high revision does not help a command that has seen an older map.
+            with pytest.raises(ServerError) as refused:
+                await node.set_map(late.revision - 1, msgspec.structs.replace(late, revision=100))
+            assert refused.value.status is Status.REVISION_CONFLICT
         assert group.nodes["a"].held[0].state is PartitionState.ACTIVE
         assert (await group.map_of("a")) == group.map
+
+
+async def test_a_new_active_begins_a_history_that_is_on_disk_before_it_is_seen() -> None:
+    async with cluster("ab") as group:
+        await write(group, "a", 100)
+        await group.quiet()
+        before = [(p.failover_log, p.high_seq) for p in group.nodes["b"].held]
+        await group.nodes["a"].kill()
+        await group.fail_over("a", Random(1))
+        logs = [p.failover_log for p in group.nodes["b"].held]
+        for (old_log, high_seq), new_log in zip(before, logs, strict=True):
+            assert new_log.entries[0].seq == high_seq
+            assert new_log.entries[1:] == old_log.entries
+        await group.nodes["b"].kill()
+        await group.start("b")
+        assert [p.failover_log for p in group.nodes["b"].held] == logs
 
 
 async def test_a_history_is_continued_only_by_a_node_that_has_all_of_it() -> None:
@@ -537,12 +563,19 @@ async def test_a_history_is_continued_only_by_a_node_that_has_all_of_it() -> Non
         for partition in group.nodes["a"].held:
             keeps = HistoryPoint(partition.failover_log.current, partition.high_seq)
             assignments.append(Assignment("b", {"a": ""}, continues_from=keeps))
-        wrong = list(assignments)
-        wrong[1] = Assignment("b", {"a": ""}, continues_from=HistoryPoint(HistoryId(1), SeqNo(5)))
-        with pytest.raises(ServerError) as refused:
-            await group.give(group.map.with_assignments(dict(enumerate_partitions(wrong))), "b")
-        assert refused.value.status is Status.WRONG_STATE
-        assert {p.state for p in group.nodes["b"].held} == {PartitionState.REPLICA}
+        end = assignments[1].continues_from
+        assert end is not None
+        for wrong_end in (
+            HistoryPoint(HistoryId(1), end.seq),
+            HistoryPoint(end.history_id, SeqNo(end.seq + 1)),
+            HistoryPoint(end.history_id, SeqNo(end.seq - 1)),
+        ):
+            wrong = list(assignments)
+            wrong[1] = Assignment("b", {"a": ""}, continues_from=wrong_end)
+            with pytest.raises(ServerError) as refused:
+                await group.give(group.map.with_assignments(dict(enumerate_partitions(wrong))), "b")
+            assert refused.value.status is Status.WRONG_STATE
+            assert {p.state for p in group.nodes["b"].held} == {PartitionState.REPLICA}
         logs = [p.failover_log for p in group.nodes["a"].held]
         await group.give(
             group.map.with_assignments(dict(enumerate_partitions(assignments))), "b", "a"
@@ -687,6 +720,22 @@ async def test_a_node_that_lost_its_disk_makes_no_other_node_give_up_data() -> N
         await group.fail_over("a", Random(1))
         await same(group)
         assert [partition.high_seq for partition in group.nodes["a"].held] == highs
+
+
+async def test_a_node_that_lost_its_disk_and_the_bucket_is_not_made_active_by_a_map() -> None:
+    async with cluster("ab") as group:
+        await group.share([Assignment("b", {"a": ""})] * P)
+        await write(group, "b", 100)
+        await group.quiet()
+        highs = [partition.high_seq for partition in group.nodes["a"].held]
+        await group.nodes["b"].kill()
+        group.nodes["b"].directory = SimulatedDirectory()
+        await group.start("b")
+        await group.share([Assignment("b", {"a": ""})] * P)
+        assert states(group, "b") == [PartitionState.PENDING] * P
+        await group.fail_over("b", Random(1))
+        await same(group)
+        assert [partition.high_seq for partition in group.nodes["b"].held] == highs
 
 
 @pytest.mark.parametrize("is_up", [False, True])

@@ -19,12 +19,13 @@ from tests.kit.placed_keys import key_in
 from tests.kit.process import eventually
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment
-from upr_protocol.wire import Message, Stream
+from upr_protocol.wire import Message, PartitionAnswers, Stream
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
-from upr_server.engine import Partition, batch_of
+from upr_server.engine import MutateResult, Partition, batch_of
+from upr_server.engine.mutate_result import pack
 from upr_server.replication.replicator import RECONNECT_S, REPLICATION_RETRY_S
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, StoreCall, Truncate
@@ -36,6 +37,8 @@ PARTITION: Final = PartitionId(0)
 OTHER_PARTITION: Final = PartitionId(1)
 NOW: Final = 1000.0
 NEW_HISTORY: Final = 77
+LOST: Final = MutateResult(HistoryId(1), SeqNo(3), SeqNo(3), Cas(3))
+"""The answer to a batch that only the lost history had."""
 
 
 class Store(SimulatedStore):
@@ -44,16 +47,19 @@ class Store(SimulatedStore):
     Attributes:
         is_full: Whether the disk is full.
         fills_up: Whether the disk is full as soon as something was truncated.
+        commit_s: How long a commit takes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_full = False
         self.fills_up = False
+        self.commit_s = 0.0
 
     async def wait(self, call: StoreCall[Any]) -> None:
         await super().wait(call)
         if isinstance(call, Commit):
+            await trio.sleep(self.commit_s)
             if self.is_full:
                 raise DiskFullError("no room")
         elif isinstance(call, Truncate) and self.fills_up:
@@ -209,6 +215,92 @@ async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
         await trio.sleep(2 * RECONNECT_S)
         source.put(key_in(reached, 2, b"late"), b"value")
         await eventually(partial(is_reported, reached), "it is on disk and reported")
+
+
+async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
+    autojump_clock: MockClock,
+) -> None:
+    """While a slow commit is under way, more has come of what the new active has too."""
+    async with replica() as follower:
+        follower.store.commit_s = 5.0
+        await follower.receive(b"1", b"2", b"3", b"4", b"5")
+        assert follower.partition.high_seq < 4
+        await follower.lose(4)
+        await trio.sleep(30)
+        assert follower.starts[-1] == 4
+
+
+async def test_what_waits_for_the_index_can_be_undone_however_long_ago_it_came(
+    autojump_clock: MockClock,
+) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1", b"2", b"3", b"4", b"5")
+        await trio.sleep(60)  # the index has had time to follow
+        await follower.lose(3)
+        assert follower.starts[-1] == 3
+
+
+async def test_answers_of_a_snapshot_that_was_cut_off_are_dropped_with_it(
+    autojump_clock: MockClock,
+) -> None:
+    """The next snapshot may be another history's, in which those batches never were."""
+    async with replica() as follower:
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        source = follower.source
+        source.paused = True
+        source.put(b"3", b"value")
+        (connection,) = (c for c in source.connections if PARTITION in c.session.streams)
+        session = connection.session
+        assert session.next_partition() == PARTITION
+        lost_answer = (bytes(16), 1, SeqNo(3), pack(LOST))
+        session.send(
+            PartitionAnswers(
+                (lost_answer,), partition=PARTITION, opaque=session.opaque_of(PARTITION)
+            )
+        )
+        connection.wake()
+        await trio.sleep(1.0)
+        source.paused = False
+        await follower.lose(2)
+        await follower.receive(b"4")
+        await follower.persist()
+        answers = follower.partition.repeated_batches
+        assert answers.between(SeqNo(0), SeqNo(3)) == []
+
+
+@pytest.mark.parametrize("assignment", [Assignment("a", {"b": ""}), Assignment("a")])
+async def test_a_partition_that_is_not_active_any_more_keeps_nothing_in_memory(
+    autojump_clock: MockClock, assignment: Assignment
+) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        await follower.assign(Assignment("b", {"a": ""}))
+        rows = [Mutation(Operation.SET, b"%d" % index, b"v") for index in range(3)]
+        follower.partition.mutate(batch_of(Chunk.build(rows)), now=NOW)
+        # The new active has all of it, so that nothing is undone.
+        source = follower.source.partitions[PARTITION]
+        source.mutate(Chunk.build(rows), bytes(16), 0)
+        source.log = follower.partition.failover_log
+        assert len(follower.partition.table) == 3
+        await follower.assign(assignment)
+        assert len(follower.partition.table) == 0
+        assert follower.partition.snapshots.oldest == follower.partition.high_seq == 5
+
+
+async def test_a_new_active_gives_higher_cas_values_than_the_old_one(
+    autojump_clock: MockClock,
+) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1", b"2", b"3")
+        await follower.persist()
+        newest_cas = follower.source.partitions[PARTITION].history[-1].cas
+        await follower.assign(Assignment("b", {"a": ""}))
+        chunk = Chunk.build([Mutation(Operation.SET, b"4", b"v")])
+        # Its clock is behind.
+        result = follower.partition.mutate(batch_of(chunk), now=0.0)
+        assert result.first_cas > newest_cas
 
 
 async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: MockClock) -> None:

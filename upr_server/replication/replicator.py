@@ -350,6 +350,9 @@ class Replicator:
         """Undoes everything above the last snapshot end at or below `ceiling`, in memory and on
         disk.
 
+        What was received is on disk: the consumer saves that it is about to roll back, and
+        `write_logs` writes data first.
+
         Returns:
             That end; 0 when the disk knows none.
 
@@ -359,7 +362,6 @@ class Replicator:
         disk, received = self._disk, self._received[partition_id]
         bucket, partition = disk.bucket, self._partition(partition_id)
         with trio.CancelScope(shield=True):
-            await self._flush()
             self._server.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
             async with disk.maintenance.paused(), self._commit_lock:
                 seq_before = received.received
