@@ -66,7 +66,19 @@ from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
 from upr_server.conformance import WRONG_INPUTS, Outcome, client_scenarios
+from upr_server.engine.operations import (
+    COUNTER_DIGITS_MAX,
+    COUNTS,
+    PUBLISHED,
+    JoinedValue,
+    Stored,
+    outcome,
+)
+from upr_server.engine.operations import (
+    Outcome as OperationOutcome,
+)
 from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
+from upr_server.net.handlers.publishing import EVALUATED_BYTES_MAX
 from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
 from upr_server.storage.online.leases import LAPSED_RANGES_MAX, LAPSED_S
 
@@ -506,6 +518,64 @@ def wrong_input_rows() -> list[tuple[str, str, str, str]]:
     return rows
 
 
+OPERATION_HEAD: Final = (
+    "operation",
+    "if the key is missing, it",
+    "if the key has an item, it",
+    "flags and expiry time",
+)
+
+STORES: Final = {
+    b"row": "stores the row's value",
+    b"7": "keeps the value",
+    b"7row": "stores the item's value, and the row's behind it",
+    b"row7": "stores the row's value, and the item's behind it",
+    b"10": "stores the value plus `delta`",
+    b"4": "stores the value minus `delta`",
+    b"100": "stores `initial`",
+}
+"""What an operation does, by what it stores where the item has the value 7."""
+
+
+def operation_rows() -> list[list[str]]:
+    """What each operation does to a missing key and to an item, and whose flags and expiry time the
+    new item has: as the engine works it out."""
+    item = Mutation(Operation.SET, b"key", b"7", flags=3, expiry=4)
+    rows = []
+    for operation in PUBLISHED:
+        value = CounterDelta(3, 100).encode() if operation in COUNTS else b"row"
+        request = Mutation(operation, b"key", value, flags=1, expiry=2)
+        of_missing, of_item = outcome(request, None), outcome(request, item)
+        missing, fields = what_it_does(of_missing), whose_fields(of_item)
+        if operation in COUNTS:
+            uncreated = Mutation(operation, b"key", CounterDelta(3, create=False).encode())
+            missing += f"; {what_it_does(outcome(uncreated, None))} without `create`"
+            fields += f"; of a new counter {whose_fields(of_missing)}"
+        elif not isinstance(of_missing, Status):
+            fields = whose_fields(of_missing)
+        rows.append([f"`{operation.name}`", missing, what_it_does(of_item), fields])
+    return rows
+
+
+def what_it_does(result: OperationOutcome) -> str:
+    """An operation's outcome in words."""
+    if isinstance(result, Status):
+        return f"fails with `{result.name}`"
+    if result.op is Operation.DELETE:
+        return "removes the item"
+    value = result.value
+    return STORES[value.join() if isinstance(value, JoinedValue) else value]
+
+
+def whose_fields(result: OperationOutcome) -> str:
+    """Whose flags and expiry time a new item has."""
+    if not isinstance(result, Stored) or result.op is Operation.DELETE:
+        return "none"
+    flags = "the row's" if result.flags == 1 else "the item's"
+    expiry = "the row's" if result.expiry == 2 else "the item's"
+    return flags if flags == expiry else f"{flags} flags, {expiry} expiry time"
+
+
 def client_tasks() -> str:
     """How a client is told its tasks, from where the scenarios are."""
     _, _, tasks = (inspect.getdoc(client_scenarios) or "").partition("\n\n")
@@ -759,6 +829,9 @@ def blocks() -> dict[str, str]:
         "wrong_input": table(("in", "what is wrong", "it is", "code"), wrong_input_rows()),
         "client_tasks": client_tasks(),
         "opcodes": opcodes_sentence(),
+        "operations": table(OPERATION_HEAD, operation_rows()),
+        "counter_digits_max": number(COUNTER_DIGITS_MAX),
+        "evaluated_bytes_max": size(EVALUATED_BYTES_MAX),
         "window_messages": allowance_sentence(WINDOW_MESSAGES, "it"),
         "credit_messages": allowance_sentence(CREDIT_MESSAGES, "it"),
         "batches_max": number(BATCHES_MAX),

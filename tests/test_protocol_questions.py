@@ -11,17 +11,47 @@ import pytest
 from crc32c import crc32c
 
 from docs.generate_vectors import checksums, encoded
-from tests.protocol.session.kit import Pair, hello
+from tests.protocol.session.kit import Pair, hello, hello_reply
 from upr_protocol import limits
-from upr_protocol.chunk import Chunk, encoded_bytes, plain_chunk
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, encoded_bytes, plain_chunk
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position, Start, decide_start
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import NO_PARTITION, SEQ_MAX, HistoryId, SeqNo
+from upr_protocol.ids import (
+    NO_PARTITION,
+    SEQ_MAX,
+    Cas,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
 from upr_protocol.session.flow_control import Allowance
 from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
-from upr_protocol.wire import HEADER_BYTES, MESSAGES, Ack, Barrier, Message, SessionState, Stats
+from upr_protocol.wire import (
+    HEADER_BYTES,
+    MESSAGES,
+    Ack,
+    Barrier,
+    EventsReply,
+    FrameBuffer,
+    Go,
+    Message,
+    SessionState,
+    Stats,
+    Stream,
+)
+from upr_server.engine import (
+    QUOTA_BYTES_MIN,
+    BucketError,
+    Partition,
+    batch_of,
+    batches_of,
+    check_bucket,
+)
 from upr_server.engine.memory_account import MemoryAccount
+from upr_server.engine.operations import JoinedValue, Stored, outcome
 from upr_server.engine.publisher_answers import (
     BATCHES_MAX,
     WRITERS_MAX,
@@ -32,6 +62,18 @@ from upr_server.engine.publisher_answers import (
 TEXT: Final = " ".join(
     (Path(__file__).resolve().parents[1] / "docs" / "protocol.md").read_text().split()
 )
+
+
+SET: Final = Operation.SET
+VALUE_MAX: Final = limits.VALUE_BYTES_MAX
+
+
+def is_bucket_name(name: str) -> bool:
+    try:
+        check_bucket(name, 1, QUOTA_BYTES_MIN)
+    except BucketError:
+        return False
+    return True
 
 
 def is_allowed(message: Message) -> bool:
@@ -97,6 +139,81 @@ def streams_are_open_requests() -> bool:
     except LocalProtocolError as error:
         return error.status is Status.TOO_MANY
     return False
+
+
+def stored_by(
+    operation: Operation,
+    value: bytes = b"",
+    item: bytes | None = None,
+    *,
+    cas: int = 0,
+    flags: int = 0,
+) -> object:
+    """What an operation stores, or why it fails; an item has the CAS 9 and the flags 3."""
+    request = Mutation(operation, b"k", value, cas=Cas(cas), flags=flags)
+    existing = None if item is None else Mutation(SET, b"k", item, cas=Cas(9), flags=3)
+    result = outcome(request, existing)
+    if not isinstance(result, Stored):
+        return result
+    value_stored = result.value
+    if isinstance(value_stored, JoinedValue):
+        value_stored = value_stored.join()
+    return value_stored, result.flags
+
+
+def change(delta: int, initial: int = 0) -> bytes:
+    return CounterDelta(delta, initial).encode()
+
+
+def expires_at_its_second() -> bool:
+    """Whether an item is there just before its expiry time, and not at it."""
+    partition = Partition(PartitionId(0), lambda: HistoryId(1))
+    chunk = Chunk.build([Mutation(SET, b"k", b"v", expiry=100)], SeqNo(0), SeqNo(0))
+    partition.mutate(batch_of(chunk), now=50)
+    before, at_expiry = (next(iter(partition.get([b"k"], now))).op for now in (99.9, 100.0))
+    return (before, at_expiry) == (SET, Operation.DELETE)
+
+
+def refused_header(header: bytes) -> Status | None:
+    """What a receiver says to a header."""
+    buffer = FrameBuffer(lambda _header: None)
+    buffer.receive(header)
+    try:
+        buffer.next_frame()
+    except RemoteProtocolError as error:
+        return error.status
+    return None
+
+
+def resumes(last_complete: int, highest_received: int, start: int, end: int) -> bool:
+    """Whether a client may send this position."""
+    position = Position(
+        FailoverLog.of([(1, 0)]),
+        SeqNo(last_complete),
+        SeqNo(highest_received),
+        PartialSnapshot(HistoryId(1), SeqNo(start), SeqNo(end)),
+    )
+    return is_allowed(Stream(PartitionState.ACTIVE, position, partition=PartitionId(1), opaque=7))
+
+
+def interval_agreed(seconds: int) -> bool:
+    """Whether a client that asked for 20 s takes a server's idle interval."""
+    pair = Pair.in_state(SessionState.GREETED)
+    try:
+        pair.server.send(hello_reply(idle_interval_s=seconds))
+    except LocalProtocolError:
+        return False
+    return True
+
+
+def has_no_token(writer: bytes) -> bool:
+    """Whether the runs of this writer are new each time."""
+    partition = Partition(PartitionId(0), lambda: HistoryId(1))
+    bundle = Bundle.of_one(PartitionId(0), plain_chunk([b"k"], [b"v"]), counter=1)
+    for _ in range(2):
+        (batch,) = batches_of(bundle, writer if any(writer) else None)
+        partition.mutate(batch, now=0)
+    return partition.high_seq == 2
 
 
 FRAME: Final = encoded(hello(identity="test:clients"))
@@ -219,6 +336,110 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     "which end has a stream that never ends?": (
         "Where the stream ends; all ones for never",
         lambda: SEQ_MAX == 2**64 - 1,
+    ),
+    "what is 2**64 - 1 plus 1?": (
+        "Add to a decimal counter; wraps at 2**64",
+        lambda: stored_by(Operation.INCREMENT, change(1), b"%d" % SEQ_MAX) == (b"0", 3),
+    ),
+    "what is 3 minus 5?": (
+        "Subtract from a decimal counter; stops at 0",
+        lambda: stored_by(Operation.DECREMENT, change(5), b"3") == (b"0", 3),
+    ),
+    "what has a counter that was missing, with a delta of 5 and an initial value of 100?": (
+        "The value that a missing counter starts at; the delta is not applied to it",
+        lambda: stored_by(Operation.DECREMENT, change(5, 100), flags=1) == (b"100", 1),
+    ),
+    "is 007 a counter, and is +7, or one of 21 digits?": (
+        "20 decimal digits without a sign, below 2**64; it may begin with zeros, and the new value",
+        lambda: (
+            stored_by(Operation.INCREMENT, change(1), b"007") == (b"8", 3)
+            and stored_by(Operation.INCREMENT, change(1), b"+7") is Status.NOT_A_NUMBER
+            and stored_by(Operation.INCREMENT, change(1), b"7".zfill(21)) is Status.NOT_A_NUMBER
+            and stored_by(Operation.INCREMENT, change(1), b"%d" % 2**64) is Status.NOT_A_NUMBER
+        ),
+    ),
+    "why does a SET fail that expects a CAS of a missing key?": (
+        "every other row fails with `NOT_FOUND` if the key is missing, and with `CAS_MISMATCH`",
+        lambda: (
+            stored_by(SET, cas=7) is stored_by(Operation.ADD, cas=7) is Status.NOT_FOUND
+            and stored_by(SET, item=b"", cas=7) is Status.CAS_MISMATCH
+        ),
+    ),
+    "why does an ADD of an existing key fail that expects another CAS?": (
+        "`ADD` of a key that exists still fails with `EXISTS`",
+        lambda: stored_by(Operation.ADD, item=b"", cas=7) is Status.EXISTS,
+    ),
+    "which flags has an item that was touched?": (
+        "| `TOUCH` | fails with `NOT_FOUND` | keeps the value | the item's flags",
+        lambda: stored_by(Operation.TOUCH, b"ignored", b"v", flags=1) == (b"v", 3),
+    ),
+    "may an append make a value of exactly 20 MiB, and of one byte more?": (
+        "leave each value at most 20 MiB",
+        lambda: (
+            stored_by(Operation.APPEND, b"v", bytes(VALUE_MAX - 1))
+            == (bytes(VALUE_MAX - 1) + b"v", 3)
+            and stored_by(Operation.APPEND, b"v", bytes(VALUE_MAX)) is Status.TOO_LARGE
+        ),
+    ),
+    "is an item there in the second of its expiry time?": (
+        "has expired when the server's clock, in seconds since 1970, has reached its expiry time",
+        expires_at_its_second,
+    ),
+    "does a run of a writer of zeros have its effect twice?": (
+        "With a writer of zeros nobody looks at `counter`, `chain` and `attempt`",
+        lambda: has_no_token(bytes(16)) and not has_no_token(b"writer of tests!"),
+    ),
+    "may a client say Go twice?": (
+        "A message that is not in the row of its state is out of turn",
+        lambda: not is_allowed(Go()),
+    ),
+    "which code has a header with a wrong magic and a wrong checksum?": (
+        "checks a header in this order: magic, header checksum, version, padding, opcode",
+        lambda: (
+            refused_header(b"xx" + FRAME[2:24]) is Status.BAD_MAGIC
+            and refused_header(FRAME[:2] + b"\x09" + FRAME[3:24]) is Status.BAD_CHECKSUM
+        ),
+    ),
+    "which checksum has a body of no bytes?": (
+        "The checksum of an empty body is 0",
+        lambda: encoded(Go())[16:20] == bytes(4),
+    ),
+    "may a position stand at the start and at the end of its partial snapshot?": (
+        "`highest_received` lies within it, its start and end included",
+        lambda: (
+            resumes(3, 3, 3, 7)
+            and resumes(3, 7, 3, 7)
+            and not resumes(3, 8, 3, 7)
+            and not resumes(3, 3, 4, 7)
+        ),
+    ),
+    "may two entries of a failover log have the same number?": (
+        "Numbers never rise from one entry to the next; no history ID occurs twice",
+        lambda: len(FailoverLog.of([(2, 5), (1, 5)])) == 2,
+    ),
+    "may the server's idle interval be longer than the client's?": (
+        "the interval both keep: at most what `Hello` asked for",
+        lambda: interval_agreed(20) and interval_agreed(5) and not interval_agreed(21),
+    ),
+    "what is a yes-or-no field of 2?": (
+        "a receiver takes any other number for yes",
+        lambda: EventsReply.parse(bytes(8) + b"\x02" + bytes(7), NO_PARTITION, 0, 0).everything,
+    ),
+    "may a request have the opaque 0?": (
+        "An opaque may be any number, 0 included",
+        lambda: is_allowed(Stats(opaque=0)),
+    ),
+    "does the length of a text count bytes or characters?": (
+        "a u16 that is the length in bytes, then so many bytes",
+        lambda: encoded(Stats("é", opaque=1))[24:28] == b"\x02\x00\xc3\xa9",
+    ),
+    "how many partitions may a bucket have, and which number has none of them?": (
+        "1 to 1,024; 0 for the server's default",
+        lambda: limits.PARTITIONS_MAX == 1024 and NO_PARTITION == 0xFFFF,
+    ),
+    "may a bucket's name begin with a dot?": (
+        "1 to 100 of letters, digits, `.`, `_`, `-`; no `.` first",
+        lambda: is_bucket_name("a.b") and not is_bucket_name(".a"),
     ),
     "which opcodes below 0x80 does a server say?": (
         "below 0x80, and so do those of `Error` and `Noop`, which either side says",

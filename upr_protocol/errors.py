@@ -84,7 +84,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.TOKEN_TOO_OLD: "the answer was forgotten; read the keys to see the batch's effect",
     Status.HISTORY_CHANGED: "a failover happened meanwhile; read the keys to see what was kept",
     Status.TIMED_OUT: "ask again, or allow more time",
-    Status.LIMIT_REACHED: "release some before asking for more",
+    Status.LIMIT_REACHED: "release some first, or ask for less at a time",
     Status.DAMAGED: "data on disk is damaged; run upr-server check, and restore a backup",
     Status.RANGE_GONE: "read again from the beginning, and renew leases in time",
     Status.SUPERSEDED: "a newer run of this task, or a consumer of the same name, is active; stop",

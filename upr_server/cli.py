@@ -171,6 +171,10 @@ def conformance_command(
         server_scenario_names,
     )
 
+    if is_list and client is None and server is None:
+        click.echo("\n".join(("With --client:", *CLIENT_SCENARIOS)))
+        click.echo("\n".join(("", "With --server:", *server_scenario_names())))
+        return
     if (client is None) == (server is None):
         raise click.UsageError("give either --client or --server")
     if client is not None:

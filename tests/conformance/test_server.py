@@ -9,7 +9,7 @@ import pytest
 from tests.kit.process import UPR_SERVER, run, server_process
 from upr_server.app import running_server
 from upr_server.config import ServerConfig
-from upr_server.conformance import check_server, server_scenario_names
+from upr_server.conformance import CLIENT_SCENARIOS, check_server, server_scenario_names
 from upr_server.storage.simulated import SimulatedStore
 
 
@@ -35,6 +35,15 @@ async def test_the_command_names_what_fails_and_ends_with_1() -> None:
     dead = await run((*UPR_SERVER, "conformance", "--client", "false", "get"))
     assert dead.code == 1
     assert dead.out == "FAILED  get: the client ended with code 1\n"
+    listed = await run((*UPR_SERVER, "conformance", "--list"))
+    assert listed.code == 0
+    assert listed.out.splitlines() == [
+        "With --client:",
+        *CLIENT_SCENARIOS,
+        "",
+        "With --server:",
+        *server_scenario_names(),
+    ]
     unknown = await run((*UPR_SERVER, "conformance", "--client", "false", "nonsense"))
     assert unknown.code == 2
     assert "there is no scenario 'nonsense'" in unknown.err

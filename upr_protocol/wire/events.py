@@ -90,7 +90,7 @@ class NextEvents(Message, frozen=True):
         "wait_ms" / cs.Int32ul * "how long to wait for an event",
         "kinds" / _KINDS * "any of 1 created, 2 deleted, 4 updated, 8 design documents, added up",
         "pattern" / text() * "names of buckets, in which `*`, `?` and `[...]` stand for others",
-        "consumer" / text() * "1 to 100 of letters, digits, `.`, `_`, `-`",
+        "consumer" / text() * "1 to 100 of letters, digits, `.`, `_`, `-`; no `.` first",
     )
 
     consumer: str

@@ -216,7 +216,8 @@ class Opened(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Chooses a bucket and the partitions of it that the client may want to stream."""
+    """Chooses a bucket, and names the partitions that the client wants to be told of. No partition
+    may be named twice."""
 
     opcode = 0x04
     sender = Role.CLIENT

@@ -2,21 +2,25 @@
 
 The client is a command. It reads one JSON object from standard input, its task, does it, writes
 one JSON object with the outcome to standard output, and ends with code 0. Numbers of 64 bits are
-decimal text. The tasks:
+decimal text, and so are partitions that are keys of an object. Keys and values of items are text;
+the wire has its UTF-8. The tasks:
 
 - `{"task": "consume", "host", "port", "bucket", "partitions", "window_bytes", "idle_interval_s",
   "end_seqs": {partition: number}, "positions": {partition: position}}`: stream until every
-  partition has reached its end, over as many connections as it takes. The outcome is `{"items":
-  {key: value}, "positions": {partition: position}, "rollbacks": [[partition, ceiling]]}`. A client
-  may answer a rollback by going back to 0.
+  partition has reached its end, over as many connections as it takes. A partition without a
+  position has nothing yet. The outcome is `{"items": {key: value}, "positions": {partition:
+  position}, "rollbacks": [[partition, ceiling]]}`, with the items that were streamed. A client may
+  answer a rollback by going back to 0.
 - `{"task": "publish", "host", "port", "bucket", "partition_count", "operations": [{"operation",
   "key", "value"}]}`: publish these in their order, each made once, over as many connections as it
-  takes. The outcome is `{"results": [{"status", "seq", "cas", "counter"}]}`; what there is not is
-  null. The value of an `INCREMENT` is how much to add, as text; a missing counter begins with it.
+  takes. An operation has its name in capitals, and a value, perhaps an empty one. The outcome is
+  `{"results": [{"status", "seq", "cas", "counter"}]}`; what there is not is null. The value of an
+  `INCREMENT` is how much to add, as text; a missing counter begins with it.
 - `{"task": "get", "host", "port", "bucket", "partition", "keys"}`: the outcome is
   `{"items": {key: value}}`.
 
-A position has the fields of the document's, with `log` as a list of [history, number].
+A position has the fields of the document's; its `log` is a list of [history, number] instead of the
+vectors' objects.
 """
 
 from __future__ import annotations

@@ -108,9 +108,9 @@ class PlainClient:
         await self.send(Hello("conformance", (VERSION,), 0, window_bytes, IDLE_INTERVAL_S))
         return await self.expect(HelloReply)
 
-    async def open(self, bucket: str) -> None:
-        """Opens a bucket, and waits for the first credit."""
-        await self.send(Open(bucket, opaque=self.opaque()))
+    async def open(self, bucket: str, partitions: tuple[int, ...] = ()) -> None:
+        """Opens a bucket, names these partitions, and waits for the first credit."""
+        await self.send(Open(bucket, partitions, opaque=self.opaque()))
         logs = self.logs
         while not isinstance(message := await self.expect(Message), Opened):
             if not isinstance(message, PartitionLog):

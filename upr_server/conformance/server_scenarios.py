@@ -54,6 +54,7 @@ from upr_server.conformance.wrong_input import (
     KEY,
     OPAQUE,
     P0,
+    P1,
     PARTITION_COUNT,
     TEXT_KEY,
     UNKNOWN_HISTORY,
@@ -185,13 +186,30 @@ async def publish_and_stream(server: ServerUnderTest) -> None:
     check(seq >= last.runs[0].last_seq, "the stream ended before its end")
 
 
+async def open_limits_nothing(server: ServerUnderTest) -> None:
+    """A client that named one partition in `Open` is told of that one, and publishes and streams
+    another."""
+    async with plain_client(server.host, server.port) as client:
+        await client.greet()
+        await client.open(BUCKET, (P1,))
+        partitions = [log.partition for log in client.logs]
+        check(
+            partitions == [P1], f"PartitionLog came for the partitions {partitions}, not for {P1}"
+        )
+        reply = await publish(client, Mutation(Operation.SET, KEY, b"v"))
+        await stream(client, end_seq=reply.runs[0].last_seq)
+        await client.send(Go())
+        contents, _ = await read_stream(client)
+    check(contents == {KEY: b"v", TEXT_KEY: b"text"}, f"the stream has {contents}")
+
+
 async def end_at_the_position(server: ServerUnderTest) -> None:
     """A stream whose end the client has is accepted, and ends at once, before `Go`."""
     async with plain_client(server.host, server.port, BUCKET) as client:
         log, seq = client.logs[0].log, client.logs[0].high_seq
         reply = await stream(client, Position(log, seq, seq, None), seq)
         check((reply.status, reply.seq) == (Status.OK, seq), "the stream was not accepted")
-        check(reply.log == log, "the log in the reply differs from the log in OpenReply")
+        check(reply.log == log, "the log in the reply differs from the one in PartitionLog")
         end = await client.expect(StreamEnd)
         check(end.status == Status.END_REACHED, f"the stream ended with status {end.status}")
 
@@ -338,6 +356,8 @@ async def _answer_to(client: PlainClient, case: WrongInput) -> Message:
             continue
         if case.outcome is Outcome.ROW_FAILED and isinstance(message, MutateReply):
             check(len(message.failures) == 1, f"the failures are {message.failures}")
+            numbers = message.runs[0][3:]
+            check(not any(numbers), f"nothing succeeded, and the run has the numbers {numbers}")
             return Refusal("", status=message.failures[0][1])
         if case.outcome is Outcome.MISSING_ITEM and isinstance(message, GetReply):
             return Refusal("", status=message.chunk.flags[0])
@@ -351,6 +371,7 @@ async def _answer_to(client: PlainClient, case: WrongInput) -> Message:
 
 SCENARIOS: Final[Sequence[Callable[[ServerUnderTest], Awaitable[None]]]] = (
     publish_and_stream,
+    open_limits_nothing,
     end_at_the_position,
     resume,
     roll_back,

@@ -26,7 +26,7 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
-from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, GET_KEYS_MAX
+from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, GET_KEYS_MAX, LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.wire import (
     VERSION,
     Ack,
@@ -286,6 +286,8 @@ def _cases() -> list[WrongInput]:
         Outcome.LOG,
         Status.NOT_MY_PARTITION,
     )
+    named_twice = Open(BUCKET, (P0, P0), opaque=OPAQUE)
+    case("a partition that is named twice", named_twice, refused, Status.BAD_ARGUMENT)
     case = topic("`Open`", Progress.OPENED)
     case("a second bucket", Open(BUCKET, opaque=OPAQUE), closed, Status.OUT_OF_TURN)
 
@@ -401,6 +403,12 @@ def _add_publishing(topic: Topic) -> None:
         Status.REPLAY_DIFFERS,
     )
     case("the disk is full, or an earlier run was refused", None, refused, Status.TEMPORARY_FAILURE)
+    case(
+        "operations that need too many bytes of values that are there",
+        None,
+        refused,
+        Status.LIMIT_REACHED,
+    )
 
     case = topic("a row of a run", Progress.OPENED)
     case("a key of no bytes", _mutate(_set(b"")), failed, Status.BAD_KEY)
@@ -422,6 +430,8 @@ def _add_publishing(topic: Topic) -> None:
     case("`INCREMENT` of a value that is not a number", _mutate(text), failed, Status.NOT_A_NUMBER)
     stale = Mutation(Operation.SET, TEXT_KEY, b"", cas=Cas(7))
     case("another CAS than the item's", _mutate(stale), failed, Status.CAS_MISMATCH)
+    no_item = Mutation(Operation.SET, absent, b"", cas=Cas(7))
+    case("a CAS, and the key is missing", _mutate(no_item), failed, Status.NOT_FOUND)
 
 
 def _row(operation: Operation) -> Mutation:
@@ -453,6 +463,8 @@ def _add_requests(topic: Topic) -> None:
     case = topic("`Seqnos`", Progress.OPENED)
     seqnos = Seqnos((MISSING,), opaque=OPAQUE)
     case("a partition that the node is not active for", seqnos, refused, Status.NOT_MY_PARTITION)
+    named_twice = Seqnos((P0, P0), opaque=OPAQUE)
+    case("a partition that is named twice", named_twice, refused, bad)
 
     case = topic("`SeqnosAt`", Progress.OPENED)
     seqnos_at = SeqnosAt(0, (MISSING,), opaque=OPAQUE)
@@ -484,6 +496,8 @@ def _add_requests(topic: Topic) -> None:
     case("no range", lease(), refused, bad)
     case("two ranges of one partition", lease(acquire, (0, 0, 0), (0, 0, 0)), refused, bad)
     case("a time to live of 0 s", lease(acquire, (0, 0, 0), seconds=0), refused, bad)
+    too_long = lease(acquire, (0, 0, 0), seconds=LEASE_TIME_TO_LIVE_S_MAX + 1)
+    case(f"a time to live of {LEASE_TIME_TO_LIVE_S_MAX + 1:,} s", too_long, refused, bad)
     case("a range that is not on disk", lease(acquire, (0, 0, 1 << 40)), refused, bad)
     case("`RENEW` of a lease that there is not", lease(LeaseAction.RENEW), refused, gone)
     case("`RELEASE` of a lease that there is not", lease(LeaseAction.RELEASE), refused, bad)
@@ -492,6 +506,7 @@ def _add_requests(topic: Topic) -> None:
     exists = CreateBucket(BUCKET, 1, opaque=OPAQUE)
     case("`CreateBucket` of one that there is", exists, refused, Status.BUCKET_EXISTS)
     case("a name with a slash", CreateBucket("a/b", 1, opaque=OPAQUE), refused, bad)
+    case("a name that begins with a dot", CreateBucket(".a", 1, opaque=OPAQUE), refused, bad)
     case("1,025 partitions", CreateBucket("other", 1025, opaque=OPAQUE), refused, bad)
     case("a quota of 1 byte", CreateBucket("other", 1, 1, opaque=OPAQUE), refused, bad)
     no_bucket = Status.NO_BUCKET

@@ -207,6 +207,9 @@ _RULES: Final[dict[Operation, Callable[[Mutation, StoredItem | None], Outcome]]]
     Operation.TOUCH: _touch,
 }
 
+PUBLISHED: Final = tuple(_RULES)
+"""The operations that a publisher may ask for."""
+
 COUNTS: Final = frozenset((Operation.INCREMENT, Operation.DECREMENT))
 """The operations whose value is a `CounterDelta`, and whose results are counters."""
 
