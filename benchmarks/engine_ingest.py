@@ -33,13 +33,13 @@ class Work:
     def __init__(self, partitions: int, batch: int, total: int, seed: int = 1) -> None:
         random = Random(seed)
         keys: list[list[bytes]] = [[] for _ in range(partitions)]
-        for number in range(KEYS if partitions > 1 else KEYS // 64):
-            key = b"key:%08d" % number
+        for index in range(KEYS if partitions > 1 else KEYS // 64):
+            key = b"key:%08d" % index
             keys[partition_of(key, partitions)].append(key)
         self.mutations = total
         self.batches: list[tuple[int, bytes]] = []
-        for number in range(total // batch):
-            partition = number % partitions
+        for index in range(total // batch):
+            partition = index % partitions
             chosen = random.choices(keys[partition], k=batch)
             self.batches.append((partition, bytes(plain_chunk(chosen, [VALUE] * batch))))
 
@@ -71,8 +71,8 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
     """Bundles of random keys with tokens, from frame to reply."""
     random = Random(1)
     keys: list[list[bytes]] = [[] for _ in range(partitions)]
-    for number in range(KEYS):
-        key = b"key:%08d" % number
+    for index in range(KEYS):
+        key = b"key:%08d" % index
         keys[partition_of(key, partitions)].append(key)
     every_key = [(partition, key) for partition, members in enumerate(keys) for key in members]
     bodies: list[bytes] = []
@@ -82,7 +82,7 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
             chosen.setdefault(partition, []).append(key)
         bundle = Bundle(
             plain_chunk([key for run in chosen.values() for key in run], [VALUE] * rows),
-            [Run(PartitionId(number), len(run), counter) for number, run in chosen.items()],
+            [Run(PartitionId(partition), len(run), counter) for partition, run in chosen.items()],
         )
         bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body())))
 
@@ -152,9 +152,9 @@ def followed_of(work: Work, partitions: int) -> Callable[[], float]:
         cursors = [m.manager.register("bench", SeqNo(0)).cursor for m in bucket.partitions]
         now = time()
         started_at = process_time_ns()
-        for number, frame in work.batches:
-            bucket.partitions[number].mutate(batch_of(Chunk(frame)), now=now)
-            cursor = cursors[number]
+        for partition, frame in work.batches:
+            bucket.partitions[partition].mutate(batch_of(Chunk(frame)), now=now)
+            cursor = cursors[partition]
             while cursor.next() is not None:
                 pass
             while bucket.collapse_step():

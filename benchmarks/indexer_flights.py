@@ -100,8 +100,8 @@ def scans(asking: IndexClient, client: BlockingClient, goes_on: Callable[[], boo
         "now": lambda: asking.scan("first/origin", consistency="now", **options),
     }
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in range(SCANS):
-        if number > 1 and not goes_on():
+    for index in range(SCANS):
+        if index > 1 and not goes_on():
             break
         for name, scan in kinds.items():
             began = time.perf_counter()

@@ -344,7 +344,7 @@ def _soak(path: Path, lines: Sequence[Line]) -> Path | None:
         top.set_title("Anonymous memory, MiB")
         top.set_ylim(0, 1.1 * max(sample["server"] for sample in samples))
         top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)
-        middles = [number + 0.5 for number in range(len(minutes))]
+        middles = [index + 0.5 for index in range(len(minutes))]
         for name, marker, colour in (
             ("p99.9", "^", PURPLE),
             ("p99", "o", BLUE),

@@ -220,11 +220,11 @@ def _soak(lines: Sequence[Line]) -> str:
     sizes = ("server_mib", "writer_mib", "reader_mib")
     minutes = [
         (
-            str(number + 1),
+            str(index + 1),
             *(f"{minute[name]:,.0f}" for name in percentiles),
             *(f"{minute[name]:,.1f}" for name in sizes),
         )
-        for number, minute in enumerate(details["minutes"])
+        for index, minute in enumerate(details["minutes"])
     ]
     tries = [
         (

@@ -138,8 +138,8 @@ def draw(steps: list[Step]) -> str:
     lines: list[str] = []
     appears_s = 0.5
     for step in steps:
-        for number, line in enumerate(step.command.split("\n")):
-            prompt = "$ " if number == 0 else "> "
+        for index, line in enumerate(step.command.split("\n")):
+            prompt = "$ " if index == 0 else "> "
             lines.append(_line(len(lines), appears_s, "c", f"{prompt}{line}"))
         appears_s += COMMAND_S
         for line in _shortened(step.output):

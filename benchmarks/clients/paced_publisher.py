@@ -37,7 +37,7 @@ class _Publisher:
         self._connection = connection
         self._writer = WriterIdentity(os.urandom(16))
         # Every key once in a round: deduplication then leaves every mutation to be seen.
-        shuffled = [key_of(number) for number in range(keys)]
+        shuffled = [key_of(index) for index in range(keys)]
         random.Random(1).shuffle(shuffled)
         self._keys = cycle(
             [(partition_of(key, connection.partition_count), key) for key in shuffled]

@@ -19,7 +19,7 @@ _FILLER = bytes(VALUE_BYTES - 8)
 class _Publisher:
     def __init__(self, connection: socket.socket, keys: int) -> None:
         self._connection = connection
-        shuffled = [key_of(number) for number in range(keys)]
+        shuffled = [key_of(index) for index in range(keys)]
         random.Random(1).shuffle(shuffled)
         self._keys = cycle(shuffled)
         self._sent = 0

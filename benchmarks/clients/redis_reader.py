@@ -28,10 +28,10 @@ def _load(connection: socket.socket, count: int) -> None:
     draw = random.Random(1)
     for low in range(0, count, PAGE):
         page = bytearray()
-        for number in range(low, min(low + PAGE, count)):
+        for index in range(low, min(low + PAGE, count)):
             page += b"*5\r\n$4\r\nXADD\r\n$1\r\ns\r\n$15\r\n%d-0\r\n$12\r\n%b\r\n$100\r\n%b\r\n" % (
-                _FIRST_ID + number,
-                key_of(number),
+                _FIRST_ID + index,
+                key_of(index),
                 draw.randbytes(VALUE_BYTES),
             )
         connection.sendall(page)

@@ -41,7 +41,7 @@ def make_rows(folder: Path, rows: int) -> None:
     folder.mkdir()
     for index in range(_FILES):
         first, end = rows * index // _FILES, rows * (index + 1) // _FILES
-        keys = b"".join(b"%0*d" % (KEY_BYTES, number) for number in range(first, end))
+        keys = b"".join(b"%0*d" % (KEY_BYTES, index) for index in range(first, end))
         values = draw.bytes(VALUE_BYTES * (end - first))
         table = pa.table({"key": _fixed(keys, KEY_BYTES), "value": _fixed(values, VALUE_BYTES)})
         parquet.write_table(

@@ -80,13 +80,13 @@ class EmptyReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """One for each task."""
-        return [InputPartition(number) for number in range(TASKS)]
+        return [InputPartition(index) for index in range(TASKS)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task."""
         batch = _made(to_arrow_schema(self._schema, timezone="UTC"))
         first, end = (
-            self._rows * number // TASKS for number in (partition.value, partition.value + 1)
+            self._rows * index // TASKS for index in (partition.value, partition.value + 1)
         )
         for start in range(first, end, BATCH_ROWS):
             yield batch.slice(0, min(BATCH_ROWS, end - start))

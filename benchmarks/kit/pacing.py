@@ -63,7 +63,7 @@ def paced(
                 receive()
             now = time.monotonic_ns()
         end = min(count, index + together, max(index, int((now - start) * rate / 1e9)) + 1)
-        dues = [start + int(number * 1e9 / rate) for number in range(index, end)]
+        dues = [start + int(row * 1e9 / rate) for row in range(index, end)]
         late += [now - due for due in dues]
         calls += 1
         send(dues)

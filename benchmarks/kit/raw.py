@@ -70,8 +70,8 @@ class RawConnection:
     def stream(self) -> None:
         """Asks for every partition from the beginning, and says `Go`."""
         position = ResumeState("").position
-        for number in range(self.partition_count):
-            partition = PartitionId(number)
+        for partition_id in range(self.partition_count):
+            partition = PartitionId(partition_id)
             self.session.send(
                 Stream(
                     PartitionState.ACTIVE,

@@ -154,17 +154,17 @@ def beside_parquet(
         Spark() as spark,
     ):
         copy = load(spark, server, Path(folder))
-        for number in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-1, runs):  # run -1 warms up and is not kept
             moved = move(spark, server.url, server)
             file = move(spark, copy, None)
             empty = move(spark, EMPTY, None)
-            if number < 0:
+            if index < 0:
                 continue
             ours.append(moved)
             files.append(file)
             empties.append(empty)
             say(
-                f"  run {number + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}; "
+                f"  run {index + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}; "
                 f"the empty source {empty.rate:,.0f}"
             )
     return [

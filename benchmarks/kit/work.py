@@ -90,14 +90,14 @@ def _chunks(
 ) -> Iterator[Batch]:
     """The keys with these numbers, by partition, a chunk whenever one is full."""
     by_partition: list[list[bytes]] = [[] for _ in range(partitions)]
-    for number in numbers:
-        key = key_of(number)
+    for key_number in numbers:
+        key = key_of(key_number)
         partition = partition_of(key, partitions)
         waiting = by_partition[partition]
         waiting.append(key)
         if len(waiting) == chunk_mutations:
             yield partition, plain_chunk(waiting, values(draw, chunk_mutations))
             waiting.clear()
-    for number, waiting in enumerate(by_partition):
+    for partition_id, waiting in enumerate(by_partition):
         if waiting and rest:
-            yield PartitionId(number), plain_chunk(waiting, values(draw, len(waiting)))
+            yield PartitionId(partition_id), plain_chunk(waiting, values(draw, len(waiting)))

@@ -37,7 +37,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         b1: list[Published] = []
         b1s: list[Published] = []
         peers: dict[int, list[Added]] = {pipeline: [] for pipeline in PIPELINES}
-        for number in range(runs):
+        for index in range(runs):
             b1.append(publish(large, large_client, 4_000_000))
             b1s.append(publish(small, small_client, 800_000))
             for pipeline, added in peers.items():
@@ -45,7 +45,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
                     xadd(redis, connections=CONNECTIONS, pipeline=pipeline, count=REDIS_COUNT)
                 )
             say(
-                f"  run {number + 1}: {b1[-1].rate:,.0f} mutations/s "
+                f"  run {index + 1}: {b1[-1].rate:,.0f} mutations/s "
                 f"({b1[-1].server_ns:,.0f} ns of the server's processor each), "
                 f"{b1s[-1].rate:,.0f} in small chunks ({b1s[-1].server_ns:,.0f} ns); XADD "
                 + ", ".join(f"{a[-1].rate:,.0f} (-P {p})" for p, a in peers.items())

@@ -37,13 +37,13 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         set_keys(redis, connections=CONNECTIONS, pipeline=PIPELINE, count=REDIS_COUNT)
         ours: list[Published] = []
         peer: list[Added] = []
-        for number in range(runs):
+        for index in range(runs):
             ours.append(publish(server, client, COUNT))
             peer.append(
                 set_keys(redis, connections=CONNECTIONS, pipeline=PIPELINE, count=REDIS_COUNT)
             )
             say(
-                f"  run {number + 1}: {ours[-1].rate:,.0f} mutations/s "
+                f"  run {index + 1}: {ours[-1].rate:,.0f} mutations/s "
                 f"({ours[-1].server_ns / 1e3:,.1f} µs of the server's processor each); "
                 f"SET {peer[-1].rate:,.0f}"
             )

@@ -45,7 +45,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         b2: list[Published] = []
         b2s: list[Published] = []
         peers: dict[int, list[Added]] = {pipeline: [] for pipeline in PIPELINES}
-        for number in range(runs):
+        for index in range(runs):
             b2.append(publish(large, large_client, RUN))
             b2s.append(publish(small, small_client, SMALL_RUN))
             for pipeline, added in peers.items():
@@ -53,7 +53,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
                     xadd(redis, connections=CONNECTIONS, pipeline=pipeline, count=REDIS_COUNT)
                 )
             say(
-                f"  run {number + 1}: {b2[-1].rate:,.0f} mutations/s, {b2s[-1].rate:,.0f} in small "
+                f"  run {index + 1}: {b2[-1].rate:,.0f} mutations/s, {b2s[-1].rate:,.0f} in small "
                 "chunks; XADD " + ", ".join(f"{a[-1].rate:,.0f} (-P {p})" for p, a in peers.items())
             )
     return [

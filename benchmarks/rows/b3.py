@@ -42,18 +42,18 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         ours: list[Ran] = []
         sockets: list[Ran] = []
         peers: dict[int, list[Ran]] = {ahead: [] for ahead in AHEAD}
-        for number in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-1, runs):  # run -1 warms up and is not kept
             ran = consumer.stream(MUTATIONS)
             plain = socket.move(ran["bytes"])
             read = {ahead: reader.ask(ahead=ahead) for ahead in AHEAD}
-            if number < 0:
+            if index < 0:
                 continue
             ours.append(ran)
             sockets.append(plain)
             for ahead, answer in read.items():
                 peers[ahead].append(answer)
             say(
-                f"  run {number + 1}: {rate(ran):,.0f} mutations/s, {rate(ran, 'bytes'):,.0f} B/s "
+                f"  run {index + 1}: {rate(ran):,.0f} mutations/s, {rate(ran, 'bytes'):,.0f} B/s "
                 f"({server_cost(ran)}); socket {rate(plain, 'bytes'):,.0f} B/s; XRANGE "
                 + ", ".join(f"{rate(r):,.0f} ({a} ahead)" for a, r in read.items())
             )

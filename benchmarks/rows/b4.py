@@ -40,15 +40,15 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         consumers, socket = Consumers(server, CONSUMERS, stack), Sockets(CONSUMERS, stack)
         by_count: dict[int, list[Ran]] = {count: [] for count in COUNTS}
         sockets: list[Ran] = []
-        for number in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-1, runs):  # run -1 warms up and is not kept
             ran = {count: consumers.stream(MUTATIONS, count) for count in COUNTS}
             plain = socket.move(ran[CONSUMERS]["bytes_each"])
-            if number < 0:
+            if index < 0:
                 continue
             for count, result in ran.items():
                 by_count[count].append(result)
             sockets.append(plain)
-            say(f"  run {number + 1}: sockets {rate(plain, 'bytes'):,.0f} B/s")
+            say(f"  run {index + 1}: sockets {rate(plain, 'bytes'):,.0f} B/s")
             for count, result in ran.items():
                 say(f"    {count} at once: {rate(result, 'bytes'):,.0f} B/s, {server_cost(result)}")
     ours, alone = by_count[CONSUMERS], by_count[1]

@@ -43,15 +43,15 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         with ExitStack() as stack:
             server = stack.enter_context(UprServer(partitions=PARTITIONS, data_dir=data_dir))
             consumer, socket = Consumers(server, 1, stack), Sockets(1, stack)
-            for number in range(-1, runs):  # run -1 warms up and is not kept
+            for index in range(-1, runs):  # run -1 warms up and is not kept
                 ran = _from_disk(server, consumer)
                 plain = socket.move(ran["bytes"])
-                if number < 0:
+                if index < 0:
                     continue
                 ours.append(ran)
                 sockets.append(plain)
                 say(
-                    f"  run {number + 1}: {rate(ran):,.0f} mutations/s, "
+                    f"  run {index + 1}: {rate(ran):,.0f} mutations/s, "
                     f"{rate(ran, 'bytes'):,.0f} B/s; socket {rate(plain, 'bytes'):,.0f} B/s"
                 )
         drop_from_cache(data_dir)

@@ -110,10 +110,10 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     our_runs: list[dict[str, Any]] = []
     peer_runs: list[dict[str, Any]] = []
     with _sides() as (ours, peer):
-        for number in range(runs):
+        for index in range(runs):
             our_runs.append(ours.run(RATE, COUNT, SKIP, 1))
             peer_runs.append(peer.run(RATE, COUNT, SKIP, 1))
-            say(f"  run {number + 1}: {_say(our_runs[-1])}; Redis {_say(peer_runs[-1])}")
+            say(f"  run {index + 1}: {_say(our_runs[-1])}; Redis {_say(peer_runs[-1])}")
     return [
         Figure.less_is_better(
             row="B6",
@@ -135,11 +135,11 @@ def _highest(runs: int, say: Callable[[str], None]) -> list[Figure]:
     our_runs: list[dict[str, Any]] = []
     peer_runs: list[dict[str, Any]] = []
     with _sides() as (ours, peer):
-        for number in range(runs):
+        for index in range(runs):
             our_runs.append(ours.highest())
             peer_runs.append(peer.highest())
             say(
-                f"  run {number + 1}: {our_runs[-1]['rate']:,} mutations/s; "
+                f"  run {index + 1}: {our_runs[-1]['rate']:,} mutations/s; "
                 f"Redis {peer_runs[-1]['rate']:,}"
             )
     return [

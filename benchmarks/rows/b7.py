@@ -204,23 +204,23 @@ def _measure_points(
     say(f"B7, {name}: preparing {len(axis)} servers")
     with ExitStack() as stack:
         stands = {point: _Stand(point, stack) for point in axis}
-        for number in range(runs):
+        for index in range(runs):
             for point, stand in stands.items():
                 axis[point].append(stand.run())
-            _say_last(number, axis, say)
+            _say_last(index, axis, say)
     return axis
 
 
 def _measure_history(servers: int, say: Callable[[str], None]) -> Axis:
     say(f"B7, history: {servers} servers, one after the other")
     axis: Axis = {point: [] for point in HISTORY}
-    for number in range(servers):
+    for index in range(servers):
         with ExitStack() as stack:
             stand = _Stand(HISTORY[0], stack)
             for point in HISTORY:
                 stand.grow(point.at)
                 axis[point].append(stand.run())
-        _say_last(number, axis, say)
+        _say_last(index, axis, say)
     return axis
 
 

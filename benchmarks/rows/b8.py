@@ -27,10 +27,10 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     """B8: a server of its own for each run."""
     say(f"B8: {KEYS:,} keys, each set twice")
     ran = []
-    for number in range(runs):
+    for index in range(runs):
         ran.append(_run())
         say(
-            f"  run {number + 1}: {ran[-1]['mutation']:.1f} bytes a mutation beside key and "
+            f"  run {index + 1}: {ran[-1]['mutation']:.1f} bytes a mutation beside key and "
             f"value, {ran[-1]['key']:.1f} bytes a key"
         )
     details = {

@@ -31,7 +31,7 @@ from upr_protocol.wire import PartitionChunk
 MUTATIONS: Final = 10_000_000
 KEYS: Final = 1_000_000
 ASKED: Final = tuple(
-    {partition_of(key_of(number), PARTITIONS): key_of(number) for number in range(2_000)}.values()
+    {partition_of(key_of(index), PARTITIONS): key_of(index) for index in range(2_000)}.values()
 )
 """Keys that are asked for, one after the other: one of every partition."""
 
@@ -68,18 +68,18 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         life = _load(loaded)
         say(f"  {_say(life['loaded'])} once all was on disk, after {life['load_s']} s")
         busy: list[Started] = []
-        for number in range(runs):
+        for index in range(runs):
             copy(loaded, killed)
             busy.append(_start(killed, lambda: None))
             shutil.rmtree(killed)
-            say(f"  run {number + 1}, killed after the load: {_say_start(busy[-1])}")
+            say(f"  run {index + 1}, killed after the load: {_say_start(busy[-1])}")
         life.update(_come_to_rest(loaded, runs, say))
         warm, cold = [], []
-        for number in range(runs):
+        for index in range(runs):
             warm.append(_start(loaded, lambda: None))
             cold.append(_start(loaded, lambda: drop_from_cache(loaded)))
             say(
-                f"  run {number + 1}, killed at rest: {_say_start(warm[-1])}; "
+                f"  run {index + 1}, killed at rest: {_say_start(warm[-1])}; "
                 f"with nothing in the page cache: {_say_start(cold[-1])}"
             )
     life["restart_to_ready_s"] = Spread.of([start.ready for start in warm]).to_json()

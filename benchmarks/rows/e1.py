@@ -74,12 +74,12 @@ def _ingest(runs: int, say: Callable[[str], None]) -> Figure:
     ran: dict[str, list[Published]] = {name: [] for name in names}
     # Of servers that do the same, the one that is started first is some per cent slower: so each
     # has every place equally often.
-    for number in range(runs + -runs % len(names)):
-        turn = number % len(names)
+    for index in range(runs + -runs % len(names)):
+        turn = index % len(names)
         for name, published in _round(names[turn:] + names[:turn]).items():
             ran[name].append(published)
         say(
-            f"  run {number + 1}: mutations/s "
+            f"  run {index + 1}: mutations/s "
             + ", ".join(f"{ran[name][-1].rate:,.0f} with {name}" for name in names)
             + "; ns of the server's processor a mutation "
             + ", ".join(f"{ran[name][-1].server_ns:,.0f}" for name in names)
@@ -146,11 +146,11 @@ class _Told:
 def _slow_consumer(runs: int, say: Callable[[str], None]) -> Figure:
     say(f"E1b: {UPDATES:,} updates of {BUCKETS:,} buckets in {SECONDS:g} s, a poll a second")
     ran: list[_Told] = []
-    for number in range(runs):
+    for index in range(runs):
         ran.append(trio.run(_run))
         run = ran[-1]
         say(
-            f"  run {number + 1}: told in {run.polls} polls of {run.events:,} buckets, "
+            f"  run {index + 1}: told in {run.polls} polls of {run.events:,} buckets, "
             f"{run.updates:,} updates; the longest poll {run.longest_poll_s * 1e3:,.2f} ms, "
             f"{run.processor_s:.2f} s of processor time"
         )
@@ -179,8 +179,8 @@ async def _run() -> _Told:
     told = _Told()
     queues = EventQueues()
     buckets = Buckets(lambda: HistoryId(next(ids)), observer=Producer(queues, lambda: None))
-    for number in range(BUCKETS):
-        buckets.create(f"bucket-{number}", 1, incarnation=next(ids))
+    for index in range(BUCKETS):
+        buckets.create(f"bucket-{index}", 1, incarnation=next(ids))
     queue = queues.register("slow", 60.0, time.time())
     started_at = time.process_time()
     async with trio.open_nursery() as nursery:
@@ -198,10 +198,10 @@ async def _update(buckets: Buckets, done: trio.Event) -> None:
     chunk = plain_chunk([b"a key"], [b"a value"])
     partitions: list[Any] = [bucket.partitions[0] for bucket in buckets]
     started_at = trio.current_time()
-    for number in range(UPDATES):
-        partitions[number % BUCKETS].mutate(batch_of(chunk), now=1.0)
-        if number % 100 == 99:
-            await trio.sleep_until(started_at + SECONDS * number / UPDATES)
+    for index in range(UPDATES):
+        partitions[index % BUCKETS].mutate(batch_of(chunk), now=1.0)
+        if index % 100 == 99:
+            await trio.sleep_until(started_at + SECONDS * index / UPDATES)
     done.set()
 
 

@@ -114,7 +114,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         replicate(active, replica)
         publish(single, single_client, 1_000_000)
         publish(active, client, 1_000_000)
-        for number in range(runs):
+        for index in range(runs):
             alone.append(publish(single, single_client, MUTATIONS).rate)
             reached, lag = 0.0, 0.0
             for fraction in FRACTIONS:
@@ -127,7 +127,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             ours.append(reached)
             lags.append(lag)
             processor.append({"active": active.lap(), "replica": replica.lap()})
-            say(f"  run {number + 1}: {reached:,.0f} mutations/s; alone {alone[-1]:,.0f}")
+            say(f"  run {index + 1}: {reached:,.0f} mutations/s; alone {alone[-1]:,.0f}")
     return [
         Figure.more_is_better(
             row="R1",

@@ -30,19 +30,19 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     ingest: list[Published] = []
     with tempfile.TemporaryDirectory() as name, Spark() as spark:
         rows = spark.make(Path(name) / "rows")
-        for number in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-1, runs):  # run -1 warms up and is not kept
             moved = _write(spark, rows)
             file = spark.move(rows, str(Path(name) / "written"))
             empty = spark.move(rows, EMPTY)
             published = _publish()
-            if number < 0:
+            if index < 0:
                 continue
             ours.append(moved)
             files.append(file)
             empties.append(empty)
             ingest.append(published)
             say(
-                f"  run {number + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}; "
+                f"  run {index + 1}: {moved.rate:,.0f} rows/s; Parquet {file.rate:,.0f}; "
                 f"the empty sink {empty.rate:,.0f}; "
                 f"the server takes in {published.rate:,.0f} mutations/s"
             )

@@ -50,11 +50,11 @@ def _two_columns(runs: int, say: Callable[[str], None]) -> list[Figure]:
         Spark() as spark,
     ):
         load(spark, server, Path(folder))
-        for number in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-1, runs):  # run -1 warms up and is not kept
             few = spark.move(server.url, NOTHING, server, FEW_COLUMNS)
             all_columns = spark.move(server.url, NOTHING, server)
             empty = spark.move(EMPTY, NOTHING, None, FEW_COLUMNS)
-            if number < 0:
+            if index < 0:
                 continue
             two.append(few)
             twelve.append(all_columns)

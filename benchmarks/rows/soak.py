@@ -287,10 +287,10 @@ def _text(held: _Held) -> str:
 def _minutes(held: _Held) -> list[dict[str, float]]:
     """Latency of what was due in each minute, and the medians of memory."""
     minutes: list[dict[str, float]] = []
-    for number in range(round(MINUTES)):
-        low, high = (held.begun_ns + 60_000_000_000 * n for n in (number, number + 1))
+    for index in range(round(MINUTES)):
+        low, high = (held.begun_ns + 60_000_000_000 * n for n in (index, index + 1))
         late = held.late[(held.due >= low) & (held.due < high)]
-        sizes = [sample for sample in held.memory if 60 * number <= sample["at"] < 60 * number + 60]
+        sizes = [sample for sample in held.memory if 60 * index <= sample["at"] < 60 * index + 60]
         minutes.append(
             {
                 **latency_ms(late),

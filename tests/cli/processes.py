@@ -32,9 +32,9 @@ class Server:
     url: str
     process: subprocess.Popen[str]
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
         """Sends a signal, and waits until the process has ended."""
-        self.process.send_signal(number)
+        self.process.send_signal(signal_number)
         self.process.wait(DEADLINE_S)
 
 
@@ -116,10 +116,10 @@ class Upr(subprocess.Popen[bytes]):
         assert self.returncode == code, (self.returncode, out, err)
         return out, err
 
-    def stopped(self, number: int = signal.SIGTERM) -> tuple[bytes, bytes]:
+    def stopped(self, signal_number: int = signal.SIGTERM) -> tuple[bytes, bytes]:
         """Sends a signal, and returns what the process printed."""
-        self.send_signal(number)
-        return self.finished(code=128 + number)
+        self.send_signal(signal_number)
+        return self.finished(code=128 + signal_number)
 
     def end(self) -> None:
         """Kills the process."""

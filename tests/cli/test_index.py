@@ -29,8 +29,8 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     bucket: str, indexer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with BlockingClient(bucket) as client:
-        for number in range(6):
-            client.set(f"k{number}", json.dumps({"city": "ab"[number % 2], "n": number}))
+        for index in range(6):
+            client.set(f"k{index}", json.dumps({"city": "ab"[index % 2], "n": index}))
         written: WriteResult = client.set("own", '{"city": "c", "n": 7}')
     indexes = ("--index", "city=city", "--index", "both=city,n", "--filter", "both=n != `0`")
     created = run("index", "create", "d", *indexes, "--indexer", indexer)

@@ -219,7 +219,7 @@ def test_batches_hold_each_item_once_by_partition_and_in_order(
 
 def test_a_batch_is_full_with_enough_items() -> None:
     batches = Batches(1)
-    full = [batches.add(b"%d" % number, b"") for number in range(2 * BATCH_ITEMS_MAX)]
+    full = [batches.add(b"%d" % index, b"") for index in range(2 * BATCH_ITEMS_MAX)]
     assert [index for index, batch in enumerate(full) if batch is not None] == [
         BATCH_ITEMS_MAX - 1,
         2 * BATCH_ITEMS_MAX - 1,

@@ -46,9 +46,9 @@ async def test_the_thread_waits_while_no_rows_are_taken() -> None:
 
     def source() -> Iterator[int]:
         nonlocal produced
-        for number in range(10 * ITEMS_MAX):
-            produced = number
-            yield number
+        for index in range(10 * ITEMS_MAX):
+            produced = index
+            yield index
 
     async with read_in_thread(source()) as batches:
         async for batch in batches:

@@ -132,7 +132,7 @@ def test_a_copy_in_use_is_refused(bucket: str, start: Start, tmp_path: Path) -> 
 
 
 def test_a_copy_resumes_after_its_disk_was_full(bucket: str, start: Start, tmp_path: Path) -> None:
-    rows = b"".join(b'{"id":%d}\n' % number for number in range(20_000))
+    rows = b"".join(b'{"id":%d}\n' % index for index in range(20_000))
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     loader.finished(data=rows)
     folder = tmp_path / "local-copy"

@@ -139,9 +139,9 @@ def test_an_empty_bucket_is_caught_up_at_once(bucket: str, tail: Tail) -> None:
 
 def test_it_prints_changes_as_they_happen(bucket: str, run: Run, start: Start) -> None:
     process = start("tail", bucket)
-    for number in range(5):
-        run("set", bucket, f"k{number}", "x")
-        assert process.event("mutation")["key"] == f"k{number}"
+    for index in range(5):
+        run("set", bucket, f"k{index}", "x")
+        assert process.event("mutation")["key"] == f"k{index}"
     process.stopped()
 
 
@@ -177,15 +177,17 @@ def test_from_now_with_a_resume_file_resumes_there(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+    ("signal_number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
+    ids=["ctrl-c", "sigterm"],
 )
 def test_a_signal_ends_it_cleanly_and_saves_the_position(
-    filled: str, tmp_path: Path, number: int, code: int, tail: Tail, start: Start
+    filled: str, tmp_path: Path, signal_number: int, code: int, tail: Tail, start: Start
 ) -> None:
     state = str(tmp_path / "state")
     process = start("tail", filled, "--resume", state)
     process.event("completed")
-    process.send_signal(number)
+    process.send_signal(signal_number)
     _, err = process.finished(code=code)
     assert err == b""
     assert mutations(tail(filled, "--resume", state)) == []
@@ -212,7 +214,7 @@ def test_killed_at_any_moment_it_resumes_and_nothing_is_missing(
                 process.wait(lots.uniform(0, 0.02))
         assert process.returncode == -signal.SIGKILL
     loader.finished(data=b"")
-    everything = {str(number) for number in range(next(ids))}
+    everything = {str(index) for index in range(next(ids))}
     with out.open("ab") as file:
         process = start("tail", bucket, "--resume", state, stdout=file)
     while contents(whole_lines(out.read_bytes())).keys() != everything:
@@ -235,7 +237,7 @@ def test_killed_with_a_full_pipe_it_resumes_before_what_was_not_read(
     changes += mutations(whole_lines(out))
     assert len(changes) < 10_000
     changes += mutations(tail(bucket, "--resume", state))
-    assert {line["key"] for line in changes} == {str(number) for number in range(10_000)}
+    assert {line["key"] for line in changes} == {str(index) for index in range(10_000)}
 
 
 def whole_lines(out: bytes) -> Iterator[Line]:

@@ -18,8 +18,8 @@ URL = "upr://fake/b"
 async def test_a_publisher(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
     async def work() -> None:
         async with publisher(URL, dial=net.dial, batch_mutations=2, buffer_bytes=1000) as sink:
-            for number in range(12):
-                await sink.set(b"%d" % (number % 5), bytes(100))
+            for index in range(12):
+                await sink.set(b"%d" % (index % 5), bytes(100))
             net.cut()
             await sink.set("k", "v")
             await sink.flush()
@@ -34,8 +34,8 @@ async def test_a_publisher(net: FakeNet, server: FakeServer, autojump_clock: Moc
 
 
 async def test_a_consumer(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
-    for number in range(20):
-        server.put(b"%d" % number, b"v")
+    for index in range(20):
+        server.put(b"%d" % index, b"v")
     store = MemoryStore()
     items: dict[int, dict[bytes, tuple[int, bytes]]] = {}
 
@@ -72,8 +72,8 @@ async def test_a_consumer(net: FakeNet, server: FakeServer, autojump_clock: Mock
 async def test_a_consumer_of_much_that_waits_gives_way(
     net: FakeNet, server: FakeServer, mock_clock: MockClock
 ) -> None:
-    for number in range(100):
-        server.put(b"%d" % number, b"v")
+    for index in range(100):
+        server.put(b"%d" % index, b"v")
     async with consume(URL, dial=net.dial) as consumer:
         await consumer.__anext__()
         await trio.testing.wait_all_tasks_blocked()

@@ -67,7 +67,7 @@ from upr_protocol.transport import dial_tcp
 from upr_server.app import Server
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 
-KEYS: Final = [b"key-%d" % number for number in range(20)]
+KEYS: Final = [b"key-%d" % index for index in range(20)]
 OF_FIRST: Final = [key for key in KEYS if partition_of(key, PARTITIONS) == 0]
 
 
@@ -632,12 +632,12 @@ async def test_a_replicas_consumer(
 def whole(servers: list[Server]) -> None:
     for server in servers:
         check(server)
-    for number in range(PARTITIONS):
+    for partition in range(PARTITIONS):
         there = [server.catalog.buckets.get("b") for server in servers]
         active = [
-            bucket.partitions[number].failover_log.current
+            bucket.partitions[partition].failover_log.current
             for bucket in there
-            if bucket is not None and bucket.partitions[number].state is PartitionState.ACTIVE
+            if bucket is not None and bucket.partitions[partition].state is PartitionState.ACTIVE
         ]
         assert len(set(active)) == len(active), "two are active in one history"
 

@@ -14,9 +14,9 @@ from upr_protocol.ids import Durability, PartitionState
 
 async def filled(group: ServerGroup) -> None:
     async with connect(group.servers["a"].url("b")) as client:
-        for number in range(20):
+        for index in range(20):
             await client.set(
-                f"key {number}",
+                f"key {index}",
                 "v",
                 durability=Durability.REPLICATED,
                 copies=len(group.servers) - 1,
@@ -85,8 +85,8 @@ async def test_a_replica_that_is_behind_is_not_promoted() -> None:
         cluster = group.servers["b"].partition_maps
         await cluster.stop()
         async with connect(group.servers["a"].url("b")) as client:
-            for number in range(20):
-                await client.set(f"key {number}", "v", durability=Durability.REPLICATED, copies=1)
+            for index in range(20):
+                await client.set(f"key {index}", "v", durability=Durability.REPLICATED, copies=1)
         await group.stop("a")
         operator = group.operator("c")
         with pytest.raises(

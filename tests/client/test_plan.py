@@ -107,7 +107,7 @@ class Node:
 def test_a_failover_keeps_what_was_acknowledged(data: st.DataObject) -> None:
     """Random writes, replicas that connect and lag at random, and several failovers."""
     size = data.draw(st.integers(2, 4), "nodes")
-    nodes = [Node(f"n{number}") for number in range(size)]
+    nodes = [Node(f"n{index}") for index in range(size)]
     needed = data.draw(st.integers(1, size - 1), "acknowledged")
     assignment = Assignment(active="n0", replicas={node.name: "" for node in nodes[1:]})
     node_of = {node.name: node for node in nodes}
@@ -172,14 +172,14 @@ def test_a_copy_continues_past_a_point_if_it_has_all_before_it_and_more(
     nodes = [Node("n0")]
     nodes[0].log = FailoverLog.of([(1, 0)])
     ends, change = {1: 0}, 0
-    for number in range(1, data.draw(st.integers(2, 8), "nodes")):
+    for index in range(1, data.draw(st.integers(2, 8), "nodes")):
         source = data.draw(st.sampled_from(nodes))
-        node = Node(f"n{number}")
+        node = Node(f"n{index}")
         node.changes = source.changes[: data.draw(st.integers(0, len(source.changes)), "has")]
         node.log = source.log.up_to(node.high_seq)
         if data.draw(st.booleans(), "in a new history"):
-            node.log = node.log.with_branch(HistoryId(number + 1), node.high_seq)
-            ends[number + 1] = node.high_seq
+            node.log = node.log.with_branch(HistoryId(index + 1), node.high_seq)
+            ends[index + 1] = node.high_seq
         if ends[node.log.current] == node.high_seq:
             for _ in range(data.draw(st.integers(0, 3), "writes")):
                 change += 1

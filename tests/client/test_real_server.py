@@ -114,7 +114,7 @@ async def test_every_operation(server: Server) -> None:
 async def test_large_values_in_many_answers(server: Server) -> None:
     value = bytes(3 * 1024 * 1024)
     async with connect(server.url("b")) as client:
-        keys = [b"%d" % number for number in range(12)]
+        keys = [b"%d" % index for index in range(12)]
         for key in keys:
             await client.set(key, key + value)
         items = await client.get_many(keys)
@@ -199,8 +199,8 @@ async def test_increments_have_one_effect_though_connections_are_cut(server: Ser
         linger_s=0.001,
         draw=lambda: 0.0,
     ) as sink:
-        for number in range(1500):
-            await sink.increment(b"counter-%d" % (number % 11))
+        for index in range(1500):
+            await sink.increment(b"counter-%d" % (index % 11))
     assert sink.statistics().connections > 5
     assert sum(map(int, (await contents_of(server)).values())) == 1500
 
@@ -233,8 +233,8 @@ async def test_a_consumer_continues_though_connections_are_cut(server: Server) -
 async def test_a_bucket_made_anew_rolls_back(server: Server) -> None:
     mirror = Mirror()
     async with connect(server.url("b")) as client:
-        for number in range(50):
-            await client.set(f"old-{number}", "v")
+        for index in range(50):
+            await client.set(f"old-{index}", "v")
     async with consume(server.url("b"), end="now") as consumer:
         await follow(consumer, mirror)
         state = consumer.resume_state
@@ -290,8 +290,8 @@ async def test_over_quota_is_said() -> None:
             await admin.create_bucket("small", 1, 1024 * 1024)
         with pytest.raises(ServerError, match="over its memory quota") as caught:  # noqa: PT012
             async with publisher(server.url("small"), credit_timeout_s=0.2) as sink:
-                for number in range(1000):
-                    chunk = plain_chunk([b"%d" % number], [bytes(100_000)])
+                for index in range(1000):
+                    chunk = plain_chunk([b"%d" % index], [bytes(100_000)])
                     await sink.publish_and_wait(PartitionId(0), chunk)
         assert caught.value.status is Status.TEMPORARY_FAILURE
         store.released.set()
@@ -313,8 +313,8 @@ def test_the_blocking_client() -> None:
         server = thread.run(start)
         with BlockingClient(server.url("b")) as client:
             results = client.apply(
-                Mutation(Operation.INCREMENT, b"%d" % (number % 100), CounterDelta(1, 1).encode())
-                for number in range(5000)
+                Mutation(Operation.INCREMENT, b"%d" % (index % 100), CounterDelta(1, 1).encode())
+                for index in range(5000)
             )
             assert not any(isinstance(result, Failure) for result in results)
             assert client.get_many(["7"])[0] is not None
@@ -323,7 +323,7 @@ def test_the_blocking_client() -> None:
                 for event in stream:
                     mirror.apply(event)
                 state = ResumeState.decode(stream.resume_state.encode())
-            assert mirror.contents == {b"%d" % number: b"50" for number in range(100)}
+            assert mirror.contents == {b"%d" % index: b"50" for index in range(100)}
             with client.read_stream(resume=state, end="now") as stream:
                 # A first cycle is complete if the server took up some partitions before the others.
                 kinds = {type(event) for event in stream}

@@ -25,11 +25,11 @@ PENDING = [PartitionState.PENDING] * PARTITIONS
 
 
 def logs(group: ServerGroup, name: str) -> list[FailoverLog]:
-    return [group.partition(name, number).failover_log for number in range(PARTITIONS)]
+    return [group.partition(name, partition).failover_log for partition in range(PARTITIONS)]
 
 
 def highs(group: ServerGroup, name: str) -> list[SeqNo]:
-    return [group.partition(name, number).high_seq for number in range(PARTITIONS)]
+    return [group.partition(name, partition).high_seq for partition in range(PARTITIONS)]
 
 
 async def test_a_takeover_continues_the_history() -> None:
@@ -306,16 +306,16 @@ async def test_a_resumed_takeover_keeps_a_node_that_became_active_meanwhile(
     async with running_servers("abc") as group:
         scenario = ResumedTakeover(group, monkeypatch, to)
         refusal = await scenario.resume()
-        number = scenario.partition
-        others = partitions_text(n for n in range(PARTITIONS) if n != number)
+        partition = scenario.partition
+        others = partitions_text(n for n in range(PARTITIONS) if n != partition)
         assert (
-            f"so b is active for partition {number} and " in refusal
+            f"so b is active for partition {partition} and " in refusal
             or f"so a is active again for {others} and " in refusal
         )
         group.check()
         assert await group.get("b", "acknowledged") == "1"
-        assert group.map("b").partitions[number].active == "b"
-        assert all(group.map("a").partitions[n].active == "a" for n in range(4) if n != number)
+        assert group.map("b").partitions[partition].active == "b"
+        assert all(group.map("a").partitions[n].active == "a" for n in range(4) if n != partition)
         await scenario.finish()
         assert group.states(to) == ACTIVE
         assert scenario.histories_begun() == [1] * PARTITIONS

@@ -10,9 +10,9 @@ from upr_protocol.chunk import CounterDelta, Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
 
 # Few keys, so that they meet; enough for some to stay alone in old arrays.
-KEYS: Final = [b"key %d" % number for number in range(40)]
+KEYS: Final = [b"key %d" % index for index in range(40)]
 SOME_KEYS: Final = st.sampled_from(KEYS)
-NUMERIC: Final = [str(number).encode() for number in (0, 7, (1 << 64) - 1, 1 << 64)]
+NUMERIC: Final = [str(value).encode() for value in (0, 7, (1 << 64) - 1, 1 << 64)]
 VALUES: Final = st.one_of(
     st.just(b""), st.sampled_from(NUMERIC), st.binary(max_size=12), st.just(bytes(300))
 )

@@ -81,7 +81,7 @@ def test_memory_is_counted_by_kind() -> None:
     bucket = new_bucket(3)
     assert bucket.memory.total == 0, "an idle partition holds nothing"
     first, second, _ = bucket.partitions
-    put(first, *(b"%d" % number for number in range(100)))
+    put(first, *(b"%d" % index for index in range(100)))
     send(second, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
     first.mutate(batch_of(plain_chunk([], []), WriterToken(bytes(16), 1)), now=0)
     memory = bucket.memory.statistics()
@@ -115,7 +115,7 @@ def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
     assert bucket.free_memory() is MemoryAction.NOTHING
     cursor = cursor_at(partition)
     for _ in range(9):
-        put(partition, *(b"%d" % number for number in range(100)), value=bytes(960))
+        put(partition, *(b"%d" % index for index in range(100)), value=bytes(960))
         list(items(cursor))
     assert bucket.memory_action() is MemoryAction.FREE, (
         "some is being freed; publishers need not wait"
@@ -124,7 +124,7 @@ def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
         assert bucket.free_memory() is MemoryAction.COLLAPSE
     assert bucket.memory_action() is MemoryAction.NOTHING
     assert bucket.free_memory() is MemoryAction.NOTHING
-    put(partition, *(b"more %d" % number for number in range(900)), value=bytes(960))
+    put(partition, *(b"more %d" % index for index in range(900)), value=bytes(960))
     assert bucket.memory_action() is MemoryAction.REFUSE_CREDIT
     assert bucket.free_memory() is MemoryAction.REFUSE_CREDIT, "the disk has none of it"
     bucket.check_invariants()
@@ -133,7 +133,7 @@ def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
 def test_a_bucket_short_of_memory_frees_what_the_disk_has_before_it_refuses_credit() -> None:
     bucket = small_bucket()
     partition = bucket.partitions[0]
-    put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
+    put(partition, *(b"%d" % index for index in range(900)), value=bytes(960))
     assert bucket.free_memory() is MemoryAction.REFUSE_CREDIT
     assert bucket.memory_action() is MemoryAction.REFUSE_CREDIT, "until something has changed"
     persist(partition)
@@ -163,7 +163,7 @@ def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     bucket = small_bucket()
     partition = bucket.partitions[0]
     slow = cursor_at(partition)
-    put(partition, *(b"%d" % number for number in range(900)), value=bytes(960))
+    put(partition, *(b"%d" % index for index in range(900)), value=bytes(960))
     persist(partition)
     partition.index_advanced(SeqNo(900), 900)
     assert bucket.free_memory() is MemoryAction.FREE, "the keys are evicted"
@@ -182,7 +182,7 @@ def test_over_its_quota_a_bucket_collapses_before_it_drops_cursors_or_refuses() 
     put(partition, b"old", value=bytes(960))
     persist(partition)
     for _ in range(12):
-        put(partition, *(b"%d" % number for number in range(100)), value=bytes(960))
+        put(partition, *(b"%d" % index for index in range(100)), value=bytes(960))
         read(partition, partition.snapshot_end)
     assert bucket.memory_policy.is_full(bucket.memory)
     assert bucket.free_memory() is MemoryAction.COLLAPSE
@@ -195,7 +195,7 @@ def test_over_its_quota_a_bucket_collapses_before_it_drops_cursors_or_refuses() 
 def test_evicting_items_with_expiry_times_frees_their_index_entries() -> None:
     bucket = small_bucket()
     partition = bucket.partitions[0]
-    keys = [b"%d" % number for number in range(5000)]
+    keys = [b"%d" % index for index in range(5000)]
     send(partition, *(request(Operation.SET, key, expiry=5000) for key in keys))
     persist(partition)
     partition.index_advanced(SeqNo(5000), 5000)

@@ -48,7 +48,7 @@ PROFILE: Final = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
-KEYS: Final = [b"key %d" % number for number in range(12)]
+KEYS: Final = [b"key %d" % index for index in range(12)]
 SOME_KEYS: Final = st.sampled_from(KEYS)
 ROOM: Final = 1 << 30
 CHOICES: Final = st.integers(0, 99)
@@ -485,8 +485,8 @@ class OnDisk(RuleBasedStateMachine):
     def leave_snapshots(self, times: int, key: bytes) -> None:
         """So that there is something to collapse."""
         reader = DiskReader(self.partition, self.model, self.model.high, self.disk)
-        for number in range(times):
-            self.mutate([Mutation(Operation.SET, key, b"%d" % number)], None, {})
+        for index in range(times):
+            self.mutate([Mutation(Operation.SET, key, b"%d" % index)], None, {})
             reader.drain()
         reader.cursor.close()
 
@@ -651,7 +651,7 @@ def evict_tombstones(partition: Partition) -> None:
 
 def test_tombstones_that_the_index_knows_leave_the_table_and_items_stay() -> None:
     partition, disk = new_partition(), NaiveDisk()
-    keys = [b"%d" % number for number in range(40)]
+    keys = [b"%d" % index for index in range(40)]
     for key in keys:
         put(partition, key)
     send(partition, *(request(Operation.DELETE, key) for key in keys[:20]))
@@ -669,7 +669,7 @@ def test_tombstones_that_the_index_knows_leave_the_table_and_items_stay() -> Non
 
 def test_a_sweep_for_tombstones_waits_until_it_is_worth_its_cost() -> None:
     partition, disk = new_partition(), NaiveDisk()
-    keys = [b"%d" % number for number in range(64)]
+    keys = [b"%d" % index for index in range(64)]
     for key in keys:
         put(partition, key)
     send(partition, *(request(Operation.DELETE, key) for key in keys[:4]))
@@ -719,7 +719,7 @@ def test_an_item_that_a_batch_stores_expired_hides_no_other(
 
 def test_existence_is_read_from_disk_while_expired_items_wait_for_deletion() -> None:
     partition, disk = new_partition(), NaiveDisk()
-    keys = [b"%d" % number for number in range(EXPIRE_MAX + 2)]
+    keys = [b"%d" % index for index in range(EXPIRE_MAX + 2)]
     send(partition, *(request(Operation.SET, key, expiry=int(NOW) + 5) for key in keys))
     put(partition, b"stays")
     stored(partition, disk)
@@ -838,7 +838,7 @@ def test_a_restart_remembers_the_answers_within_the_window() -> None:
     before, disk = new_partition(), NaiveDisk()
     before.repeated_batches.track_unsaved()
     batch = Chunk.build([request(Operation.SET)])
-    tokens = [WriterToken(bytes(16), number) for number in range(1, BATCHES_MAX + 7)]
+    tokens = [WriterToken(bytes(16), index) for index in range(1, BATCHES_MAX + 7)]
     answers = []
     for token in tokens:
         answers.append(before.mutate(batch_of(batch, token), now=NOW))

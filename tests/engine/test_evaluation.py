@@ -131,8 +131,8 @@ def test_a_batch_of_many_increments_is_worked_out_in_slices(keys: int) -> None:
     partition = new_partition()
     delta = CounterDelta(1).encode()
     rows = [
-        Mutation(Operation.INCREMENT, b"n%d" % (number % keys), delta)
-        for number in range(BUNDLE_MUTATIONS_MAX)
+        Mutation(Operation.INCREMENT, b"n%d" % (index % keys), delta)
+        for index in range(BUNDLE_MUTATIONS_MAX)
     ]
     costs = slices(partition, batch_of(Chunk.build(rows)), 1000)
     assert len(costs) > 30

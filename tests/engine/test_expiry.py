@@ -13,7 +13,7 @@ from upr_server.engine.expiry import CLEAN_MIN, STALE_MAX, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory_account import MemoryAccount
 
-KEYS: Final = [b"%d" % number for number in range(12)]
+KEYS: Final = [b"%d" % index for index in range(12)]
 MANY: Final = 20_000
 LOOKS_AN_ADDITION: Final = 2
 """Entries that an addition looks at, beside its own, while the index is being cleaned."""
@@ -43,7 +43,7 @@ class IndexMachine(RuleBasedStateMachine):
         step=st.integers(0, 3),
     )
     def store(self, keys: list[bytes], first: int, step: int) -> None:
-        expiries = [first + number * step for number in range(len(keys))]
+        expiries = [first + index * step for index in range(len(keys))]
         for number, (key, expiry) in enumerate(zip(keys, expiries, strict=True), self.seq + 1):
             self.table.put(key, number)
             self.items[key] = (expiry, number)
@@ -133,19 +133,19 @@ def _stored(count: int, stale: int) -> tuple[_CountingTable, ExpiryIndex]:
     """An index with `count` entries, of which the first `stale` by their time are stale."""
     counting = _CountingTable()
     index = ExpiryIndex(counting, MemoryAccount())  # type: ignore[arg-type]
-    for number in range(1, count + 1):
-        counting.table.put(b"%d" % number, number)
-        index.add(number, number, b"%d" % number)
-    for number in range(1, stale + 1):
-        counting.table.put(b"%d" % number, count + number, is_tombstone=True)
+    for seq in range(1, count + 1):
+        counting.table.put(b"%d" % seq, seq)
+        index.add(seq, seq, b"%d" % seq)
+    for seq in range(1, stale + 1):
+        counting.table.put(b"%d" % seq, count + seq, is_tombstone=True)
     return counting, index
 
 
 def test_no_call_looks_at_more_entries_than_it_says() -> None:
     counting, index = _stored(0, 0)
-    for number in range(1, MANY + 1):
+    for seq in range(1, MANY + 1):
         looked_at_before = counting.looked_at
-        index.add(number, number, b"%d" % number)
+        index.add(seq, seq, b"%d" % seq)
         assert counting.looked_at - looked_at_before <= LOOKS_AN_ADDITION
     counting, index = _stored(MANY, MANY - 1)
     assert len(index) == MANY
@@ -159,13 +159,13 @@ def test_no_call_looks_at_more_entries_than_it_says() -> None:
 def test_items_are_taken_by_their_times_while_the_index_is_being_cleaned() -> None:
     counting, index = _stored(100, 0)
     index.begin_cleaning()
-    for number in range(101, 111):
-        counting.table.put(b"%d" % number, number)
-        index.add(number - 100, number, b"%d" % number)
+    for seq in range(101, 111):
+        counting.table.put(b"%d" % seq, seq)
+        index.add(seq - 100, seq, b"%d" % seq)
     assert index.is_cleaning
     assert index.next_expiry() == 1
-    keys = [key for number in range(1, 121) for key in index.take(number, 30)]
-    expected = [key for number in range(1, 11) for key in (number, 100 + number)]
+    keys = [key for seq in range(1, 121) for key in index.take(seq, 30)]
+    expected = [key for index in range(1, 11) for key in (index, 100 + index)]
     assert keys == [b"%d" % key for key in (*expected, *range(11, 101))]
     assert not index
 
@@ -182,9 +182,9 @@ def test_an_item_behind_stale_entries_is_due_and_taken_in_the_end() -> None:
 def test_the_index_does_not_grow_with_stale_entries() -> None:
     table, memory = HashTable(MemoryAccount()), MemoryAccount()
     index = ExpiryIndex(table, memory)
-    for number in range(1, MANY):
-        table.put(b"k", number)
-        index.add(1000 + number, number, b"k")
+    for seq in range(1, MANY):
+        table.put(b"k", seq)
+        index.add(1000 + seq, seq, b"k")
         assert len(index) <= 1.5 * CLEAN_MIN + 2
     assert memory.expiries == index.nbytes
     index.check_invariants()

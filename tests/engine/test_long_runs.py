@@ -30,7 +30,7 @@ class Run:
         self.manager = self.partition.manager
         self.model = Model()
         self.readers: list[Reader] = []
-        self.keys = [b"key %d" % number for number in range(keys)]
+        self.keys = [b"key %d" % index for index in range(keys)]
         self.counters = counters
         self.sizes = [1, 3, 16, 64, 300, 1000, 3000]
         self.rewritten = 0
@@ -87,9 +87,9 @@ class Run:
 )
 def test_readers_see_what_the_model_says(seed: int, keys: int, steps: int) -> None:
     run = Run(seed, keys)
-    for number in range(steps):
+    for index in range(steps):
         run.step()
-        if number % 10 == 0:
+        if index % 10 == 0:
             run.bucket.check_invariants()
     for reader in run.readers:
         reader.drain()

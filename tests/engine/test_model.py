@@ -52,7 +52,7 @@ class Engine(RuleBasedStateMachine):
     def sets(self, data: st.DataObject, size: int) -> None:
         first = data.draw(st.integers(0, len(KEYS) - 1))
         step = data.draw(st.sampled_from([0, 1, 3, 7]))
-        keys = [KEYS[(first + step * number) % len(KEYS)] for number in range(size)]
+        keys = [KEYS[(first + step * index) % len(KEYS)] for index in range(size)]
         value = data.draw(VALUES)
         rows = [Mutation(Operation.SET, key, value) for key in keys]
         self.write(rows, plain_chunk(keys, [value] * size))
@@ -110,10 +110,10 @@ class Engine(RuleBasedStateMachine):
         """Leaves a snapshot behind each time, so that there is something to collapse."""
         reader = self.reader(data)
         first = data.draw(st.integers(0, len(KEYS) - 1))
-        for number in range(times):
-            key = KEYS[(first + number) % len(KEYS)]
+        for index in range(times):
+            key = KEYS[(first + index) % len(KEYS)]
             self.write(
-                [Mutation(Operation.SET, key, b"%d" % number)], plain_chunk([key], [b"%d" % number])
+                [Mutation(Operation.SET, key, b"%d" % index)], plain_chunk([key], [b"%d" % index])
             )
             reader.drain()
 

@@ -186,7 +186,7 @@ def test_an_item_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize("batch", [1, 63, 64, 5000])
 def test_items_are_found_wherever_they_lie(batch: int) -> None:
     partition = new_partition()
-    keys = [b"%d" % number for number in range(batch)]
+    keys = [b"%d" % index for index in range(batch)]
     partition.mutate(batch_of(plain_chunk(keys, keys)), now=NOW)
     for closed, encoded in ((False, False), (True, False), (True, True)):
         if closed:
@@ -386,8 +386,8 @@ def test_the_longest_keys_and_values() -> None:
 
 def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
     partition = new_partition()
-    keys = [b"%d" % number for number in range(100)]
-    values = [bytes(300_000) if number == 50 else b"small" for number in range(100)]
+    keys = [b"%d" % index for index in range(100)]
+    values = [bytes(300_000) if index == 50 else b"small" for index in range(100)]
     partition.mutate(batch_of(plain_chunk(keys, values)), now=NOW)
     assert value(partition, b"50") == bytes(300_000)
     put(partition, b"50")
@@ -399,7 +399,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
 @pytest.mark.parametrize(("count", "size"), [(10_000, 3), (300, 10_000)])
 def test_long_batches_are_cut(count: int, size: int) -> None:
     partition = new_partition()
-    keys = [b"%d" % number for number in range(count)]
+    keys = [b"%d" % index for index in range(count)]
     partition.mutate(batch_of(plain_chunk(keys, [bytes(size)] * count)), now=NOW)
     chunks = all_chunks(partition)
     assert sum(chunk.count for chunk in chunks) == count
@@ -412,7 +412,7 @@ def test_long_batches_are_cut(count: int, size: int) -> None:
 
 def test_a_batch_in_a_much_larger_buffer_is_copied_out_of_it() -> None:
     partition = new_partition()
-    encoded = bytes(plain_chunk([b"%d" % number for number in range(100)], [bytes(1000)] * 100))
+    encoded = bytes(plain_chunk([b"%d" % index for index in range(100)], [bytes(1000)] * 100))
     buffer = bytearray(10 * len(encoded))
     buffer[: len(encoded)] = encoded
     partition.mutate(batch_of(Chunk(memoryview(buffer)[: len(encoded)])), now=NOW)
@@ -520,7 +520,7 @@ def test_only_the_active_expires() -> None:
 
 def test_expiring_is_done_in_parts() -> None:
     partition = new_partition()
-    rows = [request(SET, b"%d" % number, expiry=1001) for number in range(1500)]
+    rows = [request(SET, b"%d" % index, expiry=1001) for index in range(1500)]
     send(partition, *rows)
     assert [partition.expire(1001) for _ in range(4)] == [512, 512, 476, 0]
 
@@ -566,9 +566,7 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     memory = MemoryAccount()
     partition = Partition(PartitionId(0), lambda: HistoryId(7), memory=memory)
     partition.repeated_batches.track_unsaved()
-    rows = [
-        request(INCREMENT, b"%d" % number, value=delta(1, 2**64 - 100)) for number in range(1000)
-    ]
+    rows = [request(INCREMENT, b"%d" % index, value=delta(1, 2**64 - 100)) for index in range(1000)]
     chunk = Chunk.build(rows)
     answers = {}
     for counter in range(1, 65):

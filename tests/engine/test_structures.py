@@ -106,8 +106,8 @@ def test_a_writer_window() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     assert answers.answer_to(token(5)) == (None, False)
-    for number in range(1, BATCHES_MAX + 2):
-        answers.remember(token(2 * number), b"%10d" % number)
+    for index in range(1, BATCHES_MAX + 2):
+        answers.remember(token(2 * index), b"%10d" % index)
     assert answers.answer_to(token(2)) == (None, True), "out of the window"
     assert answers.answer_to(token(4)) == (b"%10d" % 2, False)
     assert answers.answer_to(token(5)) == (None, True), "passed over"
@@ -121,11 +121,11 @@ def test_a_writer_window() -> None:
 def test_a_writer_window_in_bytes() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
-    for number in range(1, 11):
-        answers.remember(token(number), bytes(ANSWERS_BYTES_MAX // 4 - ANSWER_BYTES))
-    assert [answers.answer_to(token(number))[1] for number in (6, 7)] == [True, False]
+    for counter in range(1, 11):
+        answers.remember(token(counter), bytes(ANSWERS_BYTES_MAX // 4 - ANSWER_BYTES))
+    assert [answers.answer_to(token(counter))[1] for counter in (6, 7)] == [True, False]
     answers.remember(token(11), b"small")
-    assert [answers.answer_to(token(number))[1] for number in (7, 8)] == [True, False]
+    assert [answers.answer_to(token(counter))[1] for counter in (7, 8)] == [True, False]
     assert memory.writers < ANSWERS_BYTES_MAX + WRITER_OVERHEAD_BYTES
     answers.remember(token(12), bytes(2 * ANSWERS_BYTES_MAX))
     assert answers.answer_to(token(11)) == (None, True)
@@ -140,8 +140,8 @@ def test_a_writer_window_in_bytes() -> None:
 def test_the_writers_heard_from_last_are_remembered() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
-    for number in range(WRITERS_MAX):
-        answers.remember(token(1, number), b"first")
+    for counter in range(WRITERS_MAX):
+        answers.remember(token(1, counter), b"first")
     answers.remember(token(2, 0), b"second")
     answers.remember(token(1, WRITERS_MAX), b"first")
     assert answers.answer_to(token(1, 1)) == (None, False), "the one heard from longest ago"
@@ -171,17 +171,17 @@ def test_pending_answers_up_to_a_number_are_taken_once() -> None:
 def test_a_forgotten_answer_is_a_pending_change_too() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.track_unsaved()
-    for number in range(1, BATCHES_MAX + 2):
-        answers.remember(token(number), b"", number)
+    for counter in range(1, BATCHES_MAX + 2):
+        answers.remember(token(counter), b"", counter)
     news = answers.take_unsaved(BATCHES_MAX + 1)
     assert [key.counter for key, answer in news.items() if answer is None] == [1]
     assert len(news) == BATCHES_MAX + 1
-    for number in range(1, WRITERS_MAX + 1):
-        answers.remember(token(1, number), b"", 100)
+    for counter in range(1, WRITERS_MAX + 1):
+        answers.remember(token(1, counter), b"", 100)
     answers.check_invariants()
     news = answers.take_unsaved(100)
     gone = [key for key, answer in news.items() if answer is None]
-    assert gone == [token(number) for number in range(2, BATCHES_MAX + 2)]
+    assert gone == [token(counter) for counter in range(2, BATCHES_MAX + 2)]
     answers.check_invariants()
 
 
@@ -192,14 +192,14 @@ def test_pending_answers_without_mutations_do_not_pile_up() -> None:
     answers.remember(token(1), b"had an effect", 5)
     assert answers.take_unsaved(5) == {token(1): b"had an effect"}
     nbytes = []
-    for number in range(2, 1002):
-        answers.remember(token(number), b"all failed", 5)
+    for counter in range(2, 1002):
+        answers.remember(token(counter), b"all failed", 5)
         nbytes.append(memory.writers)
     answers.check_invariants()
     assert nbytes[100] == nbytes[-1] == answers.nbytes
     assert answers.take_unsaved(5) == {
         token(1): None,
-        **{token(number): b"all failed" for number in range(1002 - BATCHES_MAX, 1002)},
+        **{token(counter): b"all failed" for counter in range(1002 - BATCHES_MAX, 1002)},
     }
     answers.check_invariants()
 
@@ -226,14 +226,14 @@ def test_a_writer_that_comes_and_goes_between_two_commits() -> None:
     answers.remember(token(1), b"on disk", 5)
     answers.take_unsaved(5)
     for _ in range(2):
-        for number in range(1, WRITERS_MAX + 1):
-            answers.remember(token(1, number), b"", 5)
+        for counter in range(1, WRITERS_MAX + 1):
+            answers.remember(token(1, counter), b"", 5)
         answers.check_invariants()
         assert answers.answer_to(token(1)) == (None, False)
         answers.remember(token(1), b"anew", 5)
         answers.check_invariants()
-    for number in range(1, WRITERS_MAX + 1):
-        answers.remember(token(1, number), b"", 5)
+    for counter in range(1, WRITERS_MAX + 1):
+        answers.remember(token(1, counter), b"", 5)
     assert answers.take_unsaved(5)[token(1)] is None
     answers.check_invariants()
 
@@ -249,8 +249,8 @@ def test_batches_behind_a_refused_one_wait_for_it() -> None:
     answers.check_invariants()
     assert memory.writers == answers.nbytes == REFUSED_WRITER_BYTES
     # The writer begins again.
-    for number in range(1, 5):
-        assert not answers.refuse_overtaking(token(number))
+    for counter in range(1, 5):
+        assert not answers.refuse_overtaking(token(counter))
     answers.check_invariants()
     assert memory.writers == answers.nbytes == 0
 
@@ -277,8 +277,8 @@ def test_a_writer_that_abandons_a_refused_batch_may_continue() -> None:
 def test_a_writer_that_never_resends_is_refused_64_times_at_most() -> None:
     answers = PublisherAnswers(MemoryAccount())
     answers.note_refused(token(1))
-    waits = [answers.refuse_overtaking(token(number)) for number in range(2, 200)]
-    assert waits == [number <= BATCHES_MAX for number in range(2, 200)]
+    waits = [answers.refuse_overtaking(token(counter)) for counter in range(2, 200)]
+    assert waits == [index <= BATCHES_MAX for index in range(2, 200)]
     answers.check_invariants()
 
 
@@ -297,8 +297,8 @@ def test_a_batch_refused_again_and_again_is_not_overtaken() -> None:
 def test_the_number_of_writers_that_must_begin_again_is_bounded() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
-    for number in range(WRITERS_MAX + 1):
-        answers.note_refused(token(1, number))
+    for counter in range(WRITERS_MAX + 1):
+        answers.note_refused(token(1, counter))
     answers.check_invariants()
     assert memory.writers == answers.nbytes == REFUSED_WRITER_BYTES * WRITERS_MAX
     assert not answers.refuse_overtaking(token(2, 0))

@@ -88,8 +88,8 @@ async def test_registering_while_buckets_change_misses_nothing(
             update_counts[name] += sum(event.updates for event in events)
 
     async with trio.open_nursery() as nursery:
-        for number in range(20):
-            nursery.start_soon(follow, f"c{number}", number * 0.0713)
+        for index in range(20):
+            nursery.start_soon(follow, f"c{index}", index * 0.0713)
         await write()
         await trio.sleep(5)
         nursery.cancel_scope.cancel()

@@ -99,7 +99,7 @@ async def node_joins_and_leaves(group: ServerGroup) -> None:
         await until_everything(feed)
         # And one that leaves may have counted what it has not told.
         base = group.map("a")
-        assignments = {PartitionId(number): Assignment("a", {"c": ""}) for number in range(2)}
+        assignments = {PartitionId(partition): Assignment("a", {"c": ""}) for partition in range(2)}
         nodes = {name: place for name, place in base.nodes.items() if name != "b"}
         new_map = msgspec.structs.replace(base.with_assignments(assignments), nodes=nodes)
         cluster = group.servers["a"].partition_maps
@@ -116,8 +116,8 @@ async def test_another_given_node_takes_the_first_ones_place(group: ServerGroup)
         await quiet(feed)
         await group.stop("a")
         await fail_over(group.operator("b"), all_of="a")
-        for number in range(3):
-            await group.set("b", {key_of(0): str(number)})
+        for index in range(3):
+            await group.set("b", {key_of(0): str(index)})
             await until_updated(feed)
             await quiet(feed)
         await group.start("a")

@@ -194,8 +194,8 @@ async def test_a_consumer_that_stops_asking_costs_one_batch(server: Server) -> N
         bus = bus_of(server)
         await client.set("k", "v")
         first = await event(feed)
-        for number in range(200):
-            await client.set("k", str(number))
+        for index in range(200):
+            await client.set("k", str(index))
         # There is one batch, and one counter; another is of the server's own consumer.
         assert bus.statistics()["unacknowledged"] == 1
         counters = bus.statistics()["counters"]
@@ -210,8 +210,8 @@ async def test_a_consumer_that_stops_asking_costs_one_batch(server: Server) -> N
 async def test_more_design_documents_than_are_named(server: Server) -> None:
     async with publisher(server.url("b")) as publishing, feed_of(server) as feed:
         # Nobody asks meanwhile, so all of them are told at once.
-        for number in range(DESIGNS_MAX + 50):
-            await publishing.set(f"_design/{number}", "{}")
+        for index in range(DESIGNS_MAX + 50):
+            await publishing.set(f"_design/{index}", "{}")
         await publishing.flush()
         assert (await event(feed)).designs == (ANY_DESIGN,)
 
@@ -267,9 +267,9 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
         listen=f"127.0.0.1:{port}", data_dir=str(tmp_path), buckets=CONFIG.buckets
     )
     async with follow_events(f"upr://127.0.0.1:{port}", consumer="c", draw=lambda: 0.0) as feed:
-        for number in range(2):
+        for index in range(2):
             async with started_server(config) as server:
-                if not number:
+                if not index:
                     assert await told(feed) == EVERYTHING
                 async with connect(server.url("b")) as client:
                     await client.set("k", "v")
@@ -295,8 +295,8 @@ async def test_a_wrong_request_is_refused_and_the_connection_stays_open(server: 
 
 async def test_only_so_many_consumers_are_kept(server: Server) -> None:
     async with AsyncExitStack() as stack:
-        for number in range(CONSUMERS_MAX):
-            await stack.enter_async_context(feed_of(server, f"c{number}"))
+        for index in range(CONSUMERS_MAX):
+            await stack.enter_async_context(feed_of(server, f"c{index}"))
         async with follow_events(server.url(), consumer="one-more") as feed:
             with pytest.raises(ServerError) as refused:
                 await told(feed)
@@ -334,11 +334,11 @@ async def test_a_consumer_with_another_filter_looks_at_everything(
     server: Server,
 ) -> None:
     async with connect(server.url("b")) as client:
-        for number in range(20):
-            await client.create_bucket(f"other-{number}")
+        for index in range(20):
+            await client.create_bucket(f"other-{index}")
         async with feed_of(server, pattern="b") as feed:
-            for number in range(20):
-                await client.delete_bucket(f"other-{number}")
+            for index in range(20):
+                await client.delete_bucket(f"other-{index}")
             await client.set("k", "v")
             assert (await event(feed)).bucket == "b"
         # What the filter left out was not counted; so the next one begins with everything.

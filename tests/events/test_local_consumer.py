@@ -146,8 +146,8 @@ async def test_a_long_queue_is_delivered_in_batches(
         await trio.sleep(1)
         incarnations = count(1)
         bucket_count = EVENT_KEYS_MAX + 1
-        for number in range(bucket_count):
-            buckets.create(f"b{number}", 1, incarnation=next(incarnations))
+        for index in range(bucket_count):
+            buckets.create(f"b{index}", 1, incarnation=next(incarnations))
         await trio.sleep(5)
     assert [len(batch.events) for batch in batches] == [0, 0, EVENT_KEYS_MAX, 1]
 

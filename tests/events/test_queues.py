@@ -115,7 +115,7 @@ def test_a_poll_that_stops_early_continues_with_the_remaining_buckets() -> None:
 def test_one_poll_tells_of_so_many_keys_but_of_its_first_bucket_whole() -> None:
     queue = new_queue()
     for bucket in "ab":
-        queue.updated(bucket, 1, tuple(b"_design/%d" % number for number in range(5)))
+        queue.updated(bucket, 1, tuple(b"_design/%d" % index for index in range(5)))
     events, is_all = queue.poll(3)
     assert [len(event.designs) for event in events] == [5]
     assert not is_all
@@ -154,8 +154,8 @@ def test_an_earlier_bucket_does_not_hide_a_later_one_whose_creation_is_not_wante
 
 def test_too_many_design_documents_are_reported_as_any() -> None:
     queue = new_queue()
-    for number in range(DESIGNS_MAX):
-        queue.updated("b", 1, (b"_design/%d" % number,))
+    for index in range(DESIGNS_MAX):
+        queue.updated("b", 1, (b"_design/%d" % index,))
     assert len(queue.counters["b"].designs) == DESIGNS_MAX
     queue.updated("b", 1, (b"_design/more",))
     queue.updated("b", 1, (b"_design/even more",))
@@ -241,8 +241,8 @@ def test_no_consumer_times_out_while_the_node_was_down() -> None:
 
 def test_there_are_so_many_consumers_and_no_more() -> None:
     queues = EventQueues()
-    for number in range(CONSUMERS_MAX):
-        queues.register(f"c{number}", TIMEOUT_S, now=0.0)
+    for index in range(CONSUMERS_MAX):
+        queues.register(f"c{index}", TIMEOUT_S, now=0.0)
     with pytest.raises(TooManyConsumersError, match="already has 100 event consumers"):
         queues.register("one more", TIMEOUT_S, now=0.0)
     # Those that nodes have for themselves are neither counted nor refused.

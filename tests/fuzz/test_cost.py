@@ -131,7 +131,7 @@ def _misplaced(shape: str, *, of_keys: bool) -> Callable[[int], bytes]:
 
 def _map(count: int) -> bytes:
     """Each replica follows the one before it."""
-    names = [f"n{number}" for number in range(count)]
+    names = [f"n{index}" for index in range(count)]
     replicas = dict(zip(names[1:], names, strict=False))
     assignment = Assignment(active=names[0], replicas=dict(reversed(replicas.items())))
     nodes = dict.fromkeys(names, "h:1")
@@ -145,7 +145,7 @@ GROWING: Final[dict[tuple[str, str], Callable[[int], bytes]]] = {
     ("frames", "nonsense"): bytes,
     ("server", "streams"): lambda count: (
         bytes([MENDED | 5, 2])
-        + encoded(*(stream(number, 10 + number) for number in range(count // 4)))
+        + encoded(*(stream(index, 10 + index) for index in range(count // 4)))
     ),
     ("server", "a trickle"): lambda count: bytes([MENDED, 2]) + encoded(Seqnos(_rows(count))),
     ("server", "acks"): lambda count: bytes([MENDED | 5, 4]) + encoded(*[Ack(0)] * count),

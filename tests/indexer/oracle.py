@@ -17,7 +17,7 @@ from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query
 
-KEYS = [f"k{number}" for number in range(40)]
+KEYS = [f"k{index}" for index in range(40)]
 DEFINITIONS = [
     IndexDefinition(("a",)),
     IndexDefinition(("a", "b")),

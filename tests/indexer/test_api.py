@@ -74,9 +74,9 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         with IndexClient(url) as asking:
             site = Site(server.url("b"), client, indexer, asking)
             await site.ask(asking.create, "d", DESIGN)
-            for number in range(20):
-                value = {"city": "ab"[number % 2], "n": number}
-                await client.set(f"k{number:02}", json.dumps(value))
+            for index in range(20):
+                value = {"city": "ab"[index % 2], "n": index}
+                await client.set(f"k{index:02}", json.dumps(value))
             await until_ready(indexer, "d/city", "d/both")
             yield site
 
@@ -157,8 +157,8 @@ async def test_behind_counts_what_the_stream_has_not_received_yet(
     monkeypatch.setattr(server_progress, "MAX_AGE_S", 0.0)
     site.indexer.stream.pause()
     # What is on its way is still received: the first of these, perhaps.
-    for number in range(10):
-        await site.client.set(f"k{number:02}", "{}")
+    for row in range(10):
+        await site.client.set(f"k{row:02}", "{}")
     index = await site.ask(site.asking.index, "d/city")
     assert index["behind"] >= 9
     site.indexer.stream.resume()
@@ -241,8 +241,8 @@ MUCH: Final[dict[str, Any]] = {"prefix": ["c" * 100]}
 async def write_much(site: Site) -> None:
     """Documents that come to some 750 kB of entries."""
     async with publisher(site.url) as writer:
-        for number in range(5000):
-            await writer.set(f"m{number:04}", json.dumps({"city": "c" * 100, "n": number}))
+        for index in range(5000):
+            await writer.set(f"m{index:04}", json.dumps({"city": "c" * 100, "n": index}))
 
 
 class Reader:
@@ -340,9 +340,9 @@ async def test_a_connection_whose_client_does_not_read_is_closed(
 async def test_an_answer_with_long_keys_is_continued(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(40):
-        value = json.dumps({"city": "x" * 200, "n": number})
-        await site.client.set("k" * 200 + str(number), value)
+    for index in range(40):
+        value = json.dumps({"city": "x" * 200, "n": index})
+        await site.client.set("k" * 200 + str(index), value)
     page = await site.ask(site.asking.scan, "d/both", consistency="now", limit=10_000)
     assert len(page.entries) == 60
     whole = [entry.id for entry in page.entries]

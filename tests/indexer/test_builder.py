@@ -139,8 +139,8 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
 
     monkeypatch.setattr(builder_module, "consume", overheard)
     async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
-        for number in range(COUNT):
-            await client.set(f"k{number}", json.dumps(number))
+        for index in range(COUNT):
+            await client.set(f"k{index}", json.dumps(index))
         builder, file = set_up(other, tmp_path, server.url(BUCKET))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(builder.run)
@@ -157,7 +157,7 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
             await eventually(lambda: file.is_built, "it was built")
         with file.view() as view:
             result = view.scan(Selection(), COUNT + 1)
-        assert result.entries == [b"k%d" % number for number in range(COUNT)]
+        assert result.entries == [b"k%d" % index for index in range(COUNT)]
         file.close()
 
 
@@ -170,8 +170,8 @@ async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: P
     """The running indexes' stream pauses for it."""
     busy = BusyStream()
     async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
-        for number in range(COUNT):
-            await client.set(f"k{number}", json.dumps(number))
+        for index in range(COUNT):
+            await client.set(f"k{index}", json.dumps(index))
         builder, file = set_up(busy, tmp_path, server.url(BUCKET))
         busy.file = file
         with trio.fail_after(20):

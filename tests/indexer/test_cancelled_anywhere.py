@@ -112,7 +112,7 @@ QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = 
     IndexerStream.barrier: lambda indexer, _: indexer.stream.barrier(),
     Catalog.current: lambda indexer, _: indexer.catalog.current(),
     Pipeline.sync: lambda indexer, _: indexer.pipeline.sync(),
-    Definitions.create: lambda indexer, number: indexer.definitions.create(f"d{number}", DESIGN),
+    Definitions.create: lambda indexer, suffix: indexer.definitions.create(f"d{suffix}", DESIGN),
 }
 tries(*QUESTIONS)
 

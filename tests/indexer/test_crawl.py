@@ -105,12 +105,12 @@ class Other:
 
     async def follow(self, url: str, first: int) -> float:
         """Writes documents; gives how long it took until it had all of them."""
-        self._wanted = {b"%d" % number for number in range(first, first + COUNT)}
+        self._wanted = {b"%d" % index for index in range(first, first + COUNT)}
         self._done = trio.Event()
         began = trio.current_time()
         async with publisher(url) as writer:
-            for number in range(first, first + COUNT):
-                await writer.set(b"%d" % number, document(number))
+            for index in range(first, first + COUNT):
+                await writer.set(b"%d" % index, document(index))
         await self._done.wait()
         return trio.current_time() - began
 

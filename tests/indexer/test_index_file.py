@@ -146,7 +146,7 @@ def test_an_index_file_holds_what_a_dict_would(
         file.check_invariants()
     assert entries(file) == sorted(b"\x09" + value + key for (_, key), value in model.items())
     assert file.entry_count() == len(model)
-    assert [file.mark(PartitionId(number)).seq for number in range(3)] == reached
+    assert [file.mark(PartitionId(partition)).seq for partition in range(3)] == reached
     file.close()
 
 

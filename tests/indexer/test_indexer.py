@@ -50,8 +50,8 @@ async def test_documents_are_found_as_soon_as_they_are_written(tmp_path: Path) -
         await until_ready(indexer, "d/city", "d/both")
         assert await scan(indexer, "d/city") == []
         contents = {}
-        for number in range(30):
-            key, value = b"k%d" % number, {"city": "abc"[number % 3], "n": number % 5}
+        for index in range(30):
+            key, value = b"k%d" % index, {"city": "abc"[index % 3], "n": index % 5}
             contents[key] = json.dumps(value).encode()
             await client.set(key, contents[key])
             assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
@@ -197,11 +197,11 @@ async def test_at_least_sees_ones_own_writes(tmp_path: Path) -> None:
         await define(client, "d", {"city": CITY})
         await until_ready(indexer, "d/city")
         answer = await client.set("k", "")
-        for number in range(300):
-            answer = await client.set("k", f'{{"city": {number}}}')
+        for index in range(300):
+            answer = await client.set("k", f'{{"city": {index}}}')
             written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
             entries = await scan(indexer, "d/city", consistency="at_least", written=written)
-            assert entries == [([number], "k")]
+            assert entries == [([index], "k")]
         ahead = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
         with pytest.raises(NotFreshError):
             await scan(indexer, "d/city", consistency="at_least", written=ahead, timeout_s=0.05)
@@ -283,7 +283,7 @@ async def test_an_index_that_costs_too_much_fails_alone_and_is_named(
     tmp_path: Path,
 ) -> None:
     hostile = IndexDefinition(("city" + "|join('',[@,@])" * 31,))
-    contents = {b"k%d" % number: b'{"city": "x"}' for number in range(30)}
+    contents = {b"k%d" % index: b'{"city": "x"}' for index in range(30)}
     async with a_server() as server, connect(server.url("b")) as client:
         await define(client, "d", {"city": CITY, "hostile": hostile})
         for key, value in contents.items():

@@ -25,7 +25,7 @@ from upr_server.indexer.pure.definition import IndexDefinition
 
 KILLS = int(os.environ.get("UPR_INDEXER_KILLS", "2"))
 WRITES = int(os.environ.get("UPR_INDEXER_WRITES", "300"))
-KEYS: Final = [f"k{number}" for number in range(400)]
+KEYS: Final = [f"k{index}" for index in range(400)]
 BY_A: Final = IndexDefinition(("a",))
 BY_BOTH: Final = IndexDefinition(("b", "a"), "a > `10`")
 DESIGN: Final = {
@@ -103,16 +103,16 @@ def test_killed_under_load_nothing_is_missing_or_left_over(url: str, tmp_path: P
     with BlockingClient(url) as client, ExitStack() as stack:
         load.start()
         stack.callback(load.end)
-        for number in range(KILLS + 1):
+        for index in range(KILLS + 1):
             with indexer_process(url, tmp_path) as indexer, IndexClient(indexer.url) as asking:
-                if number == 0:
+                if index == 0:
                     asking.create("d", DESIGN)
-                if number % 5 != 1:
+                if index % 5 != 1:
                     # Otherwise it may be killed while it is built, or has hardly begun.
                     until_ready(asking, {"d/a", "d/both"})
                     with load.paused:
                         compare(asking, client)
-                if number == KILLS:
+                if index == KILLS:
                     assert indexer.stop() == 0
                     return
                 through = asking.status()["mutations"] + rng.randrange(500)
@@ -128,11 +128,11 @@ def written_through(indexer: IndexerProcess, client: BlockingClient, count: int)
     with IndexClient(indexer.url) as asking:
         asking.create("d", DESIGN)
         until_ready(asking, {"d/a", "d/both"})
-        for number in range(count):
+        for index in range(count):
             key = rng.choice(KEYS)
-            answer: WriteResult = client.set(key, json.dumps({"a": number}))
-            page = asking.scan("d/a", prefix=[number], consistency="at_least", written=[answer])
-            stale += [(entry.key, entry.id) for entry in page.entries] != [([number], key)]
+            answer: WriteResult = client.set(key, json.dumps({"a": index}))
+            page = asking.scan("d/a", prefix=[index], consistency="at_least", written=[answer])
+            stale += [(entry.key, entry.id) for entry in page.entries] != [([index], key)]
     return stale
 
 

@@ -77,8 +77,8 @@ async def test_an_entry_put_again_waits_for_a_barrier_of_its_own() -> None:
 async def test_the_overlay_does_not_grow_while_no_barrier_returns() -> None:
     passage = Passage()
     async with running(passage) as overlay:
-        for number in range(100):
-            overlay.put("a", b"%d" % number)
+        for index in range(100):
+            overlay.put("a", b"%d" % index)
             await trio.testing.wait_all_tasks_blocked()
         assert overlay.texts == {"a": b"99"}
         assert passage.asked == 1

@@ -183,7 +183,7 @@ def as_bound(end: RangeEnd | None) -> Bound | None:
 
 
 def test_an_explanation_tells_where_a_page_begins(tmp_path: Path) -> None:
-    contents = {b"k%d" % number: b'{"a": %d, "b": 1}' % (number % 2) for number in range(9)}
+    contents = {b"k%d" % index: b'{"a": %d, "b": 1}' % (index % 2) for index in range(9)}
     with an_index(tmp_path, DEFINITION, contents) as index:
         query = Query(prefix=[1], limit=2, explain=True)
         first = answer(index, query)
@@ -201,9 +201,7 @@ def test_an_explanation_tells_where_a_page_begins(tmp_path: Path) -> None:
 
 
 def test_distinct_beginnings_are_found_without_reading_every_entry(tmp_path: Path) -> None:
-    contents = {
-        b"k%d" % number: b'{"a": %d, "b": %d}' % (number % 3, number) for number in range(3000)
-    }
+    contents = {b"k%d" % index: b'{"a": %d, "b": %d}' % (index % 3, index) for index in range(3000)}
     with an_index(tmp_path, DEFINITION, contents) as index:
         reads = 0
 
@@ -269,7 +267,7 @@ def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, each:
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_a_beginning_that_two_ranges_share_is_found_once(tmp_path: Path, descending: bool) -> None:
-    contents = {b"k%d" % number: b'{"a": 1, "b": %d}' % number for number in range(9)}
+    contents = {b"k%d" % index: b'{"a": 1, "b": %d}' % index for index in range(9)}
     ranges = (Range(prefix=[1, 2]), Range(prefix=[1, 5]))
     with an_index(tmp_path, DEFINITION, contents) as index:
         page = answer(index, Query(ranges=ranges, distinct=1, descending=descending))

@@ -55,13 +55,13 @@ async def test_an_index_loses_what_the_server_lost(
     async with world.running():
         await define(world.client, "x", {"i": BY_A})
         await until_ready(world.indexer, "x/i")
-        for number in range(40):
+        for index in range(40):
             await world.client.set(
-                f"k{number}", f'{{"a": {number}}}', durability=Durability.PERSISTED
+                f"k{index}", f'{{"a": {index}}}', durability=Durability.PERSISTED
             )
         world.hold_commits()
-        for number in range(20):
-            await world.client.set(f"k{number}", '{"a": "lost"}')
+        for index in range(20):
+            await world.client.set(f"k{index}", '{"a": "lost"}')
         await world.client.delete("k30")
         answer = await world.client.set("k31", '{"b": "not in the index"}')
         assert len(await scan(world.indexer, "x/i", prefix=["lost"])) == 20
@@ -85,16 +85,16 @@ async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None
     """What was built has no received keys: its partitions begin at 0."""
     world = World(0, tmp_path)
     async with world.running():
-        for number in range(40):
+        for index in range(40):
             await world.client.set(
-                f"k{number}", f'{{"a": {number}}}', durability=Durability.PERSISTED
+                f"k{index}", f'{{"a": {index}}}', durability=Durability.PERSISTED
             )
         await world.client.set(
             "_design/x", '{"indexes": {"i": {"key": ["a"]}}}', durability=Durability.PERSISTED
         )
         world.hold_commits()
-        for number in range(20):
-            await world.client.set(f"k{number}", '{"a": "lost"}')
+        for index in range(20):
+            await world.client.set(f"k{index}", '{"a": "lost"}')
         await world.crash("server")
         await world.start_server()
         await until_ready(world.indexer, "x/i")
@@ -112,10 +112,10 @@ async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> N
             await define(world.client, "x", {"i": BY_A})
             await until_ready(world.indexer, "x/i")
             await world.client.set("k0", '{"a": 0}', durability=Durability.PERSISTED)
-            for number in range(3):
+            for index in range(3):
                 world.hold_commits()
                 for change in range(40):
-                    await world.client.set(f"k{change}", f'{{"a": {number}}}')
+                    await world.client.set(f"k{change}", f'{{"a": {index}}}')
                     await world.client.set(f"_design/{change}", "lost")
                 await scan(world.indexer, "x/i")
                 await world.crash("server")
@@ -147,10 +147,10 @@ async def test_a_failover_between_servers(tmp_path: Path) -> None:
             await fail_over(group.operator("b"), all_of="a", to="b", lose_acknowledged=True)
             await group.set("b", {"k1": '{"a": "after"}'})
             contents = {}
-            for number in range(40):
-                value = await group.get("b", f"k{number}")
+            for index in range(40):
+                value = await group.get("b", f"k{index}")
                 if value is not None:
-                    contents[b"k%d" % number] = value.encode()
+                    contents[b"k%d" % index] = value.encode()
             entries = await scan(indexer, "x/i", timeout_s=20)
             assert entries == by_brute_force(BY_A, contents)
             assert (["after"], "k1") in entries

@@ -81,10 +81,10 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
         gate.close()
         contents = {}
         async with publisher(server.url("b")) as writer:
-            for number in range(COUNT):
-                value = json.dumps({"n": number % 100, "x": "x" * VALUE_BYTES})
-                contents[b"%d" % number] = value.encode()
-                await writer.set(str(number), value)
+            for index in range(COUNT):
+                value = json.dumps({"n": index % 100, "x": "x" * VALUE_BYTES})
+                contents[b"%d" % index] = value.encode()
+                await writer.set(str(index), value)
         # The other consumer has all of it, while this one has stopped taking.
         with trio.fail_after(20):
             await count_all(other, COUNT + 1)
@@ -110,10 +110,10 @@ async def test_building_leaves_room_in_the_pool(
         an_indexer(server.url("b"), tmp_path, POOL_BYTES, work=gate) as indexer,
     ):
         contents = {}
-        for number in range(1500):
-            value = json.dumps({"n": number % 100, "x": "x" * VALUE_BYTES})
-            contents[b"%d" % number] = value.encode()
-            await client.set(str(number), value)
+        for index in range(1500):
+            value = json.dumps({"n": index % 100, "x": "x" * VALUE_BYTES})
+            contents[b"%d" % index] = value.encode()
+            await client.set(str(index), value)
         await eventually(
             lambda: indexer.statistics()["applied"] == 1500, "the stream has been read"
         )
@@ -171,9 +171,9 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
         return batches[-1]
 
     pipeline._next_round = next_batch  # type: ignore[method-assign]
-    for number in range(10):
+    for index in range(10):
         pipeline.put(_batch(pool, 0, 400_000))
-        if number < 2:
+        if index < 2:
             pipeline.put(_batch(pool, 1, 1000))
     counts = pipeline.put_counts()
     assert counts == (10, 2)
@@ -237,8 +237,8 @@ async def test_building_stops_at_half_of_the_pool(tmp_path: Path) -> None:
         an_indexer(server.url("b"), tmp_path, pool_bytes, work=gate) as indexer,
     ):
         async with publisher(server.url("b")) as writer:
-            for number in range(COUNT):
-                await writer.set(str(number), json.dumps({"n": 1, "x": "x" * VALUE_BYTES}))
+            for index in range(COUNT):
+                await writer.set(str(index), json.dumps({"n": 1, "x": "x" * VALUE_BYTES}))
         await eventually(lambda: indexer.statistics()["applied"] == COUNT, "it was read")
         await define(client, "d", {"n": BY_N})
         await eventually(lambda: indexer.definitions.building_count == 1, "building has begun")
@@ -307,8 +307,8 @@ async def test_a_full_queue_holds_the_stream_of_a_new_index(
         an_indexer(server.url("b"), tmp_path, work=gate) as indexer,
     ):
         keys = 10 * partitions
-        for number in range(keys):
-            await client.set(f"k{number}", "{}")
+        for index in range(keys):
+            await client.set(f"k{index}", "{}")
         await eventually(lambda: indexer.statistics()["applied"] == keys, "it was read")
         await define(client, "d", {"n": BY_N})
         await eventually(lambda: indexer.definitions.queued_batches > 0, "building has begun")

@@ -54,7 +54,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, 1000), count=st.integers(1, 300))
     def put_many(self, first: int, count: int) -> None:
-        keys = [b"many %d" % number for number in range(first, first + count)]
+        keys = [b"many %d" % index for index in range(first, first + count)]
         self.tables.put_run(keys, self.next_seq(count), self.seq, 1, 0)
 
     @rule(behind=st.integers(0, 500), budget=st.integers(0, 400), tombstones_only=st.booleans())
@@ -83,7 +83,7 @@ def test_any_interleaving() -> None:
 
 
 def numbered(count: int, first: int = 0) -> list[bytes]:
-    return [b"number %06d" % number for number in range(first, first + count)]
+    return [b"number %06d" % index for index in range(first, first + count)]
 
 
 def filled(build: Any, keys: list[bytes], rows: int = 500) -> Any:
@@ -236,9 +236,9 @@ def test_no_call_takes_long_while_a_table_grows(build: Any) -> None:
 
     def longest_ns() -> int:
         table, durations = build.KeyTable(), []
-        for number, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             begun = thread_time_ns()
-            table.put_run(chunk, 0, 16, 16 * number + 1, 0, 1, bytearray())
+            table.put_run(chunk, 0, 16, 16 * index + 1, 0, 1, bytearray())
             durations.append(thread_time_ns() - begun)
         # An interrupt is counted as ours now and then; steps that are long are many.
         return sorted(durations)[-20]

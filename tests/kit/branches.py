@@ -19,9 +19,9 @@ class Branches:
         self._left: dict[int, list[Mutation]] = {}
         self.failovers = 0
 
-    def fail_over(self, number: int, end: int) -> None:
+    def fail_over(self, partition_id: int, end: int) -> None:
         """A partition begins a new history at the number `end`."""
-        partition = self._server.partitions[number]
+        partition = self._server.partitions[partition_id]
         self._left[partition.log.current] = list(partition.history)
         self.failovers += 1
         partition.fail_over(10_000 + self.failovers, end)

@@ -154,8 +154,8 @@ class TestCluster:
         the victim is to be a replica when it comes back."""
         up = [name for name, node in self.nodes.items() if node.server is not None]
         lost = {
-            PartitionId(number): assignment
-            for number, assignment in enumerate(self.map.partitions)
+            PartitionId(partition): assignment
+            for partition, assignment in enumerate(self.map.partitions)
             if assignment.active == victim
         }
         fenced = self.map.with_assignments(
@@ -178,22 +178,22 @@ class TestCluster:
         first = next(iter(changes.values())).active if changes else up[0]
         await self.give(new_map, first, *(name for name in up if name != first))
 
-    def _rank(self, name: str, number: PartitionId) -> tuple[int, SeqNo]:
-        partition = self.nodes[name].held[number]
+    def _rank(self, name: str, partition_id: PartitionId) -> tuple[int, SeqNo]:
+        partition = self.nodes[name].held[partition_id]
         log = partition.failover_log
         return (log.entries[0].seq if log.entries else 0, partition.high_seq)
 
     async def quiet(self) -> None:
         """Waits until every replica has what its active has."""
-        for number, assignment in enumerate(self.map.partitions):
-            active = self.nodes[assignment.active].held[number]
+        for partition, assignment in enumerate(self.map.partitions):
+            active = self.nodes[assignment.active].held[partition]
             for name in assignment.replicas:
                 node = self.nodes[name]
 
                 def follows(
-                    node: Node = node, number: int = number, it: Partition = active
+                    node: Node = node, partition: int = partition, it: Partition = active
                 ) -> bool:
-                    here = node.held[number]
+                    here = node.held[partition]
                     return (
                         here.high_seq == it.high_seq
                         and here.failover_log == it.failover_log
@@ -201,7 +201,9 @@ class TestCluster:
                         and it.state is PartitionState.ACTIVE
                     )
 
-                await eventually(follows, f"{name} follows {active!r} as {node.held[number]!r}", 20)
+                await eventually(
+                    follows, f"{name} follows {active!r} as {node.held[partition]!r}", 20
+                )
 
     async def contents(self, name: str) -> dict[int, dict[bytes, Mutation]]:
         """Each partition's items, as a consumer of that node alone sees them."""
@@ -238,7 +240,9 @@ def enumerate_partitions(
     assignments: Iterable[Assignment],
 ) -> Iterable[tuple[PartitionId, Assignment]]:
     """Assignment by partition."""
-    return ((PartitionId(number), assignment) for number, assignment in enumerate(assignments))
+    return (
+        (PartitionId(partition), assignment) for partition, assignment in enumerate(assignments)
+    )
 
 
 @asynccontextmanager

@@ -24,5 +24,5 @@ async def until_completed(events: AsyncIterator[T]) -> list[T]:
 def fill_one_partition(server: FakeServer, count: int, value: bytes = b"v") -> None:
     """Leaves the server one partition, and puts the keys `0`, `1`, … into it."""
     server.partitions = server.partitions[:1]
-    for number in range(count):
-        server.put(b"%d" % number, value)
+    for index in range(count):
+        server.put(b"%d" % index, value)

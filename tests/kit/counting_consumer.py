@@ -50,8 +50,8 @@ def value_of(key: bytes) -> bytes:
 def keys_by_partition(count: int, partitions: int) -> tuple[int, ...]:
     """How many of the first `count` keys belong to each partition."""
     keys = [0] * partitions
-    for number in range(count):
-        keys[partition_of(key_of(number), partitions)] += 1
+    for index in range(count):
+        keys[partition_of(key_of(index), partitions)] += 1
     return tuple(keys)
 
 
@@ -135,7 +135,7 @@ async def follow(consumer: Consumer, counted: Counted, stops: bool) -> None:
 
 async def main(url: str, count: int, partitions: int, consumers: int, stops: bool) -> None:
     """Follows with all consumers; says when they are ready and what they saw."""
-    every = [PartitionId(number) for number in range(partitions)]
+    every = [PartitionId(partition) for partition in range(partitions)]
     wishes = [every] if consumers == 1 else [[every[n % partitions]] for n in range(consumers)]
     counts = [Counted(frozenset(partition_ids), count, partitions) for partition_ids in wishes]
 

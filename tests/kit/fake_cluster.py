@@ -35,7 +35,7 @@ class FakeCluster:
             server.peers = servers
             self.nets[name] = FakeNet(nursery, server)
         assignments = tuple(
-            Assignment(active=names[number % len(names)]) for number in range(partition_count)
+            Assignment(active=names[partition % len(names)]) for partition in range(partition_count)
         )
         self.map = PartitionMap(
             bucket=BUCKET,
@@ -67,7 +67,7 @@ class FakeCluster:
     ) -> PartitionMap:
         """The next map, told to those nodes; by default to all."""
         self.map = self.map.with_assignments(
-            {PartitionId(number): assignment for number, assignment in changed.items()}
+            {PartitionId(partition): assignment for partition, assignment in changed.items()}
         )
         self.tell(self.nets if tell is None else tell)
         return self.map

@@ -90,7 +90,7 @@ class FakeServer:
 
     def __init__(self, partition_count: int = 4) -> None:
         self.partitions = [
-            FakePartition(number, 1000 + number) for number in range(partition_count)
+            FakePartition(partition, 1000 + partition) for partition in range(partition_count)
         ]
         self.credit_bytes = 1 << 20
         self.pays = True
@@ -265,8 +265,8 @@ class FakeConnection:
                     return
             self._advance(self._turn)
 
-    def _advance(self, number: PartitionId) -> None:
-        stream, partition = self._streams[number], self._server.partitions[number]
+    def _advance(self, partition_id: PartitionId) -> None:
+        stream, partition = self._streams[partition_id], self._server.partitions[partition_id]
         opaque = stream.opaque
         if stream.chunks is None:
             if partition.high <= stream.seq and stream.at_least <= stream.seq:
@@ -279,26 +279,26 @@ class FakeConnection:
             self.session.send(
                 PartitionStart(
                     partition.log.current, stream.seq, stream.end, partition.purge_seq,
-                    SnapshotKind.MEMORY, False, partition=number, opaque=opaque,
+                    SnapshotKind.MEMORY, False, partition=partition_id, opaque=opaque,
                 )
             )  # fmt: skip
             return
         chunk = next(stream.chunks, None)
         if chunk is not None:
-            self.session.send(PartitionChunk(chunk, partition=number, opaque=opaque))
+            self.session.send(PartitionChunk(chunk, partition=partition_id, opaque=opaque))
             return
         if stream.with_answers:
             self.session.send(
-                PartitionAnswers(self._server.answers, partition=number, opaque=opaque)
+                PartitionAnswers(self._server.answers, partition=partition_id, opaque=opaque)
             )
         stream.seq, stream.chunks = stream.end, None
         self._turn = None
-        self.session.send(PartitionEnd(stream.end, partition=number, opaque=opaque))
+        self.session.send(PartitionEnd(stream.end, partition=partition_id, opaque=opaque))
         if stream.end >= stream.end_seq:
-            self._end(number, Status.END_REACHED)
+            self._end(partition_id, Status.END_REACHED)
         else:
             self.session.end_turn()
-            self.session.ready(number)
+            self.session.ready(partition_id)
 
     def _end(self, number: PartitionId, status: Status) -> None:
         stream = self._streams.pop(number)
@@ -313,9 +313,9 @@ class FakeConnection:
 
     def end_changed(self) -> None:
         """Ends the streams of partitions that are not what was asked for any more."""
-        for number, stream in list(self._streams.items()):
-            if self._server.state_of(number) is not stream.state:
-                self._end(number, Status.STATE_CHANGED)
+        for partition, stream in list(self._streams.items()):
+            if self._server.state_of(partition) is not stream.state:
+                self._end(partition, Status.STATE_CHANGED)
         self.wake()
 
     def _misdirected(self, message: Message, state: PartitionState) -> bool:
@@ -378,10 +378,10 @@ class FakeConnection:
             return
         server.bucket_opens += 1
         server.identities.append(self.session.client_identity)
-        for number in message.partitions or range(len(server.partitions)):
-            partition_id = PartitionId(number)
+        for partition_number in message.partitions or range(len(server.partitions)):
+            partition_id = PartitionId(partition_number)
             if (
-                number >= len(server.partitions)
+                partition_number >= len(server.partitions)
                 or server.state_of(partition_id) is PartitionState.DEAD
             ):
                 self.session.send(
@@ -392,7 +392,7 @@ class FakeConnection:
                     )
                 )  # fmt: skip
                 continue
-            partition = server.partitions[number]
+            partition = server.partitions[partition_number]
             self.session.send(
                 PartitionLog(
                     server.state_of(partition.id), partition.high, _NOTHING, _NOTHING,

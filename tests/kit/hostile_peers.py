@@ -71,8 +71,8 @@ class Crowd:
             (HOARDERS, self._hoard),
         ):
             there = [trio.Event() for _ in range(count)]
-            for number, is_there in enumerate(there):
-                nursery.start_soon(self._again_and_again, kind, number, is_there)
+            for index, is_there in enumerate(there):
+                nursery.start_soon(self._again_and_again, kind, index, is_there)
             for is_there in there:
                 await is_there.wait()
         nursery.start_soon(self._drip)

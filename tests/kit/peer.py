@@ -152,13 +152,13 @@ class Peer:
 
     async def stream_all(self, positions: Sequence[Position] = ()) -> None:
         """Asks for a stream of every partition and says `Go`."""
-        for number in range(self.partition_count):
-            position = positions[number] if positions else NOTHING_YET
+        for partition in range(self.partition_count):
+            position = positions[partition] if positions else NOTHING_YET
             await self.send(
                 Stream(
                     PartitionState.ACTIVE,
                     position,
-                    partition=PartitionId(number),
+                    partition=PartitionId(partition),
                     opaque=self.opaque(),
                 )
             )

@@ -148,9 +148,9 @@ class ServerProcess:
             return await self.process.wait()
         raise TimeoutReachedError(f"the server did not stop within {STOP_TIMEOUT_S:.0f} s")
 
-    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+    async def stop(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
         """Asks it to end and waits until it has; gives its exit code."""
-        self.process.send_signal(number)
+        self.process.send_signal(signal_number)
         return await self.wait()
 
 

@@ -254,10 +254,10 @@ class Recorder:
         with suppress(ProcessLookupError):
             self._pid_fd = os.pidfd_open(pid)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, signal_number: signal.Signals) -> None:
         if self._pid_fd is not None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pid_fd, number)
+                signal.pidfd_send_signal(self._pid_fd, signal_number)
 
     async def kill(self) -> None:
         """Ends it as a crash would."""

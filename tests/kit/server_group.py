@@ -147,15 +147,15 @@ class ServerGroup:
         with trio.fail_after(20):
             await wait_caught_up(operator, name, added, ReplicaLag())
 
-    def partition(self, name: str, number: int = 0) -> Partition:
+    def partition(self, name: str, partition: int = 0) -> Partition:
         """A partition in a server's memory."""
         bucket = self.servers[name].catalog.buckets.get(BUCKET)
         assert bucket is not None
-        return bucket.partitions[PartitionId(number)]
+        return bucket.partitions[PartitionId(partition)]
 
     def states(self, name: str) -> list[PartitionState]:
         """The states of a server's partitions."""
-        return [self.partition(name, number).state for number in range(self._partitions)]
+        return [self.partition(name, partition).state for partition in range(self._partitions)]
 
     def map(self, name: str) -> PartitionMap:
         """The map that a server has."""
@@ -179,7 +179,9 @@ class ServerGroup:
         self, name: str, revision: int, changed: Mapping[int, Assignment], base: PartitionMap
     ) -> None:
         """Gives one node a map, whichever map it has."""
-        assignments = {PartitionId(number): assignment for number, assignment in changed.items()}
+        assignments = {
+            PartitionId(partition): assignment for partition, assignment in changed.items()
+        }
         cluster = self.servers[name].partition_maps
         new_map = base.with_assignments(assignments, revision)
         await cluster.set_map(cluster.revision(BUCKET), new_map.encode())
@@ -206,13 +208,13 @@ class ServerGroup:
 
     def check(self) -> None:
         """Checks that no two nodes are active in one history, and every server's invariants."""
-        for number in range(self._partitions):
+        for partition in range(self._partitions):
             active = [
-                self.partition(name, number).failover_log.current
+                self.partition(name, partition).failover_log.current
                 for name in self.servers
-                if self.partition(name, number).state is PartitionState.ACTIVE
+                if self.partition(name, partition).state is PartitionState.ACTIVE
             ]
-            assert len(set(active)) == len(active), f"partition {number}: two in one history"
+            assert len(set(active)) == len(active), f"partition {partition}: two in one history"
         for server in self.servers.values():
             bucket = server.catalog.buckets.get(BUCKET)
             assert bucket is not None

@@ -94,14 +94,14 @@ def main(modules: Sequence[str], sample: int, seed: int) -> None:
             for tests in dict.fromkeys(candidate.tests for candidate in chosen)
         }
         survivors: Counter[str] = Counter()
-        for number, candidate in enumerate(chosen, 1):
+        for index, candidate in enumerate(chosen, 1):
             module, mutant, tests = candidate.module, candidate.mutant, candidate.tests
             if not trials.is_found(module, mutant, tests, costs[tests]):
                 survivors[module] += 1
                 click.echo(str(candidate))
-            if number % 20 == 0 or number == len(chosen):
+            if index % 20 == 0 or index == len(chosen):
                 click.echo(
-                    f"{number} of {len(chosen)} lines broken, {survivors.total()} survived",
+                    f"{index} of {len(chosen)} lines broken, {survivors.total()} survived",
                     err=True,
                 )
         for module, lines in Counter(candidate.module for candidate in chosen).items():

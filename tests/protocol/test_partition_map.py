@@ -84,8 +84,8 @@ def test_numbers_of_64_bits_are_text_in_the_document() -> None:
 
 @given(MAPS)
 def test_a_node_has_one_state_in_each_partition(partition_map: PartitionMap) -> None:
-    for number, assignment in enumerate(partition_map.partitions):
-        partition = PartitionId(number)
+    for partition_id, assignment in enumerate(partition_map.partitions):
+        partition = PartitionId(partition_id)
         for name in NODES:
             state = assignment.state_of(name)
             assert (state is ACTIVE) == (name == assignment.active)
@@ -207,8 +207,8 @@ def test_a_document_that_is_not_a_map_is_refused(document: str | bytes) -> None:
 
 
 def test_a_chain_of_replicas_in_any_order() -> None:
-    nodes = {f"n{number}": "h:1" for number in range(5)}
-    chain = {f"n{number}": f"n{number - 1}" for number in range(1, 5)}
+    nodes = {f"n{index}": "h:1" for index in range(5)}
+    chain = {f"n{index}": f"n{index - 1}" for index in range(1, 5)}
     for names in permutations(chain):
         replicas = {name: chain[name] for name in names}
         map_of(Assignment(active="n0", replicas=replicas), nodes=nodes).check()
@@ -221,7 +221,7 @@ def test_a_chain_of_replicas_in_any_order() -> None:
 
 
 def test_the_largest_map_is_valid() -> None:
-    nodes = {f"node-{number}": f"10.0.0.{number}:12000" for number in range(NODES_MAX)}
+    nodes = {f"node-{index}": f"10.0.0.{index}:12000" for index in range(NODES_MAX)}
     assignment = Assignment(active="node-0", replicas={"node-1": "", "node-2": "node-1"})
     largest = map_of(*(assignment,) * PARTITIONS_MAX, nodes=nodes)
     document = largest.encode()
@@ -247,7 +247,9 @@ def test_a_bucket_on_one_node_is_a_map_of_one_node() -> None:
     partition_map = PartitionMap.of_one("b", 3, "a", "h:1")
     partition_map.check()
     assert (partition_map.revision, partition_map.nodes) == (1, {"a": "h:1"})
-    assert [partition_map.active_of(PartitionId(number)) for number in range(3)] == ["h:1"] * 3
+    assert [partition_map.active_of(PartitionId(partition)) for partition in range(3)] == [
+        "h:1"
+    ] * 3
     assert PartitionMap.of_one("b", 3, "a", "h:1", revision=0).revision == 0
 
 

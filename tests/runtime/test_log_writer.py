@@ -54,8 +54,8 @@ def test_lines_that_find_no_room_are_counted_and_the_others_are_written() -> Non
     reading, writing = os.pipe()
     ticked = threading.Event()
     writer = LogWriter(writing, queue_lines_max=3)
-    for number in range(5):
-        writer.emit(record(f"line {number}"))
+    for index in range(5):
+        writer.emit(record(f"line {index}"))
     assert writer.dropped == 2
     writer.start(ticked.set)
     writer.stop()
@@ -94,9 +94,9 @@ def test_events_of_a_kind_are_limited_in_a_period_and_the_others_counted(
 def test_kinds_without_end_are_counted_as_one() -> None:
     limit = RepeatLimit(lambda: 0.0)
     passed = 0
-    for number in range(5000):
+    for index in range(5000):
         try:
-            limit(None, "warning", {"event": f"text {number}"})
+            limit(None, "warning", {"event": f"text {index}"})
             passed += 1
         except structlog.DropEvent:
             pass

@@ -54,13 +54,13 @@ async def running(nursery: trio.Nursery) -> Running:
     return running
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("signal_number", SIGNALS)
 async def test_a_first_signal_ends_the_process_in_order(
-    running: Running, number: signal.Signals
+    running: Running, signal_number: signal.Signals
 ) -> None:
     running.starts.set()
     await running.until("port")
-    signal.raise_signal(number)
+    signal.raise_signal(signal_number)
     await running.until("ending")
     running.ends.set()
     await running.until("gone")

@@ -29,8 +29,8 @@ async def worked(*tasks: tuple[float, ...]) -> TurnTimer:
     timer = TurnTimer(work.clock, work.clock)
     timer.start()
     async with trio.open_nursery() as nursery:
-        for number, steps_s in enumerate(tasks):
-            nursery.start_soon(work.do, *steps_s, name=f"task {number}")
+        for index, steps_s in enumerate(tasks):
+            nursery.start_soon(work.do, *steps_s, name=f"task {index}")
     await trio.testing.wait_all_tasks_blocked()
     trio.lowlevel.remove_instrument(timer)
     return timer

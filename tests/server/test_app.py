@@ -66,11 +66,11 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
     async with running_server(config, SimulatedStore(delay=delay)) as server:
         bucket = server.catalog.bucket("updated")
         (partition,) = bucket.partitions
-        for number in range(1, 4):
+        for index in range(1, 4):
             await trio.sleep(30.0)
-            partition.mutate(batch_of(batch(number, 1)), now=0.0)
+            partition.mutate(batch_of(batch(index, 1)), now=0.0)
             await trio.sleep(2.0)
-            assert partition.eviction.indexed == partition.high_seq == number
+            assert partition.eviction.indexed == partition.high_seq == index
         if events:
             # Each is left alone but for its updates, and a look now and then.
             looks.clear()

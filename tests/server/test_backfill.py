@@ -624,13 +624,13 @@ async def test_readers_see_what_the_model_says_whatever_happens(
             elif choice < 0.6:
                 dropped += model.forget()
             elif choice < 0.65:
-                number = draw.randrange(len(readers))
-                readers[number].close()
+                index = draw.randrange(len(readers))
+                readers[index].close()
                 # What is purged nobody may begin at; nothing is deleted here.
-                ends = readers[number].ends or [0]
+                ends = readers[index].ends or [0]
                 start = draw.choice(ends)
                 stream_end = draw.choice((SEQ_MAX, draw.randint(start, max(start, written))))
-                readers[number] = Reader(model, start, stream_end)
+                readers[index] = Reader(model, start, stream_end)
             elif choice < 0.75:
                 await trio.sleep(draw.random())
             else:
@@ -673,14 +673,14 @@ async def test_partitions_whose_index_is_behind_are_all_answered(
     """After a restart each waits for its own index, and all of them at once."""
     store, partitions = SimulatedStore(), 5
     async with serving(store, partitions) as server, speaking(server) as peer:
-        for number in range(partitions):
-            await peer.mutate(sets(key_in(number, partitions)), PartitionId(number))
+        for partition_id in range(partitions):
+            await peer.mutate(sets(key_in(partition_id, partitions)), PartitionId(partition_id))
     async with serving(SimulatedStore(store.directory)) as server, speaking(server) as peer:
         bucket = server.catalog.bucket(BUCKET)
         assert not any(partition.eviction.is_index_ready for partition in bucket.partitions)
-        for number in range(partitions):
-            key = key_in(number, partitions)
-            await peer.say(Get((key,), partition=PartitionId(number), opaque=peer.opaque()))
+        for partition_id in range(partitions):
+            key = key_in(partition_id, partitions)
+            await peer.say(Get((key,), partition=PartitionId(partition_id), opaque=peer.opaque()))
         for _ in range(partitions):
             with trio.fail_after(10 * INDEXED_S):
                 reply = await peer.hear(GetReply)
@@ -760,7 +760,7 @@ async def test_no_older_version_is_ever_seen(
     takes its time."""
     draw = Random(seed)
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
-    keys = [b"key %d" % number for number in range(4)]
+    keys = [b"key %d" % index for index in range(4)]
     written = dict.fromkeys(keys, 0)
     acknowledged = dict.fromkeys(keys, 0)
     counted = reads = 0

@@ -55,8 +55,8 @@ LONG_S: Final = 1e6
 def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chunk:
     """A batch that sets so many items."""
     rows = [
-        Mutation(Operation.SET, b"%d" % number, bytes(nbytes), expiry=expiry)
-        for number in range(first, first + count)
+        Mutation(Operation.SET, b"%d" % index, bytes(nbytes), expiry=expiry)
+        for index in range(first, first + count)
     ]
     return Chunk.build(rows, SeqNo(0), SeqNo(0))
 
@@ -93,14 +93,14 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
             if persistence.is_reading:
                 break
         assert persistence.is_reading
-        for number in range(10):
-            partition.mutate(batch_of(batch(3002 + number * 1000, 1000, nbytes=1000)), now=NOW)
+        for index in range(10):
+            partition.mutate(batch_of(batch(3002 + index * 1000, 1000, nbytes=1000)), now=NOW)
             await trio.lowlevel.checkpoint()
         cursor.close()
         await disk.flusher.wait_until_persisted(partition, partition.high_seq)
         chunks = await read_all(store, partition)
         assert [row.key for chunk in chunks for row in chunk] == [
-            b"%d" % number for number in range(partition.high_seq)
+            b"%d" % key_number for key_number in range(partition.high_seq)
         ]
 
 
@@ -343,7 +343,7 @@ async def test_deleted_keys_leave_the_memory_of_an_idle_bucket(
             nursery.start_soon(server.upkeep.expire)
             for first in range(0, count, 1000):
                 partition.mutate(batch_of(batch(first, 1000, nbytes=1)), now=NOW)
-            deletions = [Mutation(Operation.DELETE, b"%d" % number) for number in range(10, count)]
+            deletions = [Mutation(Operation.DELETE, b"%d" % index) for index in range(10, count)]
             for first in range(0, count, 1000):
                 partition.mutate(batch_of(Chunk.build(deletions[first : first + 1000])), now=NOW)
             assert bucket.memory.table > 500_000

@@ -96,8 +96,10 @@ async def test_a_refused_run_leaves_the_others_alone() -> None:
     async with serving(SimulatedStore(), 3) as server, speaking(server) as peer:
         partition = server.catalog.bucket("b").partitions[1]
         partition.become(PartitionState.PENDING, partition.failover_log)
-        keys = {number: key_in(number, 3) for number in range(3)}
-        parts = [(PartitionId(number), sets(keys.get(number, b"k"))) for number in (0, 1, 2, 7)]
+        keys = {index: key_in(index, 3) for index in range(3)}
+        parts = [
+            (PartitionId(partition), sets(keys.get(partition, b"k"))) for partition in (0, 1, 2, 7)
+        ]
         reply = await publish(peer, bundle_of(*parts))
         statuses = [Status(run.status) for run in reply.runs]
         not_here = Status.NOT_MY_PARTITION
@@ -161,11 +163,11 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
     rows = BUNDLE_MUTATIONS_MAX // runs
     async with serving(SimulatedStore(), runs) as server, speaking(server) as publisher:
         keys: list[list[bytes]] = [[] for _ in range(runs)]
-        for number in range(8 * runs * rows):
-            keys[partition_of(b"%d" % number, runs)].append(b"%d" % number)
+        for index in range(8 * runs * rows):
+            keys[partition_of(b"%d" % index, runs)].append(b"%d" % index)
         parts = [
-            (PartitionId(number), plain_chunk(keys[number][:rows], [b"v"] * rows))
-            for number in range(runs)
+            (PartitionId(partition), plain_chunk(keys[partition][:rows], [b"v"] * rows))
+            for partition in range(runs)
         ]
         partitions = server.catalog.bucket("b").partitions
         # What the bucket had taken in at each turn of another task.
@@ -212,7 +214,7 @@ async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step
         speaking(server) as other,
     ):
         partitions = server.catalog.bucket("b").partitions
-        candidates = (b"n%d" % number for number in count())
+        candidates = (b"n%d" % index for index in count())
         in_p0 = (key for key in candidates if partition_of(key, 2) == P0)
         keys = list(islice(in_p0, BUNDLE_MUTATIONS_MAX))
         highs: list[tuple[int, int]] = []
@@ -242,7 +244,7 @@ async def test_a_long_run_of_a_connection_that_ends_has_no_effect() -> None:
     async with serving(SimulatedStore(), 1) as server:
         partition = server.catalog.bucket("b").partitions[0]
         async with speaking(server) as publisher:
-            keys = [b"n%d" % number for number in range(BUNDLE_MUTATIONS_MAX)]
+            keys = [b"n%d" % index for index in range(BUNDLE_MUTATIONS_MAX)]
             bundle = bundle_of((P0, increments_of(keys)), counter=1)
             await say(publisher, bundle, WRITER)
             await until_a_request_waits(server)
@@ -257,7 +259,7 @@ async def test_a_long_run_of_a_connection_that_ends_has_no_effect() -> None:
 
 async def test_a_run_that_needs_too_many_bytes_of_values_is_refused_whole() -> None:
     async with serving(SimulatedStore(), 1) as server, speaking(server) as publisher:
-        keys = [b"%d" % number for number in range(4)]
+        keys = [b"%d" % index for index in range(4)]
         for key in keys:
             await publish(publisher, bundle_of((P0, sets(key, value=bytes(17 << 20)))))
         appends = Chunk.build([Mutation(Operation.APPEND, key, b"x") for key in keys])

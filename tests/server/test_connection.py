@@ -340,7 +340,7 @@ async def test_a_bad_key_that_is_asked_for_has_no_item_and_says_why() -> None:
 async def test_a_long_answer_is_cut_and_continued() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
-        keys = tuple(b"k%d" % number for number in range(5))
+        keys = tuple(b"k%d" % index for index in range(5))
         await peer.mutate(sets(*keys, value=bytes(400_000)))
         at, sizes = 0, []
         while at < len(keys):
@@ -396,10 +396,10 @@ async def test_bytes_that_a_socket_did_not_take_go_before_later_messages() -> No
         values = {key: key * 1_000_000 for key in (b"a", b"b")}
         for key, value in values.items():
             await peer.mutate(sets(key, value=value))
-        for number in range(200):
+        for index in range(200):
             for key in values:
                 await peer.say(Get((key,), partition=P0, opaque=peer.opaque()))
-                for _ in range(number % 4):
+                for _ in range(index % 4):
                     await trio.lowlevel.checkpoint()
             for value in values.values():
                 assert (await peer.hear(GetReply)).chunk.values() == [value]
@@ -534,7 +534,7 @@ async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
 async def test_a_consumer_cut_inside_a_snapshot_continues_there() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
-        await peer.mutate(sets(*(b"%d" % number for number in range(9))))
+        await peer.mutate(sets(*(b"%d" % index for index in range(9))))
         log = FailoverLog.of([(1, 0)])
         position = Position(
             log, SeqNo(0), SeqNo(4), PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
@@ -562,7 +562,7 @@ async def test_a_consumer_cut_inside_a_snapshot_gets_no_end_before_that_snapshot
         await peer.mutate(sets(b"a", b"b", b"c"))
         manager = server.catalog.bucket("b").partitions[P0].manager
         manager.register("another", SeqNo(0)).cursor.next()  # closes the snapshot at 3
-        await peer.mutate(sets(*(b"%d" % number for number in range(6))))
+        await peer.mutate(sets(*(b"%d" % index for index in range(6))))
         cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
         await peer.ask(Position(FailoverLog.of([(1, 0)]), SeqNo(0), SeqNo(2), cut))
         await peer.say(Go())
@@ -575,7 +575,7 @@ async def test_an_end_inside_a_snapshot_that_was_cut_is_reached_at_its_end() -> 
     """The client has a higher number than its end, and is consistent nowhere above 0."""
     async with connected(make_server()) as peer:
         await peer.open()
-        await peer.mutate(sets(*(b"%d" % number for number in range(9))))
+        await peer.mutate(sets(*(b"%d" % index for index in range(9))))
         cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
         await peer.ask(Position(FailoverLog.of([(1, 0)]), SeqNo(0), SeqNo(4), cut), SeqNo(2))
         await peer.say(Go())
@@ -600,8 +600,8 @@ async def test_the_window_holds_the_stream_until_it_is_acknowledged(
 ) -> None:
     async with connected(make_server(), window_bytes=WINDOW_BYTES_MIN) as peer:
         await peer.open()
-        for number in range(8):
-            await peer.mutate(sets(b"k%d" % number, value=bytes(100_000)))
+        for index in range(8):
+            await peer.mutate(sets(b"k%d" % index, value=bytes(100_000)))
         await peer.ask()
         await peer.say(Go(), Barrier(b"all"))
         chunk = await peer.hear(PartitionChunk)
@@ -659,9 +659,9 @@ async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_clos
             await peer.ask()
             await peer.say(Go())
             await peer.hear(CycleEnd)
-        for number in range(6):
+        for index in range(6):
             # Each is a snapshot of its own, because the fast one comes to read it.
-            await publisher.mutate(sets(b"k%d" % number, value=bytes(70_000)))
+            await publisher.mutate(sets(b"k%d" % index, value=bytes(70_000)))
             got = await fast.hear(PartitionChunk)
             assert got.chunk.count == 1
             fast.session.acknowledge(24 + got.chunk.nbytes)
@@ -677,7 +677,7 @@ async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_clos
                 seen |= set(message.chunk.keys())
                 slow.session.acknowledge(24 + message.chunk.nbytes)
                 await slow.say()
-        assert seen == {b"k%d" % number for number in range(6)}
+        assert seen == {b"k%d" % index for index in range(6)}
         assert message.ends == ((0, 6),)
 
 
@@ -864,8 +864,8 @@ async def test_others_have_their_turn_while_statistics_are_made() -> None:
     async with connected(server) as peer:
         await peer.say()
         await peer.hear(HelloReply)
-        for number in range(20):
-            await server.catalog.create_bucket(f"b{number}", 1, QUOTA_BYTES)
+        for index in range(20):
+            await server.catalog.create_bucket(f"b{index}", 1, QUOTA_BYTES)
         turns = 0
 
         async def take_turns() -> None:

@@ -420,8 +420,8 @@ async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
     store = _HeldIndex()
     store.is_full = is_full
     async with serving(store, 1) as server, speaking(server) as peer:
-        for number in range(11):
-            await answer_to(peer, await send(peer, sets(numbered(number)), PERSISTED))
+        for index in range(11):
+            await answer_to(peer, await send(peer, sets(numbered(index)), PERSISTED))
         waiting = await send(peer, sets(key_in(0, 2, b"far behind")), PERSISTED)
         if not is_full:
             assert await is_silent(peer)
@@ -552,8 +552,8 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
 
     async def live(server: Server) -> None:
         async with speaking(server) as peer:
-            for number in (1, 2, 3):
-                opaque = await send(peer, increment(b"n", number), PERSISTED, P0, number)
+            for index in (1, 2, 3):
+                opaque = await send(peer, increment(b"n", index), PERSISTED, P0, index)
                 if is_answered:
                     reply = await answer_to(peer, opaque)
                     assert isinstance(reply, MutateReply)
@@ -564,8 +564,8 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
     await crashed(SimulatedStore(directory), live)
     async with serving(SimulatedStore(directory)) as server, speaking(server) as peer:
         counters, numbers = [], []
-        for number in (1, 2, 3, 4):
-            opaque = await send(peer, increment(b"n", number), PERSISTED, P0, number)
+        for index in (1, 2, 3, 4):
+            opaque = await send(peer, increment(b"n", index), PERSISTED, P0, index)
             reply = await answer_to(peer, opaque)
             assert isinstance(reply, MutateReply)
             counters += [value for _, value in reply.counters]
@@ -662,8 +662,8 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
                 async with speaking(server) as peer:
                     for key in sorted(answered):
                         assert await value_of(peer, key) == b"v"
-                    for number in range(20):
-                        assert await value_of(peer, key_of(life - 1, number)) is None
+                    for index in range(20):
+                        assert await value_of(peer, key_of(life - 1, index)) is None
                 await server.catalog.delete_bucket(BUCKET)
             acknowledged += len(answered)
             await server.catalog.create_bucket(BUCKET, 2, QUOTA_BYTES)

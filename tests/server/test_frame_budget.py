@@ -152,7 +152,7 @@ def test_far_above_the_limit_the_frame_that_exceeds_its_share_most_goes() -> Non
 
 def test_addresses_share_equally_and_then_their_connections() -> None:
     frames = _Frames(120)
-    many = [frames.begin(f"{number}", 1, address=ONE) for number in range(6)]
+    many = [frames.begin(f"{index}", 1, address=ONE) for index in range(6)]
     alone = frames.begin("alone", 1, address=OTHER)
     assert [frames.budget.share(frame) for frame in many] == [10] * 6
     assert frames.budget.share(alone) == 60

@@ -35,7 +35,7 @@ from upr_server.storage import bucket_storage
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 PARTITIONS = 4
-KEYS = [b"key %d" % number for number in range(40)]
+KEYS = [b"key %d" % index for index in range(40)]
 CONFIG = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", PARTITIONS),))
 Rows = dict[PartitionId, list[Mutation]]
 Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
@@ -123,7 +123,7 @@ async def read(
 ) -> Rows:
     """Everything in the leased ranges."""
     rows: Rows = {}
-    positions = {PartitionId(number): start for number, start in (starts or {}).items()}
+    positions = {PartitionId(partition): start for partition, start in (starts or {}).items()}
     async with consume(
         server.url("b"),
         partitions=list(ends),
@@ -146,7 +146,7 @@ async def read(
     return rows
 
 
-ALL = [(number, 0, SEQ_MAX) for number in range(PARTITIONS)]
+ALL = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
 
 
 async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
@@ -163,8 +163,8 @@ async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
         assert all(r.nbytes > 0 for r in lease.ranges)
         first = await read(server, 7, ends)
         assert sum(map(len, first.values())) == 3 * len(KEYS), "every version"
-        for number in range(4, 9):
-            await write(client, number)
+        for index in range(4, 9):
+            await write(client, index)
             await compact(server)
         assert await read(server, 7, ends) == first
         again = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)

@@ -58,11 +58,11 @@ async def converse(peer: Peer) -> None:
     await peer.mutate(sets(KEY))
     await peer.say(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
     await peer.hear(GetReply)
-    for number in range(PARTITIONS):
+    for partition in range(PARTITIONS):
         request = Stream(
             PartitionState.ACTIVE,
             NOTHING_YET,
-            partition=PartitionId(number),
+            partition=PartitionId(partition),
             opaque=peer.opaque(),
         )
         await peer.say(request)

@@ -34,25 +34,25 @@ def test_replies_leave_in_order_a_partition_and_as_soon_as_that_allows(
     for reply in replies:
         order.add(reply)
     completed = set[int]()
-    for number in chance.sample(range(len(replies)), len(replies)):
-        order.complete(replies[number])
-        completed.add(number)
+    for index in chance.sample(range(len(replies)), len(replies)):
+        order.complete(replies[index])
+        completed.add(index)
         assert set(sent) == _sendable(requests, completed)
     assert sorted(sent) == list(range(len(replies)))
     assert not order
     by_partition = defaultdict[int, list[int]](list)
-    for number in sent:
-        for partition in requests[number]:
-            by_partition[partition].append(number)
+    for index in sent:
+        for partition in requests[index]:
+            by_partition[partition].append(index)
     assert all(numbers == sorted(numbers) for numbers in by_partition.values())
 
 
 def _sendable(requests: list[list[int]], completed: set[int]) -> set[int]:
     """Those that are complete, and behind no reply that is not sent."""
     sendable, blocked = set[int](), set[int]()
-    for number, partitions in enumerate(requests):
-        if number in completed and blocked.isdisjoint(partitions):
-            sendable.add(number)
+    for index, partitions in enumerate(requests):
+        if index in completed and blocked.isdisjoint(partitions):
+            sendable.add(index)
         else:
             blocked.update(partitions)
     return sendable

@@ -123,9 +123,9 @@ async def answers_to(
         bucket = server.catalog.bucket(BUCKET)
         async with connected(server) as peer:
             await peer.open()
-            for number, keys in enumerate(KEYS):
+            for partition_id, keys in enumerate(KEYS):
                 rows = [Mutation(Operation.SET, key, b"1") for key in keys]
-                await peer.mutate(Chunk.build(rows, SeqNo(0), SeqNo(0)), PartitionId(number))
+                await peer.mutate(Chunk.build(rows, SeqNo(0), SeqNo(0)), PartitionId(partition_id))
             await trio.sleep(INDEXED_S)
             for partition in bucket.partitions:
                 Model(server.catalog.disks[bucket], partition).forget()
@@ -139,8 +139,8 @@ async def answers_to(
                 partition = bucket.partitions[pending]
                 partition.become(PartitionState.PENDING, partition.failover_log)
             frames = []
-            for number, request in enumerate(requests):
-                peer.session.send(message_of(request, 1000 + number))
+            for partition_id, request in enumerate(requests):
+                peer.session.send(message_of(request, 1000 + partition_id))
                 frames.append(b"".join(peer.session.take_outgoing(trio.current_time())))
             if damaged is not None and damaged < len(frames):
                 frames[damaged] = frames[damaged][:-1] + b"\xff"
@@ -230,13 +230,13 @@ async def test_refused_frames_are_joined_once_and_not_again_for_each(
             # Two are applied, and one of the partition that is pending is followed by others.
             placed = [0, 0] + [1] * 20 + [0] * 10
             await peer.say(
-                *(message_of(("set", part, 0, 0, 1), number) for number, part in enumerate(placed))
+                *(message_of(("set", part, 0, 0, 1), index) for index, part in enumerate(placed))
             )
             answers = await hear_all(peer)
     applied = [answer.opaque for answer in answers if isinstance(answer, MutateReply)]
     refused = [answer.opaque for answer in answers if isinstance(answer, Refusal)]
-    assert applied == [number for number, part in enumerate(placed) if part == 0]
-    assert refused == [number for number, part in enumerate(placed) if part == 1]
+    assert applied == [index for index, part in enumerate(placed) if part == 0]
+    assert refused == [index for index, part in enumerate(placed) if part == 1]
     assert frame_counts == [len(placed)]
 
 
@@ -251,7 +251,7 @@ async def test_a_fault_of_the_server_comes_behind_the_answers_to_what_was_done(
         monkeypatch.setattr(bucket.partitions[1], "table", None)
         async with connected(server) as peer:
             await peer.open()
-            await peer.say(*(message_of(("set", number, 0, 1, 1), number) for number in range(3)))
+            await peer.say(*(message_of(("set", index, 0, 1, 1), index) for index in range(3)))
             assert (await peer.hear(MutateReply)).opaque == 0
             error = await peer.hear(Error)
             assert (error.status, error.sentence) == (

@@ -79,10 +79,12 @@ class SimulatedOperator:
         if spread:
             assignments = [
                 Assignment(active, {name: "" for name in names if name != active})
-                for active in (names[number % len(names)] for number in range(partitions))
+                for active in (names[partition % len(names)] for partition in range(partitions))
             ]
         if not has_replicas:
-            assignments = [Assignment(names[number % len(names)]) for number in range(partitions)]
+            assignments = [
+                Assignment(names[partition % len(names)]) for partition in range(partitions)
+            ]
         given = PartitionMap(
             bucket=BUCKET,
             revision=1,
@@ -190,36 +192,36 @@ class SimulatedOperator:
         operator = self._operator()
         survey = await operator.survey()
         base = survey.require_map()
-        for number, assignment in enumerate(base.partitions):
+        for partition, assignment in enumerate(base.partitions):
             active = assignment.active
             if active and survey.nodes[active].failure:
                 return f"{active} does not answer: {survey.nodes[active].failure}"
-            states = {name: report.state(number) for name, report in survey.nodes.items()}  # type: ignore[arg-type]
+            states = {name: report.state(partition) for name, report in survey.nodes.items()}  # type: ignore[arg-type]
             if assignment.active and states[assignment.active] is PartitionState.ACTIVE:
                 continue
             if assignment.handing_over:
                 to = next(iter(assignment.replicas))
                 await take_over(
-                    operator, to=to, partitions=[number], timeouts=TakeoverTimeouts(5.0, 5.0)
+                    operator, to=to, partitions=[partition], timeouts=TakeoverTimeouts(5.0, 5.0)
                 )
                 return "handed over"
             if attempt < 3:
-                return f"partition {number} waits"
+                return f"partition {partition} waits"
             try:
-                await fail_over(operator, partitions=[number])
+                await fail_over(operator, partitions=[partition])
             except NotDoneError as error:
                 if attempt < 10:
                     raise
                 highs = {
-                    name: survey.nodes[name].copy(number).high_seq  # type: ignore[arg-type]
+                    name: survey.nodes[name].copy(partition).high_seq  # type: ignore[arg-type]
                     for name in assignment.replicas
                     if survey.reaches(name) and survey.nodes[name].partitions
                 }
                 if not highs:
-                    return f"no replica of partition {number} answers"
-                self._history.add(Fault(f"partition {number} loses something: {error}", ()))
+                    return f"no replica of partition {partition} answers"
+                self._history.add(Fault(f"partition {partition} loses something: {error}", ()))
                 to = max(highs, key=highs.__getitem__)
-                await fail_over(operator, partitions=[number], to=to, lose_acknowledged=True)
+                await fail_over(operator, partitions=[partition], to=to, lose_acknowledged=True)
             self.failovers += 1
             return "failed over"
         for name, report in survey.nodes.items():
@@ -231,15 +233,15 @@ class SimulatedOperator:
 
     def _behind(self, base: PartitionMap) -> str:
         """Which replica is not yet what its active is; nothing if none."""
-        for number, assignment in enumerate(base.partitions):
+        for partition, assignment in enumerate(base.partitions):
             if not self._nodes[assignment.active].held:
                 return f"{assignment.active} has no bucket"
-            active = self._nodes[assignment.active].held[number]
+            active = self._nodes[assignment.active].held[partition]
             for name in assignment.replicas:
                 held = self._nodes[name].held
                 if not held:
                     return f"{name} has no bucket"
-                here = held[number]
+                here = held[partition]
                 if (here.state, here.high_seq, here.failover_log) != (
                     PartitionState.REPLICA,
                     active.high_seq,

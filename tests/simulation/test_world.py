@@ -46,8 +46,8 @@ def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
 
         async def main(_clock: JumpingClock) -> float:
             async with trio.open_nursery() as nursery:
-                for number in range(8):
-                    nursery.start_soon(one, number)
+                for index in range(8):
+                    nursery.start_soon(one, index)
             return trio.current_time()
 
         return found, run_in_world(seed, main)

@@ -137,8 +137,8 @@ def sink(frame: DataFrame, batch: int) -> None:
 
 def some_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows; the executor dies when some have been written."""
-    for number, batch in enumerate(batches):
-        if number == 3:
+    for index, batch in enumerate(batches):
+        if index == 3:
             kill_executor_once("write")
         yield batch
 

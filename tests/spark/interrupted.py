@@ -50,8 +50,8 @@ class InterruptedWriter(BatchWriter):
     def rows(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         assert context is not None
-        for number, batch in enumerate(batches):
-            if number == 10 and not context.attemptNumber():
+        for index, batch in enumerate(batches):
+            if index == 10 and not context.attemptNumber():
                 until_some_are_done(str(self._options.address))
                 self.interrupt()
             yield self.changed(batch) if context.attemptNumber() else batch

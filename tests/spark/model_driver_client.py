@@ -65,19 +65,19 @@ class ModelDriverClient:
 
     # What happens to the bucket.
 
-    def write(self, number: int, key: int) -> None:
-        partition = self.partitions[number]
+    def write(self, partition_id: int, key: int) -> None:
+        partition = self.partitions[partition_id]
         partition.high += 1
         partition.rows[partition.high] = partition.written[partition.high] = key
 
-    def flush(self, number: int) -> None:
-        self.partitions[number].persisted = self.partitions[number].high
+    def flush(self, partition: int) -> None:
+        self.partitions[partition].persisted = self.partitions[partition].high
 
-    def fail_over(self, number: int, to: int) -> None:
+    def fail_over(self, partition_id: int, to: int) -> None:
         """The partition goes on from `to`. If that is below what there was, it goes on elsewhere:
         on a server that never had more, has compacted nothing for the sake of it, and knows nothing
         of leases."""
-        partition = self.partitions[number]
+        partition = self.partitions[partition_id]
         to = min(to, partition.high)
         partition.log = partition.log.with_branch(HistoryId(next(self._histories)), SeqNo(to))
         if to == partition.high:
@@ -88,7 +88,7 @@ class ModelDriverClient:
         partition.persisted = min(partition.persisted, to)
         partition.purge = min(partition.purge, to)
         for lease in self.leases.values():
-            if any(found == number for found, _, _ in lease.ranges):
+            if any(found == partition_id for found, _, _ in lease.ranges):
                 lease.whole = False
 
     def add_partition(self) -> None:
@@ -98,47 +98,51 @@ class ModelDriverClient:
         for lease in self.leases.values():
             lease.held = False
 
-    def compact(self, number: int) -> None:
-        partition = self.partitions[number]
+    def compact(self, partition_id: int) -> None:
+        partition = self.partitions[partition_id]
         newest = partition.newest()
         for seq, key in list(partition.rows.items()):
-            if newest[key] != seq and seq <= partition.persisted and not self._is_held(number, seq):
+            if (
+                newest[key] != seq
+                and seq <= partition.persisted
+                and not self._is_held(partition_id, seq)
+            ):
                 del partition.rows[seq]
                 for lease in self.leases.values():
-                    if _holds(lease, number, seq):
+                    if _holds(lease, partition_id, seq):
                         lease.whole = False
 
     def _is_held(self, number: int, seq: int) -> bool:
         return any(lease.held and _holds(lease, number, seq) for lease in self.leases.values())
 
-    def read(self, number: int, start: int, end: int, lease_id: int) -> list[tuple[int, int]]:
+    def read(self, partition: int, start: int, end: int, lease_id: int) -> list[tuple[int, int]]:
         """Numbers and keys of (start, end], as a task gets them."""
         lease = self.leases[lease_id]
         assert lease.whole, "a task would be told that the range is gone"
         assert any(
-            found == number and low <= start and end <= high for found, low, high in lease.ranges
+            found == partition and low <= start and end <= high for found, low, high in lease.ranges
         ), "the lease does not hold this"
-        rows = self.partitions[number].rows
+        rows = self.partitions[partition].rows
         return [(seq, rows[seq]) for seq in sorted(rows) if start < seq <= end]
 
     # What a driver client does.
 
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
         return {
-            PartitionId(number): PartitionNumbers(
-                PartitionId(number),
+            PartitionId(partition_id): PartitionNumbers(
+                PartitionId(partition_id),
                 partition.log.current,
                 SeqNo(partition.high),
                 SeqNo(partition.persisted),
                 SeqNo(0),
             )
-            for number, partition in enumerate(self.partitions)
+            for partition_id, partition in enumerate(self.partitions)
         }
 
     def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         return {
-            PartitionId(number): PartitionInfo(
-                PartitionId(number),
+            PartitionId(partition_id): PartitionInfo(
+                PartitionId(partition_id),
                 owned=True,
                 state=PartitionState.ACTIVE,
                 high_seq=SeqNo(partition.high),
@@ -146,41 +150,41 @@ class ModelDriverClient:
                 purge_seq=SeqNo(partition.purge),
                 log=partition.log,
             )
-            for number, partition in enumerate(self.partitions)
+            for partition_id, partition in enumerate(self.partitions)
         }
 
     def has(self, partition: PartitionId) -> bool:
         return partition < len(self.partitions)
 
     def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
-        for number in range(len(self.partitions)):
-            self.flush(number)
+        for index in range(len(self.partitions)):
+            self.flush(index)
         return self.numbers()
 
     def numbers_at(self, time: datetime) -> Mapping[int, int]:
         self.persist()
         return {
-            number: max(
+            index: max(
                 (
                     seq
                     for seq in range(1, partition.high + 1)
-                    if self.times.get((number, seq), time) < time
+                    if self.times.get((index, seq), time) < time
                 ),
                 default=0,
             )
-            for number, partition in enumerate(self.partitions)
+            for index, partition in enumerate(self.partitions)
         }
 
     def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
         if lease_id in self.leases:
             return self.renew(lease_id)
         settled = []
-        for number, start, end in ranges:
-            persisted = self.partitions[number].persisted
+        for partition, start, end in ranges:
+            persisted = self.partitions[partition].persisted
             assert end == SEQ_MAX or end <= persisted
-            if 0 < start < self.partitions[number].purge:
+            if 0 < start < self.partitions[partition].purge:
                 raise ServerError(Status.ROLLBACK_NEEDED)
-            settled.append((number, start, min(end, persisted)))
+            settled.append((partition, start, min(end, persisted)))
         self.leases[lease_id] = ModelLease(settled)
         return self._told(lease_id)
 
@@ -197,13 +201,13 @@ class ModelDriverClient:
             60,
             tuple(
                 LeasedRange(
-                    PartitionId(number),
-                    self.partitions[number].log.current,
+                    PartitionId(partition),
+                    self.partitions[partition].log.current,
                     SeqNo(start),
                     SeqNo(end),
                     BYTES_A_ROW * (end - start),
                 )
-                for number, start, end in self.leases[lease_id].ranges
+                for partition, start, end in self.leases[lease_id].ranges
             ),
         )
 

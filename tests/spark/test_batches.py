@@ -164,7 +164,7 @@ def sizes(
     """How many rows the chunks of each partition have."""
     columns = {
         "op": pa.array(operations, pa.uint8()),
-        "key": pa.array([b"%d" % number for number in range(len(operations))], pa.large_binary()),
+        "key": pa.array([b"%d" % index for index in range(len(operations))], pa.large_binary()),
         "value": pa.array([CounterDelta(1, 1).encode()] * len(operations), pa.large_binary()),
     }
     if cas is not None:
@@ -218,8 +218,8 @@ def worst_answer(*, counted: int = 0, failed: int = 0) -> int:
         SeqNo(largest),
         SeqNo(largest),
         Cas(largest),
-        [(number, Status.EXISTS) for number in range(failed)],
-        [(number, largest) for number in range(counted)],
+        [(index, Status.EXISTS) for index in range(failed)],
+        [(index, largest) for index in range(counted)],
         chain=largest,
         attempt=largest,
     )
@@ -544,7 +544,7 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "letters"
     for attempt in (1, 2):
         letters = DeadLetters(str(folder), "7", attempt)
-        rows = [letter(b"%d" % number, b"v") for number in range(25_000)]
+        rows = [letter(b"%d" % index, b"v") for index in range(25_000)]
         letters.add([*rows, letter(None)])
         names = [path.name for path in folder.iterdir()]
         assert [name for name in names if not name.startswith("_")] == ["part-7.parquet"][

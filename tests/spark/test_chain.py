@@ -50,9 +50,9 @@ def test_each_row_counts_once_though_driver_and_server_are_killed(
     job = Job("chain", "", str(tmp_path), once=False, options={"maxOffsetsPerTrigger": "60"})
     with blocking_server() as server:
         job.url, job.target = server.create_bucket("b", 4), server.create_bucket("c", 4)
-        for number in range(ROUNDS):
+        for index in range(ROUNDS):
             rows = {
-                b"key %d" % (number * ROWS_A_ROUND + row): b"%d" % draw.randrange(COUNTERS)
+                b"key %d" % (index * ROWS_A_ROUND + row): b"%d" % draw.randrange(COUNTERS)
                 for row in range(ROWS_A_ROUND)
             }
             values.update(rows)

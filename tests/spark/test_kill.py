@@ -116,8 +116,8 @@ def test_a_driver_that_dies_reads_its_batch_again(
     with blocking_server() as server:
         url = server.create_bucket("b", PARTITIONS)
         with durable_client(url) as client:
-            for number in range(4):
-                write(client, f"value {number}")
+            for index in range(4):
+                write(client, f"value {index}")
             job = Job("stream", url, str(tmp_path), options={"maxOffsetsPerTrigger": "25"})
             for job.dies, job.in_batch in (("planned", 1), ("written", 2)):
                 assert run(job) == -signal.SIGKILL
@@ -128,8 +128,8 @@ def test_a_driver_that_dies_reads_its_batch_again(
             times = {one: len(list((tmp_path / "batches" / one).iterdir())) for one in "0123"}
             assert times == {"0": 1, "1": 1, "2": 2, "3": 1}
             values = Counter(row[4] for rows in batches.values() for row in rows)
-            for number in range(4):
-                assert values[f"value {number}".encode().hex()] == len(KEYS), "every version"
+            for index in range(4):
+                assert values[f"value {index}".encode().hex()] == len(KEYS), "every version"
 
 
 @pytest.mark.timeout(240)
@@ -159,7 +159,7 @@ def test_executors_that_die_while_they_read_and_write(tmp_path: Path) -> None:
     draw = random.Random(3)
     with blocking_server() as server:
         url, target = server.create_bucket("b", 4), server.create_bucket("c", 4)
-        some = {b"key %d" % number: draw.randbytes(200) for number in range(20_000)}
+        some = {b"key %d" % index: draw.randbytes(200) for index in range(20_000)}
         with durable_client(url) as client:
             client.apply(Mutation(Operation.SET, key, value) for key, value in some.items())
         job = Job("copy", url, str(tmp_path), target, "local-cluster[1,1,1024]")
@@ -180,7 +180,7 @@ def test_a_server_that_dies_in_each_phase_of_a_batch(spark: SparkSession, tmp_pa
     with blocking_server() as server:
         url = server.create_bucket("b", 4)
         draw = random.Random(4)
-        some = {b"key %d" % number: draw.randbytes(1000) for number in range(20_000)}
+        some = {b"key %d" % index: draw.randbytes(1000) for index in range(20_000)}
         with durable_client(url) as client:
             client.apply(Mutation(Operation.SET, key, value) for key, value in some.items())
         found: dict[bytes, bytes] = {}

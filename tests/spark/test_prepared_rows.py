@@ -108,10 +108,10 @@ class Driver:
         messages = [
             WriteTask(
                 self.options,
-                writer_id(self.job.encode(), number),
-                attempt_of(started_s, number),
+                writer_id(self.job.encode(), index),
+                attempt_of(started_s, index),
             ).write_or_prepare(iter([batch_of(rows)]), self.job)
-            for number, rows in enumerate(tasks)
+            for index, rows in enumerate(tasks)
         ]
         prepared = [message for message in messages if isinstance(message, PreparedRows)]
 
@@ -212,4 +212,4 @@ def test_a_task_that_the_driver_could_not_take_is_refused(
     monkeypatch.setattr(prepared_rows, "PREPARED_BYTES_MAX", 100)
     driver = Driver(new_bucket(1))
     with pytest.raises(PipelineError, match=r"UPR_BATCH_TOO_LARGE.*maxFilesPerTrigger"):
-        driver.run([[("increment", f"key-{number}", "1") for number in range(100)]], batch_bytes=1)
+        driver.run([[("increment", f"key-{index}", "1") for index in range(100)]], batch_bytes=1)

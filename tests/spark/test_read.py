@@ -91,12 +91,12 @@ def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: 
         some = [
             Mutation(
                 Operation.SET,
-                b"key %d" % number,
+                b"key %d" % index,
                 draw.randbytes(draw.choice((0, 1, 100))),
                 flags=draw.choice((0, 1, FAR)),
                 expiry=draw.choice((0, FAR)),
             )
-            for number in range(400)
+            for index in range(400)
         ]
         client.apply(row for row in some if partition_of(row.key, 16) > 3)
         client.apply([Mutation(Operation.SET, b"\xff" * 250, bytes(range(256)))])
@@ -121,7 +121,7 @@ def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: 
 def test_a_filter_reads_no_more_than_it_must(spark: SparkSession, new_bucket: NewBucket) -> None:
     """Of one partition or one key the server sends one partition. Of a prefix it sends all."""
     url = new_bucket(8)
-    keys = [b"%s %d" % (kind, number) for kind in (b"bus", b"tram") for number in range(200)]
+    keys = [b"%s %d" % (kind, index) for kind in (b"bus", b"tram") for index in range(200)]
     with durable_client(url) as client:
         client.apply(Mutation(Operation.SET, key, bytes(1000)) for key in keys)
 
@@ -152,14 +152,14 @@ def test_a_read_without_duplicates_has_the_newest_row_of_each_key(
     with durable_client(url) as client:
         for round_ in range(3):
             client.apply(
-                Mutation(Operation.SET, b"key %d" % number, b"%d" % round_)
-                for number in range(round_, 300)
+                Mutation(Operation.SET, b"key %d" % index, b"%d" % round_)
+                for index in range(round_, 300)
             )
         client.delete("key 200")
     rows = load(spark, url, deduplicate="true", maxPartitionBytes=1000).collect()
     newest = {b"key 0": b"0", b"key 1": b"1", b"key 200": None}
     assert {bytes(row.key): row.value and bytes(row.value) for row in rows} == {
-        key: newest.get(key, b"2") for key in (b"key %d" % number for number in range(300))
+        key: newest.get(key, b"2") for key in (b"key %d" % index for index in range(300))
     }
     assert len(rows) == 300
     frame = load(spark, url, "value STRING, deleted BOOLEAN", deduplicate="true")
@@ -196,9 +196,9 @@ def test_all_that_was_acknowledged_is_there(spark: SparkSession, new_bucket: New
     """Though it was only in memory: reading is a barrier."""
     url = new_bucket()
     with BlockingClient(url) as client:
-        for number in range(10):
-            client.set(f"key {number}", str(number))
-            assert load(spark, url, "key binary").count() == number + 1
+        for index in range(10):
+            client.set(f"key {index}", str(index))
+            assert load(spark, url, "key binary").count() == index + 1
 
 
 def overwrite(client: BlockingClient, keys: list[str], until_compacted: int) -> None:
@@ -220,7 +220,7 @@ def overwrite(client: BlockingClient, keys: list[str], until_compacted: int) -> 
 
 
 def keys_of(partition: int, partitions: int, count: int) -> list[str]:
-    found = (f"key {number}" for number in range(10_000_000))
+    found = (f"key {index}" for index in range(10_000_000))
     mine = (key for key in found if partition_of(key.encode(), partitions) == partition)
     return [next(mine) for _ in range(count)]
 
@@ -271,7 +271,7 @@ def leases(client: BlockingClient) -> dict[str, Any]:
 def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: NewBucket) -> None:
     url = new_bucket(4)
     with durable_client(url) as client:
-        client.apply(Mutation(Operation.SET, b"key %d" % number, b"value") for number in range(200))
+        client.apply(Mutation(Operation.SET, b"key %d" % index, b"value") for index in range(200))
         everything = rows_of(load(spark, url))
         rows = rows_of(load(spark, url, partitions="1-2, 3"))
         assert sorted(rows) == sorted(row for row in everything if row[1] > 0)
@@ -306,8 +306,8 @@ def test_a_filter_of_one_query_is_no_filter_of_the_next(
     reader that takes filters this test fails."""
     url = new_bucket()
     with durable_client(url) as client:
-        for number in range(20):
-            client.set(f"key-{number}", str(number))
+        for index in range(20):
+            client.set(f"key-{index}", str(index))
     setting = "spark.sql.python.filterPushdown.enabled"
     spark.conf.set(setting, "true")
     try:
@@ -325,8 +325,8 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
     with durable_client(url) as client:
         for part in range(6):
             client.apply(
-                Mutation(Operation.SET, b"key %d" % number, b"value %d" % part)
-                for number in range(40)
+                Mutation(Operation.SET, b"key %d" % index, b"value %d" % part)
+                for index in range(40)
             )
     columns = "partition int, seq long, cas long, key binary, value binary"
     everything = load(spark, url, columns).collect()
@@ -405,7 +405,7 @@ def test_a_read_that_stops_early_leaves_nothing_behind(
     url = new_bucket(4)
     with durable_client(url) as client, BlockingClient(server.url()) as observer:
         client.apply(
-            Mutation(Operation.SET, b"key %d" % number, bytes(2000)) for number in range(2000)
+            Mutation(Operation.SET, b"key %d" % index, bytes(2000)) for index in range(2000)
         )
 
         def connections() -> int:
@@ -417,8 +417,8 @@ def test_a_read_that_stops_early_leaves_nothing_behind(
             assert len(frame.limit(3).collect()) == 3
         for _ in range(effort(6, 45)):
             assert len(frame.select("key").take(1)) == 1
-        for number in range(effort(3, 10)):
-            cancel_one(spark, load(spark, url, leaseSeconds=2), f"group {number}")
+        for index in range(effort(3, 10)):
+            cancel_one(spark, load(spark, url, leaseSeconds=2), f"group {index}")
         until(lambda: connections() == before, "every connection is closed")
         until(lambda: leases(client)["held"] == 0, "no lease is held")
         assert client.stats(client.address.bucket)["leases"]["backfills"] == 0

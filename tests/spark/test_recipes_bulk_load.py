@@ -21,7 +21,7 @@ def test_every_row_is_written_or_reported(
     url = new_bucket()
     letters = tmp_path / "letters"
     told: list[str] = []
-    rows = [(f"k{number}", f"v{number}", number, FAR) for number in range(50)]
+    rows = [(f"k{index}", f"v{index}", index, FAR) for index in range(50)]
     # Keys that are empty, or missing, or too long.
     rows += [("", "x", 0, 0), (None, "x", 0, 0), ("y" * 251, "x", 0, 0)]  # type: ignore[list-item]
     frame = spark.createDataFrame(rows, "id string, text string, f int, e long")
@@ -41,7 +41,7 @@ def test_every_row_is_written_or_reported(
         assert found.rows_per_s == found.rows / found.seconds > 0
     assert "50 rows written, 3 failed" in told[0]
     assert contents(url) == {
-        b"k%d" % number: Stored(b"v%d" % number, number, FAR) for number in range(50)
+        b"k%d" % index: Stored(b"v%d" % index, index, FAR) for index in range(50)
     }
     assert spark.read.parquet(str(letters)).count() == 6
 

@@ -95,15 +95,15 @@ def test_the_columns_of_chunks(
 
 @pytest.mark.parametrize("name", ["seq", "cas"])
 def test_a_number_that_spark_has_no_type_for(name: str) -> None:
-    for number in (LONG_MAX, LONG_MAX + 1):
+    for value in (LONG_MAX, LONG_MAX + 1):
         builder = ChunkBuilder()
-        seq, cas = (number, 1) if name == "seq" else (1, number)
+        seq, cas = (value, 1) if name == "seq" else (1, value)
         builder.append(Operation.SET, b"key", seq=seq, cas=cas)
         snapshot = RecordBatchBuilder(schema([name])).of_snapshot(
             PartitionId(7), "00ff", SeqNo(0), SeqNo(LONG_MAX)
         )
-        if number == LONG_MAX:
-            assert snapshot.of_chunk(builder.build()).to_pylist() == [{name: number}]
+        if value == LONG_MAX:
+            assert snapshot.of_chunk(builder.build()).to_pylist() == [{name: value}]
             continue
-        with pytest.raises(PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {number},"):
+        with pytest.raises(PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {value},"):
             snapshot.of_chunk(builder.build())

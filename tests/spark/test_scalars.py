@@ -40,8 +40,8 @@ import pandas
 def test_a_read_imports_no_pandas(new_bucket: NewBucket) -> None:
     url = new_bucket()
     with BlockingClient(url) as client:
-        for number in range(5):
-            client.set(f"key-{number}", b"value")
+        for index in range(5):
+            client.set(f"key-{index}", b"value")
         client.delete("key-0")
     process = subprocess.run(
         [sys.executable, "-c", READ, url],

@@ -158,20 +158,20 @@ class Query(RuleBasedStateMachine):
     def check_batch(self, end: Json) -> None:
         rows = 0
         seen = set()
-        for number, start, stop, came_from in self.batch:
-            if number not in seen:
-                seen.add(number)
+        for partition, start, stop, came_from in self.batch:
+            if partition not in seen:
+                seen.add(partition)
                 if came_from is not None:
-                    assert came_from == self.reached.get(number, 0)
+                    assert came_from == self.reached.get(partition, 0)
                     assert start == 0 or self.may_rewind
                 else:
-                    assert start == self.reached.get(number, 0), "nothing is missed or repeated"
+                    assert start == self.reached.get(partition, 0), "nothing is missed or repeated"
             rows += stop - start
-            assert stop <= self.driver.partitions[number].persisted
-            offset = offsets_of(end)[number]
+            assert stop <= self.driver.partitions[partition].persisted
+            offset = offsets_of(end)[partition]
             assert offset.snapshot_start <= start <= stop <= offset.snapshot_end
             assert offset.seq == stop
-            before = offsets_of(self.start).get(number)
+            before = offsets_of(self.start).get(partition)
             if not self.may_lose_leases and before and before.seq < before.snapshot_end:
                 snapshot = (before.snapshot_start, before.snapshot_end)
                 assert (offset.snapshot_start, offset.snapshot_end) == snapshot, (
@@ -245,9 +245,9 @@ class Query(RuleBasedStateMachine):
         self.restart()
         self.reader.prepareForTriggerAvailableNow()
         target = {
-            number: partition.high
-            for number, partition in enumerate(self.driver.partitions)
-            if self.partitions is None or number in self.partitions
+            index: partition.high
+            for index, partition in enumerate(self.driver.partitions)
+            if self.partitions is None or index in self.partitions
         }
         for _ in range(sum(target.values()) + 2):
             for number, key in writes:
@@ -280,11 +280,11 @@ class Query(RuleBasedStateMachine):
             if self.end is None:
                 break
         began = {number: offset.seq for number, offset in offsets_of(self.first).items()}
-        for number, partition in enumerate(self.driver.partitions):
+        for index, partition in enumerate(self.driver.partitions):
             newest = {
-                key: seq for key, seq in partition.newest().items() if seq > began.get(number, 0)
+                key: seq for key, seq in partition.newest().items() if seq > began.get(index, 0)
             }
-            assert {key: seq for seq, key in self.log_of.get(number, [])} == newest
+            assert {key: seq for seq, key in self.log_of.get(index, [])} == newest
 
 
 class WithLimits(Query):
@@ -344,9 +344,9 @@ class WithRewinds(WithFailovers):
         self.driver.fail_over(number, max(0, ends[max(0, len(ends) - 1 - back)] + beside))
 
     @precondition(lambda self: self.end is None)
-    @rule(number=NUMBERS, back=st.integers(0, 3))
-    def forget_deletions(self, number: int, back: int) -> None:
-        partition = self.driver.partitions[number]
+    @rule(partition_id=NUMBERS, back=st.integers(0, 3))
+    def forget_deletions(self, partition_id: int, back: int) -> None:
+        partition = self.driver.partitions[partition_id]
         partition.purge = max(partition.purge, partition.persisted - back)
 
 
@@ -384,13 +384,13 @@ TestWithRewinds.settings = PROFILE
 def test_a_batch_is_shared_out_by_backlog(limits: Limits) -> None:
     stands = {0: (0, 100), 1: (200, 300), 2: (50, 50), 3: (5, 7)}
     partitions = {
-        PartitionId(number): PartitionOffset(
+        PartitionId(partition): PartitionOffset(
             FailoverLog(), SeqNo(seq), SeqNo(seq), SeqNo(snapshot_end)
         )
-        for number, (seq, snapshot_end) in stands.items()
+        for partition, (seq, snapshot_end) in stands.items()
     }
     found = batch_ends(partitions, limits, dict.fromkeys(partitions, 10.0))
-    assert all(found[PartitionId(number)] <= stands[number][1] for number in found)
+    assert all(found[PartitionId(partition)] <= stands[partition][1] for partition in found)
     total = sum(seq - stands[number][0] for number, seq in found.items())
     if limits.numbers is not None:
         assert total <= limits.numbers
@@ -544,7 +544,7 @@ def test_an_offset_is_read_as_it_was_written(offset: Offset) -> None:
 def test_an_offset_is_short() -> None:
     log = FailoverLog.of([(2**63 + 1, 0)])
     at_end = PartitionOffset(log, SeqNo(20_000), SeqNo(20_000), SeqNo(20_000))
-    partitions = {PartitionId(number): at_end for number in range(64)}
+    partitions = {PartitionId(partition): at_end for partition in range(64)}
     assert len(json.dumps(Offset("b", partitions, 7).to_json())) < 2500
 
 
@@ -695,8 +695,8 @@ def test_changes_not_yet_on_disk_are_streamed_only_on_request() -> None:
 def test_tasks_are_few_and_about_equal() -> None:
     log = FailoverLog().with_branch(HistoryId(1), SeqNo(0))
     slices = [
-        Slice(PartitionId(number), log, SeqNo(0), SeqNo(100), SeqNo(0), SeqNo(100), nbytes)
-        for number, nbytes in enumerate([10, 10, 1000, 10, 350, 0, 10])
+        Slice(PartitionId(partition), log, SeqNo(0), SeqNo(100), SeqNo(0), SeqNo(100), nbytes)
+        for partition, nbytes in enumerate([10, 10, 1000, 10, 350, 0, 10])
     ]
     for bytes_max, tasks_min in ((10_000, 1), (100, 1), (10_000, 4), (1, 1), (10_000, 10_000)):
         tasks = tasks_of(slices, 7, bytes_max=bytes_max, tasks_min=tasks_min)
@@ -716,8 +716,8 @@ def test_tasks_are_few_and_about_equal() -> None:
 def written(partitions: int, rows: int) -> ModelDriverClient:
     """A bucket with so many rows in each partition, all on disk."""
     driver = ModelDriverClient(partitions)
-    for number in range(partitions):
-        write_rows(driver, number, rows)
+    for partition in range(partitions):
+        write_rows(driver, partition, rows)
     return driver
 
 
@@ -735,8 +735,8 @@ def test_a_plan_pins_the_ranges_from_the_streams_position() -> None:
     first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     reader.commit(first)
     assert driver.leases == {}
-    for number in range(2):
-        driver.write(number, 0)
+    for index in range(2):
+        driver.write(index, 0)
     reader.prepareForTriggerAvailableNow()
     driver.write(0, 0)
     driver.flush(0)
@@ -800,12 +800,12 @@ def test_deletions_that_are_forgotten_do_not_matter_inside_a_snapshot() -> None:
     reader = reader_of(driver, maxOffsetsPerTrigger="5")
     start = reader.initialOffset()
     driver.partitions[0].purge = 15
-    for number in range(4):
+    for index in range(4):
         end = reader.latestOffset(start, ReadMaxRows(5))
-        if number == 2:
+        if index == 2:
             driver.fail_over(0, 20)  # an unclean restart: a new history at the end
         tasks = list(reader.partitions(start, end))
-        assert ranges_of(tasks) == [(0, 5 * number, 5 * number + 5, None)]  # type: ignore[arg-type]
+        assert ranges_of(tasks) == [(0, 5 * index, 5 * index + 5, None)]  # type: ignore[arg-type]
         start = end
     assert reader.latestOffset(start, ReadMaxRows(5)) is start
 
@@ -857,9 +857,9 @@ def test_a_partition_that_is_not_asked_for_stays_inside_its_snapshot() -> None:
     for key in (0, 1, 2, 3, 4, 0):
         driver.write(0, key)
         driver.write(1, key)
-    for number in range(2):
-        driver.flush(number)
-        driver.compact(number)
+    for index in range(2):
+        driver.flush(index)
+        driver.compact(index)
     reader = reader_of(driver, onRollback="marker", maxOffsetsPerTrigger="6")
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(6))
     few = reader_of(driver, partitions={1}, onRollback="marker")

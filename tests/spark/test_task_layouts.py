@@ -51,10 +51,10 @@ def test_a_batch_that_runs_again_in_one_task_counts_once(
 ) -> None:
     url = new_bucket()
     for name in ("first", "second"):
-        put_increments(tmp_path, name, [f"counter-{number % 10}" for number in range(5000)])
+        put_increments(tmp_path, name, [f"counter-{index % 10}" for index in range(5000)])
     run_and_die(url, tmp_path, how)
     count(spark, url, tmp_path, "upr", ONE_TASK)
-    assert contents(url) == {b"counter-%d" % number: b"1000" for number in range(10)}
+    assert contents(url) == {b"counter-%d" % index: b"1000" for index in range(10)}
     put_increments(tmp_path, "third", ["counter-0"])
     count(spark, url, tmp_path, "upr", TWO_TASKS)
     with BlockingClient(url) as client:
@@ -75,7 +75,7 @@ def write_increments_in(
 
 
 def counters(count: int) -> dict[bytes, bytes]:
-    return {b"counter-%d" % number: b"%d" % count for number in range(10)}
+    return {b"counter-%d" % index: b"%d" % count for index in range(10)}
 
 
 def test_a_write_with_an_id_counts_once_in_whatever_tasks(
@@ -96,7 +96,7 @@ def test_a_batch_that_foreach_batch_writes_again_counts_once(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:
     url = new_bucket()
-    put_increments(tmp_path, "first", [f"counter-{number % 10}" for number in range(100)])
+    put_increments(tmp_path, "first", [f"counter-{index % 10}" for index in range(100)])
     attempts: list[int] = []
 
     def write_and_fail_once(batch: DataFrame, batch_id: int) -> None:

@@ -362,9 +362,9 @@ def test_a_batch_of_a_stream_that_is_another_when_it_is_run_again(
 ) -> None:
     url = new_bucket()
     stream = Stream(spark, tmp_path, url)
-    stream.put("first", [str(number) for number in range(200)])
+    stream.put("first", [str(index) for index in range(200)])
     stream.run()
-    stream.put("first", [str(number) for number in range(100, 300)])
+    stream.put("first", [str(index) for index in range(100, 300)])
     stream.forget_commit(0)
     with pytest.raises(PySparkException, match="UPR_REPLAY_DIFFERS"):
         stream.run()

@@ -44,7 +44,7 @@ WRITER = writer_id(b"job", 7)
 
 def rows(count: int, value: str = "v") -> Iterator[pa.RecordBatch]:
     for first in range(0, count, 20):
-        keys = [f"key-{number}" for number in range(first, min(first + 20, count))]
+        keys = [f"key-{index}" for index in range(first, min(first + 20, count))]
         yield pa.record_batch({"key": keys, "value": [value * 31_000] * len(keys)})
 
 
@@ -143,7 +143,7 @@ def test_counters_whose_answers_are_lost_with_the_server() -> None:
             yield pa.record_batch(
                 {
                     "op": ["increment"] * COUNTERS,
-                    "key": [f"key-{number}" for number in range(COUNTERS)],
+                    "key": [f"key-{index}" for index in range(COUNTERS)],
                     "value": [str(LARGEST)] * COUNTERS,
                 }
             )
@@ -166,7 +166,7 @@ def test_counters_whose_answers_are_lost_with_the_server() -> None:
             restarter.join(60)
         assert mutations(url) == COUNTERS
         largest = str(LARGEST).encode()
-        assert counters(url) == {b"key-%d" % number: largest for number in range(COUNTERS)}
+        assert counters(url) == {b"key-%d" % index: largest for index in range(COUNTERS)}
 
 
 def test_rows_that_are_on_replicas_survive_a_failover() -> None:

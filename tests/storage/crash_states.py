@@ -119,15 +119,15 @@ def some_chunk(random: Random, start: int) -> Chunk:
 def commit_some(log: ChunkLog, random: Random) -> None:
     """One commit of one to all partitions."""
     writes = []
-    for number in sorted(random.sample(range(PARTITIONS), random.randint(1, PARTITIONS))):
-        high = int(log.high(number))
+    for partition in sorted(random.sample(range(PARTITIONS), random.randint(1, PARTITIONS))):
+        high = int(log.high(partition))
         chunks = []
         for _ in range(random.choice((1, 1, 2, 5))):
             chunks.append(some_chunk(random, high))
             high = chunks[-1].end
         counter = random.randrange(20)
         token = StoredAnswer(b"a writer, really", counter, random.choice((b"", b"the answer")))
-        writes.append(PartitionWrite(number, record_of(high), chunks, (token,)))
+        writes.append(PartitionWrite(partition, record_of(high), chunks, (token,)))
     log.commit(writes)
 
 
@@ -145,7 +145,7 @@ def record(folder: Path) -> Recording:
     recorder = WriteRecorder(path)
     events = recorder.events
     sweeps: list[Compaction] = []
-    for number in range(COMMITS):
+    for commit in range(COMMITS):
         if sweeps:
             step = sweeps[0].step(24 * 1024, (), purge_before_cas=1 << 62)
             index.apply_compaction(sweeps[0].partition, step.purged, -1)
@@ -153,7 +153,7 @@ def record(folder: Path) -> Recording:
                 del sweeps[0]
         else:
             commit_some(log, random)
-        if number % 15 == 14:
+        if commit % 15 == 14:
             for partition in range(PARTITIONS):
                 while (mark := index.follow(partition, 1_000)).seq < log.high(partition):
                     pass
@@ -255,10 +255,10 @@ def states(
 
 def read_all(log: ChunkLog) -> None:
     """Every record and every chunk, with all their checksums."""
-    for number, partition in enumerate(log.load().partitions):
+    for index, partition in enumerate(log.load().partitions):
         after, high = 0, partition.record.high
         while after < high:
-            after = log.read(number, after, high, bytes_max=1 << 20)[-1].end
+            after = log.read(index, after, high, bytes_max=1 << 20)[-1].end
 
 
 def examine(folder: Path, right: list[bytes], tally: Tally) -> None:

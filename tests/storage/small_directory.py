@@ -28,7 +28,7 @@ def key_of(number: int) -> bytes:
     return b"key %d %s" % (number, b"k" * (number % 40))
 
 
-ABSENT: Final = [key_of(number) for number in range(1000, 1020)]
+ABSENT: Final = [key_of(index) for index in range(1000, 1020)]
 
 
 def make(path: Path) -> None:
@@ -48,17 +48,19 @@ def make(path: Path) -> None:
     storage.open()
     chance = random.Random(4)
     for turn in range(24):
-        storage.commit([_write(storage, number, turn, chance) for number in range(PARTITIONS)])
+        storage.commit(
+            [_write(storage, partition, turn, chance) for partition in range(PARTITIONS)]
+        )
         if turn % 4 == 2:
-            for number in range(PARTITIONS):
-                storage.index.follow(number, 1 << 20)
+            for partition in range(PARTITIONS):
+                storage.index.follow(partition, 1 << 20)
         if turn == 15:
             _compact(storage, 0, purge_before_cas=0)
             _compact(storage, 1, purge_before_cas=400)
     lease = LeaseRecord(5, "a consumer", ((1, 0, storage.log.high(1)),), 60, EXPIRY)
     storage.log.put_lease(lease)
-    for number in range(PARTITIONS):
-        storage.index.follow(number, 1 << 20)
+    for partition in range(PARTITIONS):
+        storage.index.follow(partition, 1 << 20)
     storage.log.mark_clean_stop()
     storage.close()
 
@@ -117,7 +119,7 @@ class Answers(msgspec.Struct):
 
 def wants() -> list[FetchRequest]:
     """Every key, and some that never were."""
-    keys = [*(key_of(number) for number in range(KEYS)), *ABSENT]
+    keys = [*(key_of(index) for index in range(KEYS)), *ABSENT]
     return [FetchRequest(key, 0, True) for key in keys]
 
 
@@ -127,13 +129,13 @@ def answers(storage: BucketStorage) -> Answers:
     streams = [
         [
             bytes(chunk)
-            for chunk in storage.log.read(number, 0, partition.record.high, bytes_max=PLENTY)
+            for chunk in storage.log.read(index, 0, partition.record.high, bytes_max=PLENTY)
         ]
-        for number, partition in enumerate(stored.partitions)
+        for index, partition in enumerate(stored.partitions)
     ]
     keys = [want.key for want in wants()]
     items = [
-        dict(zip(keys, storage.index.find(number, wants()), strict=True))
-        for number in range(PARTITIONS)
+        dict(zip(keys, storage.index.find(partition, wants()), strict=True))
+        for partition in range(PARTITIONS)
     ]
     return Answers(stored, streams, items)

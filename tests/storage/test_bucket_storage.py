@@ -67,15 +67,15 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BucketSto
 
 def overwrite(bucket: BucketStorage, model: Model, random: Random, count: int = 20) -> None:
     """One commit, of keys that are mostly there already."""
-    number = random.randrange(PARTITIONS)
-    high = model.highs[number]
+    partition = random.randrange(PARTITIONS)
+    high = model.highs[partition]
     rows = []
     for seq in range(high + 1, high + 1 + count):
         key = b"key %d" % random.randrange(KEYS)
         operation = random.choice((Operation.SET, Operation.SET, Operation.SET, Operation.DELETE))
         rows.append(row(operation, key, seq, seq, size=VALUE_BYTES))
     chunk = chunk_of(rows, high, high + count)
-    write = PartitionWrite(number, record_of(high + count), [chunk])
+    write = PartitionWrite(partition, record_of(high + count), [chunk])
     bucket.commit([write])
     model.take([write])
 
@@ -114,8 +114,8 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
     # 10 MB were written; the file does not grow any more, though it is never made smaller.
     assert in_file[-1] <= in_file[3] * 1.1
     assert in_file[-1] < 3 * (2 * live_bytes_max + GARBAGE_BYTES)
-    for number, high in enumerate(model.highs):
-        model.check_read(bucket.log, number, 0, high)
+    for index, high in enumerate(model.highs):
+        model.check_read(bucket.log, index, 0, high)
 
 
 def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
@@ -214,11 +214,11 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
             break
     log.fault = index.fault = None
     tidy(bucket, urgent=True)
-    for number, high in enumerate(model.highs):
-        model.check_read(bucket.log, number, 0, high)
-        mark = bucket.index.watermark(number)
-        assert (mark.seq, mark.items) == (high, len(model.contents(number, high)))
-        assert bucket.log.sizes()[number] == bucket._partitions[number].chunk_bytes
+    for partition, high in enumerate(model.highs):
+        model.check_read(bucket.log, partition, 0, high)
+        mark = bucket.index.watermark(partition)
+        assert (mark.seq, mark.items) == (high, len(model.contents(partition, high)))
+        assert bucket.log.sizes()[partition] == bucket._partitions[partition].chunk_bytes
     assert refused > 20
 
 
@@ -241,8 +241,8 @@ def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
             overwrite(bucket, model, random)
             assert not bucket._is_full
     assert 3 < full < 100
-    for number, high in enumerate(model.highs):
-        model.check_read(bucket.log, number, 0, high)
+    for partition, high in enumerate(model.highs):
+        model.check_read(bucket.log, partition, 0, high)
 
 
 @pytest.mark.parametrize("error", [DiskFullError("no room"), CorruptionError("damaged")])
@@ -286,6 +286,6 @@ def test_a_chunk_may_be_larger_than_a_step_of_compaction(
         overwrite(bucket, model, random)
         tidy(bucket, urgent=True, before_cas=max(model.highs) - 100)
     assert any(usage.purge_seq for usage in bucket._partitions)
-    for number, high in enumerate(model.highs):
-        assert bucket.log.sizes()[number] == bucket._partitions[number].chunk_bytes
-        model.check_read(bucket.log, number, 0, high)
+    for partition, high in enumerate(model.highs):
+        assert bucket.log.sizes()[partition] == bucket._partitions[partition].chunk_bytes
+        model.check_read(bucket.log, partition, 0, high)

@@ -66,7 +66,7 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChunkLog]:
 
 
 def some_chunk(start: int, count: int, skipped: int = 0) -> Chunk:
-    seqs = [start + (skipped + 1) * (number + 1) for number in range(count)]
+    seqs = [start + (skipped + 1) * (index + 1) for index in range(count)]
     rows = [row(Operation.SET, b"key %d" % (seq % 5), seq, seq) for seq in seqs]
     return chunk_of(rows, start, seqs[-1])
 
@@ -85,30 +85,30 @@ def test_committed_mutations_are_read_between_any_two_numbers(
     sizes = [0] * PARTITIONS
     for commit in commits:
         writes = []
-        for number, shapes in commit.items():
-            high = model.highs[number]
+        for index, shapes in commit.items():
+            high = model.highs[index]
             chunks = []
             for count, skipped in shapes:
                 chunks.append(some_chunk(high, count, skipped))
                 high = chunks[-1].end
-                sizes[number] += chunks[-1].nbytes + STORED_OVERHEAD_BYTES
-            writes.append(PartitionWrite(number, record_of(high), chunks))
+                sizes[index] += chunks[-1].nbytes + STORED_OVERHEAD_BYTES
+            writes.append(PartitionWrite(index, record_of(high), chunks))
         log.commit(writes)
         model.take(writes)
     measured = log.sizes()
-    assert [measured.get(number, 0) for number in range(PARTITIONS)] == sizes
-    for number, history in enumerate(model.histories):
-        high = model.highs[number]
-        assert log.high(number) == high
+    assert [measured.get(partition, 0) for partition in range(PARTITIONS)] == sizes
+    for index, history in enumerate(model.histories):
+        high = model.highs[index]
+        assert log.high(index) == high
         start = data.draw(st.integers(0, high))
         end = data.draw(st.integers(start, high))
         bytes_max = data.draw(st.sampled_from([1, 300, PLENTY]))
         rows = [row for row in history if start < row.seq <= end]
-        assert read(log, number, start, end, bytes_max) == rows
+        assert read(log, index, start, end, bytes_max) == rows
         picked = data.draw(
             st.lists(st.sampled_from(history), max_size=6) if history else st.just([])
         )
-        assert log.find(number, [row.seq for row in picked], PLENTY) == picked
+        assert log.find(index, [row.seq for row in picked], PLENTY) == picked
 
 
 @settings(max_examples=200)

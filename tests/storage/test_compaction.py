@@ -33,7 +33,7 @@ PROFILE: Final = settings(
 )
 
 PARTITIONS: Final = 3
-KEYS: Final = [b"key %d" % number for number in range(8)]
+KEYS: Final = [b"key %d" % index for index in range(8)]
 OPERATIONS: Final = [Operation.SET, Operation.SET, Operation.DELETE, Operation.EXPIRE]
 
 # Of a mutation: its partition, key, operation, expiry time, numbers skipped before it, and whether
@@ -140,10 +140,10 @@ class Life(RuleBasedStateMachine):
         for lease_id in done.broken:
             assert self.lapsed.pop(lease_id).ranges[0][0] == done.partition
         if done.partition >= 0:
-            number = done.partition
-            assert before[number] <= done.purge_seq <= self.model.highs[number]
-            assert done.purge_seq == self.log.load().partitions[number].purge_seq
-            mark = self.index.watermark(number)
+            partition = done.partition
+            assert before[partition] <= done.purge_seq <= self.model.highs[partition]
+            assert done.purge_seq == self.log.load().partitions[partition].purge_seq
+            mark = self.index.watermark(partition)
             assert (done.indexed, done.items) == (mark.seq, mark.items)
         return done
 
@@ -158,8 +158,8 @@ class Life(RuleBasedStateMachine):
                 break
         else:
             raise AssertionError("there is always more to do")
-        for number, high in enumerate(self.model.highs):
-            assert self.index.watermark(number).seq == high
+        for index, high in enumerate(self.model.highs):
+            assert self.index.watermark(index).seq == high
 
     @rule(number=st.integers(0, PARTITIONS - 1), age=AGES, steps=st.integers(1, 30))
     def sweep(self, number: int, age: float, steps: int) -> None:
@@ -172,18 +172,18 @@ class Life(RuleBasedStateMachine):
 
     # Leases and readers.
 
-    @rule(number=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
-    def lease(self, number: int, share: float) -> None:
-        high = self.model.highs[number]
-        purge = self.log.load().partitions[number].purge_seq
+    @rule(partition=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
+    def lease(self, partition: int, share: float) -> None:
+        high = self.model.highs[partition]
+        purge = self.log.load().partitions[partition].purge_seq
         start = round(share * high)
         if start < high and len(self.leases) < 3:
             start = start if start >= purge else 0
             lease_id = len(self.leased_rows)
-            lease = LeaseRecord(lease_id, "", ((number, start, high),), 1, 1.0)
+            lease = LeaseRecord(lease_id, "", ((partition, start, high),), 1, 1.0)
             self.log.put_lease(lease)
             self.leases[lease_id] = lease
-            self.leased_rows[lease_id] = read(self.log, number, start, high)
+            self.leased_rows[lease_id] = read(self.log, partition, start, high)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -206,56 +206,56 @@ class Life(RuleBasedStateMachine):
             self.model.check_read(self.log, number, start, end)
             assert read(self.log, number, start, end) == self.leased_rows[lease_id]
 
-    @rule(number=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
-    def follow_from_anywhere(self, number: int, share: float) -> None:
-        high = self.model.highs[number]
-        purge = self.log.load().partitions[number].purge_seq
-        self.model.check_read(self.log, number, purge + round(share * (high - purge)), high)
+    @rule(partition=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
+    def follow_from_anywhere(self, partition: int, share: float) -> None:
+        high = self.model.highs[partition]
+        purge = self.log.load().partitions[partition].purge_seq
+        self.model.check_read(self.log, partition, purge + round(share * (high - purge)), high)
 
     @invariant()
     def whole(self) -> None:
         sizes = self.log.sizes()
-        for number, high in enumerate(self.model.highs):
-            self.model.check_read(self.log, number, 0, high)
+        for partition, high in enumerate(self.model.highs):
+            self.model.check_read(self.log, partition, 0, high)
             if high:
-                newest = self.model.histories[number][-1]
-                assert self.log.find(number, [high], 1) == [newest]
-                assert read(self.log, number, high - 1, high) == [newest]
-            assert self.storage._partitions[number].chunk_bytes == sizes.get(number, 0)
-            assert self.log.high(number) == high
+                newest = self.model.histories[partition][-1]
+                assert self.log.find(partition, [high], 1) == [newest]
+                assert read(self.log, partition, high - 1, high) == [newest]
+            assert self.storage._partitions[partition].chunk_bytes == sizes.get(partition, 0)
+            assert self.log.high(partition) == high
 
     # Point reads.
 
     def catch_up(self) -> None:
         """An index that is made anew has first to come to where the one before was: what changed
         again up to there may be gone from the log."""
-        for number, known in enumerate(self.known):
-            while self.index.watermark(number).seq < known:
+        for index, known in enumerate(self.known):
+            while self.index.watermark(index).seq < known:
                 self.upkeep(urgent=True, age=0.0)
 
     @rule(now=st.sampled_from([9, 10, 25, 30]), limit=st.integers(1, 4))
     def look_up(self, now: int, limit: int) -> None:
         self.catch_up()
         expected_expired = []
-        for number in range(PARTITIONS):
-            mark = self.index.watermark(number)
-            contents = self.model.contents(number, mark.seq)
+        for partition in range(PARTITIONS):
+            mark = self.index.watermark(partition)
+            contents = self.model.contents(partition, mark.seq)
             assert mark.items == len(contents)
             expected = [contents.get(key) for key in KEYS]
             items = self.index.find(
-                number, [FetchRequest(key, 0, needs_value=True) for key in KEYS]
+                partition, [FetchRequest(key, 0, needs_value=True) for key in KEYS]
             )
             assert items == expected
             items = self.index.find(
-                number, [FetchRequest(key, 0, needs_value=False) for key in KEYS]
+                partition, [FetchRequest(key, 0, needs_value=False) for key in KEYS]
             )
             assert [self.bare(item) for item in items] == [self.bare(item) for item in expected]
             known = [
                 FetchRequest(item.key, item.seq, needs_value=True) for item in contents.values()
             ]
-            assert self.index.find(number, known) == list(contents.values())
+            assert self.index.find(partition, known) == list(contents.values())
             expected_expired += [
-                (item.expiry, number, item.seq, key)
+                (item.expiry, partition, item.seq, key)
                 for key, item in contents.items()
                 if 0 < item.expiry <= now
             ]
@@ -323,8 +323,8 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def lose_the_index(self) -> None:
-        for number in range(PARTITIONS):
-            self.known[number] = max(self.known[number], self.index.watermark(number).seq)
+        for partition in range(PARTITIONS):
+            self.known[partition] = max(self.known[partition], self.index.watermark(partition).seq)
         self.index_disk = SimulatedDisk()
         self.open()
 

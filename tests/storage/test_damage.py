@@ -21,7 +21,7 @@ from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, inde
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PARTITIONS: Final = 3
-KEYS: Final = [b"key %d" % number for number in range(12)]
+KEYS: Final = [b"key %d" % index for index in range(12)]
 CHUNK_ROWS: Final = 3
 
 

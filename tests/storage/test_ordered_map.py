@@ -166,14 +166,14 @@ def test_a_transaction_that_raises_changes_nothing(ordered_map: OrderedMap) -> N
 
 
 def test_a_full_disk_changes_nothing_and_accepts_what_fits(ordered_map: OrderedMap) -> None:
-    items = {b"key %d" % number: bytes(20_000) for number in range(20)}
+    items = {b"key %d" % index: bytes(20_000) for index in range(20)}
     put(ordered_map, items.items())
 
     def write_too_much(transaction: WriteTransaction) -> None:
         transaction.put(b"key 3", b"changed")
         transaction.delete(b"key 4")
-        for number in range(100):
-            transaction.put(b"more %d" % number, bytes(20_000))
+        for index in range(100):
+            transaction.put(b"more %d" % index, bytes(20_000))
 
     with pytest.raises(DiskFullError), ordered_map.write() as transaction:
         write_too_much(transaction)
@@ -184,22 +184,22 @@ def test_a_full_disk_changes_nothing_and_accepts_what_fits(ordered_map: OrderedM
 
 def test_a_full_disk_has_space_again_after_deletions(ordered_map: OrderedMap) -> None:
     def fill(value: bytes) -> int:
-        for number in range(1_000):
+        for index in range(1_000):
             try:
-                put(ordered_map, [(b"key %d" % number, value)])
+                put(ordered_map, [(b"key %d" % index, value)])
             except DiskFullError:
-                return number
+                return index
         raise AssertionError("it is never full")
 
     filled = fill(bytes(30_000))
     assert filled > 10
     with ordered_map.write() as transaction:
-        for number in range(filled // 2):
-            transaction.delete(b"key %d" % number)
+        for index in range(filled // 2):
+            transaction.delete(b"key %d" % index)
     # LMDB gives pages back two commits later.
     put(ordered_map, [(b"one", b"1")])
     put(ordered_map, [(b"two", b"2")])
-    put(ordered_map, [(b"more %d" % number, bytes(30_000)) for number in range(filled // 4)])
+    put(ordered_map, [(b"more %d" % index, bytes(30_000)) for index in range(filled // 4)])
 
 
 def test_reserved_space_is_left_free(ordered_map: OrderedMap) -> None:
@@ -226,8 +226,8 @@ def test_statistics_report_the_bytes_in_use(ordered_map: OrderedMap) -> None:
 def test_a_read_transaction_keeps_seeing_one_state(lmdb_environment: LmdbMap) -> None:
     put(lmdb_environment, [(b"a", b"1")])
     with lmdb_environment.read() as transaction:
-        for number in range(10):
-            put(lmdb_environment, [(b"a", b"later"), (b"b %d" % number, bytes(9_000))])
+        for index in range(10):
+            put(lmdb_environment, [(b"a", b"later"), (b"b %d" % index, bytes(9_000))])
         assert seen_by(transaction) == {b"a": b"1"}
     assert get(lmdb_environment, b"a") == b"later"
 
@@ -258,12 +258,12 @@ def set_disk_size(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 def fill_up(ordered_map: LmdbMap) -> int:
     """Writes until the disk is full; returns how many records were written."""
-    for number in range(1_000):
+    for index in range(1_000):
         try:
             with ordered_map.write(reserve_bytes=MAP_BYTES // 4) as transaction:
-                transaction.put(b"%03d" % number, bytes(50_000))
+                transaction.put(b"%03d" % index, bytes(50_000))
         except DiskFullError:
-            return number
+            return index
     pytest.fail("the disk is never full")
 
 

@@ -136,8 +136,8 @@ def test_unused_memory_is_given_back() -> None:
     with both_ends() as (slots, buffer, descriptor):
         assert resident_bytes(descriptor) == 0
         lent = [slot for slot in (slots.lend(), slots.lend(), slots.lend()) if slot is not None]
-        for number in (slot.number for slot in lent):
-            buffer.begin(number)
+        for index in (slot.number for slot in lent):
+            buffer.begin(index)
             buffer.put(a_chunk(1, 1000))
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES
         before = bytes(lent[0].view)

@@ -335,7 +335,7 @@ def test_a_large_disk_has_addresses_for_many_buckets(
     disk = SimpleNamespace(f_frsize=4096, f_blocks=1 << 35, f_bavail=1 << 35)
     monkeypatch.setattr(os, "statvfs", lambda _path: disk)
     directory = DataDirectory(tmp_path)
-    names = [f"b{number:02}" for number in range(20)]
+    names = [f"b{index:02}" for index in range(20)]
     for name in names:
         directory.create(name, lambda _log, _index: None)
     opened = [part for name in names for part in directory.open(name)]
@@ -467,8 +467,8 @@ async def test_buckets_after_a_large_value_take_little_memory(tmp_path: Path) ->
             chunk = chunk_of([value], seq - 1, seq)
             await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(seq), [chunk])]))
         before = anonymous_bytes()
-        for number in range(20):
-            record = BucketRecord(f"bucket-{number}", 1, 1 << 20)
+        for index in range(20):
+            record = BucketRecord(f"bucket-{index}", 1, 1 << 20)
             await store.ask(CreateBucketFiles(record, [record_of(0)]))
         # The maps of each bucket reserve 6 MiB, and use hardly any of it.
         assert anonymous_bytes() - before < 20 << 20
@@ -493,8 +493,8 @@ async def test_a_killed_process_fails_the_store_and_its_callers(tmp_path: Path, 
         await store.ask(Commit(BUCKET.name, [some_write(0, 0)]))
         worker = store._reader if role == "reader" else store._writer
         async with trio.open_nursery() as nursery:
-            for number in range(5):
-                nursery.start_soon(call, store, number)
+            for index in range(5):
+                nursery.start_soon(call, store, index)
             await trio.sleep(0.05)
             os.kill(worker.process.pid, signal.SIGKILL)
             with trio.fail_after(10):

@@ -24,7 +24,7 @@ from upr_server.storage.records import (
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
 
-KEYS: Final = [b"key %d" % number for number in range(5)]
+KEYS: Final = [b"key %d" % index for index in range(5)]
 HISTORY: Final = HistoryId(7)
 PARTITION: Final = 1
 PLENTY: Final = 1 << 40
@@ -76,9 +76,9 @@ class Truncations(RuleBasedStateMachine):
         chunks = []
         for count in pieces:
             rows = []
-            for number in range(count):
+            for index in range(count):
                 self.cas += 1
-                seq = self.received + 2 * number + 1
+                seq = self.received + 2 * index + 1
                 operation = Operation.DELETE if self.cas % 4 == 0 else Operation.SET
                 rows.append(row(operation, KEYS[self.cas * 7 % 5], seq, self.cas, self.cas % 3))
             chunks.append(chunk_of(rows, self.received, rows[-1].seq))
@@ -297,16 +297,16 @@ def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
 def test_what_stays_unindexed_is_shared_among_partitions(keep: int, highs: list[int]) -> None:
     bucket = new_bucket()
     writes: list[Any] = []
-    for number, high in enumerate(highs):
+    for index, high in enumerate(highs):
         chunks = [
             chunk_of([row(Operation.SET, b"k%d" % seq, seq, seq)], seq - 1, seq)
             for seq in range(1, high + 1)
         ]
-        writes.append(PartitionWrite(number, record(high), chunks))
+        writes.append(PartitionWrite(index, record(high), chunks))
     bucket.commit(writes)
     while bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep).has_more:
         pass
-    left = sum(high - bucket.index.watermark(number).seq for number, high in enumerate(highs))
+    left = sum(high - bucket.index.watermark(index).seq for index, high in enumerate(highs))
     assert left == min(keep, sum(highs))
 
 

@@ -98,8 +98,8 @@ async def attacked(
         async with connect(server.url()) as client:
             await client.create_bucket(BUCKET, PARTITIONS)
         async with publisher(server.url(BUCKET)) as sink:
-            for number in range(items):
-                await sink.set(b"key-%d" % number, bytes(value_bytes))
+            for index in range(items):
+                await sink.set(b"key-%d" % index, bytes(value_bytes))
         async with bystanders(server):
             before = server.resident_bytes
             server.forget_peak()
@@ -304,7 +304,7 @@ async def test_what_an_open_bucket_does_not_allow(subtests: pytest.Subtests) -> 
 async def test_too_many_barriers() -> None:
     """Barriers stay open while the window is shut: the 65th is one too many, and none may be sent
     again."""
-    cookies = [b"%d" % number for number in range(OPEN_BARRIERS_MAX + 1)]
+    cookies = [b"%d" % index for index in range(OPEN_BARRIERS_MAX + 1)]
     async with attacked(items=1000, value_bytes=1000) as server:
         for status, said in (
             (Status.TOO_MANY, cookies),
@@ -513,8 +513,8 @@ async def test_a_publisher_that_ignores_its_credit() -> None:
 
             async def send() -> None:
                 with suppress(trio.BrokenResourceError):
-                    for number in range(1, 1025):
-                        await bad.send(_batch(number, MIB))
+                    for index in range(1, 1025):
+                        await bad.send(_batch(index, MIB))
 
             nursery.start_soon(send)
             while not isinstance(error := await bad.receive(), Error):
@@ -638,8 +638,8 @@ async def test_thousands_of_idle_connections() -> None:
             attacked(grows_at_most=peers * 48 * 1024 + 8 * MIB) as server,
             AsyncExitStack() as stack,
         ):
-            for number in range(peers):
-                bucket = BUCKET if number % 4 == 0 else ""
+            for index in range(peers):
+                bucket = BUCKET if index % 4 == 0 else ""
                 await stack.enter_async_context(peer(server.host, server.port, bucket))
             assert await connections(server) == peers + BYSTANDER_CONNECTIONS
             await stack.aclose()

@@ -100,8 +100,8 @@ class Load:
         self._draw = draw
         self._ends = False
         self._keys: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
-        for number in range(KEYS):
-            key = b"key-%d" % number
+        for index in range(KEYS):
+            key = b"key-%d" % index
             self._keys[partition_of(key, PARTITIONS)].append(key)
 
     async def publish(self, sink: Publisher) -> None:

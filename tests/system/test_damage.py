@@ -25,7 +25,7 @@ STREAM_LOGGED: Final = (*LOGGED, "backfill failed")
 
 
 def some_items(prefix: str) -> dict[bytes, bytes]:
-    names = [f"{prefix}-{number}" for number in range(400)]
+    names = [f"{prefix}-{index}" for index in range(400)]
     return {name.encode(): f"the value of {name}.".encode() for name in names}
 
 
@@ -102,7 +102,7 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
             key = next(iter(in_partition(SECOND)))
             await client.set(key, b"new", durability=Durability.PERSISTED)
             await assert_new(client, key)
-        others = [number for number in range(PARTITIONS) if number != DAMAGED]
+        others = [partition for partition in range(PARTITIONS) if partition != DAMAGED]
         expected = {
             key: everything[key] for key in everything if key not in in_partition(everything)
         }

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it mounts, and 
 
 BUCKET: Final = "planes"
 PARTITIONS: Final = 2
-ITEMS: Final = {b"key-%d" % number: b"%d " % number * 150 for number in range(1500)}
+ITEMS: Final = {b"key-%d" % index: b"%d " % index * 150 for index in range(1500)}
 
 MB: Final = 1024 * 1024
 RESERVE_MB: Final = 64
@@ -589,8 +589,8 @@ async def test_a_process_of_the_store_that_is_killed_ends_the_server(
                 pass
 
         async with trio.open_nursery() as nursery:
-            for number in range(4):
-                nursery.start_soon(load, number)
+            for index in range(4):
+                nursery.start_soon(load, index)
             await eventually(lambda: len(acknowledged) > 100, "some writes")
             os.kill(worker(server, role), signal.SIGKILL)
             assert await server.wait() == 1

@@ -172,8 +172,8 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
         async with connect(attrs.evolve(first.address, bucket="")) as client:
             await client.create_bucket(BUCKET, partition_count=PARTITIONS)
         assignments = []
-        for number in range(PARTITIONS):
-            active = NAMES[number % len(NAMES)]
+        for partition in range(PARTITIONS):
+            active = NAMES[partition % len(NAMES)]
             assignments.append(Assignment(active, {name: "" for name in NAMES if name != active}))
         first_map = PartitionMap(
             bucket=BUCKET,
@@ -448,7 +448,9 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
         follower = Follower(running.url, PartitionState.ACTIVE)
         consumers.start_soon(follower.run)
         target, operator = running.nodes["c"], running.operator()
-        mine = [number for number in range(PARTITIONS) if NAMES[number % len(NAMES)] == "a"]
+        mine = [
+            partition for partition in range(PARTITIONS) if NAMES[partition % len(NAMES)] == "a"
+        ]
         logs = await active_logs(running, mine)
         async with trio.open_nursery() as publishers:
             for who, level in enumerate(LEVELS):

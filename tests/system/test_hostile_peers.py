@@ -81,8 +81,8 @@ class GoodClient:
 
     async def _round(self) -> None:
         self._batches += 1
-        for number in range(BATCH):
-            key = b"%d-%d" % (self._number, (self._batches * BATCH + number) % KEYS)
+        for index in range(BATCH):
+            key = b"%d-%d" % (self._number, (self._batches * BATCH + index) % KEYS)
             value = b"value %d" % self._batches
             await self._sink.set(key, value)
             self.written[key] = value
@@ -93,8 +93,8 @@ class GoodClient:
         """How long each batch took from the moment when it was due."""
         took = []
         began_at = trio.current_time()
-        for number in range(rounds):
-            due_at = began_at + number * pace_s
+        for index in range(rounds):
+            due_at = began_at + index * pace_s
             await trio.sleep_until(due_at)
             await self._round()
             took.append(trio.current_time() - due_at)
@@ -112,10 +112,10 @@ async def good_clients(server: ServerProcess) -> AsyncIterator[list[GoodClient]]
     url = server.url(BUCKET)
     async with AsyncExitStack() as stack:
         clients = []
-        for number in range(CLIENTS):
+        for index in range(CLIENTS):
             sink = await stack.enter_async_context(publisher(url))
             consumer = await stack.enter_async_context(consume(url))
-            clients.append(GoodClient(number, sink, consumer))
+            clients.append(GoodClient(index, sink, consumer))
         async with trio.open_nursery() as nursery:
             for client in clients:
                 nursery.start_soon(client.follow)

@@ -121,8 +121,8 @@ class Written:
         self._draw = draw
         self._bytes_max = bytes_max
         self._keys: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
-        for number in range(KEYS):
-            key = b"%s-%d" % (prefix.encode(), number)
+        for index in range(KEYS):
+            key = b"%s-%d" % (prefix.encode(), index)
             self._keys[partition_of(key, PARTITIONS)].append(key)
 
     @property
@@ -179,8 +179,8 @@ class Sums:
         self.increments = 0
         self._draw = draw
         self._keys: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
-        for number in range(COUNTERS):
-            key = b"sum-%d" % number
+        for index in range(COUNTERS):
+            key = b"sum-%d" % index
             self._keys[partition_of(key, PARTITIONS)].append(key)
 
     def increment(self, partition: int, builder: ChunkBuilder) -> int:
@@ -382,8 +382,8 @@ class Town:
                     await self.persisted.until_answered(1)
                 endings = [ending for ending, lives in ENDINGS.items() for _ in range(lives)]
                 self._draw.shuffle(endings)
-                for number, ending in enumerate(endings):
-                    await self._life(number, ending)
+                for index, ending in enumerate(endings):
+                    await self._life(index, ending)
                 publishers.start_soon(self._end)
             followers.cancel_scope.cancel()
 

@@ -55,10 +55,10 @@ async def ask_for_all_streams(asking: Peer) -> None:
         Stream(
             PartitionState.ACTIVE,
             NOTHING_YET,
-            partition=PartitionId(number),
+            partition=PartitionId(partition),
             opaque=asking.opaque(),
         )
-        for number in range(PARTITIONS_MAX)
+        for partition in range(PARTITIONS_MAX)
     ]
     await asking.send(*requests, Go())
 
@@ -66,8 +66,8 @@ async def ask_for_all_streams(asking: Peer) -> None:
 async def test_statistics_of_many_buckets_and_connections() -> None:
     async with quick_server() as server, AsyncExitStack() as stack:
         async with connect(server.url()) as client:
-            for number in range(50):
-                await client.create_bucket(f"wide-{number}", PARTITIONS_MAX)
+            for index in range(50):
+                await client.create_bucket(f"wide-{index}", PARTITIONS_MAX)
         for _ in range(100):
             await stack.enter_async_context(peer(server.host, server.port))
         async with peer(server.host, server.port) as asking:
@@ -75,8 +75,8 @@ async def test_statistics_of_many_buckets_and_connections() -> None:
                 await asking.send(Stats(opaque=asking.opaque()))
                 await asking.expect(StatsReply)
         async with connect(server.url()) as client:
-            for number in range(50):
-                await client.delete_bucket(f"wide-{number}")
+            for index in range(50):
+                await client.delete_bucket(f"wide-{index}")
 
 
 async def test_numbers_of_all_partitions() -> None:
@@ -91,8 +91,8 @@ async def test_a_large_bucket_is_deleted() -> None:
         async with connect(server.url()) as client:
             await client.create_bucket("short-lived", 4)
         async with publisher(server.url("short-lived")) as sink:
-            for number in range(100_000):
-                await sink.set(b"key-%d" % number, b"a value")
+            for index in range(100_000):
+                await sink.set(b"key-%d" % index, b"a value")
         async with connect(server.url()) as client:
             await client.delete_bucket("short-lived")
 

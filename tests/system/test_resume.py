@@ -184,7 +184,7 @@ class _Run:
         self.starter = starter
         self.bucket = f"seed-{schedule.seed}"
         self.draw = random.Random(-1 - schedule.seed)
-        self.keys = [b"key-%d" % number for number in range(schedule.keys)]
+        self.keys = [b"key-%d" % index for index in range(schedule.keys)]
         self.written = trio.Event()
 
     async def run(self) -> None:
@@ -219,9 +219,9 @@ class _Run:
     async def _write(self, count: int, *, first: bool = False) -> None:
         draw, schedule = self.draw, self.schedule
         async with publisher(self.server.url(self.bucket), on_failure=lambda failure: None) as sink:
-            for number in range(count):
+            for index in range(count):
                 key = draw.choice(self.keys)
-                value = b"%d:" % number + bytes(draw.randrange(schedule.value_bytes))
+                value = b"%d:" % index + bytes(draw.randrange(schedule.value_bytes))
                 expiry = int(time.time()) + 2 if schedule.expires and draw.random() < 0.2 else 0
                 chance = draw.random()
                 if chance < 0.6:
@@ -237,7 +237,7 @@ class _Run:
                 else:
                     delta = CounterDelta(draw.randrange(10), 1).encode()
                     await sink.apply(Operation.INCREMENT, b"counter-" + key, delta)
-                if number % schedule.batch == 0:
+                if index % schedule.batch == 0:
                     await sink.flush()
                     if not first and draw.random() < 0.3:
                         await trio.sleep(draw.uniform(0, 0.01))

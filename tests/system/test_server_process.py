@@ -96,9 +96,9 @@ def in_every_partition(prefix: str, count: int = 400) -> dict[bytes, bytes]:
 # It starts.
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("signal_number", SIGNALS)
 async def test_all_it_says_on_standard_output_is_where_it_listens(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, signal_number: signal.Signals
 ) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     with out.open("wb") as to_out, log.open("wb") as to_log:
@@ -121,13 +121,13 @@ async def test_all_it_says_on_standard_output_is_where_it_listens(
         assert said, (out.read_text(), log.read_text())
         async with connect(f"upr://127.0.0.1:{said[1]}/") as client:
             assert await client.list_buckets() == []
-        process.send_signal(number)
+        process.send_signal(signal_number)
         with trio.fail_after(STOP_TIMEOUT_S):
             assert await process.wait() == 0
     finally:
         process.kill()
     assert out.read_text() == said[0]
-    assert number.name in log.read_text()
+    assert signal_number.name in log.read_text()
     assert "Traceback" not in log.read_text()
 
 
@@ -286,9 +286,9 @@ def assert_shut_down(heard: list[Message], streams: int) -> None:
     assert last.status == Status.SHUTTING_DOWN
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("signal_number", SIGNALS)
 async def test_stopped_it_ends_streams_with_the_reason(
-    settings: Path, number: signal.Signals
+    settings: Path, signal_number: signal.Signals
 ) -> None:
     async with server_process("--config", str(settings)) as server:
         await fill(server, in_every_partition("item"))
@@ -297,7 +297,7 @@ async def test_stopped_it_ends_streams_with_the_reason(
             peer(server.host, server.port, BUCKET) as idle,
         ):
             await streaming.stream_all()
-            server.process.send_signal(number)
+            server.process.send_signal(signal_number)
             heard: dict[Peer, list[Message]] = {}
 
             async def hear(listener: Peer) -> None:
@@ -339,9 +339,9 @@ async def take_nothing(server: ServerProcess, bad: Peer) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="buffers elsewhere may hold it all")
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("signal_number", SIGNALS)
 async def test_stopped_it_waits_for_a_peer_that_reads_nothing_no_longer_than_its_deadline(
-    number: signal.Signals,
+    signal_number: signal.Signals,
 ) -> None:
     """The peer would be let go after a minute; the deadline is a second. One that reads hears
     everything meanwhile."""
@@ -357,7 +357,7 @@ async def test_stopped_it_waits_for_a_peer_that_reads_nothing_no_longer_than_its
         async with peer(server.host, server.port, BUCKET) as good:
             await good.stream_all()
             started = trio.current_time()
-            assert await server.stop(number) == 0
+            assert await server.stop(signal_number) == 0
             took_s = trio.current_time() - started
             assert_shut_down(await hear_the_end(good), PARTITIONS)
         assert deadline_s <= took_s < deadline_s + 20, took_s
@@ -449,7 +449,8 @@ async def test_a_bucket_deleted_while_it_is_streamed(settings: Path) -> None:
             rest = [event async for event in consumer]
         ended = [event for event in rest if isinstance(event, StreamEnded)]
         assert sorted(ended, key=lambda event: event.partition) == [
-            StreamEnded(PartitionId(number), Status.BUCKET_DELETED) for number in range(PARTITIONS)
+            StreamEnded(PartitionId(partition), Status.BUCKET_DELETED)
+            for partition in range(PARTITIONS)
         ]
         assert rest[-PARTITIONS:] == ended
         assert BUCKET not in [bucket.name for bucket in await client.list_buckets()]
@@ -486,7 +487,7 @@ async def test_killed_and_started_again_it_has_consumers_begin_anew(settings: Pa
                 await fill(second, new)
                 with trio.fail_after(STOP_TIMEOUT_S):
                     await consumer.barrier()
-                assert sorted(rolled_back) == [(number, 0) for number in range(PARTITIONS)]
+                assert sorted(rolled_back) == [(partition, 0) for partition in range(PARTITIONS)]
                 assert_same(mirror.contents, new, PARTITIONS)
                 async with connect(second.url(BUCKET)) as client:
                     theirs = await server_contents(client, {*lost, *new})

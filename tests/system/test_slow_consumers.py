@@ -108,8 +108,8 @@ async def load(sink: Publisher, first: int, end: int) -> None:
     """Publishes some of the mutations; returns when they are acknowledged."""
     for start in range(first, end, ROUND_MUTATIONS):
         keys: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
-        for number in range(start, min(start + ROUND_MUTATIONS, end)):
-            key = key_of(number)
+        for index in range(start, min(start + ROUND_MUTATIONS, end)):
+            key = key_of(index)
             keys[partition_of(key, PARTITIONS)].append(key)
         for partition, some_keys in enumerate(keys):
             chunk = plain_chunk(some_keys, [value_of(key) for key in some_keys])

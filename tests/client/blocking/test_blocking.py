@@ -101,12 +101,12 @@ def test_keys(fake: ThreadedFake) -> None:
 
 def test_many_keys_in_several_answers(fake: ThreadedFake) -> None:
     fake.server.get_items_max = 3
-    keys = [b"%d" % number for number in range(100)]
+    keys = [b"%d" % index for index in range(100)]
     for key in keys[1::2]:
         fake.server.put(key, key)
     with client(fake) as kv:
         assert [item and item.value for item in kv.get_many(keys)] == [
-            key if number % 2 else None for number, key in enumerate(keys)
+            key if index % 2 else None for index, key in enumerate(keys)
         ]
 
 
@@ -242,8 +242,8 @@ def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
     answered: list[int] = []
 
     def source() -> Iterator[tuple[PartitionId, Chunk]]:
-        for number in range(3000):
-            yield PartitionId(0), plain_chunk([b"k%d" % number], [bytes(10_000)])
+        for index in range(3000):
+            yield PartitionId(0), plain_chunk([b"k%d" % index], [bytes(10_000)])
         # The first are under way in another thread: they arrive while this one still makes batches.
         deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
         while not fake.server.contents():
@@ -257,8 +257,8 @@ def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
 
 def test_a_large_batch_while_answers_come_back(fake: ThreadedFake) -> None:
     batches = [
-        (PartitionId(number % 4), plain_chunk([b"%d" % number], [bytes(100_000)]))
-        for number in range(200)
+        (PartitionId(index % 4), plain_chunk([b"%d" % index], [bytes(100_000)]))
+        for index in range(200)
     ]
     with client(fake) as kv:
         assert kv.publish_all(batches) == []
@@ -268,9 +268,9 @@ def test_a_large_batch_while_answers_come_back(fake: ThreadedFake) -> None:
 def test_results_are_in_order_though_connections_are_cut(fake: ThreadedFake) -> None:
     rng = random.Random(7)
     mutations = []
-    for number in range(3000):
-        key = b"counter-%d" % (number % 50)
-        if number % 10 == 9:
+    for index in range(3000):
+        key = b"counter-%d" % (index % 50)
+        if index % 10 == 9:
             mutations.append(Mutation(Operation.ADD, key, b"x"))
         else:
             mutations.append(Mutation(Operation.INCREMENT, key, CounterDelta(1, 1).encode()))
@@ -293,7 +293,7 @@ def test_results_are_in_order_though_connections_are_cut(fake: ThreadedFake) -> 
 def test_apply_fails_every_operation_of_a_refused_batch(fake: ThreadedFake) -> None:
     fake.server.refuse = lambda m: Status.BAD_ARGUMENT if isinstance(m, Mutate) else None
     with client(fake) as kv:
-        results = kv.apply(Mutation(Operation.SET, b"%d" % number, b"v") for number in range(9))
+        results = kv.apply(Mutation(Operation.SET, b"%d" % index, b"v") for index in range(9))
     assert [result.status for result in results if isinstance(result, Failure)] == [
         Status.BAD_ARGUMENT
     ] * 9
@@ -331,8 +331,8 @@ def test_a_program_that_was_busy_does_not_take_the_server_for_dead(fake: Threade
 
 def fill(fake: ThreadedFake, count: int, size: int = 10) -> None:
     def put() -> None:
-        for number in range(count):
-            fake.server.put(b"key-%d" % number, b"%d" % number + bytes(size))
+        for index in range(count):
+            fake.server.put(b"key-%d" % index, b"%d" % index + bytes(size))
 
     fake.thread.call(put)
 

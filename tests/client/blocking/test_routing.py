@@ -21,7 +21,7 @@ from upr_protocol.partition_map import Assignment
 
 URL = "upr://a,b,c/b"
 PARTITIONS = 6
-KEYS = [f"key-{number}" for number in range(60)]
+KEYS = [f"key-{index}" for index in range(60)]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def client(nodes: ThreadedCluster, url: str = URL, **options: float) -> Blocking
 def increments(count: int) -> list[Mutation]:
     value = CounterDelta(1, 1).encode()
     return [
-        Mutation(Operation.INCREMENT, b"key-%d" % (number % 60), value) for number in range(count)
+        Mutation(Operation.INCREMENT, b"key-%d" % (index % 60), value) for index in range(count)
     ]
 
 
@@ -83,7 +83,9 @@ def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:
         nodes.kill("a")
         nodes.move({3: Assignment(active="b")}, tell="bc")
         kv.apply(increments(300))
-        nodes.move({number: Assignment(active="c") for number in range(PARTITIONS)}, tell="bc")
+        nodes.move(
+            {partition: Assignment(active="c") for partition in range(PARTITIONS)}, tell="bc"
+        )
         kv.apply(increments(300))
     assert counted(nodes) == 1200
 

@@ -55,8 +55,8 @@ def test_an_error_comes_with_the_traceback_of_the_thread(thread: TrioThread) -> 
 
 def test_calls_that_nobody_waits_for_are_made_in_order(thread: TrioThread) -> None:
     called: list[int] = []
-    for number in range(100):
-        thread.run_soon(called.append, number)
+    for index in range(100):
+        thread.run_soon(called.append, index)
 
     async def count() -> int:
         await trio.lowlevel.checkpoint()

@@ -266,8 +266,8 @@ async def test_a_file_is_read_and_written_by_the_consumer(
     net: FakeNet, server: FakeServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "resume.json"
-    for number in range(10):
-        server.put(b"%d" % number, b"v")
+    for index in range(10):
+        server.put(b"%d" % index, b"v")
     async with consume(URL, dial=net.dial, resume=path, end="now") as consumer:
         first = [event async for event in consumer]
     async with consume(URL, dial=net.dial, resume=str(path), end="now") as consumer:
@@ -289,8 +289,8 @@ async def test_only_processed_events_are_saved(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.partitions = server.partitions[:1]
-    for number in range(9):
-        server.put(b"%d" % number, b"v")
+    for index in range(9):
+        server.put(b"%d" % index, b"v")
     store = MemoryStore()
     limits = SaveLimits(complete_interval_s=0, interval_s=0)
     async with consume(URL, dial=net.dial, resume=store, save_limits=limits) as consumer:
@@ -348,8 +348,8 @@ async def test_saves_are_spread_in_time(
             nursery.start_soon(follow, consumer)
             await trio.sleep(1)
             assert store.saves == 1  # the logs, before any data
-            for number in range(200):
-                server.put(b"k", b"%d" % number)
+            for index in range(200):
+                server.put(b"k", b"%d" % index)
                 await trio.sleep(0.5)
             assert 10 <= store.saves <= 12
             # Nothing more comes, and yet it is saved.
@@ -492,8 +492,8 @@ def test_a_consumer_cut_killed_and_rolled_back_ends_with_the_servers_contents(
 async def test_a_partition_that_fails_over_below_what_was_received_starts_again(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    for number in range(30):
-        server.put(b"%d" % number, b"v")
+    for index in range(30):
+        server.put(b"%d" % index, b"v")
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer:
         async for event in consumer:
@@ -524,8 +524,8 @@ async def test_a_consumer_cut_just_before_a_snapshots_end_gets_the_end(
 ) -> None:
     """With a server that has nothing new, the end would otherwise never come."""
     server.partitions = server.partitions[:1]
-    for number in range(9):
-        server.put(b"%d" % number, b"v")
+    for index in range(9):
+        server.put(b"%d" % index, b"v")
     log = server.partitions[0].log
     partial = PartialSnapshot(log.current, SeqNo(0), SeqNo(9))
     state = ResumeState("b", {PartitionId(0): Position(log, SeqNo(0), SeqNo(9), partial)})
@@ -544,8 +544,8 @@ async def test_a_consumer_cut_just_before_a_snapshots_end_gets_the_end(
 async def test_partitions_that_a_new_bucket_does_not_have_are_rolled_back_to_0(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    for number in range(30):
-        server.put(b"%d" % number, b"v")
+    for index in range(30):
+        server.put(b"%d" % index, b"v")
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer:
         async for event in consumer:
@@ -553,7 +553,7 @@ async def test_partitions_that_a_new_bucket_does_not_have_are_rolled_back_to_0(
             if isinstance(event, Completed):
                 break
         state = consumer.resume_state
-        server.partitions = [FakePartition(number, 7) for number in range(2)]
+        server.partitions = [FakePartition(partition, 7) for partition in range(2)]
         net.cut()
         with pytest.raises(ServerError, match="created again, with 2 partitions instead of 4"):
             await anext(consumer)

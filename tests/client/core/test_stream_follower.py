@@ -137,9 +137,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(key=st.binary(min_size=1, max_size=1), count=st.integers(1, 8))
     def change(self, key: bytes, count: int) -> None:
-        for number in range(count):
+        for index in range(count):
             self.changes += 1
-            self.server.put(key + b"%d" % number, b"value %d" % self.changes)
+            self.server.put(key + b"%d" % index, b"value %d" % self.changes)
 
     @rule(partition=partitions, kept=st.floats(0, 1))
     def fail_over(self, partition: PartitionId, kept: float) -> None:
@@ -212,17 +212,19 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def positions_follow_from_the_events(self) -> None:
-        for number in range(PARTITIONS):
-            position = self.state.received.position(PartitionId(number))
-            assert position.highest_received == self.received[number]
-            assert position.last_complete == self.complete[number]
-            assert (position.partial is None) == (self.received[number] == self.complete[number])
+        for partition in range(PARTITIONS):
+            position = self.state.received.position(PartitionId(partition))
+            assert position.highest_received == self.received[partition]
+            assert position.last_complete == self.complete[partition]
+            assert (position.partial is None) == (
+                self.received[partition] == self.complete[partition]
+            )
 
     def teardown(self) -> None:
         """Left alone, the application comes to what the server has, and every barrier returns."""
         self.server.refuse = lambda _: None
-        for number in range(PARTITIONS):
-            self.add_partition(PartitionId(number))
+        for partition_id in range(PARTITIONS):
+            self.add_partition(PartitionId(partition_id))
         if self.connection is None:
             self.connect()
         for _ in range(1000):

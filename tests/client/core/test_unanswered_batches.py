@@ -43,7 +43,9 @@ class Machine(RuleBasedStateMachine):
         self.node = self.batches.new_node()
         for partition in range(PARTITIONS):
             self.batches.place(PartitionId(partition), self.node)
-        self.partitions = [FakePartition(number, 1 + number) for number in range(PARTITIONS)]
+        self.partitions = [
+            FakePartition(partition, 1 + partition) for partition in range(PARTITIONS)
+        ]
         self.added: defaultdict[int, list[Batch]] = defaultdict(list)
         self.answered: list[Batch] = []
         self.inactive: set[int] = set()
@@ -225,8 +227,8 @@ class Machine(RuleBasedStateMachine):
         """With a good connection everything is answered, and had one effect each, in order."""
         if self.client is None:
             self.connect()
-        for number in range(PARTITIONS):
-            self.find_the_node_of(number)
+        for partition in range(PARTITIONS):
+            self.find_the_node_of(partition)
         while self.arrived:
             self.answer()
         self.inactive.clear()
@@ -241,8 +243,8 @@ class Machine(RuleBasedStateMachine):
             if not self.batches.count:
                 break
         assert not self.batches.count
-        for number, batches in self.added.items():
-            history = self.partitions[number].history
+        for partition, batches in self.added.items():
+            history = self.partitions[partition].history
             counts = iter(range(1, len(history) + 1))
             assert [int(mutation.value) for mutation in history] == list(range(1, len(history) + 1))
             for batch in batches:

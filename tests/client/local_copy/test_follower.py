@@ -164,8 +164,8 @@ async def test_a_rollback_replaces_just_the_keys_that_the_server_does_not_have(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     server.partitions = server.partitions[:1]
-    for number in range(30):
-        server.put(b"%d" % number, b"old")
+    for index in range(30):
+        server.put(b"%d" % index, b"old")
     async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
         await until_completed(copy)
         assert await copy.count() == 30
@@ -205,12 +205,12 @@ async def test_a_full_disk_loses_nothing_that_was_committed(
         file._database.execute("ROLLBACK")  # as SQLite does of itself
         raise sqlite3.OperationalError("database or disk is full")
 
-    for number in range(40):
-        server.put(b"first %d" % number, b"x")
+    for index in range(40):
+        server.put(b"first %d" % index, b"x")
     async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
         await until_completed(copy)
-    for number in range(400):
-        server.put(b"second %d" % number, b"x" * 100)
+    for index in range(400):
+        server.put(b"second %d" % index, b"x" * 100)
     with pytest.raises(KilledError):  # noqa: PT012
         async with keep_local_copy(URL, tmp_path, dial=net.dial, commit_limits=seldom) as copy:
             received = [await anext(copy) for _ in range(12)]

@@ -110,8 +110,8 @@ async def test_buffered_keys_are_written_with_one_record(tmp_path: Path) -> None
     path = tmp_path / "keys"
     file = ReceivedKeysFile(path, "b", is_buffered=True)
     length = path.stat().st_size
-    for number in range(1, 4):
-        await file.receive(PartitionId(number), [(b"k", SeqNo(number), HistoryId(1))])
+    for partition in range(1, 4):
+        await file.receive(PartitionId(partition), [(b"k", SeqNo(partition), HistoryId(1))])
     assert path.stat().st_size == length
     assert len(file.keys) == 3
     file.flush()
@@ -146,8 +146,8 @@ async def test_keys_that_come_while_others_are_written_are_written_too(tmp_path:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.to_thread.run_sync, flush_again_and_again)
-        for number in range(1, 1001):
-            await file.receive(P, [(b"%d" % number, SeqNo(number), HistoryId(1))])
+        for index in range(1, 1001):
+            await file.receive(P, [(b"%d" % index, SeqNo(index), HistoryId(1))])
         is_done.set()
     file.close()
     again = reopened(path)
@@ -177,9 +177,9 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     file = ReceivedKeysFile(path, "b", ReceivedKeysLimits(entries=100))
     largest = 0
-    for number in range(60):
+    for index in range(60):
         rows = [
-            (b"%d-%d" % (number, n) + bytes(200), SeqNo(number * 1000 + n + 1), HistoryId(1))
+            (b"%d-%d" % (index, n) + bytes(200), SeqNo(index * 1000 + n + 1), HistoryId(1))
             for n in range(500)
         ]
         await file.receive(P, rows)

@@ -82,14 +82,14 @@ async def test_get_many_keeps_the_order_of_keys_across_several_answers(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     server.get_items_max = 7
-    keys = [b"key-%d" % number for number in range(100)]
+    keys = [b"key-%d" % index for index in range(100)]
     for key in keys[::2]:
         server.put(key, b"value of " + key)
     async with connect(URL, dial=net.dial) as client:
         items = await client.get_many([*keys, keys[0]])
         assert await client.get_many([]) == []
     assert [item and item.value for item in items] == [
-        None if number % 2 else b"value of key-%d" % number for number in [*range(100), 0]
+        None if index % 2 else b"value of key-%d" % index for index in [*range(100), 0]
     ]
 
 
@@ -104,7 +104,7 @@ async def test_get_many_splits_more_keys_than_one_request_takes(
 
     server.refuse = refuse
     async with connect(URL, dial=net.dial) as client:
-        keys = [b"%d" % number for number in range(5 * GET_KEYS_MAX)]
+        keys = [b"%d" % index for index in range(5 * GET_KEYS_MAX)]
         assert await client.get_many(keys) == [None] * len(keys)
     assert max(asked) == GET_KEYS_MAX
     assert sum(asked) == len(keys)
@@ -200,14 +200,14 @@ async def test_requests_of_several_tasks_share_the_connection(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async def work(client: Client, name: str) -> None:
-        for number in range(20):
+        for index in range(20):
             await client.increment("shared")
-            await client.set(f"{name}-{number}", name)
+            await client.set(f"{name}-{index}", name)
 
     async with connect(URL, dial=net.dial) as client:
         async with trio.open_nursery() as nursery:
-            for number in range(8):
-                nursery.start_soon(work, client, f"task-{number}")
+            for index in range(8):
+                nursery.start_soon(work, client, f"task-{index}")
         item = await client.get("shared")
         assert client.statistics().open == 0
     assert item is not None
@@ -384,24 +384,24 @@ async def test_changes_of_many_tasks_ride_together(
                 results[number] = error
 
         async with trio.open_nursery() as nursery:
-            for number in range(60):
-                nursery.start_soon(change, number)
+            for index in range(60):
+                nursery.start_soon(change, index)
         (connection,) = server.connections
         # The first alone, and the others in a bundle of each durability.
         assert connection.counts[Mutate] == 3
     counts: defaultdict[int, list[int]] = defaultdict(list)
-    for number, result in results.items():
-        if number % 3:
+    for index, result in results.items():
+        if index % 3:
             assert isinstance(result, WriteResult)
             assert result.count is not None
-            assert result.partition == server.partition_of(b"counter-%d" % (number % 5)).id
-            counts[number % 5].append(result.count)
-        elif number % 2:
+            assert result.partition == server.partition_of(b"counter-%d" % (index % 5)).id
+            counts[index % 5].append(result.count)
+        elif index % 2:
             assert isinstance(result, ServerError)
             assert (result.status, "b'there'" in str(result)) == (Status.EXISTS, True)
         else:
             assert isinstance(result, WriteResult)
-            assert server.contents()[b"key-%d" % number] == b"v"
+            assert server.contents()[b"key-%d" % index] == b"v"
     assert {key: sorted(values) for key, values in counts.items()} == {
         key: list(range(1, 9)) for key in range(5)
     }
@@ -412,10 +412,10 @@ async def test_a_cancelled_change_takes_nothing_from_others(
 ) -> None:
     async with connect(URL, dial=net.dial) as client, trio.open_nursery() as nursery:
         with trio.CancelScope() as scope:
-            for number in range(5):
-                nursery.start_soon(client.set, b"key-%d" % number, "v")
+            for index in range(5):
+                nursery.start_soon(client.set, b"key-%d" % index, "v")
             scope.cancel()
             await client.set("cancelled", "v")
         assert scope.cancelled_caught
-    keys = {b"key-%d" % number for number in range(5)}
+    keys = {b"key-%d" % index for index in range(5)}
     assert keys <= server.contents().keys() <= keys | {b"cancelled"}

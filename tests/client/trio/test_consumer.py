@@ -30,8 +30,8 @@ URL = "upr://fake/b"
 
 
 def fill(server: FakeServer, count: int, value: bytes = b"v", keys: int = 50) -> None:
-    for number in range(count):
-        server.put(b"key-%d" % (number % keys), value + b"-%d" % number)
+    for index in range(count):
+        server.put(b"key-%d" % (index % keys), value + b"-%d" % index)
 
 
 async def follow(consumer: Consumer, mirror: Mirror) -> None:
@@ -183,8 +183,8 @@ async def test_bytes_of_a_lost_connection_are_not_acknowledged_on_the_next(
         used = connection.session.window.used
         assert used >= WINDOW_BYTES_MIN
         # The first four chunks came with the connection before.
-        for number in range(4):
-            assert len(await until(consumer, ChunkReceived)) == 1 + (number == 0)
+        for index in range(4):
+            assert len(await until(consumer, ChunkReceived)) == 1 + (index == 0)
             await trio.testing.wait_all_tasks_blocked()
             assert connection.session.window.used == used
         rest = await until(consumer, SnapshotEnd)
@@ -212,8 +212,8 @@ async def test_events_that_nobody_asks_for_are_bounded(
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer:
         await until(consumer, Completed)
-        for number in range(3000):
-            server.put(b"k", b"%d" % number)
+        for index in range(3000):
+            server.put(b"k", b"%d" % index)
             await trio.testing.wait_all_tasks_blocked()
         # Four events a change, had they all been read.
         assert 4096 <= consumer.statistics().waiting < 6000
@@ -230,10 +230,10 @@ async def test_an_event_is_not_lost_by_cancelling(
     fill(server, 30)
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer:
-        for number in range(200):
-            if number == 100:
+        for index in range(200):
+            if index == 100:
                 fill(server, 30, b"more")
-            with trio.move_on_after(0.001 * (number % 2)):
+            with trio.move_on_after(0.001 * (index % 2)):
                 mirror.apply(await anext(consumer))
     assert mirror.contents == server.contents()
 
@@ -256,8 +256,8 @@ async def test_a_barrier_returns_once_everything_before_it_is_processed(
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
         nursery.start_soon(follow, consumer, mirror)
-        for number in range(100):
-            fill(server, 10, b"round-%d" % number)
+        for index in range(100):
+            fill(server, 10, b"round-%d" % index)
             expected = server.contents()
             reached = await consumer.barrier()
             assert mirror.contents == expected

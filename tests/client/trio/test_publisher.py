@@ -28,12 +28,12 @@ async def test_published_operations_arrive(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
-        for number in range(500):
-            await sink.set(b"key-%d" % number, b"value-%d" % number)
+        for index in range(500):
+            await sink.set(b"key-%d" % index, b"value-%d" % index)
         for _ in range(50):
             await sink.increment("counter", 2)
         await sink.delete("key-0")
-    expected = {b"key-%d" % number: b"value-%d" % number for number in range(1, 500)}
+    expected = {b"key-%d" % index: b"value-%d" % index for index in range(1, 500)}
     assert server.contents() == expected | {b"counter": b"100"}
     statistics = sink.statistics()
     assert (statistics.mutations, statistics.failed, statistics.unanswered) == (551, 0, 0)
@@ -112,9 +112,9 @@ async def test_every_operation_of_a_refused_batch_fails(
     server.refuse = lambda m: Status.UNSUPPORTED if isinstance(m, Mutate) else None
     failures: list[Failure] = []
     async with publisher(URL, dial=net.dial, on_failure=failures.append) as sink:
-        for number in range(10):
-            await sink.set(b"%d" % number, "v")
-    assert {failure.key for failure in failures} == {b"%d" % number for number in range(10)}
+        for index in range(10):
+            await sink.set(b"%d" % index, "v")
+    assert {failure.key for failure in failures} == {b"%d" % index for index in range(10)}
     assert {failure.status for failure in failures} == {Status.UNSUPPORTED}
 
 
@@ -263,8 +263,8 @@ def test_increments_have_exactly_one_effect_though_connections_are_cut_anywhere(
                 draw=rng.random,
                 writer=WriterIdentity(rng.randbytes(16)),
             ) as sink:
-                for number in range(300):
-                    await sink.increment(b"counter-%d" % (number % 7))
+                for index in range(300):
+                    await sink.increment(b"counter-%d" % (index % 7))
                     if not rng.randrange(20):
                         await trio.sleep(rng.random())
             nursery.cancel_scope.cancel()
@@ -281,8 +281,8 @@ async def test_order_holds_across_connections(
     rng = random.Random(5)
     net.budgets = iter([(ENDLESS, 4000), *small_budgets(rng, 20)])
     async with publisher(URL, dial=net.dial, batch_mutations=2) as sink:
-        for number in range(1000):
-            await sink.set("k", b"%d" % number)
+        for index in range(1000):
+            await sink.set("k", b"%d" % index)
     history = server.partition_of(b"k").history
     assert [int(mutation.value) for mutation in history] == list(range(1000))
 
@@ -296,8 +296,8 @@ async def test_a_batch_refused_for_a_passing_reason_is_sent_again_in_order(
 
     server.refuse = refuse
     async with publisher(URL, dial=net.dial, batch_mutations=1, retry_timeout_s=60) as sink:
-        for number in range(40):
-            await sink.set("k", b"%d" % number)
+        for index in range(40):
+            await sink.set("k", b"%d" % index)
     history = server.partition_of(b"k").history
     assert [int(mutation.value) for mutation in history] == list(range(40))
     assert 7 <= trio.current_time() < 13
@@ -379,8 +379,8 @@ async def test_many_tasks_may_share_a_publisher(
     async with publisher(URL, dial=net.dial, batch_mutations=5, buffer_bytes=5000) as sink:
 
         async def work(name: int) -> None:
-            for number in range(100):
-                await sink.set(b"task-%d" % name, b"%d" % number)
+            for index in range(100):
+                await sink.set(b"task-%d" % name, b"%d" % index)
                 await sink.increment("all")
 
         async with trio.open_nursery() as nursery:
@@ -398,9 +398,9 @@ async def test_a_refusal_and_a_lost_connection_together(
         Status.TEMPORARY_FAILURE if isinstance(m, Mutate) and trio.current_time() < 2 else None
     )
     async with publisher(URL, dial=net.dial, batch_mutations=3, draw=rng.random) as sink:
-        for number in range(200):
+        for index in range(200):
             await sink.increment("n")
-            await sink.set("k", b"%d" % number)
+            await sink.set("k", b"%d" % index)
     assert server.contents() == {b"n": b"200", b"k": b"199"}
 
 

@@ -40,8 +40,8 @@ def cluster(nursery: trio.Nursery) -> FakeCluster:
 
 
 def fill(cluster: FakeCluster, count: int, value: bytes = b"v", keys: int = 60) -> None:
-    for number in range(count):
-        cluster.any.put(b"key-%d" % (number % keys), value + b"-%d" % number)
+    for index in range(count):
+        cluster.any.put(b"key-%d" % (index % keys), value + b"-%d" % index)
 
 
 @asynccontextmanager
@@ -126,8 +126,8 @@ async def test_clients_of_a_single_node_follow_when_it_joins_a_cluster(
         await sink.set("k", "v")
         await consumer.barrier()
         cluster.tell("a")
-        for number in range(50):
-            await sink.set(f"key-{number}", "new")
+        for index in range(50):
+            await sink.set(f"key-{index}", "new")
         await sink.flush()
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
@@ -147,8 +147,8 @@ async def test_consumers_and_publishers_follow_a_partition_that_moves(
         # Others to that node, which asked for the map, may still be about to close.
         (untouched,) = (c for c in cluster.server("c").connections if c.counts[Stream])
         cluster.move({0: Assignment(active="b"), 3: Assignment(active="b")})
-        for number in range(100):
-            await sink.set(f"key-{number}", f"after-{number}")
+        for index in range(100):
+            await sink.set(f"key-{index}", f"after-{index}")
         await sink.flush()
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
@@ -184,8 +184,8 @@ async def test_clients_follow_the_partitions_of_a_lost_node(
     ):
         await consumer.barrier()
         cluster.kill("a")
-        for number in range(60):
-            await sink.set(f"key-{number}", "after")
+        for index in range(60):
+            await sink.set(f"key-{index}", "after")
         await trio.sleep(3)
         assert sink.statistics().unanswered
         began = trio.current_time()
@@ -209,8 +209,8 @@ async def test_a_node_that_accepts_connections_and_stays_silent_holds_up_nobody(
         await consumer.barrier()
         cluster.silent.add("a")
         cluster.kill("a")
-        for number in range(60):
-            await sink.set(f"key-{number}", "after")
+        for index in range(60):
+            await sink.set(f"key-{index}", "after")
         await trio.sleep(5)
         began = trio.current_time()
         cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
@@ -275,7 +275,7 @@ async def test_waiting_for_a_node_does_not_flood_the_others_with_requests(
 async def test_other_nodes_are_asked_for_the_map_on_one_lasting_connection(
     cluster: FakeCluster, dials: Counter[str], autojump_clock: MockClock
 ) -> None:
-    cluster.move({number: Assignment(active="a") for number in range(6)})
+    cluster.move({partition: Assignment(active="a") for partition in range(6)})
     fill(cluster, 100)
     b, c = cluster.server("b"), cluster.server("c")
     async with mirrored(cluster) as (consumer, mirror):
@@ -283,7 +283,7 @@ async def test_other_nodes_are_asked_for_the_map_on_one_lasting_connection(
         await trio.sleep(5)
         assert not b.connections
         began = dials.copy()
-        cluster.move({number: Assignment() for number in range(6)})
+        cluster.move({partition: Assignment() for partition in range(6)})
         cluster.kill("a")
         await trio.sleep(60)
         assert dials["b"] == began["b"] + 1
@@ -297,7 +297,7 @@ async def test_other_nodes_are_asked_for_the_map_on_one_lasting_connection(
         cluster.nets["b"].cut()
         await trio.sleep(1)
         assert dials["b"] == began["b"] + 2
-        cluster.move({number: Assignment(active="b") for number in range(6)})
+        cluster.move({partition: Assignment(active="b") for partition in range(6)})
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
         assert len(b.connections) == 2
@@ -333,13 +333,13 @@ async def test_the_first_node_is_let_go_when_it_holds_no_partition(
         await sink.flush()
         cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
         cluster.kill("a")
-        for number in range(60):
-            await sink.set(f"key-{number}", "2")
+        for index in range(60):
+            await sink.set(f"key-{index}", "2")
         await sink.flush()
-        cluster.move({number: Assignment(active="c") for number in range(6)}, tell="bc")
+        cluster.move({partition: Assignment(active="c") for partition in range(6)}, tell="bc")
         cluster.kill("b")
-        for number in range(60):
-            await sink.set(f"key-{number}", "3")
+        for index in range(60):
+            await sink.set(f"key-{index}", "3")
     assert cluster.any.contents() == {b"key-%d" % n: b"3" for n in range(60)} | {b"k": b"1"}
 
 
@@ -377,8 +377,8 @@ async def test_a_partition_without_an_active_is_waited_for(
         mirrored(cluster, end="now") as (consumer, mirror),
         publisher(URL, dial=cluster.dial) as sink,
     ):
-        for number in range(60):
-            await sink.set(f"key-{number}", "after")
+        for index in range(60):
+            await sink.set(f"key-{index}", "after")
         with trio.move_on_after(20) as scope:
             await consumer.barrier()
         assert scope.cancelled_caught
@@ -422,14 +422,14 @@ async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_nod
             await sink.flush()
             for turn in range(3):
                 old, new = "abab"[turn], "abab"[turn + 1]
-                cluster.move({number: Assignment(handing_over=old) for number in (0, 3)})
+                cluster.move({partition: Assignment(handing_over=old) for partition in (0, 3)})
                 await sink.set(quiet if turn == 2 else busy, "2")
                 await trio.sleep(4)
                 assert sink.statistics().unanswered == 1
-                cluster.move({number: Assignment(active=new) for number in (0, 3)})
+                cluster.move({partition: Assignment(active=new) for partition in (0, 3)})
                 await sink.flush()
                 await trio.sleep(20)
-            cluster.move({number: Assignment() for number in (0, 3)})
+            cluster.move({partition: Assignment() for partition in (0, 3)})
             await sink.set(busy, "3")
             await trio.sleep(6)
             began = trio.current_time()
@@ -446,8 +446,8 @@ async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_nod
 
 async def fill_by_publishing(cluster: FakeCluster) -> None:
     async with publisher(URL, dial=cluster.dial, retry_timeout_s=20) as sink:
-        for number in range(30):
-            await sink.set(f"key-{number}", "v")
+        for index in range(30):
+            await sink.set(f"key-{index}", "v")
 
 
 async def test_a_stale_map_is_asked_for_again(
@@ -457,9 +457,9 @@ async def test_a_stale_map_is_asked_for_again(
     async with publisher("upr://b/b", dial=cluster.dial) as sink:
         await sink.set("k", "1")
         await sink.flush()
-        cluster.move({number: Assignment(active="c") for number in range(6)}, tell="a")
-        for number in range(60):
-            await sink.set(f"key-{number}", "2")
+        cluster.move({partition: Assignment(active="c") for partition in range(6)}, tell="a")
+        for index in range(60):
+            await sink.set(f"key-{index}", "2")
         await trio.sleep(1)
         cluster.tell("bc")
         await sink.flush()
@@ -472,7 +472,7 @@ async def test_an_old_active_does_not_hold_back_what_the_new_one_has(
 ) -> None:
     """A replica is read where there is one, and where that is away from another."""
     cluster.move(
-        {number: Assignment(active="a", replicas={"b": "", "c": ""}) for number in range(6)}
+        {partition: Assignment(active="a", replicas={"b": "", "c": ""}) for partition in range(6)}
     )
     fill(cluster, 100)
     async with mirrored(cluster, state=PartitionState.REPLICA) as (consumer, mirror):
@@ -486,7 +486,9 @@ async def test_an_old_active_does_not_hold_back_what_the_new_one_has(
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
         assert cluster.server("c").connections
-        cluster.move({number: Assignment(active="c", replicas={"a": ""}) for number in range(6)})
+        cluster.move(
+            {partition: Assignment(active="c", replicas={"a": ""}) for partition in range(6)}
+        )
         fill(cluster, 100, b"x")
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
@@ -555,7 +557,7 @@ async def test_a_barrier_comes_back_though_partitions_move(
             cluster.server("b").resume()
             await trio.sleep(1)
             assert not reached
-            cluster.move({number: Assignment(active="a") for number in range(6)})
+            cluster.move({partition: Assignment(active="a") for partition in range(6)})
             await trio.sleep(1)
         (event,) = reached
         assert set(event.ends) == set(range(6))
@@ -666,8 +668,8 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
                     net.down = False
                 cluster.move(
                     {
-                        number: Assignment(active=assignment.active or "a")
-                        for number, assignment in enumerate(cluster.map.partitions)
+                        partition: Assignment(active=assignment.active or "a")
+                        for partition, assignment in enumerate(cluster.map.partitions)
                     }
                 )
                 began = trio.current_time()

@@ -19,7 +19,7 @@ from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import Get, Lease, LeaseReply, Mutate
 
 URL = "upr://a,b,c/b"
-KEYS = [f"key-{number}" for number in range(60)]
+KEYS = [f"key-{index}" for index in range(60)]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ async def left_with_a_change(cluster: FakeCluster, client: Client) -> AsyncItera
     a = cluster.server("a")
     a.held.add(Mutate)
     await trio.sleep(1)
-    cluster.move({number: Assignment(active="b") for number in (0, 2, 3, 5)}, tell="bc")
+    cluster.move({partition: Assignment(active="b") for partition in (0, 2, 3, 5)}, tell="bc")
     # The new map is asked for.
     await client.set(key_of(cluster, 2), "1")
     await trio.sleep(5)

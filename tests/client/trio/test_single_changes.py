@@ -144,8 +144,8 @@ def test_each_single_change_has_the_effect_that_its_task_is_answered(
                         connect(URL, dial=net.dial) as client,
                         trio.open_nursery() as tasks,
                     ):
-                        for number, plan in enumerate(plans):
-                            tasks.start_soon(run_task, client, number, plan, made_changes)
+                        for index, plan in enumerate(plans):
+                            tasks.start_soon(run_task, client, index, plan, made_changes)
                 except BrokenError:
                     continue  # it was cut during the handshake
             servers.cancel_scope.cancel()
@@ -171,11 +171,11 @@ async def test_the_levels_of_waiting_changes_take_turns(
 
     server.refuse = hear
     async with connect(URL, dial=net.dial) as client, trio.open_nursery() as tasks:
-        for number in range(5000):
-            tasks.start_soon(change, client, number, Durability.MEMORY)
+        for index in range(5000):
+            tasks.start_soon(change, client, index, Durability.MEMORY)
         await trio.testing.wait_all_tasks_blocked()
-        for number in range(3):
-            tasks.start_soon(change, client, number, Durability.PERSISTED)
+        for index in range(3):
+            tasks.start_soon(change, client, index, Durability.PERSISTED)
         await trio.testing.wait_all_tasks_blocked()
         assert not heard
         server.grant(1 << 20)

@@ -170,8 +170,8 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
     ) as consumer:
         await say_until_completed(consumer)
         assert said[:2] == [([(1000, 0)], 0), SnapshotStart]
-        for number in range(30):
-            server.put(b"%d" % number, b"v")
+        for index in range(30):
+            server.put(b"%d" % index, b"v")
         await say_until_completed(consumer)
         said.clear()
         server.partitions[0].fail_over(77, 24)

@@ -86,7 +86,7 @@ def test_two_small_snapshots_on_each_side_of_a_cursor_become_one() -> None:
 
 def test_a_small_snapshot_is_not_reason_enough_to_copy_a_large_one() -> None:
     partition = new_partition()
-    put(partition, *(b"%d" % number for number in range(100)))
+    put(partition, *(b"%d" % index for index in range(100)))
     read(partition)
     leave_snapshots(partition, 1, b"a")
     partition.manager.consider_short_runs()
@@ -148,8 +148,8 @@ def test_a_bucket_collapses_its_partitions_in_turn() -> None:
     bucket = new_bucket(3)
     bucket._on_collapsible = lambda: calls.append(1)
     assert not bucket.collapse_step()
-    for number in (2, 0):
-        leave_snapshots(bucket.partitions[number], 8, b"a")
+    for partition_id in (2, 0):
+        leave_snapshots(bucket.partitions[partition_id], 8, b"a")
     assert calls == [1]
     assert bucket.collapse_wanted
     steps = 0
@@ -284,13 +284,13 @@ def test_what_the_disk_has_is_still_collapsed_while_it_is_retained() -> None:
 
 def test_steps_are_bounded() -> None:
     partition = new_partition()
-    keys = [b"%d" % number for number in range(500)]
+    keys = [b"%d" % index for index in range(500)]
     leave_snapshots(partition, 8, *keys)
     assert collapse(partition, budget=400) >= 8
 
 
 def big(partition: Partition, low: int, high: int, size: int = 1000) -> None:
-    keys = [b"key %6d" % number for number in range(low, high)]
+    keys = [b"key %6d" % index for index in range(low, high)]
     for first in range(0, len(keys), 500):
         piece = keys[first : first + 500]
         partition.mutate(batch_of(plain_chunk(piece, [bytes(size)] * len(piece))), now=NOW)
@@ -336,8 +336,8 @@ def test_chunks_that_result_are_neither_short_nor_long() -> None:
 @pytest.mark.parametrize("overlap", [0, 1500])
 def test_chunks_that_result_hold_a_bounded_number_of_mutations(overlap: int) -> None:
     partition = new_partition()
-    for number in range(8):
-        low = number * (2000 - overlap)
+    for index in range(8):
+        low = index * (2000 - overlap)
         big(partition, low, low + 2000, 3)
     collapse(partition, 2000)
     counts = [chunk.count for chunk in all_chunks(partition)]

@@ -114,7 +114,7 @@ def test_a_batch_without_success_wakes_no_cursor() -> None:
 @pytest.mark.parametrize("batch", [3, 100])
 def test_resuming_inside_a_closed_snapshot(batch: int) -> None:
     partition = new_partition()
-    put(partition, *(b"%d" % number for number in range(batch)))
+    put(partition, *(b"%d" % index for index in range(batch)))
     read(partition)
     text = read(partition, 2)
     assert text.startswith(f"(2,{batch}] 2@3")
@@ -427,7 +427,7 @@ def test_many_counters_are_divided_among_chunks() -> None:
     partition = new_partition()
     put(partition, b"before")
     for low in range(0, 5000, 500):
-        send(partition, *(increment(b"%d" % number) for number in range(low, low + 500)))
+        send(partition, *(increment(b"%d" % index) for index in range(low, low + 500)))
         put(partition, b"doc %d" % low)
     cursor = cursor_at(partition)
     counts = [item.count for item in items(cursor) if isinstance(item, Chunk)]

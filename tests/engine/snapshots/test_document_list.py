@@ -33,15 +33,15 @@ def published(first: int, count: int) -> PublishedArray:
 def test_a_published_array_numbers_its_mutations_on_end() -> None:
     array = published(5, 3)
     assert (array.first, array.last, array.count) == (5, 7, 3)
-    assert [array.index(number) for number in (5, 6, 7)] == [0, 1, 2]
+    assert [array.index(seq) for seq in (5, 6, 7)] == [0, 1, 2]
     mutation = array.mutation(1)
     assert (mutation.seq, mutation.cas, mutation.key) == (6, 106, b"k6")
     chunk = array.whole(SeqNo(4), SeqNo(9))
     chunk.check()
     assert [(r.seq, r.cas) for r in chunk] == [(5, 105), (6, 106), (7, 107)]
-    for number in (4, 8):
+    for seq in (4, 8):
         with pytest.raises(KeyError):
-            array.index(number)
+            array.index(seq)
 
 
 @pytest.mark.parametrize("seal", [False, True])
@@ -49,11 +49,11 @@ def test_a_filled_array_finds_its_mutations(seal: bool) -> None:
     unsealed = filling(2, 5, 9)
     array = unsealed.sealed() if seal else unsealed
     array.check_invariants()
-    assert [array.index(number) for number in (2, 5, 9)] == [0, 1, 2]
+    assert [array.index(seq) for seq in (2, 5, 9)] == [0, 1, 2]
     assert array.mutation(1) == row(5, b"k5")
-    for number in (1, 3, 10):
+    for seq in (1, 3, 10):
         with pytest.raises(KeyError):
-            array.index(number)
+            array.index(seq)
 
 
 @pytest.mark.parametrize("kind", ["published", "filling", "numbered"])
@@ -79,8 +79,8 @@ def test_skipped_rows_are_not_copied(kind: str) -> None:
 def test_a_sparse_array_takes_its_flags_by_number() -> None:
     window = SkipFlags()
     window.extend(SeqNo(1), 12)
-    for number in (3, 8, 9):
-        window.skip(number)
+    for seq in (3, 8, 9):
+        window.skip(seq)
     array = filling(2, 3, 9, 11)
     array.copy_flags(window)
     assert array.skip == bytearray([0, 1, 1, 0])
@@ -150,10 +150,10 @@ def test_the_tail_is_replaced_in_place() -> None:
     put(partition, b"a")
     send(partition, request(Operation.SET, b"b", b"1", expiry=5000))
     size = partition.snapshots.open.nbytes
-    for number in range(50):
+    for index in range(50):
         send(
             partition,
-            request(Operation.DELETE, b"b") if number % 2 else request(Operation.ADD, b"b", b"2"),
+            request(Operation.DELETE, b"b") if index % 2 else request(Operation.ADD, b"b", b"2"),
         )
         send(partition, request(Operation.APPEND, b"b", b""))
     assert partition.snapshots.open.nbytes <= size
@@ -163,7 +163,7 @@ def test_the_tail_is_replaced_in_place() -> None:
 
 def test_arrays_skipped_whole_are_dropped() -> None:
     partition = new_partition()
-    keys = [b"%d" % number for number in range(1000)]
+    keys = [b"%d" % index for index in range(1000)]
     for _ in range(30):
         partition.mutate(batch_of(plain_chunk(keys, [bytes(200)] * 1000)), now=NOW)
     figures = partition.snapshots.open.statistics()
@@ -174,7 +174,7 @@ def test_arrays_skipped_whole_are_dropped() -> None:
 
 def test_deleted_documents_are_freed_though_deletions_add_little() -> None:
     partition = new_partition()
-    keys = [b"%d" % number for number in range(2000)]
+    keys = [b"%d" % index for index in range(2000)]
     for low in range(0, 2000, 100):
         put(partition, *keys[low : low + 100], value=bytes(5000))
     assert partition.snapshots.open.nbytes > 10_000_000
@@ -186,10 +186,10 @@ def test_deleted_documents_are_freed_though_deletions_add_little() -> None:
 
 def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
     partition = new_partition()
-    common = [b"common %d" % number for number in range(199)]
-    for number in range(300):
+    common = [b"common %d" % index for index in range(199)]
+    for index in range(300):
         partition.mutate(
-            batch_of(plain_chunk([b"rare %d" % number, *common], [bytes(100)] * 200)), now=NOW
+            batch_of(plain_chunk([b"rare %d" % index, *common], [bytes(100)] * 200)), now=NOW
         )
     figures = partition.snapshots.open.statistics()
     assert figures["keys"] == 499
@@ -212,12 +212,12 @@ def test_counters_do_not_stretch_the_window() -> None:
 
 def test_the_array_being_filled_is_sealed() -> None:
     partition = new_partition()
-    for number in range(3000):
-        put(partition, b"%d" % number)
+    for index in range(3000):
+        put(partition, b"%d" % index)
     arrays = partition.snapshots.open.statistics()["arrays"]
     assert arrays == 4, "the first batch, 1,024, 1,024, and what is being filled"
-    for number in range(10):
-        put(partition, b"%d" % number, value=bytes(60_000))
+    for index in range(10):
+        put(partition, b"%d" % index, value=bytes(60_000))
     assert partition.snapshots.open.statistics()["arrays"] > arrays
     partition.check_invariants()
 
@@ -233,7 +233,7 @@ def test_so_is_one_that_is_filled_by_other_operations() -> None:
 def test_small_arrays_share_a_segment() -> None:
     partition = new_partition()
     for low in range(0, 2000, 100):
-        put(partition, *(b"%d" % number for number in range(low, low + 100)))
+        put(partition, *(b"%d" % index for index in range(low, low + 100)))
     assert partition.snapshots.open.statistics()["arrays"] == 20
     chunks = all_chunks(partition)
     assert [chunk.count for chunk in chunks] == [2000]
@@ -242,7 +242,7 @@ def test_small_arrays_share_a_segment() -> None:
 def test_segments_are_not_much_longer_than_they_should_be() -> None:
     partition = new_partition()
     for low in range(0, 4000, 100):
-        put(partition, *(b"%d" % number for number in range(low, low + 100)), value=bytes(400))
+        put(partition, *(b"%d" % index for index in range(low, low + 100)), value=bytes(400))
     chunks = all_chunks(partition)
     assert len(chunks) == 8
     assert max(chunk.nbytes for chunk in chunks) < 300_000

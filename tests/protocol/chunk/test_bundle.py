@@ -21,7 +21,7 @@ def run_of(partition: int, rows: int, counter: int = 0) -> Run:
 
 
 def plain(count: int) -> Chunk:
-    return plain_chunk([b"%d" % number for number in range(count)], [b"value"] * count)
+    return plain_chunk([b"%d" % index for index in range(count)], [b"value"] * count)
 
 
 def built_of(rows: list[Mutation]) -> ChunkBuilder:
@@ -81,7 +81,7 @@ def test_the_largest_number_of_runs_is_allowed() -> None:
     ("runs", "rows", "reason"),
     [
         ([], 0, "1 to 1024 runs, not 0"),
-        ([run_of(number, 1) for number in range(BUNDLE_RUNS_MAX + 1)], 1025, "not 1025"),
+        ([run_of(index, 1) for index in range(BUNDLE_RUNS_MAX + 1)], 1025, "not 1025"),
         ([run_of(1, 0)], 0, "no rows"),
         ([run_of(1, 2), run_of(2, 0)], 2, "no rows"),
         ([run_of(1, BUNDLE_MUTATIONS_MAX + 1)], 4097, "at most 4096 mutations, not 4097"),

@@ -588,8 +588,7 @@ def test_keys_of_one_length_are_cut_like_others(
     key_length: int, count: int, value_length: int
 ) -> None:
     keys = [
-        number.to_bytes(2, "little").rjust(key_length, b"k")[-key_length:]
-        for number in range(count)
+        index.to_bytes(2, "little").rjust(key_length, b"k")[-key_length:] for index in range(count)
     ]
     chunk = plain_chunk(keys, [bytes(value_length)] * count)
     assert chunk.keys() == keys

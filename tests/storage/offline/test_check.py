@@ -373,8 +373,8 @@ def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
 
 def test_of_very_many_problems_the_first_are_reported(data: Path) -> None:
     def many(transaction: WriteTransaction) -> None:
-        for number in range(100):
-            transaction.put(b"? %d" % number, b"")
+        for index in range(100):
+            transaction.put(b"? %d" % index, b"")
 
     change(data, "index", many)
     assert any("80 problems more" in what for _, what in problems_in(data))
@@ -425,7 +425,7 @@ def test_a_dump_may_be_of_one_partition_its_keys_or_its_history(data: Path) -> N
     partition_rows = rows("--partition", 1)
     assert {row["partition"] for row in partition_rows} == {1}
     assert {row["key"] for row in partition_rows} <= {
-        key_of(number).decode() for number in range(KEYS)
+        key_of(index).decode() for index in range(KEYS)
     }
     assert not any("value" in row for row in rows("--keys-only"))
     history = rows("--history", "--partition", 1)

@@ -26,8 +26,8 @@ def opened(data: Path) -> BucketStorage:
 def set_state(data: Path, state: PartitionState) -> None:
     storage = opened(data)
     records = [
-        (number, msgspec.structs.replace(partition.record, state=state))
-        for number, partition in enumerate(storage.open().partitions)
+        (index, msgspec.structs.replace(partition.record, state=state))
+        for index, partition in enumerate(storage.open().partitions)
     ]
     storage.put_partition_map("{}", records)
     storage.close()
@@ -37,9 +37,9 @@ def stored(data: Path) -> list[tuple[StoredPartition, list[bytes]]]:
     """Each partition, and its chunks."""
     storage = opened(data)
     partitions = []
-    for number, partition in enumerate(storage.open().partitions):
+    for index, partition in enumerate(storage.open().partitions):
         high = partition.record.high
-        chunks = storage.log.read(number, 0, high, bytes_max=PLENTY) if high else []
+        chunks = storage.log.read(index, 0, high, bytes_max=PLENTY) if high else []
         partitions.append((partition, [bytes(chunk) for chunk in chunks]))
     storage.close()
     return partitions
@@ -77,9 +77,9 @@ def test_only_a_replica_empties_a_damaged_partition(tmp_path: Path, state: Parti
         return
     assert list(empty_damaged_replicas(tmp_path)) == []
     after = stored(tmp_path)
-    for number in range(PARTITIONS):
-        if number != 1:
-            assert after[number] == before[number]
+    for partition in range(PARTITIONS):
+        if partition != 1:
+            assert after[partition] == before[partition]
     emptied, chunks = after[1]
     assert (emptied.record.high, emptied.indexed, emptied.items, chunks) == (0, 0, 0, [])
     assert not emptied.tokens
