@@ -3,6 +3,7 @@ of them inside the tests' own session."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
+from tests.kit.effort import effort
 from tests.kit.process import ROOT
 from tests.spark.bucket import change, contents, contents_of_rows, drop, put
 from tests.spark.conftest import SPARK_OPTIONS
@@ -39,12 +41,16 @@ def environment() -> Mapping[str, str]:
     return {**os.environ, **here}
 
 
-def submit(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def submit(
+    script: str, *arguments: str, master: str = "local[2]", more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     options = [
-        word for name, value in SPARK_OPTIONS.items() for word in ("--conf", f"{name}={value}")
+        word
+        for name, value in {**SPARK_OPTIONS, **(more or {})}.items()
+        for word in ("--conf", f"{name}={value}")
     ]
     return subprocess.run(
-        [str(SUBMIT), "--master", "local[2]", *options, str(SCRIPTS / script), *arguments],
+        [str(SUBMIT), "--master", master, *options, str(SCRIPTS / script), *arguments],
         env=environment(),
         capture_output=True,
         text=True,
@@ -76,6 +82,43 @@ def test_submitted_to_spark(new_bucket: NewBucket, tmp_path: Path) -> None:
         b"N1": b'{"tailnum":"N1","seats":"10"}',
         b"N2": b'{"tailnum":"N2","seats":"20"}',
     }
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_of_two_workers_runs_them(new_bucket: NewBucket, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.mkdir()
+    logged = {
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.compress": "false",
+        "spark.eventLog.dir": log.as_uri(),
+    }
+    url, target = new_bucket(), new_bucket()
+    change(url, put(range(200)))
+    table = tmp_path / "table"
+    words_of = {
+        "latest_state.py": (
+            *(url, str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--once"),
+            *("--option", "minPartitions=4"),
+        ),
+        "backup.py": (url, str(tmp_path / "backup")),
+        "restore.py": (str(tmp_path / "backup"), target),
+        "snapshot.py": (url, str(tmp_path / "snapshot")),
+    }
+    # Each takes half a minute: one stands for all, unless there is time.
+    for script in list(words_of)[: effort(1, len(words_of))]:
+        done = submit(script, *words_of[script], master="local-cluster[2,1,1024]", more=logged)
+        assert done.returncode == 0, done.stderr[-4000:]
+    kept = DeltaTable(table).to_pyarrow_table().to_pylist()
+    assert contents_of_rows(kept) == contents(url)
+    lines = [line for path in log.rglob("events_*") for line in path.read_text().splitlines()]
+    events = [json.loads(line) for line in lines]
+    executors = {
+        event["Task Info"]["Executor ID"]
+        for event in events
+        if event["Event"] == "SparkListenerTaskEnd"
+    }
+    assert executors == {"0", "1"}, "each worker's executor had tasks"
 
 
 @contextmanager

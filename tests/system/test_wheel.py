@@ -234,7 +234,7 @@ INSTALL: Final = re.compile(r"\bpip install +([^\n`#()\"|]*[^\s`#()\",|])")
 """An install line of a document or of a sentence that a command prints."""
 
 
-OTHER_PROJECTS: Final = {"venv-pack"}
+OTHER_PROJECTS: Final = {"pyspark[connect]", "venv-pack"}
 """What the documents have users install beside this package."""
 
 

@@ -15,6 +15,7 @@ from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.errors.exceptions.base import PySparkRuntimeError
 from pyspark.sql import SparkSession
+from pyspark.sql.utils import is_remote
 
 from upr_protocol.errors import UprError
 from upr_protocol.spark.errors import PipelineError
@@ -80,7 +81,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def session(name: str) -> SparkSession:
-    """The session that `spark-submit` describes; without it, one that uses all cores.
+    """The session that `spark-submit` describes, or the Spark Connect server that `SPARK_REMOTE`
+    names; without them, one that uses all cores.
 
     Args:
         name: What Spark calls the application.
@@ -88,7 +90,9 @@ def session(name: str) -> SparkSession:
     # Workers are to be of the same Python, with the same packages.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = SparkSession.builder.appName(name).getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
+    if not is_remote():
+        # The log of a Spark Connect server is its operator's.
+        spark.sparkContext.setLogLevel("ERROR")
     spark.dataSource.register(UprDataSource)
     return spark
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
@@ -298,7 +299,13 @@ def keep_latest_state(
 
 
 def _query_id(batch: DataFrame) -> str:
-    query_id = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+    try:
+        query_id = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+    except PySparkException as error:
+        raise OptionError(
+            "Spark Connect does not tell which query a batch belongs to: pass app_id, another one "
+            "for each checkpoint, or run this with spark-submit"
+        ) from error
     if not query_id:
         raise OptionError("no streaming query has an ID to take: pass app_id")
     return f"upr:{query_id}"

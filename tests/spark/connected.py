@@ -1,0 +1,52 @@
+"""A client of Spark Connect: writes, reads, streams and takes a snapshot of a bucket.
+
+The command line has the URLs of two buckets and a folder. `SPARK_REMOTE` says where Spark is. The
+last line printed is a JSON object with what was counted.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+from upr_protocol.spark import UprDataSource
+from upr_protocol.spark.recipes import latest
+from upr_protocol.spark.recipes.snapshot import snapshot
+
+url, target, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+spark = SparkSession.builder.getOrCreate()
+assert isinstance(spark, ConnectSession)
+spark.dataSource.register(UprDataSource)
+
+rows = spark.range(100).selectExpr("concat('key ', id) AS key", "CAST(id AS STRING) AS value")
+rows.write.format("upr").mode("append").option("url", url).save()
+changes = spark.read.format("upr").option("url", url).load()
+
+query = (
+    spark.readStream.format("upr")
+    .option("url", url)
+    .load()
+    .select("key", "value")
+    .writeStream.format("upr")
+    .option("url", target)
+    .option("checkpointLocation", str(folder / "checkpoint"))
+    .trigger(availableNow=True)
+    .start()
+)
+query.awaitTermination()
+snapshot(spark, url, str(folder / "snapshot"))
+try:
+    spark.read.format("upr").option("url", url).option("partition", "1").load().count()
+    refusal = ""
+except PySparkException as error:
+    refusal = str(error).splitlines()[0]
+result = {
+    "written": changes.count(),
+    "latest": latest(changes).count(),
+    "snapshot": spark.read.parquet(str(folder / "snapshot" / "data")).count(),
+    "refusal": refusal,
+}
+sys.stdout.write(json.dumps(result) + "\n")

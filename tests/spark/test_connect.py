@@ -1,0 +1,45 @@
+"""The data source and a recipe over Spark Connect, with a client in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kit.process import ROOT
+from tests.spark.bucket import contents
+
+CLIENT_S = 200.0
+
+
+@pytest.mark.timeout(240)
+def test_a_client_of_spark_connect_reads_writes_and_streams(
+    new_bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    url, target = new_bucket(4), new_bucket(4)
+    here = {
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_REMOTE": "local[2]",
+    }
+    client = subprocess.run(
+        [sys.executable, "-m", "tests.spark.connected", url, target, str(tmp_path)],
+        env={**os.environ, **here},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=CLIENT_S,
+        check=False,
+    )
+    assert client.returncode == 0, client.stderr[-4000:]
+    result = json.loads(client.stdout.splitlines()[-1])
+    assert "[UPR_OPTION] there is no option partition" in result.pop("refusal")
+    assert result == {"written": 100, "latest": 100, "snapshot": 100}
+    expected = {b"key %d" % number: b"%d" % number for number in range(100)}
+    assert {key: stored.value for key, stored in contents(target).items()} == expected
