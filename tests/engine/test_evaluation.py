@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import count
 from typing import Final
 
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.engine.helpers import NOW, get_item, new_partition, put, request, send
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
+from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.ids import HistoryId, Operation
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
@@ -51,7 +53,9 @@ class SlicedBatches(RuleBasedStateMachine):
         rows, batch, evaluation = self.begun[index]
         high = self.partition.high_seq
         assert not evaluation.step(cost_max=cost)
-        expired_count = self.model.expire(evaluation.now) if evaluation.position else 0
+        expired_count = (
+            self.model.expire(evaluation.result.now) if evaluation.result.position else 0
+        )
         assert self.partition.high_seq == high + expired_count, "only what has expired is deleted"
         if evaluation.is_done:
             del self.begun[index]
@@ -60,7 +64,7 @@ class SlicedBatches(RuleBasedStateMachine):
     def apply(self, rows: list[Mutation], batch: MutationBatch, evaluation: Evaluation) -> None:
         before = self.model.high
         result = self.partition.mutate(batch, now=self.time, evaluation=evaluation)
-        failures, counters = self.model.mutate(rows, evaluation.now, {})
+        failures, counters = self.model.mutate(rows, evaluation.result.now, {})
         assert (result.failures, result.counters) == (failures, counters)
         check_result(result, len(rows), before, self.model.high)
 
@@ -96,7 +100,7 @@ class SlicedBatches(RuleBasedStateMachine):
         for rows, batch, evaluation in self.begun:
             # As a queue has it: nothing comes between the end of the work and its effect.
             evaluation.step()
-            self.model.expire(evaluation.now)
+            self.model.expire(evaluation.result.now)
             self.apply(rows, batch, evaluation)
         self.reader.drain()
         live = {key: row for key, row in self.model.now.items() if self.model.live(key, 0)}
@@ -145,6 +149,19 @@ def test_a_batch_of_many_increments_is_worked_out_in_slices(keys: int) -> None:
     partition.check_invariants()
 
 
+def test_an_evaluation_that_is_given_up_is_freed_without_the_collector() -> None:
+    partition = new_partition()
+    put(partition, b"k", value=bytes(LARGE))
+    batch = batch_of(Chunk.build([request(Operation.APPEND, b"k", b"x")] * 1000))
+    with no_collections():
+        evaluation = partition.evaluate(batch, now=NOW)
+        assert evaluation is not None
+        assert not evaluation.step(cost_max=2000)
+        assert not evaluation.is_done, "it is in the middle of its work"
+        del evaluation
+        assert not any(isinstance(existing, Evaluation) for existing in gc.get_objects())
+
+
 @pytest.mark.parametrize("op", [Operation.APPEND, Operation.PREPEND, Operation.TOUCH])
 def test_many_changes_of_a_large_value_copy_it_once(op: Operation) -> None:
     partition = new_partition()
@@ -155,7 +172,7 @@ def test_many_changes_of_a_large_value_copy_it_once(op: Operation) -> None:
     assert evaluation is not None
     while not evaluation.is_done:
         assert not evaluation.step(cost_max=4096)
-    assert evaluation.copied_bytes <= 2 * LARGE + 1800
+    assert evaluation.result.copied_bytes <= 2 * LARGE + 1800
     result = partition.mutate(batch, now=NOW, evaluation=evaluation)
     assert result.last_seq == 1801
     item = get_item(partition, b"k", NOW)

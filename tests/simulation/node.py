@@ -244,8 +244,8 @@ def observed() -> Iterator[None]:
             result = store_all(self, evaluation)
         finally:
             is_storing_all = False
-        seq = evaluation.first_seq
-        for row, _ in evaluation.rows:
+        seq = evaluation.result.first_seq
+        for row, _ in evaluation.result.rows:
             # The numbers before it are of changes that the same batch superseded. No snapshot ends
             # there, so that it does not matter what they were.
             while seq <= row.seq:

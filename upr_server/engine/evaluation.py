@@ -94,20 +94,15 @@ class _PendingItem(msgspec.Struct, gc=False):
     is_counter: bool
 
 
-class Evaluation:
-    """Works out one batch.
+class EvaluationResult:
+    """What a batch comes to, as far as that is known.
 
     Args:
-        batch: The batch; the partition is active, and the batch is new to it.
-        partition: Its partition.
-        lookup: Finds what the partition's keys hold.
         now: Seconds since 1970.
 
     Attributes:
         now: See above.
         position: Where the partition stood when the outcomes were worked out; None before that.
-        is_done: Whether all outcomes are known.
-        cost: What was done so far, in rows of a plain batch.
         copied_bytes: The bytes of values that were found and joined.
         first_seq: The number of the first success.
         last_seq: The number of the last.
@@ -119,44 +114,20 @@ class Evaluation:
     """
 
     __slots__ = (
-        "_batch",
-        "_fetched",
-        "_left",
-        "_lookup",
-        "_partition",
-        "_pending",
-        "_requests",
-        "_restarts",
-        "_work",
         "copied_bytes",
-        "cost",
         "counters",
         "failures",
         "first_cas",
         "first_seq",
-        "is_done",
         "last_seq",
         "now",
         "position",
         "rows",
     )
 
-    def __init__(
-        self, batch: MutationBatch, partition: EvaluatedPartition, lookup: ItemLookup, now: float
-    ) -> None:
-        self._batch = batch
-        self._partition = partition
-        self._lookup = lookup
-        self._requests: list[Mutation] = []
-        self._fetched: Fetched = NOTHING_FETCHED
-        self._pending: dict[bytes, _PendingItem] = {}
-        self._left = 0
-        self._restarts = 0
-        self._work: Iterator[list[FetchRequest]] | None = None
+    def __init__(self, now: float) -> None:
         self.now = now
         self.position: PartitionPosition | None = None
-        self.is_done = False
-        self.cost = 0
         self.copied_bytes = 0
         self.first_seq = self.last_seq = SeqNo(0)
         self.first_cas = Cas(0)
@@ -173,6 +144,39 @@ class Evaluation:
             row.op == Operation.SET and not is_counter for row, is_counter in rows
         )
 
+
+class Evaluation:
+    """Works out one batch.
+
+    Args:
+        batch: The batch; the partition is active, and the batch is new to it.
+        partition: Its partition.
+        lookup: Finds what the partition's keys hold.
+        now: Seconds since 1970.
+
+    Attributes:
+        result: What it comes to.
+        is_done: Whether all outcomes are known.
+        cost: What was done so far, in rows of a plain batch.
+    """
+
+    # The work goes on in a generator, which holds its own object and not this one. So there is no
+    # reference cycle, and an evaluation that is given up is freed at once, with the values that it
+    # has joined: Python's collector does not look at what lives for more than a moment.
+
+    __slots__ = ("_partition", "_restarts", "_steps", "_work", "cost", "is_done", "result")
+
+    def __init__(
+        self, batch: MutationBatch, partition: EvaluatedPartition, lookup: ItemLookup, now: float
+    ) -> None:
+        self._partition = partition
+        self._restarts = 0
+        self.result = EvaluationResult(now)
+        self._work = _Work(batch, partition, lookup, self.result)
+        self._steps: Iterator[list[FetchRequest]] | None = None
+        self.is_done = False
+        self.cost = 0
+
     def step(
         self, fetched: Fetched = NOTHING_FETCHED, cost_max: int = UNLIMITED_COST
     ) -> list[FetchRequest]:
@@ -188,39 +192,80 @@ class Evaluation:
         Returns:
             What must be read from disk before it can go on.
         """
-        if self.position is not None and self.position != self._partition.position:
+        result, work = self.result, self._work
+        if result.position is not None and result.position != self._partition.position:
             # An outcome rests on what its key held. After any change all of them are worked out
             # again: to find those that still hold would cost as much. The rows that were cut stay.
             self.is_done = False
-            self.position = None
-            self._work = None
+            result.position = None
+            self._steps = None
             self._restarts += 1
         if self.is_done:
             return []
-        if self._work is None:
-            self._work = self._evaluate()
-        self._fetched = fetched
+        if self._steps is None:
+            self._steps = work.steps()
+        work.fetched = fetched
         # Twice as much after each restart. With equal slices, a partition that others write to all
         # the time would change between two of them for ever, and the batch would never be applied.
         cost_max <<= self._restarts
-        self._left = cost_max
-        missing = next(self._work, None)
-        self.cost += cost_max - self._left
+        work.left = cost_max
+        missing = next(self._steps, None)
+        self.cost += cost_max - work.left
         if missing is not None:
             return missing
-        # A generator that is done holds nothing; one that is not would hold this, in a circle.
-        self._work = None
         self.is_done = True
         return []
 
-    def _evaluate(self) -> Iterator[list[FetchRequest]]:
+
+class _Work:
+    """The work on one batch, in steps.
+
+    Args:
+        batch: See `Evaluation`.
+        partition: See there.
+        lookup: See there.
+        result: Where to put what it comes to.
+
+    Attributes:
+        fetched: What was read from disk.
+        left: How much the step under way may still cost.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_lookup",
+        "_partition",
+        "_pending",
+        "_requests",
+        "_result",
+        "fetched",
+        "left",
+    )
+
+    def __init__(
+        self,
+        batch: MutationBatch,
+        partition: EvaluatedPartition,
+        lookup: ItemLookup,
+        result: EvaluationResult,
+    ) -> None:
+        self._batch = batch
+        self._partition = partition
+        self._lookup = lookup
+        self._result = result
+        self._requests: list[Mutation] = []
+        self._pending: dict[bytes, _PendingItem] = {}
+        self.fetched: Fetched = NOTHING_FETCHED
+        self.left = 0
+
+    def steps(self) -> Iterator[list[FetchRequest]]:
         """The whole work. It yields what is missing, and nothing where a slice ends."""
         yield from self._cut()
         while True:
             yield from self._fetch()
             # In this order: an expiry takes a number, and so moves the position.
-            self._partition.expire_due(self.now)
-            self.position = self._partition.position
+            self._partition.expire_due(self._result.now)
+            self._result.position = self._partition.position
             if (yield from self._find_outcomes()):
                 break
         yield from self._join()
@@ -231,13 +276,13 @@ class Evaluation:
         while len(requests) < len(batch):
             piece = batch.piece(len(requests), CUT_ROWS, CUT_BYTES)
             requests += piece
-            self._left -= CUT_COST * piece.count + piece.nbytes // BYTES_PER_COST
-            if self._left <= 0:
+            self.left -= CUT_COST * piece.count + piece.nbytes // BYTES_PER_COST
+            if self.left <= 0:
                 yield []
 
     def _fetch(self) -> Iterator[list[FetchRequest]]:
         """Has everything read from disk that an operation needs."""
-        needs_fetch, now, misfits = self._lookup.needs_fetch, self.now, self._batch.misfits
+        needs_fetch, now, misfits = self._lookup.needs_fetch, self._result.now, self._batch.misfits
         while True:
             # All operations are looked at before anything is read: one read of the disk for the
             # batch, not one an operation. Then all are looked at again, because others have had
@@ -247,9 +292,9 @@ class Evaluation:
                 for index, operation in enumerate(block, first):
                     if misfits and index in misfits:
                         continue
-                    needs_fetch(operation, now, self._fetched, missing)
-                self._left -= MISSING_COST * len(block)
-                if self._left <= 0:
+                    needs_fetch(operation, now, self.fetched, missing)
+                self.left -= MISSING_COST * len(block)
+                if self.left <= 0:
                     yield []
             if not missing:
                 return
@@ -271,13 +316,14 @@ class Evaluation:
         Returns:
             Whether it came to the end. Else an item has left memory since `_fetch` saw it there.
         """
-        assert self.position is not None
-        item_for, now, misfits = self._lookup.item_for, self.now, self._batch.misfits
+        result = self._result
+        assert result.position is not None
+        item_for, now, misfits = self._lookup.item_for, result.now, self._batch.misfits
         pending = self._pending = {}
-        failures = self.failures = []
-        counters = self.counters = []
-        seq = self.first_seq = SeqNo(self.position.high + 1)
-        cas = self.first_cas = self._partition.next_cas(now)
+        failures = result.failures = []
+        counters = result.counters = []
+        seq = result.first_seq = SeqNo(result.position.high + 1)
+        cas = result.first_cas = self._partition.next_cas(now)
         for index, operation in enumerate(self._requests):
             key = operation.key
             item: StoredItem | None = None
@@ -288,7 +334,7 @@ class Evaluation:
             if not is_plain_set(operation):
                 earlier = pending.get(key)
                 if earlier is None:
-                    item = item_for(operation, now, self._fetched)
+                    item = item_for(operation, now, self.fetched)
                     if item is NOT_FETCHED:
                         return False
                     if item is not None and item.value:
@@ -316,15 +362,15 @@ class Evaluation:
                 if stored.counter is not None:
                     counters.append((index, stored.counter))
                 seq, cas = SeqNo(seq + 1), Cas(cas + 1)
-            self._left -= OUTCOME_COST
-            if self._left <= 0:
+            self.left -= OUTCOME_COST
+            if self.left <= 0:
                 yield []
-        self.last_seq = SeqNo(seq - 1)
+        result.last_seq = SeqNo(seq - 1)
         return True
 
     def _join(self) -> Iterator[list[FetchRequest]]:
         """Makes the rows that are to be stored."""
-        rows = self.rows = []
+        rows = self._result.rows = []
         for key, item in self._pending.items():
             value = item.value
             if isinstance(value, JoinedValue):
@@ -336,11 +382,11 @@ class Evaluation:
                     item.is_counter,
                 )
             )
-            self._left -= CUT_COST
-            if self._left <= 0:
+            self.left -= CUT_COST
+            if self.left <= 0:
                 yield []
         self._pending = {}
 
     def _has_copied(self, nbytes: int) -> None:
-        self.copied_bytes += nbytes
-        self._left -= nbytes // BYTES_PER_COST
+        self._result.copied_bytes += nbytes
+        self.left -= nbytes // BYTES_PER_COST

@@ -280,12 +280,13 @@ class Partition:
 
     def _store_all(self, evaluation: Evaluation) -> MutateResult:
         assert evaluation.is_done, "the evaluation must be done"
-        assert evaluation.position == self.position, "the partition must not have changed since"
-        first_seq, last_seq = evaluation.first_seq, evaluation.last_seq
-        first_cas, rows = evaluation.first_cas, evaluation.rows
+        result = evaluation.result
+        assert result.position == self.position, "the partition must not have changed since"
+        first_seq, last_seq = result.first_seq, result.last_seq
+        first_cas, rows = result.first_cas, result.rows
         # A chunk's rows have numbers without a gap, and counters have a list of their own. So one
         # deletion, one counter, or one key that the batch changed twice, makes it go row by row.
-        if len(rows) >= BULK_ROWS_MIN and evaluation.stores_only_sets:
+        if len(rows) >= BULK_ROWS_MIN and result.stores_only_sets:
             chunk = Chunk.build([row for row, _ in rows])
             self.snapshots.open.add_rows(chunk, 0, len(rows), first_seq, first_cas, self.table)
             if chunk.may_expire:
@@ -301,8 +302,8 @@ class Partition:
             first_seq,
             last_seq,
             first_cas,
-            evaluation.failures,
-            evaluation.counters,
+            result.failures,
+            result.counters,
         )
 
     def _store(self, row: Mutation, *, is_counter: bool = False) -> None:

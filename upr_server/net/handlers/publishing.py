@@ -192,7 +192,7 @@ class _BundleRequest(OrderedReply):
         if run.evaluation is not None:
             self._check_disk(index, partition)
             missing = run.evaluation.step(fetched, SLICE_COST)
-            if run.evaluation.copied_bytes > EVALUATED_BYTES_MAX:
+            if run.evaluation.result.copied_bytes > EVALUATED_BYTES_MAX:
                 partition.repeated_batches.note_refused(batch.token)
                 raise ServerError(
                     Status.LIMIT_REACHED,
