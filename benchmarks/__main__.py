@@ -121,8 +121,8 @@ def _bar(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:g}"
 
 
-def _number(number: float) -> str:
-    return f"{number:,.4g}" if number < 1e4 else f"{number:,.0f}"
+def _number(value: float) -> str:
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
 if __name__ == "__main__":

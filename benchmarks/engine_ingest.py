@@ -55,7 +55,7 @@ def ingest(work: Work, partitions: int) -> tuple[float, Bucket]:
     members = bucket.partitions
     now = time()
     # One object a frame, as a connection would receive it.
-    frames = [(members[number], bytes(bytearray(frame))) for number, frame in work.batches]
+    frames = [(members[partition], bytes(bytearray(frame))) for partition, frame in work.batches]
     started_at = process_time_ns()
     for partition, frame in frames:
         partition.mutate(batch_of(Chunk(frame)), now=now)

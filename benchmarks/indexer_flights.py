@@ -107,9 +107,11 @@ def scans(asking: IndexClient, client: BlockingClient, goes_on: Callable[[], boo
             began = time.perf_counter()
             scan()
             times[name].append((time.perf_counter() - began) * 1000)
-    for name, found in times.items():
-        quantiles = statistics.quantiles(found, n=100)
-        print(f"  {name}: p50 {quantiles[49]:.1f} ms, p99 {quantiles[98]:.1f} ms, of {len(found)}")
+    for name, times_ms in times.items():
+        quantiles = statistics.quantiles(times_ms, n=100)
+        print(
+            f"  {name}: p50 {quantiles[49]:.1f} ms, p99 {quantiles[98]:.1f} ms, of {len(times_ms)}"
+        )
 
 
 def resident(process: subprocess.Popen[str]) -> int:
@@ -184,21 +186,21 @@ def compare(asking: IndexClient, rows: Sequence[tuple[bytes, bytes, dict[str, st
     }
     for name, counts in values_of.items():
         for value, count in counts.items():
-            found = asking.count(name, prefix=[value], consistency="now", timeout_s=60)
-            if found != count:
-                raise SystemExit(f"{name} has {found} of {value}, not {count}")
+            entry_count = asking.count(name, prefix=[value], consistency="now", timeout_s=60)
+            if entry_count != count:
+                raise SystemExit(f"{name} has {entry_count} of {value}, not {count}")
     day = sum(
         row["origin"] == "JFK" and "2013-07-04" <= row["time_hour"] < "2013-07-05"
         for _, _, row in rows
     )
-    found = asking.count(
+    entry_count = asking.count(
         "first/hour",
         low=["JFK", "2013-07-04"],
         high=(["JFK", "2013-07-05"], False),
         consistency="now",
     )
-    if found != day:
-        raise SystemExit(f"first/hour has {found} of a day, not {day}")
+    if entry_count != day:
+        raise SystemExit(f"first/hour has {entry_count} of a day, not {day}")
     print(f"compared with the file: {len(rows):,} flights, no difference")
 
 

@@ -50,7 +50,7 @@ _STYLE: Final[dict[Any, Any]] = {
     "figure.facecolor": "white",
 }
 
-_PLAIN: Final = FuncFormatter(lambda number, _: f"{number:,g}")
+_PLAIN: Final = FuncFormatter(lambda value, _: f"{value:,g}")
 
 Line = Mapping[str, Any]
 
@@ -88,10 +88,10 @@ def _saved(path: Path, width: float, height: float) -> Iterator[Figure]:
 
 def _details(lines: Sequence[Line], name: str) -> dict[str, Any] | None:
     """The first row's details of this name."""
-    found: dict[str, Any] | None = next(
+    details: dict[str, Any] | None = next(
         (line["details"][name] for line in lines if name in line["details"]), None
     )
-    return found
+    return details
 
 
 def _row(lines: Sequence[Line], name: str) -> Line | None:
@@ -239,10 +239,10 @@ def _written(path: Path, lines: Sequence[Line]) -> Path | None:
     return path
 
 
-def _count(number: float) -> str:
-    if number >= 1e6:
-        return f"{number / 1e6:g} M"
-    return f"{number / 1e3:g} k" if number >= 1e4 else f"{number:,.0f}"
+def _count(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:g} M"
+    return f"{value / 1e3:g} k" if value >= 1e4 else f"{value:,.0f}"
 
 
 def _fan_out(path: Path, lines: Sequence[Line]) -> Path | None:
@@ -334,13 +334,15 @@ def _soak(path: Path, lines: Sequence[Line]) -> Path | None:
     minutes, samples = line["details"]["minutes"], line["details"]["memory_mib"]
     with _saved(path, 8.0, 4.6) as figure:
         top, bottom = figure.subplots(2, 1, sharex=True)
-        at = [sample["at"] / 60 for sample in samples]
+        times_min = [sample["at"] / 60 for sample in samples]
         for role, style, colour in (
             ("server", "-", BLUE),
             ("writer", "--", ORANGE),
             ("reader", ":", GREEN),
         ):
-            top.plot(at, [sample[role] for sample in samples], style, color=colour, label=role)
+            top.plot(
+                times_min, [sample[role] for sample in samples], style, color=colour, label=role
+            )
         top.set_title("Anonymous memory, MiB")
         top.set_ylim(0, 1.1 * max(sample["server"] for sample in samples))
         top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)

@@ -94,18 +94,18 @@ def _bar(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:g}"
 
 
-def _quantity(number: float, unit: str) -> str:
+def _quantity(value: float, unit: str) -> str:
     if unit == "bytes/s":
-        return f"{number / 1e9:.2f} GB/s"
+        return f"{value / 1e9:.2f} GB/s"
     if unit in ("mutations/s", "rows/s"):
-        return f"{number / 1e6:.2f} M/s" if number >= 100_000 else f"{number / 1e3:,.1f} k/s"
+        return f"{value / 1e6:.2f} M/s" if value >= 100_000 else f"{value / 1e3:,.1f} k/s"
     if unit == "s":
-        return f"{number:.2f} s"
-    if unit == "µs" and number >= 1_000:
-        return f"{number / 1e3:,.1f} ms"
+        return f"{value:.2f} s"
+    if unit == "µs" and value >= 1_000:
+        return f"{value / 1e3:,.1f} ms"
     if unit == "MiB":
-        return f"{number:,.1f} MiB"
-    return f"{number:,.0f} {unit.replace('server ns/mutation', 'ns')}"
+        return f"{value:,.1f} MiB"
+    return f"{value:,.0f} {unit.replace('server ns/mutation', 'ns')}"
 
 
 def _processor(lines: Sequence[Line]) -> str:
@@ -349,11 +349,11 @@ def _runs(started_at: Mapping[str, set[str]]) -> str:
     if len(started_at) == 1 and "" not in started_at:
         (run,) = started_at
         return f"All rows B were measured by one `make bench`, begun at {run}."
-    each = (
+    versions = (
         f"{', '.join(sorted(rows))} ({f'begun at {run}' if run else 'begun nobody knows when'})"
         for run, rows in sorted(started_at.items())
     )
-    return f"Not all rows B were measured by one `make bench`: {'; '.join(each)}."
+    return f"Not all rows B were measured by one `make bench`: {'; '.join(versions)}."
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -117,8 +117,8 @@ def _python(package: str) -> list[str]:
 
 def _environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("UPR_")}
-    return {**kept, "PATH": path, "COLUMNS": str(COLUMNS)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UPR_")}
+    return {**inherited, "PATH": path, "COLUMNS": str(COLUMNS)}
 
 
 # The picture: an SVG in which one line after the other appears.

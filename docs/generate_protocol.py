@@ -688,13 +688,13 @@ def conversation_diagram() -> str:
 def conversations() -> str:
     """The recorded conversations, byte for byte."""
     parts = []
-    for number, (title, about, said, shown_from) in enumerate(recorded_conversations()):
+    for position, (title, about, said, shown_from) in enumerate(recorded_conversations()):
         parts += [f"### {title}", about]
-        if not number:
+        if not position:
             parts.append(conversation_diagram())
         for place, (name, message, frame) in enumerate(said[shown_from:], 1):
             parts.append(f"**{place}. {name}: {link(type(message))}**")
-            parts.append(fenced(dump_frame(message, frame, in_full=place == 1 and not number)))
+            parts.append(fenced(dump_frame(message, frame, in_full=place == 1 and not position)))
     return "\n\n".join(parts)
 
 

@@ -112,11 +112,11 @@ def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
 
 
 def offsets(rows: list[str]) -> list[int]:
-    found, at = [], 0
+    row_offsets, offset = [], 0
     for row in rows:
-        found.append(at)
-        at += len(bytes.fromhex(row))
-    return found
+        row_offsets.append(offset)
+        offset += len(bytes.fromhex(row))
+    return row_offsets
 
 
 # What the prose says and the declarations do not, tried on the example and the tables.

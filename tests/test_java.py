@@ -45,12 +45,12 @@ def java(version: str) -> str:
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     for name in TOOLS:
-        found = next(
+        program = next(
             path
             for folder in os.environ["PATH"].split(":")
             if (path := Path(folder, name)).exists()
         )
-        (tmp_path / name).symlink_to(found)
+        (tmp_path / name).symlink_to(program)
     machine = Machine(tmp_path)
     machine.has("id", "echo 1000")
     return machine

@@ -75,16 +75,16 @@ class _Targets:
         await _publish(self._publishers[0], drawn_batches(mutations, **_work(arguments)))
 
     async def publish(
-        self, batches: list[Batch], first: int, each: int, interval_ns: int, *, stamp: bool
+        self, batches: list[Batch], first: int, share: int, interval_ns: int, *, stamp: bool
     ) -> None:
-        """Publishes `each` batches a connection, round and round from `first`; each connection
+        """Publishes `share` batches a connection, round and round from `first`; each connection
         begins elsewhere, so that they do not go hand in hand. One every `interval_ns` of them all,
         or as fast as it goes."""
         count, begun_ns = len(self._publishers), time.monotonic_ns()
         async with trio.open_nursery() as nursery:
             for index, target in enumerate(self._publishers):
                 start = (first + index * len(batches) // count) % len(batches)
-                turn_batches = islice(cycle(batches), start, start + each)
+                turn_batches = islice(cycle(batches), start, start + share)
                 if interval_ns:
                     due_ns = begun_ns + index * interval_ns
                     every_ns = count * interval_ns
@@ -117,14 +117,12 @@ async def _serve(commands: Commands) -> None:
             elif "draw" in command:
                 await targets.draw(arguments, command["draw"])
             else:
-                batches_each = -(
-                    -command["mutations"] // (arguments["chunk_mutations"] * connections)
-                )
+                share = -(-command["mutations"] // (arguments["chunk_mutations"] * connections))
                 rate = command.get("rate", 0.0)
                 interval_ns = round(arguments["chunk_mutations"] / rate * 1e9) if rate else 0
                 stamp = command.get("stamp", False)
-                await targets.publish(batches, sent_count, batches_each, interval_ns, stamp=stamp)
-                sent_count += batches_each
+                await targets.publish(batches, sent_count, share, interval_ns, stamp=stamp)
+                sent_count += share
             commands.answer(
                 begun=started_at,
                 seconds=time.monotonic() - started_at,

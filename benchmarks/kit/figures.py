@@ -54,9 +54,9 @@ class Spread:
         }
 
 
-def significant(number: float) -> float:
-    """`number` to four significant digits: more than any of these figures has."""
-    return float(f"{number:.4g}")
+def significant(value: float) -> float:
+    """`value` to four significant digits: more than any of these figures has."""
+    return float(f"{value:.4g}")
 
 
 @attrs.frozen

@@ -39,16 +39,16 @@ def anonymous_bytes(pid: int) -> int:
 
 def children_of(pid: int) -> dict[int, list[str]]:
     """The processes that `pid` has started, and their arguments."""
-    found = {}
+    commands = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == pid:
-                found[int(path.name)] = (path / "cmdline").read_text().split("\0")
+                commands[int(path.name)] = (path / "cmdline").read_text().split("\0")
         except OSError:
             # It has ended meanwhile.
             pass
-    return found
+    return commands
 
 
 def tree_s(pid: int) -> float:

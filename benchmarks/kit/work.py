@@ -26,9 +26,9 @@ _DRAWN_AT_ONCE: Final = 10_000
 Batch = tuple[PartitionId, Chunk]
 
 
-def key_of(number: int) -> bytes:
+def key_of(key_number: int) -> bytes:
     """The key with this number: 12 digits, as `redis-benchmark` makes them."""
-    return b"%012d" % number
+    return b"%012d" % key_number
 
 
 def values(draw: random.Random, count: int) -> list[bytes]:

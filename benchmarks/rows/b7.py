@@ -224,13 +224,13 @@ def _measure_history(servers: int, say: Callable[[str], None]) -> Axis:
     return axis
 
 
-def _say_last(number: int, axis: Axis, say: Callable[[str], None]) -> None:
+def _say_last(run: int, axis: Axis, say: Callable[[str], None]) -> None:
     last = [
         f"{point.label} ({point.distinct:.0%} distinct, {ran[-1]['written_share']:.0%} written): "
         f"{ran[-1]['server_ns']:.0f}"
         for point, ran in axis.items()
     ]
-    say(f"  run {number + 1}, ns of the server's processor a mutation: {', '.join(last)}")
+    say(f"  run {run + 1}, ns of the server's processor a mutation: {', '.join(last)}")
 
 
 def _spreads(axis: Axis, what: str) -> dict[Point, Spread]:

@@ -176,7 +176,7 @@ def _slow_consumer(runs: int, say: Callable[[str], None]) -> Figure:
 
 async def _run() -> _Told:
     ids = count(1)
-    told = _Told()
+    polled = _Told()
     queues = EventQueues()
     buckets = Buckets(lambda: HistoryId(next(ids)), observer=Producer(queues, lambda: None))
     for index in range(BUCKETS):
@@ -188,10 +188,10 @@ async def _run() -> _Told:
         nursery.start_soon(_update, buckets, done)
         while not done.is_set():
             await trio.sleep(POLL_S)
-            _poll(queue, told)
-    _poll(queue, told)
-    told.processor_s = time.process_time() - started_at
-    return told
+            _poll(queue, polled)
+    _poll(queue, polled)
+    polled.processor_s = time.process_time() - started_at
+    return polled
 
 
 async def _update(buckets: Buckets, done: trio.Event) -> None:
@@ -205,12 +205,12 @@ async def _update(buckets: Buckets, done: trio.Event) -> None:
     done.set()
 
 
-def _poll(queue: EventQueue, told: _Told) -> None:
+def _poll(queue: EventQueue, polled: _Told) -> None:
     started_at = time.perf_counter()
     is_all = False
     while not is_all:
         events, is_all = queue.poll()
-        told.events += len(events)
-        told.updates += sum(event.updates for event in events)
-    told.polls += 1
-    told.longest_poll_s = max(told.longest_poll_s, time.perf_counter() - started_at)
+        polled.events += len(events)
+        polled.updates += sum(event.updates for event in events)
+    polled.polls += 1
+    polled.longest_poll_s = max(polled.longest_poll_s, time.perf_counter() - started_at)

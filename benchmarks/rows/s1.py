@@ -47,7 +47,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
                 f"the server takes in {published.rate:,.0f} mutations/s"
             )
     bars = Spread.of([min(ENOUGH, run.rate) for run in ingest])
-    found = {
+    measured = {
         **details(ours, files),
         "server_ingest_per_s": Spread.of([run.rate for run in ingest]).to_json(),
     }
@@ -62,7 +62,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             peer_name="what the server takes in (as B1, in the same runs), at most 500,000 rows/s",
             first_bar=1.0,
             aim=1.0,
-            details=found,
+            details=measured,
         ),
         Figure.more_is_better(
             row="S1 Parquet",
@@ -73,7 +73,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             peer_name="Spark writing the same rows as uncompressed Parquet",
             first_bar=None,
             aim=None,
-            details=found,
+            details=measured,
         ),
         against_empty("S1", ours, empties, first_bar=0.5, aim=0.8),
     ]

@@ -210,32 +210,36 @@ def _long_run(tried: _Held, say: Callable[[str], None]) -> tuple[_Held, dict[str
     """The long run, and what the server held at its end."""
     with ExitStack() as stack:
         stand = _Stand(stack)
-        held = stand.hold(tried.share, tried.asked, 60 * MINUTES)
+        sustained = stand.hold(tried.share, tried.asked, 60 * MINUTES)
         end = {
             "memory_counted_by_the_server": statistics(stand.server)["memory"],
             "disk": attrs.asdict(Disk.of(stand.server)),
         }
-    say(f"  {MINUTES:g} min: {_text(held)}")
-    return held, end
+    say(f"  {MINUTES:g} min: {_text(sustained)}")
+    return sustained, end
 
 
 def _figures(
-    rates: Spread, tries: Sequence[_Held], held: _Held, end: dict[str, Any]
+    rates: Spread, tries: Sequence[_Held], sustained: _Held, end: dict[str, Any]
 ) -> list[Figure]:
-    minutes, count = _minutes(held), held.asked * 60 * MINUTES
+    minutes, count = _minutes(sustained), sustained.asked * 60 * MINUTES
     details = {
         "minutes": minutes,
-        "memory_mib": [{name: round(size, 1) for name, size in s.items()} for s in held.memory],
-        "latency": latency_ms(held.late),
-        "samples": len(held.late),
-        "tries": [one.to_json() for one in (*tries, held)],
+        "memory_mib": [
+            {name: round(size, 1) for name, size in s.items()} for s in sustained.memory
+        ],
+        "latency": latency_ms(sustained.late),
+        "samples": len(sustained.late),
+        "tries": [attempt.to_json() for attempt in (*tries, sustained)],
         "b1_per_s": rates.to_json(),
-        "seen_share": significant(held.seen_share),
+        "seen_share": significant(sustained.seen_share),
         "ns_per_mutation": {
-            role: significant(used_s / count * 1e9) for role, used_s in held.processor_s.items()
+            role: significant(used_s / count * 1e9)
+            for role, used_s in sustained.processor_s.items()
         },
         "busy": {
-            role: round(used_s / (60 * MINUTES), 2) for role, used_s in held.processor_s.items()
+            role: round(used_s / (60 * MINUTES), 2)
+            for role, used_s in sustained.processor_s.items()
         },
         **end,
     }
@@ -243,7 +247,7 @@ def _figures(
         Figure.less_is_better(
             row="SOAK",
             text=f"The server's anonymous memory in the last of {MINUTES:g} minutes at "
-            f"{held.share:.0%} of B1's rate with {CONSUMERS} live consumers, median of the "
+            f"{sustained.share:.0%} of B1's rate with {CONSUMERS} live consumers, median of the "
             f"minute; {CHUNK_MUTATIONS:,} mutations a chunk, {CONNECTIONS} connections.",
             unit="MiB",
             ours=Spread.of([minutes[-1]["server_mib"]]),
@@ -257,7 +261,7 @@ def _figures(
             row="SOAK rate",
             text="The same run: mutations by the time until the last consumer had them all.",
             unit="mutations/s",
-            ours=Spread.of([held.reached]),
+            ours=Spread.of([sustained.reached]),
             peer=Spread.of([WANTED * rates.median]),
             peer_name=f"{WANTED:.0%} of B1, in the same runs",
             first_bar=0.99,
@@ -275,22 +279,26 @@ def _b1_rates(runs: int, say: Callable[[str], None]) -> list[float]:
     return rates
 
 
-def _text(held: _Held) -> str:
-    late = latency_ms(held.late)
+def _text(sustained: _Held) -> str:
+    late = latency_ms(sustained.late)
     return (
-        f"{held.share:.0%} of B1: {held.asked:,.0f} mutations/s due, {held.reached:,.0f} reached; "
+        f"{sustained.share:.0%} of B1: {sustained.asked:,.0f} mutations/s due, "
+        f"{sustained.reached:,.0f} reached; "
         f"p50 {late['p50_ms']:,.1f} ms, p99 {late['p99_ms']:,.1f} ms, "
-        f"p99.9 {late['p99.9_ms']:,.1f} ms; " + ("keeps up" if held.keeps_up else "falls behind")
+        f"p99.9 {late['p99.9_ms']:,.1f} ms; "
+        + ("keeps up" if sustained.keeps_up else "falls behind")
     )
 
 
-def _minutes(held: _Held) -> list[dict[str, float]]:
+def _minutes(sustained: _Held) -> list[dict[str, float]]:
     """Latency of what was due in each minute, and the medians of memory."""
     minutes: list[dict[str, float]] = []
     for index in range(round(MINUTES)):
-        low, high = (held.begun_ns + 60_000_000_000 * n for n in (index, index + 1))
-        late = held.late[(held.due >= low) & (held.due < high)]
-        sizes = [sample for sample in held.memory if 60 * index <= sample["at"] < 60 * index + 60]
+        low, high = (sustained.begun_ns + 60_000_000_000 * n for n in (index, index + 1))
+        late = sustained.late[(sustained.due >= low) & (sustained.due < high)]
+        sizes = [
+            sample for sample in sustained.memory if 60 * index <= sample["at"] < 60 * index + 60
+        ]
         minutes.append(
             {
                 **latency_ms(late),

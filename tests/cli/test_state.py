@@ -72,12 +72,15 @@ class Town:
     def write(self, numbers: range, value: str) -> None:
         with BlockingClient(self.url, durability=Durability.PERSISTED) as client:
             client.apply(
-                Mutation(Operation.SET, b"key %d" % number, value.encode()) for number in numbers
+                Mutation(Operation.SET, b"key %d" % key_number, value.encode())
+                for key_number in numbers
             )
 
     def delete(self, numbers: range) -> None:
         with BlockingClient(self.url) as client:
-            client.apply(Mutation(Operation.DELETE, b"key %d" % number, b"") for number in numbers)
+            client.apply(
+                Mutation(Operation.DELETE, b"key %d" % key_number, b"") for key_number in numbers
+            )
 
     def go_back(self, between: Callable[[], object]) -> None:
         """Does something that the server then never had."""
@@ -159,7 +162,7 @@ def test_a_copy_killed_at_any_moment_ends_equal_to_the_server(
             process = start("tail", bucket, "--state", str(folder), stdout=file)
         while process.returncode is None:
             new_ids = islice(ids, lots.randrange(1, 50))
-            loader.feed(b"".join(b'{"id":%d}\n' % number for number in new_ids))
+            loader.feed(b"".join(b'{"id":%d}\n' % row_id for row_id in new_ids))
             if (tmp_path / "out").stat().st_size and lots.random() < 0.05:
                 process.kill()
             with suppress(subprocess.TimeoutExpired):

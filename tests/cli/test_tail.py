@@ -207,7 +207,7 @@ def test_killed_at_any_moment_it_resumes_and_nothing_is_missing(
         # Each key comes once only, so that whatever is left out stays missing.
         while process.returncode is None:
             new_ids = islice(ids, lots.randrange(1, 50))
-            loader.feed(b"".join(b'{"id":%d}\n' % number for number in new_ids))
+            loader.feed(b"".join(b'{"id":%d}\n' % row_id for row_id in new_ids))
             if out.stat().st_size > size and lots.random() < 0.05:
                 process.kill()
             with suppress(subprocess.TimeoutExpired):

@@ -113,36 +113,36 @@ async def two_nodes(server: Server) -> AsyncIterator[list[Server]]:
 ClientCase = Callable[[Client, int], Awaitable[object]]
 
 
-async def _delete(client: Client, number: int) -> None:
-    await client.set(f"d{number}", "v")
-    await client.delete(f"d{number}")
+async def _delete(client: Client, suffix: int) -> None:
+    await client.set(f"d{suffix}", "v")
+    await client.delete(f"d{suffix}")
 
 
-async def _delete_bucket(client: Client, number: int) -> None:
-    await client.create_bucket(f"d{number}", 1)
-    await client.delete_bucket(f"d{number}")
+async def _delete_bucket(client: Client, suffix: int) -> None:
+    await client.create_bucket(f"d{suffix}", 1)
+    await client.delete_bucket(f"d{suffix}")
 
 
-async def _acquire(client: Client, number: int) -> None:
+async def _acquire(client: Client, suffix: int) -> None:
     await client.acquire_lease([(0, 0, SEQ_MAX)], time_to_live_s=60, owner="o", lease_id=5)
 
 
-async def _renew(client: Client, number: int) -> None:
-    await _acquire(client, number)
+async def _renew(client: Client, suffix: int) -> None:
+    await _acquire(client, suffix)
     await client.renew_lease(5, time_to_live_s=60)
 
 
-async def _release(client: Client, number: int) -> None:
-    await _acquire(client, number)
+async def _release(client: Client, suffix: int) -> None:
+    await _acquire(client, suffix)
     await client.release_lease(5)
 
 
-async def _await_durable(client: Client, number: int) -> None:
+async def _await_durable(client: Client, suffix: int) -> None:
     written = await client.set("k", "v")
     await client.await_durable(written, Durability.PERSISTED)
 
 
-async def _get_from(client: Client, number: int) -> None:
+async def _get_from(client: Client, suffix: int) -> None:
     await client.get_from(0, OF_FIRST, client.partitions()[0].log.current)
 
 
@@ -156,7 +156,7 @@ CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
     Client.get_many: lambda client, _: client.get_many(KEYS),
     Client.get_from: _get_from,
     Client.set: lambda client, _: client.set("k", "v"),
-    Client.add: lambda client, number: client.add(f"a{number}", "v"),
+    Client.add: lambda client, suffix: client.add(f"a{suffix}", "v"),
     Client.replace: lambda client, _: client.replace(KEYS[0], "v"),
     Client.delete: _delete,
     Client.increment: lambda client, _: client.increment("counter"),
@@ -164,7 +164,7 @@ CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
     Client.append: lambda client, _: client.append(KEYS[0], "v"),
     Client.prepend: lambda client, _: client.prepend(KEYS[0], "v"),
     Client.touch: lambda client, _: client.touch(KEYS[0], 0),
-    Client.create_bucket: lambda client, number: client.create_bucket(f"c{number}", 1),
+    Client.create_bucket: lambda client, suffix: client.create_bucket(f"c{suffix}", 1),
     Client.delete_bucket: _delete_bucket,
     Client.list_buckets: lambda client, _: client.list_buckets(),
     Client.stats: lambda client, _: client.stats("b"),
@@ -337,15 +337,15 @@ class Reader:
 
     def write(self) -> bytes:
         key = b"new-%d" % next(self._numbers)
-        number = PartitionId(partition_of(key, PARTITIONS))
+        partition_id = PartitionId(partition_of(key, PARTITIONS))
         (active,) = (
             partition
             for server in self._servers
             for partition in server.catalog.bucket("b").partitions
-            if partition.id == number and partition.state is PartitionState.ACTIVE
+            if partition.id == partition_id and partition.state is PartitionState.ACTIVE
         )
         put(active, key)
-        self._written.setdefault(number, []).append(key)
+        self._written.setdefault(partition_id, []).append(key)
         return key
 
     async def follow(self, until: bytes = b"") -> None:

@@ -186,10 +186,12 @@ def test_a_copy_continues_past_a_point_if_it_has_all_before_it_and_more(
                 node.changes.append(change)
             ends[node.log.current] = node.high_seq
         nodes.append(node)
-    for one, other in itertools.product(nodes, nodes):
-        point = PartitionCopy(one.name, one.log, one.high_seq).point
-        shares = any(entry.history_id == one.log.current for entry in other.log)
-        has_more = one.high_seq < other.high_seq and other.changes[: one.high_seq] == one.changes
+    for first, other in itertools.product(nodes, nodes):
+        point = PartitionCopy(first.name, first.log, first.high_seq).point
+        shares = any(entry.history_id == first.log.current for entry in other.log)
+        has_more = (
+            first.high_seq < other.high_seq and other.changes[: first.high_seq] == first.changes
+        )
         copy = PartitionCopy(other.name, other.log, other.high_seq)
         assert copy.continues_past(point) is (shares and has_more)
 

@@ -121,18 +121,18 @@ class Model:
         if item is None:
             if not delta.create:
                 return Status.NOT_FOUND
-            number, flags, expiry = delta.initial, row.flags, row.expiry
+            count, flags, expiry = delta.initial, row.flags, row.expiry
         else:
             text = item.value
             if not text or text.strip(b"0123456789") or len(text) > 20 or int(text) >= 1 << 64:
                 return Status.NOT_A_NUMBER
-            number, flags, expiry = int(text), item.flags, item.expiry
+            count, flags, expiry = int(text), item.flags, item.expiry
             if row.op == Operation.INCREMENT:
-                number = (number + delta.delta) % (1 << 64)
+                count = (count + delta.delta) % (1 << 64)
             else:
-                number = 0 if delta.delta > number else number - delta.delta
-        counters.append((index, number))
-        self.store(Operation.SET, row.key, str(number).encode(), flags, expiry)
+                count = 0 if delta.delta > count else count - delta.delta
+        counters.append((index, count))
+        self.store(Operation.SET, row.key, str(count).encode(), flags, expiry)
         return None
 
 

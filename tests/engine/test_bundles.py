@@ -106,10 +106,10 @@ class Bundles(RuleBasedStateMachine):
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def publish_runs_again_in_another_bundle(self, data: st.DataObject) -> None:
-        some = data.draw(st.lists(st.sampled_from(self.sent), min_size=1, max_size=4))
-        writer = some[0][0]
+        resent = data.draw(st.lists(st.sampled_from(self.sent), min_size=1, max_size=4))
+        writer = resent[0][0]
         by_partition = {
-            run.partition: (run, rows) for sender, run, rows in some if sender == writer
+            run.partition: (run, rows) for sender, run, rows in resent if sender == writer
         }
         self.publish(writer, list(by_partition.values()))
 
@@ -135,10 +135,10 @@ class Bundles(RuleBasedStateMachine):
             self.bucket.partitions, self.twin.partitions, self.models, strict=True
         ):
             keys = sorted({row.key for row in model.log})
-            held = partition.get(keys, self.time)
-            assert held == twin.get(keys, self.time)
+            items = partition.get(keys, self.time)
+            assert items == twin.get(keys, self.time)
             live = {key: row for key, row in model.now.items() if model.live(key, self.time)}
-            assert {row.key: row.value for row in held if row.seq} == {
+            assert {row.key: row.value for row in items if row.seq} == {
                 key: value for key, (value, *_) in contents(live).items()
             }
 

@@ -44,9 +44,9 @@ class IndexMachine(RuleBasedStateMachine):
     )
     def store(self, keys: list[bytes], first: int, step: int) -> None:
         expiries = [first + index * step for index in range(len(keys))]
-        for number, (key, expiry) in enumerate(zip(keys, expiries, strict=True), self.seq + 1):
-            self.table.put(key, number)
-            self.items[key] = (expiry, number)
+        for seq, (key, expiry) in enumerate(zip(keys, expiries, strict=True), self.seq + 1):
+            self.table.put(key, seq)
+            self.items[key] = (expiry, seq)
         self.index.add_all(expiries, self.seq + 1, keys)
         self.seq += len(keys)
 

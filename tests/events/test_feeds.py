@@ -134,7 +134,9 @@ async def test_a_filter_leaves_out_other_events(server: Server) -> None:
             await orders.set("k", "v")
         creations = [await event(created), await event(created)]
         assert {creation.bucket for creation in creations} == {"orders", "other"}
-        assert {(each.fate, each.updates) for each in creations} == {(BucketFate.CREATED, 0)}
+        assert {(creation.fate, creation.updates) for creation in creations} == {
+            (BucketFate.CREATED, 0)
+        }
         change = await event(designs)
         assert (change.bucket, change.fate, change.updates, change.designs) == (
             "b",

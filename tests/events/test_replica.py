@@ -10,14 +10,14 @@ from upr_protocol.client import LookAtEverything, connect, follow_events
 
 
 async def test_a_replica_tells_of_what_it_has_on_disk() -> None:
-    async with cluster("ab") as one:
-        await one.quiet()
-        replica = one.nodes["b"].server
+    async with cluster("ab") as pair:
+        await pair.quiet()
+        replica = pair.nodes["b"].server
         assert replica is not None
         async with follow_events(replica.url(), consumer="c") as feed:
             with trio.fail_after(20):
                 assert await anext(feed) == LookAtEverything()
-                async with connect(one.nodes["a"].url, by_map=False) as client:
+                async with connect(pair.nodes["a"].url, by_map=False) as client:
                     await client.set("_design/x", "{}")
                 designs: set[bytes] = set()
                 while b"_design/x" not in designs:
@@ -25,4 +25,4 @@ async def test_a_replica_tells_of_what_it_has_on_disk() -> None:
                     if isinstance(event, BucketEvent):
                         assert event.bucket == BUCKET
                         designs.update(event.designs)
-            await one.quiet()
+            await pair.quiet()

@@ -91,7 +91,7 @@ def _document_rows(definition: IndexDefinition, key: str, document: Any) -> list
     if definition.each:
         place = definition.key.index(definition.each)
         elements = parts[place] if isinstance(parts[place], list) else [parts[place]]
-        alternatives = [[*parts[:place], each, *parts[place + 1 :]] for each in elements]
+        alternatives = [[*parts[:place], element, *parts[place + 1 :]] for element in elements]
     rows: list[Row] = []
     for alternative in alternatives:
         row = Row(alternative, key, included)
@@ -131,7 +131,7 @@ def _contains(bounds: Query | Range, key: Sequence[Any]) -> bool:
 def expected_answer(rows: Sequence[Row], query: Query) -> Expected:
     """What a query of an index with these entries answers."""
     ranges: Sequence[Query | Range] = [query] if query.ranges is None else query.ranges
-    selected = [row for row in rows if any(_contains(each, row.key) for each in ranges)]
+    selected = [row for row in rows if any(_contains(key_range, row.key) for key_range in ranges)]
     if query.distinct:
         beginnings: list[Row] = []
         for row in selected:

@@ -136,9 +136,9 @@ async def test_a_question(
             await QUESTIONS[function](indexer, next(numbers))
 
         async def undo() -> None:
-            number = next(numbers) - 1
+            suffix = next(numbers) - 1
             with suppress(NoIndexError):
-                await indexer.definitions.drop(f"d{number}")
+                await indexer.definitions.drop(f"d{suffix}")
             await eventually(
                 lambda: indexer.definitions.names() == [name_of("d/city")], "they are dropped"
             )

@@ -62,8 +62,8 @@ BY_COST: Final = IndexDefinition((" | ".join(["x", *["[?@ > `1`]"] * 30, "length
 TAIL: Final = json.dumps({"x": list(range(100, 400)), "y": "y" * VALUE_BYTES})[1:]
 
 
-def document(number: int) -> bytes:
-    return f'{{"n": {number * 7919 % 1009}, {TAIL}'.encode()
+def document(index: int) -> bytes:
+    return f'{{"n": {index * 7919 % 1009}, {TAIL}'.encode()
 
 
 class Watch:

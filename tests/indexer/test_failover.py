@@ -60,7 +60,9 @@ class World(Oracle):
     async def lose_a_node(self) -> None:
         """One goes down in the midst of writes; another is active in its place, and it comes back
         as a replica."""
-        victim = self.rng.choice(sorted({each.active for each in self.nodes.map.partitions}))
+        victim = self.rng.choice(
+            sorted({assignment.active for assignment in self.nodes.map.partitions})
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_what_can_be, 10)
             for _ in range(self.rng.randrange(60)):

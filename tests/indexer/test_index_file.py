@@ -67,7 +67,7 @@ def batch(
 
 
 def apply(file: IndexFile, *batches: IndexBatch) -> int:
-    return file.apply([(each, list(each.changes())) for each in batches], Words())
+    return file.apply([(batch, list(batch.changes())) for batch in batches], Words())
 
 
 def entries(file: IndexFile, low: bytes = b"", high: bytes = b"\xff") -> list[bytes]:

@@ -44,7 +44,7 @@ VALUES: Final = st.sampled_from(
 )
 DOCUMENTS: Final = st.dictionaries(st.sampled_from("abcd"), VALUES)
 CONTENTS: Final = st.dictionaries(
-    st.integers(0, 30).map(lambda number: b"k%d" % number),
+    st.integers(0, 30).map(lambda key_number: b"k%d" % key_number),
     DOCUMENTS.map(lambda document: json.dumps(document).encode()),
     max_size=20,
 )
@@ -74,7 +74,7 @@ def an_index(
     file = IndexFile(folder, "b")
     try:
         index = Index(IndexName("d", "i"), definition, file, Extractor(definition))
-        items = [(number, key, value) for number, (key, value) in enumerate(contents.items(), 1)]
+        items = [(seq, key, value) for seq, (key, value) in enumerate(contents.items(), 1)]
         changes = batch(0, whole(len(items)), items)
         file.apply([(changes, list(changes.changes()))], index.member().source)
         file.check_invariants()
@@ -250,9 +250,9 @@ def test_an_index_follows_its_documents(
         assert index.file.entry_count() == 0
 
 
-@pytest.mark.parametrize("each", ["", "a"])
-def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, each: str) -> None:
-    definition = IndexDefinition(("a",), each=each, include=("d",))
+@pytest.mark.parametrize("array_key", ["", "a"])
+def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, array_key: str) -> None:
+    definition = IndexDefinition(("a",), each=array_key, include=("d",))
     contents = {b"k": b'{"a": ["x", "y"], "d": 1}'}
     with an_index(tmp_path, definition, contents) as index:
         long_value = '"' + "x" * 5000 + '"'
@@ -262,7 +262,7 @@ def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, each:
             index.file.apply([(change, list(change.changes()))], index.member().source)
             entries = answer(index, Query()).entries
             expected = None if value == long_value else [json.loads(value)]
-            assert [entry.included for entry in entries] == [expected] * (2 if each else 1)
+            assert [entry.included for entry in entries] == [expected] * (2 if array_key else 1)
 
 
 @pytest.mark.parametrize("descending", [False, True])

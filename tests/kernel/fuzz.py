@@ -24,11 +24,11 @@ ROUND: Final = 200
 """Mutations of one input before the next has its turn."""
 
 
-def set_frame(number: int) -> bytes:
+def set_frame(size: int) -> bytes:
     """A frame that publishes one plain `SET`, to the only partition."""
-    mutation = Mutation(Operation.SET, b"k%d" % number, b"v" * number, expiry=number, flags=2)
-    bundle = Bundle.of_one(PartitionId(0), Chunk.build([mutation], SeqNo(0), SeqNo(0)), number)
-    return b"".join(map(bytes, Mutate(bundle, bytes(15) + b"w", opaque=number).frame()))
+    mutation = Mutation(Operation.SET, b"k%d" % size, b"v" * size, expiry=size, flags=2)
+    bundle = Bundle.of_one(PartitionId(0), Chunk.build([mutation], SeqNo(0), SeqNo(0)), size)
+    return b"".join(map(bytes, Mutate(bundle, bytes(15) + b"w", opaque=size).frame()))
 
 
 def inputs(name: str) -> Mapping[str, bytes]:

@@ -85,7 +85,7 @@ def test_each_rule_has_its_defect(
 
 
 @pytest.mark.parametrize(
-    ("offset", "number", "defect"),
+    ("offset", "value", "defect"),
     [
         (0, 4, Defect.LAYOUT),
         (0, 0xFFFF_FFFF, Defect.LAYOUT),
@@ -97,9 +97,9 @@ def test_each_rule_has_its_defect(
         (32 + 2 * 24 + 3 * 16 + 8, 9, Defect.VALUE_ORDER),
     ],
 )
-def test_each_damage_has_its_defect(offset: int, number: int, defect: Defect) -> None:
+def test_each_damage_has_its_defect(offset: int, value: int, defect: Defect) -> None:
     chunk = bytearray(bytes(plain_chunk([b"a", b"b", b"c"], [b"1", b"2", b"3"])))
-    chunk[offset : offset + 4] = number.to_bytes(4, "little")
+    chunk[offset : offset + 4] = value.to_bytes(4, "little")
     result = agreed("check", bytes(chunk), STORED_OPERATIONS, *LIMITS, PREFIX)
     assert result == ("damaged", defect)
 

@@ -46,12 +46,12 @@ class Bystanders:
             self._mirror.apply(event)
 
     async def _work(self) -> None:
-        number = 0
+        batch = 0
         while True:
             began_at = trio.current_time()
             for _ in range(SETS_A_ROUND):
-                number += 1
-                key, value = b"key-%d" % (number % KEYS), b"value-%d" % number
+                batch += 1
+                key, value = b"key-%d" % (batch % KEYS), b"value-%d" % batch
                 await self._sink.set(key, value)
                 self._written[key] = value
             await self._sink.flush()

@@ -364,8 +364,8 @@ class Durability:
         elif isinstance(event, Answered):
             operation = self._operations[event.key][event.number]
             operation.done, operation.done_at = event.done, time_s
-            number = event.partition, event.history_id, event.seq
-            operation.numbered_at = self._numbered_at.get(number, time_s)
+            point = event.partition, event.history_id, event.seq
+            operation.numbered_at = self._numbered_at.get(point, time_s)
         elif isinstance(event, Accepted):
             self._numbered_at[event.partition, event.history_id, event.row.seq] = time_s
         elif isinstance(event, Fault):

@@ -160,10 +160,10 @@ class TestCluster:
         }
         fenced = self.map.with_assignments(
             {
-                number: Assignment(
+                partition: Assignment(
                     replicas={name: "" for name in assignment.replicas if name in up}
                 )
-                for number, assignment in lost.items()
+                for partition, assignment in lost.items()
             }
         )
         draw.shuffle(up)
@@ -213,7 +213,7 @@ class TestCluster:
             numbers = [partition.id for partition in node.held if partition.state is state]
             if not numbers:
                 continue
-            items_of |= {number: {} for number in numbers}
+            items_of |= {partition: {} for partition in numbers}
             async with consume(
                 node.url,
                 partitions=numbers,

@@ -36,9 +36,9 @@ SILENCE_S: Final = 3600
 """It is stopped for long, and wants to find its streams again afterwards."""
 
 
-def key_of(number: int) -> bytes:
+def key_of(key_number: int) -> bytes:
     """The key that a mutation sets."""
-    return b"%012d" % number
+    return b"%012d" % key_number
 
 
 def value_of(key: bytes) -> bytes:
@@ -112,9 +112,9 @@ class Counted:
             for key in keys:
                 if partition_of(key, self._partitions) != event.partition:
                     self.wrong += 1
-                number = int(key)
-                self.keys += not self._seen[number]
-                self._seen[number] = 1
+                key_number = int(key)
+                self.keys += not self._seen[key_number]
+                self._seen[key_number] = 1
 
 
 async def follow(consumer: Consumer, counted: Counted, stops: bool) -> None:
@@ -157,8 +157,8 @@ async def main(url: str, count: int, partitions: int, consumers: int, stops: boo
         say(ready=True)
     kinds: dict[str, int] = {}
     for counted in counts:
-        for kind, number in counted.snapshots.items():
-            kinds[kind] = kinds.get(kind, 0) + number
+        for kind, snapshots in counted.snapshots.items():
+            kinds[kind] = kinds.get(kind, 0) + snapshots
     say(
         complete=sum(counted.is_complete for counted in counts),
         mutations=sum(counted.mutations for counted in counts),

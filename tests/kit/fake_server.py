@@ -300,15 +300,15 @@ class FakeConnection:
             self.session.end_turn()
             self.session.ready(partition_id)
 
-    def _end(self, number: PartitionId, status: Status) -> None:
-        stream = self._streams.pop(number)
-        if self._turn == number:
+    def _end(self, partition: PartitionId, status: Status) -> None:
+        stream = self._streams.pop(partition)
+        if self._turn == partition:
             self._turn = None
-        self.session.send(StreamEnd(partition=number, opaque=stream.opaque, status=status))
+        self.session.send(StreamEnd(partition=partition, opaque=stream.opaque, status=status))
 
     def end_streams(self, status: Status) -> None:
-        for number in list(self._streams):
-            self._end(number, status)
+        for partition in list(self._streams):
+            self._end(partition, status)
         self.wake()
 
     def end_changed(self) -> None:

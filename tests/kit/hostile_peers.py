@@ -80,18 +80,18 @@ class Crowd:
     async def _again_and_again(
         self,
         kind: Callable[[int, Callable[[], None]], Awaitable[None]],
-        number: int,
+        index: int,
         is_there: trio.Event,
     ) -> None:
         while True:
             with suppress(OSError, trio.BrokenResourceError, AssertionError):
-                await kind(number, is_there.set)
+                await kind(index, is_there.set)
             await trio.sleep(0.01)
 
     # One of each kind.
 
-    async def _idle(self, number: int, is_at_it: Callable[[], None]) -> None:
-        bucket = self._bucket if number % 4 == 0 else ""
+    async def _idle(self, index: int, is_at_it: Callable[[], None]) -> None:
+        bucket = self._bucket if index % 4 == 0 else ""
         async with AsyncExitStack() as stack:
             async with self._connecting:
                 idle = await stack.enter_async_context(
@@ -104,7 +104,7 @@ class Crowd:
             finally:
                 self.done["idle"] -= 1
 
-    async def _trickle(self, number: int, is_at_it: Callable[[], None]) -> None:
+    async def _trickle(self, index: int, is_at_it: Callable[[], None]) -> None:
         async with peer(*self._at, greeted=False) as slow:
             await slow.send_bytes(pack_header(Hello.opcode, 0, 0, 0, GREETING_BYTES, 0))
             self._trickling.add(slow.stream)
@@ -125,7 +125,7 @@ class Crowd:
                     await stream.send_all(b"\0")
                     self.done["trickled"] += 1
 
-    async def _stint(self, number: int, is_at_it: Callable[[], None]) -> None:
+    async def _stint(self, index: int, is_at_it: Callable[[], None]) -> None:
         async with peer(*self._at, greeted=False) as miser:
             await miser.greet(idle_interval_s=SILENCE_S, window_bytes=WINDOW_BYTES_MIN)
             await miser.open(self._bucket)
@@ -138,7 +138,7 @@ class Crowd:
             finally:
                 self.done["unacknowledged"] -= 1
 
-    async def _flood(self, number: int, is_at_it: Callable[[], None]) -> None:
+    async def _flood(self, index: int, is_at_it: Callable[[], None]) -> None:
         async with (
             peer(*self._at, self._bucket, idle_interval_s=SILENCE_S) as flooder,
             trio.open_nursery() as nursery,
@@ -166,8 +166,8 @@ class Crowd:
         self.done["flooders shown out"] += 1
         scope.cancel()
 
-    async def _lie(self, number: int, is_at_it: Callable[[], None]) -> None:
-        opcode = (Mutate.opcode, Get.opcode, Hello.opcode)[number % 3]
+    async def _lie(self, index: int, is_at_it: Callable[[], None]) -> None:
+        opcode = (Mutate.opcode, Get.opcode, Hello.opcode)[index % 3]
         greeted = opcode != Hello.opcode
         async with peer(*self._at, self._bucket if greeted else "", greeted=greeted) as liar:
             length = LIES[self.done["lies"] % len(LIES)]
@@ -177,7 +177,7 @@ class Crowd:
         self.done["lies"] += 1
         is_at_it()
 
-    async def _hoard(self, number: int, is_at_it: Callable[[], None]) -> None:
+    async def _hoard(self, index: int, is_at_it: Callable[[], None]) -> None:
         async with peer(*self._at, self._bucket, idle_interval_s=SILENCE_S) as hoarder:
             await hoarder.send_bytes(pack_header(Mutate.opcode, 0, 0, 99, HOARD_BYTES, 0))
             is_at_it()

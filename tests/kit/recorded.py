@@ -179,14 +179,21 @@ class RecordedPublisher:
             except NotDurableError:
                 continue
             results = results_of(load.partition, chunk, reply)
-            for row, number, what in zip(rows, numbers, results, strict=True):
+            for row, operation_number, what in zip(rows, numbers, results, strict=True):
                 if isinstance(what, WriteResult):
                     self.acknowledged += 1
                     self._history.add(
-                        Answered(row.key, number, True, load.partition, what.history_id, what.seq)
+                        Answered(
+                            row.key,
+                            operation_number,
+                            True,
+                            load.partition,
+                            what.history_id,
+                            what.seq,
+                        )
                     )
                 else:
-                    self._history.add(Answered(row.key, number, False))
+                    self._history.add(Answered(row.key, operation_number, False))
 
     def _rows(self, load: PartitionLoad) -> list[tuple[int, Mutation]]:
         """A batch, each operation with its number among those of its key. A key may come twice: its
@@ -199,25 +206,27 @@ class RecordedPublisher:
         return [self._row(load, key) for key in keys]
 
     def _row(self, load: PartitionLoad, key: bytes) -> tuple[int, Mutation]:
-        number = load.sent.get(key, 0)
-        load.sent[key] = number + 1
-        return number, self._operation(load, key, number)
+        operation_number = load.sent.get(key, 0)
+        load.sent[key] = operation_number + 1
+        return operation_number, self._operation(load, key, operation_number)
 
-    def _operation(self, load: PartitionLoad, key: bytes, number: int) -> Mutation:
+    def _operation(self, load: PartitionLoad, key: bytes, operation_number: int) -> Mutation:
         if key in load.counters:
-            self._history.add(Sent(self.name, key, number, None, self._level, 1))
+            self._history.add(Sent(self.name, key, operation_number, None, self._level, 1))
             return Mutation(
                 Operation.INCREMENT, key, counter_delta(Operation.INCREMENT, 1, 1, create=True)
             )
-        if number and self._chance.random() < 0.1:
+        if operation_number and self._chance.random() < 0.1:
             # Of a key that is not there it fails, and that is an answer, too.
-            self._history.add(Sent(self.name, key, number, None, self._level))
+            self._history.add(Sent(self.name, key, operation_number, None, self._level))
             return Mutation(Operation.DELETE, key)
         self._number += 1
         value = b"%s-%d " % (self.name.encode(), self._number)
         value += b"." * self._chance.randrange(self._value_bytes)
         expires = self._expiry is not None and self._chance.random() < 0.1
-        self._history.add(Sent(self.name, key, number, value, self._level, expires=expires))
+        self._history.add(
+            Sent(self.name, key, operation_number, value, self._level, expires=expires)
+        )
         if expires and self._expiry is not None:
             return Mutation(Operation.SET, key, value, expiry=self._expiry())
         return Mutation(Operation.SET, key, value)
@@ -227,7 +236,7 @@ async def contents_of(
     url: str, numbers: list[PartitionId], state: PartitionState, dial: Dial = dial_tcp
 ) -> dict[PartitionId, Items]:
     """What one node holds of partitions that are all in one state there."""
-    items_of: dict[PartitionId, Items] = {number: {} for number in numbers}
+    items_of: dict[PartitionId, Items] = {partition: {} for partition in numbers}
     if not numbers:
         await trio.lowlevel.checkpoint()
         return items_of
@@ -265,8 +274,8 @@ class Kept:
         """One that goes its own way."""
         return Kept(
             self.state.copy(),
-            {number: dict(items) for number, items in self.items.items()},
-            {number: dict(versions) for number, versions in self.versions.items()},
+            {partition: dict(items) for partition, items in self.items.items()},
+            {partition: dict(versions) for partition, versions in self.versions.items()},
         )
 
 
@@ -393,8 +402,8 @@ class RecordedConsumer:
             Restarted(
                 self.name,
                 {
-                    number: (position.highest_received, dict(self._now.items.get(number, {})))
-                    for number, position in self._now.state.positions.items()
+                    partition: (position.highest_received, dict(self._now.items.get(partition, {})))
+                    for partition, position in self._now.state.positions.items()
                 },
             )
         )

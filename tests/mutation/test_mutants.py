@@ -43,8 +43,8 @@ def test_each_line_that_decides_something_is_broken_once() -> None:
     for mutant in mutants:
         compile(mutant.source, "module", "exec")
         changed = [
-            number
-            for number, (before, after) in enumerate(
+            line
+            for line, (before, after) in enumerate(
                 zip(MODULE.splitlines(), mutant.source.splitlines(), strict=True), 1
             )
             if before != after

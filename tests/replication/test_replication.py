@@ -89,8 +89,10 @@ async def same(group: TestCluster) -> None:
     await group.quiet()
     contents = [await group.contents(name) for name, node in group.nodes.items() if node.server]
     for partition in range(len(group.map.partitions)):
-        held = [found[partition] for found in contents if partition in found]
-        assert all(copy == held[0] for copy in held), f"partition {partition} differs"
+        partition_copies = [copies[partition] for copies in contents if partition in copies]
+        assert all(copy == partition_copies[0] for copy in partition_copies), (
+            f"partition {partition} differs"
+        )
     for node in group.nodes.values():
         if node.server is not None:
             bucket = node.server.catalog.buckets.get(BUCKET)
@@ -122,7 +124,7 @@ async def test_consumers_follow_a_replica() -> None:
     """It hands on whole snapshots, as it has them on disk, and every change in the end."""
     async with cluster("ab") as group, trio.open_nursery() as nursery:
         nursery.start_soon(write, group, "a", 300)
-        found: dict[bytes, bytes] = {}
+        consumed: dict[bytes, bytes] = {}
         inside: set[PartitionId] = set()
         async with consume(group.nodes["b"].url, state=PartitionState.REPLICA) as consumer:
             async for event in consumer:
@@ -132,10 +134,10 @@ async def test_consumers_follow_a_replica() -> None:
                     inside.remove(event.partition)
                 elif isinstance(event, ChunkReceived):
                     assert event.partition in inside
-                    found |= {row.key: row.value for row in event.chunk}
-                if len(found) == 300 and not inside:
+                    consumed |= {row.key: row.value for row in event.chunk}
+                if len(consumed) == 300 and not inside:
                     break
-        assert found == {b"key %d" % n: b"value %d" % n for n in range(300)}
+        assert consumed == {b"key %d" % n: b"value %d" % n for n in range(300)}
 
 
 async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_greeted() -> None:
@@ -690,8 +692,8 @@ async def test_failovers_at_random(seed: int) -> None:
                 await same(group)
         await same(group)
         items: dict[str, int] = {}
-        for found in [await group.contents(name) for name in "abc"]:
-            for rows in found.values():
+        for contents in [await group.contents(name) for name in "abc"]:
+            for rows in contents.values():
                 items |= {key.decode(): int(row.value) for key, row in rows.items()}
         for key, value in load.acknowledged.items():
             assert items.get(key, 0) >= value, f"{key} was acknowledged as {value}"
@@ -811,8 +813,8 @@ async def test_what_expires_is_deleted_by_a_new_active() -> None:
         deadline = trio.current_time() + 20
         while trio.current_time() < deadline:
             names = {assignment.active for assignment in group.map.partitions}
-            found = [await group.contents(name) for name in names]
-            if not any(items for by_partition in found for items in by_partition.values()):
+            contents = [await group.contents(name) for name in names]
+            if not any(items for by_partition in contents for items in by_partition.values()):
                 return
             await trio.sleep(0.1)
         raise AssertionError("items that expired are still there")
@@ -845,9 +847,9 @@ async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> 
         await group.quiet()
         await group.nodes["c"].kill()
         await group.start("c")
-        held = group.nodes["c"].held[0]
-        assert len(held.repeated_batches.between(SeqNo(0), held.high_seq)) == 20
-        assert [token.counter for token in held.repeated_batches.tokens_above(SeqNo(15))] == [
+        copy = group.nodes["c"].held[0]
+        assert len(copy.repeated_batches.between(SeqNo(0), copy.high_seq)) == 20
+        assert [token.counter for token in copy.repeated_batches.tokens_above(SeqNo(15))] == [
             16,
             17,
             18,

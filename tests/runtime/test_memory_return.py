@@ -49,15 +49,15 @@ def test_trimming_returns_holes_between_live_objects() -> None:
 @given(st.lists(st.integers(0, 8 * FALL_BYTES), max_size=50))
 def test_the_heap_is_trimmed_when_half_of_the_peak_is_free(counts: list[int]) -> None:
     times: list[int] = []
-    at = 0
-    trimmer = HeapTrimmer(lambda: times.append(at))
+    step = 0
+    trimmer = HeapTrimmer(lambda: times.append(step))
     since = 0
-    for at, counted in enumerate(counts):
-        most = max(counts[since : at + 1])
+    for step, counted in enumerate(counts):
+        most = max(counts[since : step + 1])
         is_time = most - counted >= FALL_BYTES and counted <= most / 2
         before = len(times)
         trimmer.note_use(counted)
         assert len(times) - before == is_time
         if is_time:
-            assert times[-1] == at
-            since = at
+            assert times[-1] == step
+            since = step

@@ -342,15 +342,15 @@ async def test_a_long_answer_is_cut_and_continued() -> None:
         await peer.open()
         keys = tuple(b"k%d" % index for index in range(5))
         await peer.mutate(sets(*keys, value=bytes(400_000)))
-        at, sizes = 0, []
-        while at < len(keys):
-            await peer.say(Get(keys[at:], partition=P0, opaque=peer.opaque()))
+        position, sizes = 0, []
+        while position < len(keys):
+            await peer.say(Get(keys[position:], partition=P0, opaque=peer.opaque()))
             reply = await peer.hear(GetReply)
             assert [mutation.key for mutation in reply.chunk] == list(
-                keys[at : at + reply.next_index]
+                keys[position : position + reply.next_index]
             )
             sizes.append(reply.next_index)
-            at += reply.next_index
+            position += reply.next_index
         assert sizes == [2, 2, 1]
 
 

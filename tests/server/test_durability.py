@@ -64,9 +64,9 @@ AFTER: Final = key_in(0, 2, b"after")
 TAKEN_IN: Final = key_in(0, 2, b"taken in")
 
 
-def numbered(number: int, partition: int = 0) -> bytes:
+def numbered(suffix: int, partition: int = 0) -> bytes:
     """A key of its own for a number."""
-    return key_in(partition, 2, b"%d" % number)
+    return key_in(partition, 2, b"%d" % suffix)
 
 
 MEMORY: Final = Durability.MEMORY
@@ -637,8 +637,8 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
     store = SimulatedStore(delay=lambda _call: draw.random() / 100)
     acknowledged = 0
 
-    def key_of(life: int, number: int) -> bytes:
-        return key_in(0, 2, b"%d-%d" % (life, number))
+    def key_of(life: int, suffix: int) -> bytes:
+        return key_in(0, 2, b"%d-%d" % (life, suffix))
 
     async with serving(store) as server:
         for life in range(8):

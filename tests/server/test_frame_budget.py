@@ -222,9 +222,9 @@ async def test_it_looks_more_often_while_memory_is_short(
 def test_agrees_with_a_sum_over_all_frames(steps: list[tuple[int, int, bool]]) -> None:
     frames = _Frames(100)
     by_number = [frames.begin(f"{n}", 0, address=(ONE, OTHER)[n % 2]) for n in range(5)]
-    for now, (number, nbytes, is_new) in enumerate(steps):
-        by_number[number].read(1, now)
-        by_number[number].hold(nbytes, now, is_new=is_new)
+    for now, (frame, nbytes, is_new) in enumerate(steps):
+        by_number[frame].read(1, now)
+        by_number[frame].hold(nbytes, now, is_new=is_new)
         frames.budget.check_invariants()
         frames.budget.sweep(now)
         frames.budget.check_invariants()

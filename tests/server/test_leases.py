@@ -74,9 +74,9 @@ async def server(
 
 async def write(client: Client, *rounds: int) -> None:
     """Writes every key once a round, each round a snapshot on disk of its own."""
-    for number in rounds:
+    for round_ in rounds:
         for key in KEYS:
-            await client.set(key, b"round %d of " % number + key, durability=Durability.PERSISTED)
+            await client.set(key, b"round %d of " % round_ + key, durability=Durability.PERSISTED)
 
 
 async def compact(server: Server) -> None:

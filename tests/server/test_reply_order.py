@@ -13,9 +13,9 @@ from upr_server.net.replies import OrderedReply, ReplyOrder
 
 
 class _Reply(OrderedReply):
-    def __init__(self, number: int, partitions: list[int], sent: list[int]) -> None:
+    def __init__(self, opaque: int, partitions: list[int], sent: list[int]) -> None:
         super().__init__(list(map(PartitionId, partitions)))
-        self._number = number
+        self._number = opaque
         self._sent = sent
 
     def send(self) -> None:

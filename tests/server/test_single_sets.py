@@ -160,8 +160,8 @@ async def answers_to(
             await trio.sleep(1)
             heard += await hear_all(peer)
             answers = [message for message in heard if not isinstance(message, Credit)]
-            held = [contents(partition) for partition in bucket.partitions]
-    return answers, held
+            stored = [contents(partition) for partition in bucket.partitions]
+    return answers, stored
 
 
 def in_order(answers: Sequence[Message]) -> list[Any]:
@@ -195,8 +195,8 @@ def test_frames_of_one_read_are_answered_as_one_by_one(
     outcomes = []
     for together in (False, True):
         clock = trio.testing.MockClock(autojump_threshold=0)
-        answers, held = trio.run(_answers_to, requests, damaged, pending, together, clock=clock)
-        outcomes.append((in_order(answers), held))
+        answers, stored = trio.run(_answers_to, requests, damaged, pending, together, clock=clock)
+        outcomes.append((in_order(answers), stored))
     assert outcomes[0] == outcomes[1]
 
 

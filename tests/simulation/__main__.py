@@ -61,15 +61,15 @@ class Totals:
     violations: list[Outcome] = attrs.field(factory=list)
     without_effect: Counter[str] = attrs.field(factory=Counter)
 
-    def add(self, one: Outcome) -> None:
+    def add(self, outcome: Outcome) -> None:
         """One seed more."""
         self.seeds += 1
         for name in ("failovers", "acknowledged", "faults", "restarts", "rollbacks", "events"):
-            setattr(self, name, getattr(self, name) + getattr(one, name))
-        self.virtual_s += one.virtual_s
-        self.without_effect.update(one.without_effect)
-        if one.violation:
-            self.violations.append(one)
+            setattr(self, name, getattr(self, name) + getattr(outcome, name))
+        self.virtual_s += outcome.virtual_s
+        self.without_effect.update(outcome.without_effect)
+        if outcome.violation:
+            self.violations.append(outcome)
 
     def void(self) -> str:
         """Why the run has shown nothing; empty when it has."""
@@ -78,9 +78,9 @@ class Totals:
             ("acknowledged", ACKNOWLEDGED_MIN),
             ("faults", FAULTS_MIN),
         ):
-            found = getattr(self, name) / max(1, self.seeds)
-            if found < least:
-                return f"{found:.1f} {name} a seed are too few: {least:.0f} are the least"
+            mean = getattr(self, name) / max(1, self.seeds)
+            if mean < least:
+                return f"{mean:.1f} {name} a seed are too few: {least:.0f} are the least"
         return ""
 
     def __str__(self) -> str:
@@ -106,16 +106,16 @@ def outcome_of(bug: str, profile: str, seed: int) -> Outcome:
 
     signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, PATIENCE_S)
-    found: Outcome | None = None
+    outcome: Outcome | None = None
     try:
         with BUGS[bug].plant() if bug else nullcontext():
-            found = run_seed(seed, PROFILES.get(profile))[0]
+            outcome = run_seed(seed, PROFILES.get(profile))[0]
     except* SpinsError as errors:
-        found = Outcome(seed, str(first_of(errors)), "I11")
+        outcome = Outcome(seed, str(first_of(errors)), "I11")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    assert found is not None
-    return found
+    assert outcome is not None
+    return outcome
 
 
 def outcomes(seeds: Sequence[int], processes: int, bug: str, profile: str) -> Iterator[Outcome]:
@@ -146,11 +146,11 @@ def run_many(
     repeated = (f" PROFILE={profile}" if profile else "") + (f" BUG={bug}" if bug else "")
     totals, began = Totals(), time.monotonic()
     said_at = began
-    for one in outcomes(range(first, first + count), processes, bug, profile):
-        totals.add(one)
-        if one.violation:
-            say(f"seed {one.seed}: {one.violation:.400}")
-            say(f"  repeat it: make simulate SEED={one.seed}{repeated}")
+    for outcome in outcomes(range(first, first + count), processes, bug, profile):
+        totals.add(outcome)
+        if outcome.violation:
+            say(f"seed {outcome.seed}: {outcome.violation:.400}")
+            say(f"  repeat it: make simulate SEED={outcome.seed}{repeated}")
             if until_found:
                 break
         if time.monotonic() - said_at > PROGRESS_S:
@@ -207,20 +207,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--until-found", action="store_true", help="end with the first violation")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    given = parser.parse_args(arguments)
-    profile = given.profile or (BUGS[given.bug].profile.name if given.bug else "")
+    options = parser.parse_args(arguments)
+    profile = options.profile or (BUGS[options.bug].profile.name if options.bug else "")
     if profile == GENERAL:
         profile = ""
     try:
-        if given.seed is not None:
-            return run_one(given.seed, given.bug, profile)
+        if options.seed is not None:
+            return run_one(options.seed, options.bug, profile)
         return run_many(
-            given.first,
-            given.seeds,
-            given.processes,
-            given.bug,
+            options.first,
+            options.seeds,
+            options.processes,
+            options.bug,
             profile,
-            until_found=given.until_found,
+            until_found=options.until_found,
         )
     except KeyboardInterrupt:
         say("interrupted")

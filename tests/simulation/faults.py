@@ -115,11 +115,11 @@ class Faults:
         others = [node for node in self.nodes.values() if node is not source]
         return [source, *self.draw.sample(others, len(others))]
 
-    def links(self, some: Sequence[str], others: Sequence[str]) -> list[Link]:
+    def links(self, names: Sequence[str], others: Sequence[str]) -> list[Link]:
         """The links between hosts, both ways."""
         return [
             self.network.link(*ends)
-            for name in some
+            for name in names
             for other in others
             for ends in ((name, other), (other, name))
         ]

@@ -160,11 +160,11 @@ class Pipe:
     async def send(self, data: bytes) -> None:
         """Waits for room, a window at a time."""
         await trio.lowlevel.checkpoint()
-        at = self.send_now(data)
-        while at < len(data):
+        sent_bytes = self.send_now(data)
+        while sent_bytes < len(data):
             self._taken = trio.Event()
             await self._taken.wait()
-            at += self.send_now(data[at:])
+            sent_bytes += self.send_now(data[sent_bytes:])
 
     def send_now(self, data: bytes) -> int:
         """Takes what there is room for; how much that is."""
@@ -208,18 +208,18 @@ class Pipe:
         return self._pieces[0][0]
 
     def _take(self, bytes_max: int) -> bytes:
-        now, found = self._clock.current_time(), []
+        now, pieces = self._clock.current_time(), []
         # An end stays where it is, for whoever asks again.
         while self._pieces and bytes_max and self._pieces[0][0] <= now and self._pieces[0][1]:
             due_at, data = self._pieces.popleft()
             if len(data) > bytes_max:
                 self._pieces.appendleft((due_at, data[bytes_max:]))
                 data = data[:bytes_max]
-            found.append(data)
+            pieces.append(data)
             bytes_max -= len(data)
             self._nbytes -= len(data)
         self._taken.set()
-        return b"".join(found)
+        return b"".join(pieces)
 
     async def has_room(self) -> None:
         """Waits until something can be sent."""
@@ -382,10 +382,10 @@ class Network:
 
     def link(self, start: str, end: str) -> Link:
         """The way from one host to another."""
-        found = self._links.get((start, end))
-        if found is None:
-            found = self._links[start, end] = Link(self._delay_s, self._jitter_s)
-        return found
+        link = self._links.get((start, end))
+        if link is None:
+            link = self._links[start, end] = Link(self._delay_s, self._jitter_s)
+        return link
 
     def listen(self, name: str) -> SimulatedListener:
         """Has a host take connections."""
@@ -442,8 +442,10 @@ class Network:
 
     def break_all(self, chance: Random) -> None:
         """Resets some of the connections there are."""
-        found = dict.fromkeys(one for host in self._hosts.values() for one in host.connections)
-        for connection in found:
+        connections = dict.fromkeys(
+            connection for host in self._hosts.values() for connection in host.connections
+        )
+        for connection in connections:
             if chance.random() < 0.5:
                 self.resets += 1
                 connection.reset()

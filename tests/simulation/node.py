@@ -208,7 +208,7 @@ class Node:
 
 def _is_all_of_disk(error: BaseException, expected: type[StorageError]) -> bool:
     if isinstance(error, BaseExceptionGroup):
-        return all(_is_all_of_disk(one, expected) for one in error.exceptions)
+        return all(_is_all_of_disk(cause, expected) for cause in error.exceptions)
     return isinstance(error, expected)
 
 

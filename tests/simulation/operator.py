@@ -85,7 +85,7 @@ class SimulatedOperator:
             assignments = [
                 Assignment(names[partition % len(names)]) for partition in range(partitions)
             ]
-        given = PartitionMap(
+        partition_map = PartitionMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: f"{name}:{PORT}" for name in self._nodes},
@@ -96,12 +96,12 @@ class SimulatedOperator:
             node = NodeClient(address, dial=partial(self._network.dial, HOST))
             for _ in range(100):
                 try:
-                    await node.set_map(0, given)
+                    await node.set_map(0, partition_map)
                     break
                 except UprError as error:
                     self._say(f"{name}: {error}")
                     await trio.sleep(0.1)
-        return given
+        return partition_map
 
     async def fail_over(self, victim: str, *, to: str = "", lose: bool = False) -> None:
         """Replaces a node that is gone."""
@@ -238,10 +238,10 @@ class SimulatedOperator:
                 return f"{assignment.active} has no bucket"
             active = self._nodes[assignment.active].held[partition]
             for name in assignment.replicas:
-                held = self._nodes[name].held
-                if not held:
+                partitions = self._nodes[name].held
+                if not partitions:
                     return f"{name} has no bucket"
-                here = held[partition]
+                here = partitions[partition]
                 if (here.state, here.high_seq, here.failover_log) != (
                     PartitionState.REPLICA,
                     active.high_seq,

@@ -256,9 +256,9 @@ def _cut_all(links: list[Link]) -> None:
 
 
 @contextmanager
-def _cut(faults: Faults, some: list[str], others: list[str]) -> Iterator[None]:
+def _cut(faults: Faults, names: list[str], others: list[str]) -> Iterator[None]:
     """Cuts both ways between hosts, for as long as the context."""
-    links = faults.links(some, others)
+    links = faults.links(names, others)
     _cut_all(links)
     try:
         yield

@@ -12,19 +12,19 @@ WIDTH = 200
 
 def digest(history: History) -> str:
     """The same for the same history."""
-    found = sha256()
-    for at, event in history.events:
-        found.update(f"{at!r} {event!r}\n".encode())
-    return found.hexdigest()
+    checksum = sha256()
+    for time_s, event in history.events:
+        checksum.update(f"{time_s!r} {event!r}\n".encode())
+    return checksum.hexdigest()
 
 
 def story(history: History, last: int = 60) -> Iterator[str]:
     """What was done to the cluster, and the end of what it did, a line at a time."""
     events = list(enumerate(history.events))
     tail = len(events) - last
-    for index, (at, event) in events:
+    for index, (time_s, event) in events:
         if index >= tail or isinstance(event, Fault | Failed | Said):
-            yield f"{at:10.3f}  {_line(event)}"
+            yield f"{time_s:10.3f}  {_line(event)}"
 
 
 def _line(event: object) -> str:

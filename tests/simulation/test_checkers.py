@@ -47,14 +47,14 @@ REPLACED = row(2, b"k", b"v4")
 """What another history has in the place of `TWO`."""
 
 
-def sent(key: bytes, number: int, value: bytes | None, level: str = "replicated") -> Sent:
+def sent(key: bytes, operation_number: int, value: bytes | None, level: str = "replicated") -> Sent:
     """An operation."""
-    return Sent("p", key, number, value, level)  # type: ignore[arg-type]
+    return Sent("p", key, operation_number, value, level)  # type: ignore[arg-type]
 
 
 def numbered(*rows: Row, history_id: HistoryId = FIRST, node: str = "a") -> list[Event]:
     """An active gives numbers."""
-    return [Accepted(node, 1, P, history_id, one) for one in rows]
+    return [Accepted(node, 1, P, history_id, row) for row in rows]
 
 
 def streamed(start: int, *rows: Row, end: int, log: FailoverLog = LOG) -> list[Event]:
@@ -69,8 +69,8 @@ def streamed(start: int, *rows: Row, end: int, log: FailoverLog = LOG) -> list[E
 
 def ended(*rows: Row, node: str = "a", log: FailoverLog = LOG, is_active: bool = True) -> Final:
     """What a node has in the end."""
-    items = {one.key: (one.seq, one.value) for one in rows if one.op is Operation.SET}
-    return Final(node, P, is_active, max(one.seq for one in rows), log, items)
+    items = {row.key: (row.seq, row.value) for row in rows if row.op is Operation.SET}
+    return Final(node, P, is_active, max(row.seq for row in rows), log, items)
 
 
 SENT: list[Event] = [
@@ -140,14 +140,14 @@ def test_correct_histories_pass() -> None:
     assert not broken(FAILED_OVER)
     assert not broken(FROM_BEFORE)
     # Of processes nobody knows what their actives gave: consumers say what there is.
-    assert not broken([one for one in RIGHT if not isinstance(one, Accepted)])
-    assert not broken([one for one in FAILED_OVER if not isinstance(one, Accepted)])
+    assert not broken([event for event in RIGHT if not isinstance(event, Accepted)])
+    assert not broken([event for event in FAILED_OVER if not isinstance(event, Accepted)])
 
 
 def replaced(events: Sequence[Event], old: Event, *new: Event) -> list[Event]:
     """The history with other events in the place of one."""
-    at = events.index(old)
-    return [*events[:at], *new, *events[at + 1 :]]
+    position = events.index(old)
+    return [*events[:position], *new, *events[position + 1 :]]
 
 
 WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
@@ -245,7 +245,7 @@ def test_what_was_numbered_before_a_fault_and_answered_behind_it() -> None:
     answered = Answered(b"l", 0, True, P, FIRST, SeqNo(2))
     for on_the_way, promise in ((True, ""), (False, "I1")):
         heard = Fault("it hears of the failover", ("replicated",), on_the_way=on_the_way)
-        sent = [msgspec.structs.replace(one, level="memory") for one in SENT]
+        sent = [msgspec.structs.replace(event, level="memory") for event in SENT]
         assert broken([*sent, *numbered(ONE, TWO), heard, answered, ended(ONE)]) == promise
         assert broken([*sent, *numbered(ONE), heard, *numbered(TWO), answered, ended(ONE)]) == "I1"
 
@@ -265,7 +265,7 @@ def test_what_was_acknowledged_before_a_consumer_asked_for_now_is_below_its_end(
 
 
 def test_a_consumer_continues_from_its_saved_state() -> None:
-    kept = Restarted("c", {P: (SeqNo(1), {b"k": (SeqNo(1), b"v1")})})
-    began: list[Event] = [*SENT, *numbered(ONE, TWO), *streamed(0, ONE, TWO, end=2), kept]
+    restarted = Restarted("c", {P: (SeqNo(1), {b"k": (SeqNo(1), b"v1")})})
+    began: list[Event] = [*SENT, *numbered(ONE, TWO), *streamed(0, ONE, TWO, end=2), restarted]
     assert not broken([*began, *streamed(1, TWO, end=2)])
     assert broken([*began, *streamed(2, end=2)]) == "I3"

@@ -19,7 +19,7 @@ SEED = 7
 def test_the_same_seed_is_the_same_history_in_two_processes() -> None:
     digests = []
     for hash_seed in ("1", "2"):
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "tests.simulation", "--seed", str(SEED)],
             cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -27,8 +27,8 @@ def test_the_same_seed_is_the_same_history_in_two_processes() -> None:
             text=True,
             check=False,
         )
-        assert found.returncode == 0, found.stderr[-2000:]
-        lines = found.stderr.splitlines()
+        assert process.returncode == 0, process.stderr[-2000:]
+        lines = process.stderr.splitlines()
         digests.append(next(line for line in lines if line.startswith("digest ")))
         assert len(lines) > 50
     assert digests[0] == digests[1]
@@ -36,12 +36,12 @@ def test_the_same_seed_is_the_same_history_in_two_processes() -> None:
 
 def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
     def order(seed: int) -> tuple[list[int], float]:
-        found: list[int] = []
+        finished: list[int] = []
 
-        async def one(number: int) -> None:
+        async def one(task: int) -> None:
             for _ in range(5):
                 await trio.lowlevel.checkpoint()
-                found.append(number)
+                finished.append(task)
             await trio.sleep(1000)
 
         async def main(_clock: JumpingClock) -> float:
@@ -50,7 +50,7 @@ def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
                     nursery.start_soon(one, index)
             return trio.current_time()
 
-        return found, run_in_world(seed, main)
+        return finished, run_in_world(seed, main)
 
     assert order(1) == order(1)
     assert order(1)[0] != order(2)[0]
@@ -58,16 +58,16 @@ def test_tasks_take_turns_as_the_seed_says_and_time_is_virtual() -> None:
 
 
 def test_what_the_world_waits_for_and_deadlines_come_in_their_order() -> None:
-    found: list[tuple[str, float]] = []
+    woken: list[tuple[str, float]] = []
 
     async def main(clock: JumpingClock) -> None:
         async def of_the_world(after_s: float) -> None:
             await clock.sleep(after_s)
-            found.append(("world", trio.current_time()))
+            woken.append(("world", trio.current_time()))
 
         async def of_trio(after_s: float) -> None:
             await trio.sleep(after_s)
-            found.append(("trio", trio.current_time()))
+            woken.append(("trio", trio.current_time()))
 
         # That nobody waits for it any more holds nobody up.
         clock.set_at(2.5, trio.Event())
@@ -78,7 +78,7 @@ def test_what_the_world_waits_for_and_deadlines_come_in_their_order() -> None:
                 nursery.start_soon(of_trio, after_s)
 
     run_in_world(1, main)
-    assert found == [("world", 0.0), ("world", 1.0), ("trio", 2.0), ("world", 3.0), ("trio", 4.0)]
+    assert woken == [("world", 0.0), ("world", 1.0), ("trio", 2.0), ("world", 3.0), ("trio", 4.0)]
 
 
 def test_trio_is_as_it_was_outside_of_a_world() -> None:

@@ -30,7 +30,7 @@ Contents = dict[bytes, Stored]
 def change(url: str, mutations: Iterable[Mutation]) -> None:
     """Does them; none may fail."""
     with BlockingClient(url) as client:
-        assert not [one for one in client.apply(mutations) if isinstance(one, Failure)]
+        assert not [result for result in client.apply(mutations) if isinstance(result, Failure)]
 
 
 def put(numbers: Iterable[int], text: str = "value") -> list[Mutation]:
@@ -38,41 +38,41 @@ def put(numbers: Iterable[int], text: str = "value") -> list[Mutation]:
     return [
         Mutation(
             Operation.SET,
-            b"key-%d" % number,
-            f"{text}-{number}".encode(),
-            flags=number % 3,
-            expiry=FAR + number if number % 2 else 0,
+            b"key-%d" % key_number,
+            f"{text}-{key_number}".encode(),
+            flags=key_number % 3,
+            expiry=FAR + key_number if key_number % 2 else 0,
         )
-        for number in numbers
+        for key_number in numbers
     ]
 
 
 def drop(numbers: Iterable[int]) -> list[Mutation]:
     """Deletes keys."""
-    return [Mutation(Operation.DELETE, b"key-%d" % number) for number in numbers]
+    return [Mutation(Operation.DELETE, b"key-%d" % key_number) for key_number in numbers]
 
 
 def contents(url: str) -> Contents:
     """What the server says that a bucket holds."""
-    found: Contents = {}
+    contents: Contents = {}
     with BlockingClient(url) as client, client.read_stream(end="now") as stream:
         for event in stream:
             for row in event.chunk if isinstance(event, ChunkReceived) else ():
                 if row.op is Operation.SET:
-                    found[row.key] = Stored(row.value, row.flags, row.expiry)
+                    contents[row.key] = Stored(row.value, row.flags, row.expiry)
                 else:
-                    found.pop(row.key, None)
-    return found
+                    contents.pop(row.key, None)
+    return contents
 
 
 def contents_of_rows(rows: Iterable[dict[str, Any]]) -> Contents:
     """The same of rows that were read elsewhere; no key may be there twice."""
-    found: Contents = {}
+    contents: Contents = {}
     for row in rows:
         key = bytes(row["key"])
-        assert key not in found
-        found[key] = Stored(bytes(row["value"]), row["flags"], row["expiry"])
-    return found
+        assert key not in contents
+        contents[key] = Stored(bytes(row["value"]), row["flags"], row["expiry"])
+    return contents
 
 
 def contents_of_frame(frame: DataFrame) -> Contents:

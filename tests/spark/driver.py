@@ -85,7 +85,10 @@ class DyingStreamReader(MicroBatchReader):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         tasks = super().partitions(start, end)
         batches = Path(job().folder, "checkpoint", "offsets").glob("[0-9]*")
-        if job().dies == "planned" and max(int(one.name) for one in batches) == job().in_batch:
+        if (
+            job().dies == "planned"
+            and max(int(folder.name) for folder in batches) == job().in_batch
+        ):
             die()
         return tasks
 

@@ -88,7 +88,7 @@ class ModelDriverClient:
         partition.persisted = min(partition.persisted, to)
         partition.purge = min(partition.purge, to)
         for lease in self.leases.values():
-            if any(found == partition_id for found, _, _ in lease.ranges):
+            if any(leased == partition_id for leased, _, _ in lease.ranges):
                 lease.whole = False
 
     def add_partition(self) -> None:
@@ -112,15 +112,16 @@ class ModelDriverClient:
                     if _holds(lease, partition_id, seq):
                         lease.whole = False
 
-    def _is_held(self, number: int, seq: int) -> bool:
-        return any(lease.held and _holds(lease, number, seq) for lease in self.leases.values())
+    def _is_held(self, partition: int, seq: int) -> bool:
+        return any(lease.held and _holds(lease, partition, seq) for lease in self.leases.values())
 
     def read(self, partition: int, start: int, end: int, lease_id: int) -> list[tuple[int, int]]:
         """Numbers and keys of (start, end], as a task gets them."""
         lease = self.leases[lease_id]
         assert lease.whole, "a task would be told that the range is gone"
         assert any(
-            found == partition and low <= start and end <= high for found, low, high in lease.ranges
+            leased == partition and low <= start and end <= high
+            for leased, low, high in lease.ranges
         ), "the lease does not hold this"
         rows = self.partitions[partition].rows
         return [(seq, rows[seq]) for seq in sorted(rows) if start < seq <= end]
@@ -218,5 +219,5 @@ class ModelDriverClient:
         pass
 
 
-def _holds(lease: ModelLease, number: int, seq: int) -> bool:
-    return any(found == number and start < seq <= end for found, start, end in lease.ranges)
+def _holds(lease: ModelLease, partition: int, seq: int) -> bool:
+    return any(leased == partition and start < seq <= end for leased, start, end in lease.ranges)

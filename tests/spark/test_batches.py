@@ -61,8 +61,8 @@ def schema_of(text: str) -> types.StructType:
     return types.StructType([types.StructField(name, TYPES[kind]) for name, kind in fields])
 
 
-def options(schema: str = "key string, value string", **given: object) -> WriteOptions:
-    said = {"url": URL, **{name: str(value) for name, value in given.items()}}
+def options(schema: str = "key string, value string", **options_given: object) -> WriteOptions:
+    said = {"url": URL, **{name: str(value) for name, value in options_given.items()}}
     return WriteOptions.parse(said, schema_of(schema), overwrite=False)
 
 
@@ -130,13 +130,13 @@ def made_naively(rows: list[Mutation], batch_bytes: int) -> list[tuple[int, list
             nbytes = 0
         gathered[-1].append(row)
         nbytes += size
-    found = []
-    for some in gathered:
+    batches = []
+    for batch_rows in gathered:
         homes = defaultdict[int, list[Mutation]](list)
-        for row in some:
+        for row in batch_rows:
             homes[partition_of(row.key, PARTITIONS)].append(row)
-        found += sorted(homes.items())
-    return found
+        batches += sorted(homes.items())
+    return batches
 
 
 @given(ROWS, st.lists(st.integers(0, 100), max_size=5), st.integers(1, 2000))
@@ -169,14 +169,14 @@ def sizes(
     }
     if cas is not None:
         columns["cas"] = pa.array(cas, pa.uint64())
-    found = defaultdict[PartitionId, list[int]](list)
+    counts = defaultdict[PartitionId, list[int]](list)
     keys = set[bytes]()
     for partition, chunk in chunks(pa.record_batch(columns), partitions):
         chunk.check_published()
-        found[partition].append(chunk.count)
+        counts[partition].append(chunk.count)
         keys |= set(chunk.keys())
     assert len(keys) == len(operations)
-    return found
+    return counts
 
 
 ANSWERED: list[tuple[Operation, int]] = [
@@ -329,8 +329,8 @@ def test_json_of_columns_equals_json_row_by_row(data: st.DataObject) -> None:
 
 
 def test_an_object_of_several_columns() -> None:
-    found = objects([pa.array([1, None]), pa.array(["x", "y"])], ["a", "b"])
-    assert [json.loads(text) for text in found.to_pylist()] == [
+    values = objects([pa.array([1, None]), pa.array(["x", "y"])], ["a", "b"])
+    assert [json.loads(text) for text in values.to_pylist()] == [
         {"a": 1, "b": "x"},
         {"a": None, "b": "y"},
     ]
@@ -350,9 +350,9 @@ def test_keys_of_nested_fields_and_of_several_columns() -> None:
         [pa.array([1, 2], pa.int32()), nested, pa.array(["v", "w"])], names=["a.b", "St", "value"]
     )
 
-    def keys(**given: str) -> tuple[list[bytes], int]:
-        wanted = WriteOptions.parse({"url": URL, **given}, schema, overwrite=False)
-        rows, bad = encode(batch, wanted)
+    def keys(**options_given: str) -> tuple[list[bytes], int]:
+        write_options = WriteOptions.parse({"url": URL, **options_given}, schema, overwrite=False)
+        rows, bad = encode(batch, write_options)
         return rows.column("key").to_pylist(), len(bad)
 
     assert keys(keyColumn="`a.b`") == keys(keyColumn="a.b") == ([b"1", b"2"], 0)
@@ -389,8 +389,10 @@ def test_columns_without_a_text_are_refused() -> None:
 # Rows that cannot be written.
 
 
-def bad_rows(wanted: WriteOptions, **columns: list[Any]) -> tuple[list[bytes], list[RejectedRow]]:
-    rows, bad = encode(pa.record_batch(columns), wanted)
+def bad_rows(
+    write_options: WriteOptions, **columns: list[Any]
+) -> tuple[list[bytes], list[RejectedRow]]:
+    rows, bad = encode(pa.record_batch(columns), write_options)
     return rows.column("key").to_pylist(), bad
 
 
@@ -413,21 +415,21 @@ def test_keys_and_values_that_are_none() -> None:
 
 def test_a_deletion_needs_no_value() -> None:
     assert bad_rows(options("key string", operation="delete"), key=["a"]) == ([b"a"], [])
-    wanted = options("op string, key string, value string", operation="apply")
+    write_options = options("op string, key string, value string", operation="apply")
     rows, bad = encode(
         pa.record_batch({"op": ["Delete", "UPSERT"], "key": ["a", "b"], "value": [None, "v"]}),
-        wanted,
+        write_options,
     )
     assert (rows.column("value").to_pylist(), bad) == ([b"", b"v"], [])
     assert rows.column("op").to_pylist() == [Operation.DELETE, Operation.SET]
 
 
 def test_operations_that_are_none() -> None:
-    wanted = options(
+    write_options = options(
         "what string, key string, value string", operation="apply", operationColumn="What"
     )
     good, bad = bad_rows(
-        wanted, what=["set", "drop", None], key=["a", "b", "c"], value=["1", "2", "3"]
+        write_options, what=["set", "drop", None], key=["a", "b", "c"], value=["1", "2", "3"]
     )
     assert good == [b"a"]
     assert [(row.status, row.key) for row in bad] == [
@@ -437,11 +439,11 @@ def test_operations_that_are_none() -> None:
 
 
 def test_counters() -> None:
-    wanted = options("op string, key string, value string", operation="apply")
+    write_options = options("op string, key string, value string", operation="apply")
     deltas = ["5", "3", "-1", "x", str(2**64 - 1), str(2**64)]
     names = ["increment", "decrement", *["increment"] * 4]
     batch = pa.record_batch({"op": names, "key": list("abcdef"), "value": deltas})
-    rows, bad = encode(batch, wanted)
+    rows, bad = encode(batch, write_options)
     assert rows.column("value").to_pylist() == [
         CounterDelta(5, 5).encode(),
         CounterDelta(3, 0).encode(),
@@ -453,7 +455,7 @@ def test_counters() -> None:
 
 
 def test_numbers_out_of_range_and_times() -> None:
-    wanted = options(
+    write_options = options(
         "key string, value string, f long, e timestamp, c long",
         flagsColumn="f",
         expiryColumn="e",
@@ -469,7 +471,7 @@ def test_numbers_out_of_range_and_times() -> None:
             "c": [9, 0, None, 0, -1],
         }
     )
-    rows, bad = encode(batch, wanted)
+    rows, bad = encode(batch, write_options)
     ((_, chunk),) = chunks(rows, 1)
     seconds = int(MOMENT.timestamp())
     assert list(chunk) == [
@@ -477,9 +479,9 @@ def test_numbers_out_of_range_and_times() -> None:
         Mutation(Operation.SET, b"c", b"3"),
     ]
     assert [row.reason.split()[0] for row in bad] == ["flags", "expiry", "cas"]
-    wanted = options("key string, value string, e date", expiryColumn="e")
+    write_options = options("key string, value string, e date", expiryColumn="e")
     rows, bad = encode(
-        pa.record_batch({"key": ["a"], "value": ["1"], "e": [dt.date(1970, 1, 2)]}), wanted
+        pa.record_batch({"key": ["a"], "value": ["1"], "e": [dt.date(1970, 1, 2)]}), write_options
     )
     assert (rows.column("expiry").to_pylist(), bad) == ([86400], [])
 
@@ -488,10 +490,10 @@ def test_numbers_out_of_range_and_times() -> None:
 
 
 def test_options_as_they_are_by_default() -> None:
-    found = options()
-    assert (found.operation, found.key_columns) == (Operation.SET, (("key",),))
-    assert found.value_columns == (("value",),)
-    assert (found.durability, found.value_is_object) == (Durability.PERSISTED, False)
+    defaults = options()
+    assert (defaults.operation, defaults.key_columns) == (Operation.SET, (("key",),))
+    assert defaults.value_columns == (("value",),)
+    assert (defaults.durability, defaults.value_is_object) == (Durability.PERSISTED, False)
     assert options("KEY string, Value int").key_columns == (("KEY",),)
     several = options("key string, op string, a int, b int", operation="apply", valueColumn="*")
     assert (several.value_columns, several.value_is_object) == ((("key",), ("a",), ("b",)), True)
@@ -500,7 +502,7 @@ def test_options_as_they_are_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "given", "sentence"),
+    ("schema", "options_given", "sentence"),
     [
         ("key string, value string", {"opration": "insert"}, "perhaps operation was meant"),
         ("key string, value string", {"operation": "merge"}, "not one of upsert, insert"),
@@ -523,9 +525,9 @@ def test_options_as_they_are_by_default() -> None:
         ("key string, value string", {"copies": 2}, "goes with durability replicated or repl"),
     ],
 )
-def test_options_that_are_wrong(schema: str, given: dict[str, Any], sentence: str) -> None:
+def test_options_that_are_wrong(schema: str, options_given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
-        options(schema, **given)
+        options(schema, **options_given)
 
 
 def test_a_bucket_is_not_overwritten() -> None:
@@ -553,9 +555,9 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
         letters.finish()
         letters.abandon()
         assert [path.name for path in folder.iterdir()] == ["part-7.parquet"]
-    found = parquet.read_table(folder).to_pylist()
-    assert len(found) == 25_001
-    assert found[-1] == {
+    written_rows = parquet.read_table(folder).to_pylist()
+    assert len(written_rows) == 25_001
+    assert written_rows[-1] == {
         "reason": "because",
         "status": "BAD_KEY",
         "operation": "set",

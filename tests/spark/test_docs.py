@@ -28,8 +28,8 @@ READ, STREAM, WRITE = "Options of a read", "More options of a stream", "Options 
 
 def section(heading: str) -> str:
     """What stands below a heading, up to the next."""
-    (found,) = re.findall(rf"^## {heading}\n((?s:.*?))(?=^## |\Z)", TEXT, re.MULTILINE)
-    return str(found)
+    (text,) = re.findall(rf"^## {heading}\n((?s:.*?))(?=^## |\Z)", TEXT, re.MULTILINE)
+    return str(text)
 
 
 def table(heading: str) -> dict[str, str]:
@@ -75,24 +75,24 @@ def test_every_option_is_in_its_table(asked: Callable[[Callable[[], object]], se
 
 
 def test_the_defaults_are_as_documented() -> None:
-    given: dict[str, str] = {}
+    defaults: dict[str, str] = {}
     for heading in (READ, STREAM):
         for name, rest in table(heading).items():
             said = rest.partition(" | ")[0].strip("`")
             if said not in ("required", "none", "all"):
-                given[name] = said
-    read = ReadOptions.parse({**URL, **given}, streaming=None)
+                defaults[name] = said
+    read = ReadOptions.parse({**URL, **defaults}, streaming=None)
     assert read == ReadOptions.parse(URL, streaming=None)
-    assert len(given) == 12
+    assert len(defaults) == 12
 
-    given = {}
+    defaults = {}
     for name, rest in table(WRITE).items():
         said = rest.partition(" | ")[0].strip("`")
         if said not in ("required", "none") and name != "operationColumn":
-            given[name] = said
-    write = WriteOptions.parse({**URL, **given}, ROWS, overwrite=False)
+            defaults[name] = said
+    write = WriteOptions.parse({**URL, **defaults}, ROWS, overwrite=False)
     assert write == WriteOptions.parse(URL, ROWS, overwrite=False)
-    assert len(given) == 8
+    assert len(defaults) == 8
 
 
 def test_every_operation_column_and_code_is_in_it() -> None:

@@ -76,12 +76,12 @@ def finish(job: Job, spark: SparkSession, patch: pytest.MonkeyPatch) -> None:
 
 def batches_of(folder: Path) -> dict[int, list[Any]]:
     """Each batch's rows; they are the same each time that it was done."""
-    found = {}
-    for batch in sorted((folder / "batches").iterdir(), key=lambda one: int(one.name)):
-        times = [msgspec.json.decode(one.read_bytes()) for one in batch.iterdir()]
-        assert all(one == times[0] for one in times), f"batch {batch.name} was not the same"
-        found[int(batch.name)] = times[0]
-    return found
+    batches = {}
+    for batch in sorted((folder / "batches").iterdir(), key=lambda path: int(path.name)):
+        times = [msgspec.json.decode(run.read_bytes()) for run in batch.iterdir()]
+        assert all(run == times[0] for run in times), f"batch {batch.name} was not the same"
+        batches[int(batch.name)] = times[0]
+    return batches
 
 
 def check(batches: dict[int, list[Any]], client: BlockingClient, *, from_start: bool) -> None:
@@ -125,7 +125,7 @@ def test_a_driver_that_dies_reads_its_batch_again(
             finish(job, spark, monkeypatch)
             batches = batches_of(tmp_path)
             check(batches, client, from_start=True)
-            times = {one: len(list((tmp_path / "batches" / one).iterdir())) for one in "0123"}
+            times = {batch: len(list((tmp_path / "batches" / batch).iterdir())) for batch in "0123"}
             assert times == {"0": 1, "1": 1, "2": 2, "3": 1}
             values = Counter(row[4] for rows in batches.values() for row in rows)
             for index in range(4):
@@ -159,18 +159,20 @@ def test_executors_that_die_while_they_read_and_write(tmp_path: Path) -> None:
     draw = random.Random(3)
     with blocking_server() as server:
         url, target = server.create_bucket("b", 4), server.create_bucket("c", 4)
-        some = {b"key %d" % index: draw.randbytes(200) for index in range(20_000)}
+        items_written = {b"key %d" % index: draw.randbytes(200) for index in range(20_000)}
         with durable_client(url) as client:
-            client.apply(Mutation(Operation.SET, key, value) for key, value in some.items())
+            client.apply(
+                Mutation(Operation.SET, key, value) for key, value in items_written.items()
+            )
         job = Job("copy", url, str(tmp_path), target, "local-cluster[1,1,1024]")
         job.options = {"minPartitions": "2"}
         assert run(job) == 0
-        killed = {one.name for one in tmp_path.iterdir()}
+        killed = {marker.name for marker in tmp_path.iterdir()}
         assert killed == {"killed while it reads", "killed while it writes"}
         with BlockingClient(target) as client:
-            items = client.get_many(list(some))
-            assert not differences({item.key: item.value for item in items if item}, some)
-            assert sum(row.high_seq for row in client.seqnos()) == len(some), "each once"
+            items = client.get_many(list(items_written))
+            assert not differences({item.key: item.value for item in items if item}, items_written)
+            assert sum(row.high_seq for row in client.seqnos()) == len(items_written), "each once"
 
 
 @pytest.mark.timeout(240)
@@ -180,10 +182,12 @@ def test_a_server_that_dies_in_each_phase_of_a_batch(spark: SparkSession, tmp_pa
     with blocking_server() as server:
         url = server.create_bucket("b", 4)
         draw = random.Random(4)
-        some = {b"key %d" % index: draw.randbytes(1000) for index in range(20_000)}
+        items_written = {b"key %d" % index: draw.randbytes(1000) for index in range(20_000)}
         with durable_client(url) as client:
-            client.apply(Mutation(Operation.SET, key, value) for key, value in some.items())
-        found: dict[bytes, bytes] = {}
+            client.apply(
+                Mutation(Operation.SET, key, value) for key, value in items_written.items()
+            )
+        items_read: dict[bytes, bytes] = {}
         numbers: list[tuple[int, int]] = []
 
         def restart() -> threading.Timer:
@@ -197,7 +201,7 @@ def test_a_server_that_dies_in_each_phase_of_a_batch(spark: SparkSession, tmp_pa
             for row in frame.select("partition", "seq", "key", "value").toLocalIterator():
                 if batch == 1 and not timers:
                     timers.append(restart())
-                found[bytes(row.key)] = bytes(row.value)
+                items_read[bytes(row.key)] = bytes(row.value)
                 numbers.append((row.partition, row.seq))
             if batch == 2:
                 timers.append(restart())
@@ -210,7 +214,7 @@ def test_a_server_that_dies_in_each_phase_of_a_batch(spark: SparkSession, tmp_pa
         writer = writer.option("checkpointLocation", str(tmp_path))
         query = writer.trigger(availableNow=True).start()
         assert query.awaitTermination(120)
-        assert not differences(found, some)
-        assert len(numbers) == len(set(numbers)) == len(some)
+        assert not differences(items_read, items_written)
+        assert len(numbers) == len(set(numbers)) == len(items_written)
         with BlockingClient(url) as client:
             assert all(len(info.log) == 4 for info in client.partitions())

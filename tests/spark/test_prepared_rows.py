@@ -54,11 +54,11 @@ def expected(rows: list[Row]) -> dict[bytes, bytes]:
     """What the rows leave in an empty bucket, one after the other."""
     values = defaultdict[str, int](int)
     for op, key, text in rows:
-        number = int(text)
+        count = int(text)
         if op == "set":
-            values[key] = number
+            values[key] = count
         else:
-            change = number if op == "increment" else -number
+            change = count if op == "increment" else -count
             values[key] = max(0, values[key] + change)
     return {key.encode(): b"%d" % value for key, value in values.items()}
 

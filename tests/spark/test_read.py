@@ -63,14 +63,14 @@ async def consumed(url: str) -> list[tuple[Any, ...]]:
                 history = f"{event.history_id:016x}"
                 histories[event.partition] = (history, event.start, event.end)
             elif isinstance(event, ChunkReceived):
-                for one in event.chunk:
-                    is_set = one.op is Operation.SET
+                for mutation in event.chunk:
+                    is_set = mutation.op is Operation.SET
                     rows.append(
                         (
-                            *(names[one.op], event.partition, histories[event.partition][0]),
-                            *(one.seq, *histories[event.partition][1:]),
-                            *(one.key, one.value if is_set else None, not is_set),
-                            *(one.cas, one.flags, one.expiry),
+                            *(names[mutation.op], event.partition, histories[event.partition][0]),
+                            *(mutation.seq, *histories[event.partition][1:]),
+                            *(mutation.key, mutation.value if is_set else None, not is_set),
+                            *(mutation.cas, mutation.flags, mutation.expiry),
                         )
                     )
     return rows
@@ -88,7 +88,7 @@ def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: 
     url = new_bucket(16)
     draw = random.Random(1)
     with durable_client(url) as client:
-        some = [
+        mutations = [
             Mutation(
                 Operation.SET,
                 b"key %d" % index,
@@ -98,22 +98,22 @@ def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: 
             )
             for index in range(400)
         ]
-        client.apply(row for row in some if partition_of(row.key, 16) > 3)
+        client.apply(row for row in mutations if partition_of(row.key, 16) > 3)
         client.apply([Mutation(Operation.SET, b"\xff" * 250, bytes(range(256)))])
         client.set("large", draw.randbytes(VALUE_BYTES_MAX))
         client.set("counter", str((1 << 64) - 1))
-        gone = [row.key for row in some if partition_of(row.key, 16) > 3][:40]
+        gone = [row.key for row in mutations if partition_of(row.key, 16) > 3][:40]
         client.apply(Mutation(Operation.DELETE, key) for key in gone[:20])
     # Where snapshots begin and end depends on when they were read.
     expected = [row[:4] + row[6:] for row in trio.run(consumed, url)]
-    found = rows_of(load(spark, url))
-    assert sorted(row[:4] + row[6:] for row in found) == sorted(expected)
-    assert sum(row[8] for row in found) == 20
+    rows = rows_of(load(spark, url))
+    assert sorted(row[:4] + row[6:] for row in rows) == sorted(expected)
+    assert sum(row[8] for row in rows) == 20
     special = {partition_of(key, 16) for key in (b"\xff" * 250, b"large", b"counter")}
     assert (empty := set(range(4)) - special)
-    assert empty.isdisjoint({row[1] for row in found})
+    assert empty.isdisjoint({row[1] for row in rows})
     by_partition: dict[int, list[int]] = {}
-    for row in found:
+    for row in rows:
         by_partition.setdefault(row[1], []).append(row[3])
     assert all(sorted(numbers) == numbers for numbers in by_partition.values())
 
@@ -220,8 +220,8 @@ def overwrite(client: BlockingClient, keys: list[str], until_compacted: int) -> 
 
 
 def keys_of(partition: int, partitions: int, count: int) -> list[str]:
-    found = (f"key {index}" for index in range(10_000_000))
-    mine = (key for key in found if partition_of(key.encode(), partitions) == partition)
+    candidates = (f"key {index}" for index in range(10_000_000))
+    mine = (key for key in candidates if partition_of(key.encode(), partitions) == partition)
     return [next(mine) for _ in range(count)]
 
 
@@ -264,8 +264,8 @@ def test_a_frame_whose_rows_are_gone_says_so(spark: SparkSession, new_bucket: Ne
 
 
 def leases(client: BlockingClient) -> dict[str, Any]:
-    found: dict[str, Any] = client.stats(client.address.bucket)["leases"]
-    return found
+    figures: dict[str, Any] = client.stats(client.address.bucket)["leases"]
+    return figures
 
 
 def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: NewBucket) -> None:

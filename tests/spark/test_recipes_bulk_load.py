@@ -20,7 +20,7 @@ def test_every_row_is_written_or_reported(
 ) -> None:
     url = new_bucket()
     letters = tmp_path / "letters"
-    told: list[str] = []
+    lines: list[str] = []
     rows = [(f"k{index}", f"v{index}", index, FAR) for index in range(50)]
     # Keys that are empty, or missing, or too long.
     rows += [("", "x", 0, 0), (None, "x", 0, 0), ("y" * 251, "x", 0, 0)]  # type: ignore[list-item]
@@ -28,18 +28,18 @@ def test_every_row_is_written_or_reported(
     options = {"flagsColumn": "f", "expiryColumn": "e"}
     for _ in range(2):
         # A second load counts only its own dead letters.
-        found = bulk_load(
+        loaded = bulk_load(
             frame,
             url,
             key="id",
             value="text",
             dead_letters=letters,
             options=options,
-            tell=told.append,
+            tell=lines.append,
         )
-        assert (found.rows, found.failed) == (50, 3)
-        assert found.rows_per_s == found.rows / found.seconds > 0
-    assert "50 rows written, 3 failed" in told[0]
+        assert (loaded.rows, loaded.failed) == (50, 3)
+        assert loaded.rows_per_s == loaded.rows / loaded.seconds > 0
+    assert "50 rows written, 3 failed" in lines[0]
     assert contents(url) == {
         b"k%d" % index: Stored(b"v%d" % index, index, FAR) for index in range(50)
     }
@@ -56,6 +56,6 @@ def test_without_a_folder_for_them_a_bad_row_fails_the_load(
     assert caught.value.code == "UPR_ROWS_REFUSED"
     with pytest.raises(OptionError, match="no column id"):
         bulk_load(frame, url, key="id")
-    found = bulk_load(frame.where("false"), url)
-    assert (found.rows, found.failed) == (0, 0)
+    loaded = bulk_load(frame.where("false"), url)
+    assert (loaded.rows, loaded.failed) == (0, 0)
     assert contents(url) == {}

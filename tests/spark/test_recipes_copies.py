@@ -65,18 +65,18 @@ def test_a_snapshot_holds_what_the_bucket_held(
     change(url, put(range(10), "newer"))
     change(url, drop(range(5)))
     held_then, ends_then = contents(url), ends(url)
-    found = snapshot(spark, url, folder)
+    manifest = snapshot(spark, url, folder)
     assert contents_of_frame(read_snapshot(spark, folder)) == held_then
-    assert Manifest.read(folder) == found
-    assert found.rows == 55
-    assert found.deletions == 0
-    assert found.bucket == url.rpartition("/")[2]
-    assert {name: part.end for name, part in found.partitions.items()} == ends_then
-    assert sum(part.rows for part in found.partitions.values()) == 55
-    assert all(part.start == 0 for part in found.partitions.values())
+    assert Manifest.read(folder) == manifest
+    assert manifest.rows == 55
+    assert manifest.deletions == 0
+    assert manifest.bucket == url.rpartition("/")[2]
+    assert {name: part.end for name, part in manifest.partitions.items()} == ends_then
+    assert sum(part.rows for part in manifest.partitions.values()) == 55
+    assert all(part.start == 0 for part in manifest.partitions.values())
     with BlockingClient(url) as client:
         for info in client.partitions():
-            part = found.partitions[str(info.partition)]
+            part = manifest.partitions[str(info.partition)]
             assert part.position.log == info.log
             assert part.history_id == f"{info.log.current:016x}"
 
@@ -92,7 +92,7 @@ def test_an_unfinished_snapshot_is_refused(
     assert "is incomplete" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     assert "not finished" in failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
     change(url, drop([3]))
-    found = snapshot(spark, url, folder, overwrite=True)
+    manifest = snapshot(spark, url, folder, overwrite=True)
     assert contents_of_frame(read_snapshot(spark, folder)) == contents(url)
     failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
 
@@ -104,10 +104,10 @@ def test_an_unfinished_snapshot_is_refused(
     assert "whole copy" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     (folder / "manifest.json").write_text('{"format_version": 1}')
     assert "damaged" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
-    newer = {**msgspec.to_builtins(found), "format_version": 2}
+    newer = {**msgspec.to_builtins(manifest), "format_version": 2}
     (folder / "manifest.json").write_text(json.dumps(newer))
     assert "of version 2" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
-    increment = {**msgspec.to_builtins(found), "kind": "increment", "files": {}}
+    increment = {**msgspec.to_builtins(manifest), "kind": "increment", "files": {}}
     (folder / "manifest.json").write_text(json.dumps(increment))
     assert "no snapshot" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     (tmp_path / "other").mkdir()
@@ -131,8 +131,8 @@ def test_what_cannot_be_a_snapshot(
         snapshot(spark, url, folder, options={"startingOffsets": "latest"})
     failing("UPR_NO_BUCKET", lambda: snapshot(spark, url + "-not", folder))
     # An empty bucket is one like any other.
-    found = snapshot(spark, url, folder.as_uri())
-    assert found.rows == 0
+    manifest = snapshot(spark, url, folder.as_uri())
+    assert manifest.rows == 0
     assert read_snapshot(spark, folder).count() == 0
 
 
@@ -144,7 +144,7 @@ def test_increments_restore_each_state(
 ) -> None:
     url = new_bucket()
     folder = tmp_path / "backup"
-    told: list[str] = []
+    lines: list[str] = []
     states = []
     for mutations in (
         [],
@@ -155,18 +155,18 @@ def test_increments_restore_each_state(
     ):
         change(url, mutations)
         states.append(contents(url))
-        made = backup(spark, url, folder, tell=told.append)
+        made = backup(spark, url, folder, tell=lines.append)
         assert {name: part.end for name, part in made.partitions.items()} == ends(url)
         assert made.number == len(states) - 1
-    assert "increment 2: 31 numbers to read" in told
+    assert "increment 2: 31 numbers to read" in lines
     assert Manifest.read(folder / "000002").deletions == 9
     assert Manifest.read(folder / "000003").rows == 0
 
     for through in (1, None):
         target = new_bucket(3)
-        found = restore(spark, folder, target, through=through)
+        restored = restore(spark, folder, target, through=through)
         assert contents(target) == states[-1 if through is None else through]
-        assert found.increments == (5 if through is None else through + 1)
+        assert restored.increments == (5 if through is None else through + 1)
     full = new_bucket(3)
     change(full, put([1]))
     failing("UPR_NOT_EMPTY", lambda: restore(spark, folder, full))
@@ -198,7 +198,7 @@ def test_a_chain_with_a_gap_is_refused(
 
     middle = folder / "000001"
     manifest = json.loads((middle / "manifest.json").read_text())
-    part = next(one for one in manifest["partitions"].values() if one["rows"])
+    part = next(part_entry for part_entry in manifest["partitions"].values() if part_entry["rows"])
     part["end"] += 1
     (middle / "manifest.json").write_text(json.dumps(manifest))
     assert "ends at" in failing("UPR_BACKUP_GAP", lambda: restore(spark, folder, target))
@@ -245,7 +245,7 @@ def test_a_bucket_that_has_parted_is_not_added(
 def test_whether_an_increment_may_follow(
     high: int, purge: int, log: list[tuple[int, int]], code: str | None
 ) -> None:
-    number = PartitionId(0)
+    partition = PartitionId(0)
     part = PartitionPart("7", (("7", 4), ("5", 0)), 0, 10, 3)
     last = Manifest(
         kind="increment",
@@ -258,7 +258,7 @@ def test_whether_an_increment_may_follow(
         files={},
     )
     info = PartitionInfo(
-        number,
+        partition,
         True,
         PartitionState.ACTIVE,
         SeqNo(high),
@@ -267,6 +267,6 @@ def test_whether_an_increment_may_follow(
         FailoverLog.of(log),
     )
     if code is None:
-        assert _starts(last, {number: info}) == {number: 10}
+        assert _starts(last, {partition: info}) == {partition: 10}
     else:
-        assert "new backup" in failing(code, lambda: _starts(last, {number: info}))
+        assert "new backup" in failing(code, lambda: _starts(last, {partition: info}))

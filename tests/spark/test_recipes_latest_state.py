@@ -74,102 +74,102 @@ def _number(path: Path) -> int:
 
 
 @pytest.fixture
-def kept(spark: SparkSession, new_bucket: NewBucket, tmp_path: Path) -> Kept:
+def latest_table(spark: SparkSession, new_bucket: NewBucket, tmp_path: Path) -> Kept:
     return Kept(spark, new_bucket(), tmp_path)
 
 
-def test_the_table_holds_what_the_bucket_holds(kept: Kept) -> None:
-    change(kept.url, put(range(50)))
-    change(kept.url, put(range(10), "newer"))
-    change(kept.url, drop(range(40, 50)))
-    kept.run()
-    assert kept.contents == contents(kept.url)
-    assert len(kept.contents) == 40
-    assert kept.version == 0, "the first batch makes the table in one commit"
+def test_the_table_holds_what_the_bucket_holds(latest_table: Kept) -> None:
+    change(latest_table.url, put(range(50)))
+    change(latest_table.url, put(range(10), "newer"))
+    change(latest_table.url, drop(range(40, 50)))
+    latest_table.run()
+    assert latest_table.contents == contents(latest_table.url)
+    assert len(latest_table.contents) == 40
+    assert latest_table.version == 0, "the first batch makes the table in one commit"
 
     # Overwritten, deleted, deleted and set again, new; and one that was never in the table.
-    change(kept.url, put(range(5, 15), "newest"))
-    change(kept.url, drop(range(10, 20)))
-    change(kept.url, put([10, 60, 61, 62]))
-    change(kept.url, drop([62]))
-    kept.run()
-    assert kept.contents == contents(kept.url)
-    assert kept.version == 1
+    change(latest_table.url, put(range(5, 15), "newest"))
+    change(latest_table.url, drop(range(10, 20)))
+    change(latest_table.url, put([10, 60, 61, 62]))
+    change(latest_table.url, drop([62]))
+    latest_table.run()
+    assert latest_table.contents == contents(latest_table.url)
+    assert latest_table.version == 1
 
     # The last batch once more: its commit says that it is done.
-    kept.forget_last_commit()
-    kept.run()
-    assert kept.version == 1
-    assert kept.told[-1] == "batch 1 is in the table already"
-    assert kept.contents == contents(kept.url)
+    latest_table.forget_last_commit()
+    latest_table.run()
+    assert latest_table.version == 1
+    assert latest_table.told[-1] == "batch 1 is in the table already"
+    assert latest_table.contents == contents(latest_table.url)
 
     # A batch that changes nothing in the table is a commit all the same.
-    change(kept.url, put([70]))
-    change(kept.url, drop([70]))
-    kept.run()
-    assert kept.version == 2
-    assert kept.contents == contents(kept.url)
+    change(latest_table.url, put([70]))
+    change(latest_table.url, drop([70]))
+    latest_table.run()
+    assert latest_table.version == 2
+    assert latest_table.contents == contents(latest_table.url)
 
 
-def test_after_a_rollback_it_equals_the_server_again(kept: Kept) -> None:
-    change(kept.url, put(range(40)))
-    kept.run()
-    made_anew(kept.url)
-    change(kept.url, put(range(30, 60), "another"))
-    change(kept.url, drop(range(50, 60)))
-    kept.run()
-    assert kept.contents == contents(kept.url)
-    assert kept.version == 1, "what vanished and what is new are one commit"
-    kept.forget_last_commit()
-    kept.run()
-    assert kept.version == 1
+def test_after_a_rollback_it_equals_the_server_again(latest_table: Kept) -> None:
+    change(latest_table.url, put(range(40)))
+    latest_table.run()
+    made_anew(latest_table.url)
+    change(latest_table.url, put(range(30, 60), "another"))
+    change(latest_table.url, drop(range(50, 60)))
+    latest_table.run()
+    assert latest_table.contents == contents(latest_table.url)
+    assert latest_table.version == 1, "what vanished and what is new are one commit"
+    latest_table.forget_last_commit()
+    latest_table.run()
+    assert latest_table.version == 1
     # Fewer partitions: most keys are in another now, and some partitions are gone.
-    made_anew(kept.url, 3)
-    change(kept.url, put(range(25, 45), "yet another"))
-    kept.run()
-    assert kept.contents == contents(kept.url)
-    assert kept.version == 2
+    made_anew(latest_table.url, 3)
+    change(latest_table.url, put(range(25, 45), "yet another"))
+    latest_table.run()
+    assert latest_table.contents == contents(latest_table.url)
+    assert latest_table.version == 2
     # An empty bucket leaves an empty table.
-    made_anew(kept.url)
-    kept.run()
-    assert kept.contents == {}
+    made_anew(latest_table.url)
+    latest_table.run()
+    assert latest_table.contents == {}
 
 
-def test_a_rollback_may_come_in_several_batches(kept: Kept) -> None:
-    change(kept.url, put(range(40)))
-    kept.run(maxOffsetsPerTrigger=15)
-    assert kept.contents == contents(kept.url)
-    assert kept.version == 2
-    made_anew(kept.url)
-    change(kept.url, put(range(20, 50), "another"))
-    kept.run(maxOffsetsPerTrigger=15)
-    assert kept.contents == contents(kept.url)
-    assert kept.version == 4
+def test_a_rollback_may_come_in_several_batches(latest_table: Kept) -> None:
+    change(latest_table.url, put(range(40)))
+    latest_table.run(maxOffsetsPerTrigger=15)
+    assert latest_table.contents == contents(latest_table.url)
+    assert latest_table.version == 2
+    made_anew(latest_table.url)
+    change(latest_table.url, put(range(20, 50), "another"))
+    latest_table.run(maxOffsetsPerTrigger=15)
+    assert latest_table.contents == contents(latest_table.url)
+    assert latest_table.version == 4
 
 
-def test_without_markers_a_rollback_fails_the_query(kept: Kept) -> None:
-    change(kept.url, put(range(10)))
-    kept.run()
-    made_anew(kept.url)
-    change(kept.url, put(range(5)))
+def test_without_markers_a_rollback_fails_the_query(latest_table: Kept) -> None:
+    change(latest_table.url, put(range(10)))
+    latest_table.run()
+    made_anew(latest_table.url)
+    change(latest_table.url, put(range(5)))
     with pytest.raises(PipelineError, match="onRollback=marker") as caught:
-        kept.run(onRollback="fail")
+        latest_table.run(onRollback="fail")
     assert caught.value.code == "UPR_ROLLBACK"
-    assert len(kept.contents) == 10
+    assert len(latest_table.contents) == 10
 
 
-def test_a_table_of_another_query_is_refused_or_begun_anew(kept: Kept) -> None:
-    change(kept.url, put(range(10)))
-    kept.run()
-    change(kept.url, drop(range(5)))
-    kept.checkpoint = kept.checkpoint.with_name("another")
+def test_a_table_of_another_query_is_refused_or_begun_anew(latest_table: Kept) -> None:
+    change(latest_table.url, put(range(10)))
+    latest_table.run()
+    change(latest_table.url, drop(range(5)))
+    latest_table.checkpoint = latest_table.checkpoint.with_name("another")
     with pytest.raises(PipelineError, match="begin_anew") as caught:
-        kept.run()
+        latest_table.run()
     assert caught.value.code == "UPR_TABLE"
-    assert len(kept.contents) == 10
-    kept.run(begin_anew=True)
-    assert kept.contents == contents(kept.url)
-    assert len(kept.contents) == 5
+    assert len(latest_table.contents) == 10
+    latest_table.run(begin_anew=True)
+    assert latest_table.contents == contents(latest_table.url)
+    assert len(latest_table.contents) == 5
 
 
 def test_what_cannot_be_kept(
@@ -188,23 +188,23 @@ def changes_of(spark: SparkSession, url: str) -> DataFrame:
     return spark.read.format("upr").option("url", url).load()
 
 
-def test_the_sink_does_a_batch_once(spark: SparkSession, kept: Kept) -> None:
-    change(kept.url, put(range(10)))
-    sink = LatestState(kept.table, "an application", tell=kept.told.append)
-    sink(changes_of(spark, kept.url), 0)
-    first = kept.contents
-    assert first == contents(kept.url)
-    change(kept.url, drop(range(10)))
-    sink(changes_of(spark, kept.url), 0)
-    assert kept.version == 0
-    assert kept.contents == first
-    sink(changes_of(spark, kept.url), 1)
-    assert kept.version == 1
-    assert kept.contents == {}
+def test_the_sink_does_a_batch_once(spark: SparkSession, latest_table: Kept) -> None:
+    change(latest_table.url, put(range(10)))
+    sink = LatestState(latest_table.table, "an application", tell=latest_table.told.append)
+    sink(changes_of(spark, latest_table.url), 0)
+    first = latest_table.contents
+    assert first == contents(latest_table.url)
+    change(latest_table.url, drop(range(10)))
+    sink(changes_of(spark, latest_table.url), 0)
+    assert latest_table.version == 0
+    assert latest_table.contents == first
+    sink(changes_of(spark, latest_table.url), 1)
+    assert latest_table.version == 1
+    assert latest_table.contents == {}
     with pytest.raises(OptionError, match="column op"):
-        sink(changes_of(spark, kept.url).drop("op"), 2)
+        sink(changes_of(spark, latest_table.url).drop("op"), 2)
     with pytest.raises(OptionError, match="app_id"):
-        LatestState(kept.table)(changes_of(spark, kept.url), 2)
+        LatestState(latest_table.table)(changes_of(spark, latest_table.url), 2)
 
 
 # The newest row of each key.
@@ -225,8 +225,8 @@ def marker(batch: int, partition: int, history: str, went_to: int = 0) -> Any:
 
 
 def newest(spark: SparkSession, rows: list[Any], order: str | None = None) -> dict[str, str]:
-    found = latest(spark.createDataFrame(rows, CHANGES), order).collect()
-    return {row["key"]: row["value"] for row in found}
+    rows_found = latest(spark.createDataFrame(rows, CHANGES), order).collect()
+    return {row["key"]: row["value"] for row in rows_found}
 
 
 def test_the_latest_of_what_was_read_is_what_there_is(
@@ -236,9 +236,9 @@ def test_the_latest_of_what_was_read_is_what_there_is(
     change(url, put(range(30)))
     change(url, put(range(10), "newer"))
     change(url, drop(range(5)))
-    found = latest(changes_of(spark, url))
-    assert found.columns == changes_of(spark, url).columns
-    assert contents_of_frame(found) == contents(url)
+    newest = latest(changes_of(spark, url))
+    assert newest.columns == changes_of(spark, url).columns
+    assert contents_of_frame(newest) == contents(url)
     few = spark.read.format("upr").option("url", url).option("metadata", "false").load()
     assert {bytes(row["key"]) for row in latest(few).collect()} == set(contents(url))
 

@@ -77,8 +77,8 @@ def test_submitted_to_spark(new_bucket: NewBucket, tmp_path: Path) -> None:
     assert loaded.returncode == 1, loaded.stderr
     # Spark puts warnings of its own libraries there, too.
     assert loaded.stdout.splitlines()[-1].startswith("2 rows written, 1 failed")
-    found = contents(url)
-    assert {key: stored.value for key, stored in found.items()} == {
+    stored_items = contents(url)
+    assert {key: stored.value for key, stored in stored_items.items()} == {
         b"N1": b'{"tailnum":"N1","seats":"10"}',
         b"N2": b'{"tailnum":"N2","seats":"20"}',
     }
@@ -183,10 +183,10 @@ def test_a_recipe_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_without_java_it_says_so() -> None:
     assert script_without_java("--help").returncode == 0
-    found = script_without_java("upr://127.0.0.1:1/b", "/nowhere/at/all")
-    assert found.returncode == command.FAILED
-    assert "is Java 17 or newer there?" in found.stderr
-    assert "Traceback" not in found.stderr
+    process = script_without_java("upr://127.0.0.1:1/b", "/nowhere/at/all")
+    assert process.returncode == command.FAILED
+    assert "is Java 17 or newer there?" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def script_without_java(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -219,8 +219,8 @@ def test_back_and_forth(
     assert "25 rows of 2 increments" in capsys.readouterr().out
     words = (url, table, "--checkpoint", tmp_path / "checkpoint", "--once")
     assert ran(latest_state, *words) == 0
-    kept = DeltaTable(table).to_pyarrow_table().to_pylist()
-    assert contents_of_rows(kept) == contents(url)
+    table_rows = DeltaTable(table).to_pyarrow_table().to_pylist()
+    assert contents_of_rows(table_rows) == contents(url)
     rows = tmp_path / "rows.json"
     rows.write_text('{"key": "a", "value": "1"}\n')
     assert ran(bulk_load, target, rows, "--format", "json") == 0

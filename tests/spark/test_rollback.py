@@ -36,7 +36,8 @@ class Town:
     def write(self, numbers: range, value: str) -> None:
         with durable_client(self.url) as client:
             client.apply(
-                Mutation(Operation.SET, b"key %d" % number, value.encode()) for number in numbers
+                Mutation(Operation.SET, b"key %d" % key_number, value.encode())
+                for key_number in numbers
             )
 
     def go_back(self, *, between: Callable[[], None]) -> None:
@@ -54,7 +55,9 @@ class Town:
 
     def delete(self, numbers: range) -> None:
         with durable_client(self.url) as client:
-            client.apply(Mutation(Operation.DELETE, b"key %d" % number) for number in numbers)
+            client.apply(
+                Mutation(Operation.DELETE, b"key %d" % key_number) for key_number in numbers
+            )
 
     def run(self, sink: Callable[[DataFrame, int], None], on_rollback: str) -> None:
         """Has a query catch up, in batches of 40."""

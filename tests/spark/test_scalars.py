@@ -67,9 +67,9 @@ def test_texts(texts: list[str]) -> None:
 
 
 @given(st.integers(-128, 127), st.booleans(), st.text())
-def test_scalars(number: int, flag: bool, text: str) -> None:
-    assert int8_scalar(number).equals(pa.scalar(number, pa.int8()))
-    assert int32_scalar(number << 24).equals(pa.scalar(number << 24, pa.int32()))
-    assert int64_scalar(number << 56).equals(pa.scalar(number << 56, pa.int64()))
+def test_scalars(value: int, flag: bool, text: str) -> None:
+    assert int8_scalar(value).equals(pa.scalar(value, pa.int8()))
+    assert int32_scalar(value << 24).equals(pa.scalar(value << 24, pa.int32()))
+    assert int64_scalar(value << 56).equals(pa.scalar(value << 56, pa.int64()))
     assert bool_scalar(flag).equals(pa.scalar(flag))
     assert text_scalar(text).equals(pa.scalar(text))

@@ -39,15 +39,15 @@ Json = dict[str, Any]
 Ranges = list[tuple[int, int, int, int | None]]
 
 
-def options_of(**given: str) -> ReadOptions:
-    return ReadOptions.parse({"url": "upr://localhost/b", **given}, streaming=True)
+def options_of(**options_given: str) -> ReadOptions:
+    return ReadOptions.parse({"url": "upr://localhost/b", **options_given}, streaming=True)
 
 
 def reader_of(
-    driver: ModelDriverClient, *, partitions: set[int] | None = None, **given: str
+    driver: ModelDriverClient, *, partitions: set[int] | None = None, **options_given: str
 ) -> MicroBatchReader:
     """A reader of some partitions of a bucket, or of all."""
-    options = options_of(**given)
+    options = options_of(**options_given)
     reader = MicroBatchReader(options, default_schema(options), driver)
     if partitions is not None:
         reader._driver = FewerPartitions(driver, partitions)
@@ -57,7 +57,8 @@ def reader_of(
 def ranges_of(tasks: list[ReadTask]) -> Ranges:
     """Partition, start and end of what tasks read, and from where it went back."""
     slices: list[Slice] = sorted(
-        (one for task in tasks for one in task.slices), key=lambda one: (one.partition, one.start)
+        (part for task in tasks for part in task.slices),
+        key=lambda part: (part.partition, part.start),
     )
     return [
         (one.partition, one.start, one.end, None if one.marker is None else one.marker.came_from)
@@ -82,7 +83,7 @@ class FewerPartitions:
 
     def numbers(self) -> Any:
         rows = self._driver.numbers()
-        return {number: row for number, row in rows.items() if number in self._partitions}
+        return {partition: row for partition, row in rows.items() if partition in self._partitions}
 
 
 class Query(RuleBasedStateMachine):
@@ -110,23 +111,23 @@ class Query(RuleBasedStateMachine):
         """The sink: all rows by partition, as number and key."""
         self.ends_of: dict[int, set[int]] = {}
         self.reached: dict[int, int] = {
-            number: offset.seq for number, offset in offsets_of(self.first).items()
+            partition: offset.seq for partition, offset in offsets_of(self.first).items()
         }
 
     # The bucket.
 
-    @rule(number=NUMBERS, keys=st.lists(st.integers(0, 4), max_size=12))
-    def write(self, number: int, keys: list[int]) -> None:
+    @rule(partition=NUMBERS, keys=st.lists(st.integers(0, 4), max_size=12))
+    def write(self, partition: int, keys: list[int]) -> None:
         for key in keys:
-            self.driver.write(number, key)
+            self.driver.write(partition, key)
 
-    @rule(number=NUMBERS)
-    def flush(self, number: int) -> None:
-        self.driver.flush(number)
+    @rule(partition=NUMBERS)
+    def flush(self, partition: int) -> None:
+        self.driver.flush(partition)
 
-    @rule(number=NUMBERS)
-    def compact(self, number: int) -> None:
-        self.driver.compact(number)
+    @rule(partition=NUMBERS)
+    def compact(self, partition: int) -> None:
+        self.driver.compact(partition)
 
     @precondition(lambda self: len(self.driver.partitions) < 6)
     @rule()
@@ -185,16 +186,16 @@ class Query(RuleBasedStateMachine):
 
     def read(self, tasks: Any) -> list[tuple[int, int, int]]:
         """What the tasks read, or would: partition, number, key; a key of -1 is a marker."""
-        found = []
+        rows_read = []
         for task in tasks:
-            for one in task.slices:
-                if one.marker is not None:
-                    assert one.start == one.marker.went_to
-                    found.append((one.partition, one.start, -1))
-                if one.start < one.end:
-                    rows = self.driver.read(one.partition, one.start, one.end, task.lease_id)
-                    found += [(one.partition, seq, key) for seq, key in rows]
-        return sorted(found)
+            for part in task.slices:
+                if part.marker is not None:
+                    assert part.start == part.marker.went_to
+                    rows_read.append((part.partition, part.start, -1))
+                if part.start < part.end:
+                    rows = self.driver.read(part.partition, part.start, part.end, task.lease_id)
+                    rows_read += [(part.partition, seq, key) for seq, key in rows]
+        return sorted(rows_read)
 
     @precondition(lambda self: self.end is not None)
     @rule()
@@ -208,15 +209,15 @@ class Query(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         assert self.end is not None
-        for number, seq, key in self.rows:
-            rows = self.log_of.setdefault(number, [])
+        for partition, seq, key in self.rows:
+            rows = self.log_of.setdefault(partition, [])
             if key == -1:
                 rows[:] = [row for row in rows if row[0] <= seq]
             else:
                 rows.append((seq, key))
-        for number, _, stop, _ in self.batch:
-            self.reached[number] = stop
-            self.ends_of.setdefault(number, set()).add(stop)
+        for partition, _, stop, _ in self.batch:
+            self.reached[partition] = stop
+            self.ends_of.setdefault(partition, set()).add(stop)
         self.start, self.end = self.end, None
         self.batches += 1
 
@@ -230,7 +231,9 @@ class Query(RuleBasedStateMachine):
             again = self.reader.initialOffset()
             if self.end is None:
                 self.first = self.start = again
-                self.reached = {number: offset.seq for number, offset in offsets_of(again).items()}
+                self.reached = {
+                    partition: offset.seq for partition, offset in offsets_of(again).items()
+                }
             else:
                 self.start = again
         if self.end is not None:
@@ -250,9 +253,9 @@ class Query(RuleBasedStateMachine):
             if self.partitions is None or index in self.partitions
         }
         for _ in range(sum(target.values()) + 2):
-            for number, key in writes:
-                self.driver.write(number, key)
-                self.driver.flush(number)
+            for partition_id, key in writes:
+                self.driver.write(partition_id, key)
+                self.driver.flush(partition_id)
             self.plan()
             if self.end is None:
                 break
@@ -279,7 +282,7 @@ class Query(RuleBasedStateMachine):
             self.plan()
             if self.end is None:
                 break
-        began = {number: offset.seq for number, offset in offsets_of(self.first).items()}
+        began = {partition: offset.seq for partition, offset in offsets_of(self.first).items()}
         for index, partition in enumerate(self.driver.partitions):
             newest = {
                 key: seq for key, seq in partition.newest().items() if seq > began.get(index, 0)
@@ -314,9 +317,9 @@ class WithFailovers(WithLimits):
     given: ClassVar = {**WithLimits.given, "onRollback": "marker"}
 
     @precondition(lambda self: self.end is None)
-    @rule(number=NUMBERS, to=st.integers(0, 30))
-    def fail_over(self, number: int, to: int) -> None:
-        self.driver.fail_over(number, to)
+    @rule(partition=NUMBERS, to=st.integers(0, 30))
+    def fail_over(self, partition: int, to: int) -> None:
+        self.driver.fail_over(partition, to)
 
     @precondition(lambda self: self.end is None)
     @rule()
@@ -338,10 +341,10 @@ class WithRewinds(WithFailovers):
     given: ClassVar = {**WithLimits.given, "onRollback": "rewind"}
 
     @precondition(lambda self: self.end is None)
-    @rule(number=NUMBERS, back=st.integers(0, 5), beside=st.integers(-1, 1))
-    def fail_over_beside_the_end_of_a_batch(self, number: int, back: int, beside: int) -> None:
-        ends = sorted(self.ends_of.get(number, {0}))
-        self.driver.fail_over(number, max(0, ends[max(0, len(ends) - 1 - back)] + beside))
+    @rule(partition=NUMBERS, back=st.integers(0, 5), beside=st.integers(-1, 1))
+    def fail_over_beside_the_end_of_a_batch(self, partition: int, back: int, beside: int) -> None:
+        ends = sorted(self.ends_of.get(partition, {0}))
+        self.driver.fail_over(partition, max(0, ends[max(0, len(ends) - 1 - back)] + beside))
 
     @precondition(lambda self: self.end is None)
     @rule(partition_id=NUMBERS, back=st.integers(0, 3))
@@ -389,18 +392,18 @@ def test_a_batch_is_shared_out_by_backlog(limits: Limits) -> None:
         )
         for partition, (seq, snapshot_end) in stands.items()
     }
-    found = batch_ends(partitions, limits, dict.fromkeys(partitions, 10.0))
-    assert all(found[PartitionId(partition)] <= stands[partition][1] for partition in found)
-    total = sum(seq - stands[number][0] for number, seq in found.items())
+    ends = batch_ends(partitions, limits, dict.fromkeys(partitions, 10.0))
+    assert all(ends[PartitionId(partition)] <= stands[partition][1] for partition in ends)
+    total = sum(seq - stands[partition][0] for partition, seq in ends.items())
     if limits.numbers is not None:
         assert total <= limits.numbers
     if limits.nbytes is not None:
         assert total <= max(1, limits.nbytes // 10)
     allowed = min(limits.numbers or 202, max(1, (limits.nbytes or 2020) // 10), 202)
     assert total == allowed
-    for number in found:
+    for number in ends:
         backlog = stands[number][1] - stands[number][0]
-        assert abs(found[number] - stands[number][0] - allowed * backlog / 202) <= 1
+        assert abs(ends[number] - stands[number][0] - allowed * backlog / 202) <= 1
 
 
 @pytest.mark.parametrize(
@@ -703,7 +706,7 @@ def test_tasks_are_few_and_about_equal() -> None:
         assert {task.lease_id for task in tasks} == {7}
         reached = dict.fromkeys(range(7), 0)
         for task in tasks:
-            assert len({one.partition for one in task.slices}) == len(task.slices)
+            assert len({part.partition for part in task.slices}) == len(task.slices)
             for one in task.slices:
                 assert one.start == reached[one.partition] < one.end
                 reached[one.partition] = one.end
@@ -721,11 +724,11 @@ def written(partitions: int, rows: int) -> ModelDriverClient:
     return driver
 
 
-def write_rows(driver: ModelDriverClient, number: int, rows: int) -> None:
+def write_rows(driver: ModelDriverClient, partition: int, rows: int) -> None:
     """Writes so many rows to a partition, and to disk."""
     for key in range(rows):
-        driver.write(number, key)
-    driver.flush(number)
+        driver.write(partition, key)
+    driver.flush(partition)
 
 
 def test_a_plan_pins_the_ranges_from_the_streams_position() -> None:
@@ -847,7 +850,7 @@ def test_partitions_that_are_not_asked_for_any_more_stay_where_they_are() -> Non
     assert offsets_of(end)[0].seq == 10
     # The batch that was planned before is read whole.
     again = list(few.partitions(reader.initialOffset(), start))
-    assert [one[0] for one in ranges_of(again)] == [0, 1, 2]  # type: ignore[arg-type]
+    assert [partition_range[0] for partition_range in ranges_of(again)] == [0, 1, 2]  # type: ignore[arg-type]
 
 
 def test_a_partition_that_is_not_asked_for_stays_inside_its_snapshot() -> None:
@@ -890,7 +893,10 @@ def test_a_lease_on_other_partitions_does_not_serve_one_that_is_asked_for_again(
             for part in task.slices:
                 driver.read(part.partition, part.start, part.end, task.lease_id)
         start = end
-    assert {number: offset.seq for number, offset in offsets_of(start).items()} == {0: 10, 1: 10}
+    assert {partition: offset.seq for partition, offset in offsets_of(start).items()} == {
+        0: 10,
+        1: 10,
+    }
 
 
 def test_offsets_of_partitions_that_are_not_there() -> None:

@@ -40,8 +40,8 @@ def write(said: dict[str, str]) -> None:
 
 def read(said: dict[str, str], history_id: int = 1) -> list[pa.RecordBatch]:
     log = FailoverLog((FailoverEntry(HistoryId(history_id), SeqNo(0)),))
-    one = Slice(PartitionId(0), log, SeqNo(0), SeqNo(1), SeqNo(0), SeqNo(1))
-    return list(read_task(ReadTask((one,), 0), ReadOptions.parse(said), COLUMNS))
+    part = Slice(PartitionId(0), log, SeqNo(0), SeqNo(1), SeqNo(0), SeqNo(1))
+    return list(read_task(ReadTask((part,), 0), ReadOptions.parse(said), COLUMNS))
 
 
 @pytest.mark.parametrize("work", [write, read])
@@ -90,9 +90,9 @@ def test_tasks_that_begin_while_the_server_is_away() -> None:
             return timer
 
         timer = restart()
-        (found,) = read({"url": url}, info.log.current)
+        (batch,) = read({"url": url}, info.log.current)
         timer.join()
-        assert found.column("key").to_pylist() == [b"before"]
+        assert batch.column("key").to_pylist() == [b"before"]
         timer = restart()
         rows = pa.RecordBatch.from_pydict({"key": ["after"], "value": ["2"]})
         options = WriteOptions.parse({"url": url}, PAIR, overwrite=False)

@@ -98,7 +98,7 @@ def test_operations_by_column(spark: SparkSession, new_bucket: NewBucket) -> Non
 
 def test_types_of_keys_and_values(spark: SparkSession, new_bucket: NewBucket) -> None:
     url = new_bucket()
-    wanted = {
+    expected = {
         "'text'": b"text",
         "X'00FF'": b"\0\xff",
         "CAST(-5 AS TINYINT)": b"-5",
@@ -119,11 +119,11 @@ def test_types_of_keys_and_values(spark: SparkSession, new_bucket: NewBucket) ->
     }
     spark.conf.set("spark.sql.session.timeZone", "Asia/Tokyo")
     try:
-        for source in wanted:
+        for source in expected:
             write(spark.sql(f"SELECT {source} AS key, {source} AS value").coalesce(1), url)
     finally:
         spark.conf.set("spark.sql.session.timeZone", "UTC")
-    assert contents(url) == {text: text for text in wanted.values()}
+    assert contents(url) == {text: text for text in expected.values()}
     write(spark.sql("SELECT 'o' AS key, 1 AS n, map('k', 1) AS m"), url, valueColumn="n, M")
     assert contents(url)[b"o"] == b'{"n":1,"m":{"k":1}}'
 
@@ -195,13 +195,15 @@ def test_dead_letters(spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
         deadLetterPath=folder.as_uri(),
     )
     assert contents(url) == items(20)
-    found = spark.read.parquet(str(folder)).collect()
-    assert sorted((row.status, row.operation, row.key, row.value) for row in found if row.key) == [
+    letters = spark.read.parquet(str(folder)).collect()
+    assert sorted(
+        (row.status, row.operation, row.key, row.value) for row in letters if row.key
+    ) == [
         ("EXISTS", "insert", bytearray(key), bytearray(value))
         for key, value in sorted(items(10).items())
     ]
-    assert [row.reason for row in found if row.key is None] == ["the key is null"]
-    assert len(found) == 12
+    assert [row.reason for row in letters if row.key is None] == ["the key is null"]
+    assert len(letters) == 12
     assert all(path.name.startswith("part-") for path in folder.iterdir())
 
 
@@ -209,13 +211,13 @@ def test_options_are_refused_before_anything_is_written(
     spark: SparkSession, new_bucket: NewBucket
 ) -> None:
     url = new_bucket()
-    one = frame(spark, 1)
+    one_row = frame(spark, 1)
     with pytest.raises(PySparkException, match="there is no option opration; perhaps operation"):
-        write(one, url, opration="insert")
+        write(one_row, url, opration="insert")
     with pytest.raises(PySparkException, match=r"UPR_OPTION.*write with mode append"):
-        one.write.format("upr").mode("overwrite").option("url", url).save()
+        one_row.write.format("upr").mode("overwrite").option("url", url).save()
     with pytest.raises(PySparkException, match=r"the option url is missing"):
-        one.write.format("upr").mode("append").save()
+        one_row.write.format("upr").mode("append").save()
 
 
 def test_a_bucket_or_a_server_that_is_not_there(
@@ -346,15 +348,15 @@ def test_a_batch_of_a_stream_that_is_run_again(
     stream.run()
     stream.put("second", ["a", "c"])
     stream.run()
-    wanted = {b"a": b"2", b"b": b"1", b"c": b"1"}
-    assert contents(url) == wanted
+    expected = {b"a": b"2", b"b": b"1", b"c": b"1"}
+    assert contents(url) == expected
     stream.forget_commit(1)
     stream.run()
     assert stream.committed == ["0", "1"]
-    assert (contents(url), mutations(url)) == (wanted, 4)
+    assert (contents(url), mutations(url)) == (expected, 4)
     stream.put("third", ["a"])
     stream.run()
-    assert (contents(url), mutations(url)) == ({**wanted, b"a": b"3"}, 5)
+    assert (contents(url), mutations(url)) == ({**expected, b"a": b"3"}, 5)
 
 
 def test_a_batch_of_a_stream_that_is_another_when_it_is_run_again(

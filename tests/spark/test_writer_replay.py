@@ -93,7 +93,7 @@ def test_an_attempt_that_was_overtaken(new_bucket: NewBucket) -> None:
 def test_the_writer_id_of_a_task() -> None:
     ids = {writer_id(job, task) for job in (b"a", b"b") for task in (0, 1)}
     assert len(ids) == 4
-    assert {len(found) for found in ids} == {16}
+    assert {len(writer) for writer in ids} == {16}
     assert writer_id(b"a", 0) == writer_id(b"a", 0)
     assert attempt_of(5, 1) < attempt_of(5, 2) < attempt_of(6, 0) < 1 << 64
 

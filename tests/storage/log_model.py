@@ -84,11 +84,11 @@ class Model:
     def take(self, writes: Sequence[PartitionWrite]) -> None:
         """They were committed."""
         for write in writes:
-            number = write.partition
+            partition = write.partition
             for chunk in write.chunks:
-                self.histories[number] += chunk
-            self.highs[number] = write.record.high
-            self.ends[number].append(write.record.high)
+                self.histories[partition] += chunk
+            self.highs[partition] = write.record.high
+            self.ends[partition].append(write.record.high)
 
     def check_read(self, log: ChunkLog, partition: int, start: int, end: int) -> None:
         """A consumer at `start` that reads up to `end` has what existed there."""

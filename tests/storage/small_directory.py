@@ -24,8 +24,8 @@ EXPIRY: Final = 2_000_000_000
 PLENTY: Final = 1 << 40
 
 
-def key_of(number: int) -> bytes:
-    return b"key %d %s" % (number, b"k" * (number % 40))
+def key_of(key_number: int) -> bytes:
+    return b"key %d %s" % (key_number, b"k" * (key_number % 40))
 
 
 ABSENT: Final = [key_of(index) for index in range(1000, 1020)]

@@ -61,9 +61,12 @@ def _flips_of_the_tree(folder: Path, chance: random.Random) -> list[Flip]:
         data = (folder / part / "data.mdb").read_bytes()
         for page in range(len(data) // PAGE_BYTES):
             offset = page * PAGE_BYTES
-            number, flags = int.from_bytes(data[offset : offset + 8], "little"), data[offset + 10]
+            page_number, flags = (
+                int.from_bytes(data[offset : offset + 8], "little"),
+                data[offset + 10],
+            )
             # A branch, a leaf or a meta page; of what is left of others, the number is another.
-            if number == page and flags & 0b1011:
+            if page_number == page and flags & 0b1011:
                 structural.append((part, page))
     flips = []
     for _ in range(FLIPS_OF_THE_TREE):

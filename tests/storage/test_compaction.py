@@ -100,11 +100,11 @@ class Life(RuleBasedStateMachine):
 
     def writes_of(self, rows: SomeRows) -> list[PartitionWrite]:
         writes = []
-        for number, group in groupby(
+        for partition, group in groupby(
             sorted(rows, key=lambda mutation: mutation[0]),
             lambda mutation: mutation[0],
         ):
-            seq = start = self.model.highs[number]
+            seq = start = self.model.highs[partition]
             chunks = []
             mutations: list[Mutation] = []
             for _, key, operation, expiry, skipped, is_last in group:
@@ -117,7 +117,7 @@ class Life(RuleBasedStateMachine):
                     start, mutations = seq, []
             if mutations:
                 chunks.append(chunk_of(mutations, start, seq))
-            writes.append(PartitionWrite(number, record_of(seq), chunks))
+            writes.append(PartitionWrite(partition, record_of(seq), chunks))
         return writes
 
     @rule(rows=ROWS)
@@ -161,12 +161,12 @@ class Life(RuleBasedStateMachine):
         for index, high in enumerate(self.model.highs):
             assert self.index.watermark(index).seq == high
 
-    @rule(number=st.integers(0, PARTITIONS - 1), age=AGES, steps=st.integers(1, 30))
-    def sweep(self, number: int, age: float, steps: int) -> None:
+    @rule(partition=st.integers(0, PARTITIONS - 1), age=AGES, steps=st.integers(1, 30))
+    def sweep(self, partition: int, age: float, steps: int) -> None:
         """Begins a sweep though not much is wasted."""
-        mark = self.index.watermark(number)
+        mark = self.index.watermark(partition)
         if self.storage._compaction is None and mark.seq:
-            self.storage._compaction = Compaction(self.log, self.index, number, mark.seq)
+            self.storage._compaction = Compaction(self.log, self.index, partition, mark.seq)
         for _ in range(steps):
             self.upkeep(urgent=False, age=age)
 
@@ -202,9 +202,9 @@ class Life(RuleBasedStateMachine):
         whole = {lease.lease_id for lease in self.log.load().leases if lease.is_whole}
         assert whole == self.leases.keys() | self.lapsed.keys()
         for lease_id in whole:
-            ((number, start, end),) = (self.leases | self.lapsed)[lease_id].ranges
-            self.model.check_read(self.log, number, start, end)
-            assert read(self.log, number, start, end) == self.leased_rows[lease_id]
+            ((partition, start, end),) = (self.leases | self.lapsed)[lease_id].ranges
+            self.model.check_read(self.log, partition, start, end)
+            assert read(self.log, partition, start, end) == self.leased_rows[lease_id]
 
     @rule(partition=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
     def follow_from_anywhere(self, partition: int, share: float) -> None:

@@ -110,8 +110,8 @@ def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
             bucket.commit(partition)
     damaged = data.draw(st.integers(0, PARTITIONS - 1))
     numbers = sorted(data.draw(st.sets(st.integers(1, chunks), min_size=1, max_size=3)))
-    for number in numbers:
-        bucket.flip_chunk(damaged, CHUNK_ROWS * number)
+    for place in numbers:
+        bucket.flip_chunk(damaged, CHUNK_ROWS * place)
     bucket.restart()
     # Neighbouring damaged chunks are passed in one step.
     runs = [number for number in numbers if number - 1 not in numbers]

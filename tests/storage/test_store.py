@@ -232,9 +232,9 @@ async def test_many_callers_at_once_each_get_their_own_answer(opener: Opener) ->
             high = model.highs[partition]
             rows = await read_all(store, partition, high)
             assert apply({}, rows) == model.contents(partition, high)
-            number = 1 + turn % high
-            want = FetchRequest(b"key %d" % number, number, needs_value=True)
-            assert await store.ask(FindItems(BUCKET.name, partition, [want])) == [rows[number - 1]]
+            seq = 1 + turn % high
+            want = FetchRequest(b"key %d" % seq, seq, needs_value=True)
+            assert await store.ask(FindItems(BUCKET.name, partition, [want])) == [rows[seq - 1]]
 
     async def tidy(store: Store) -> None:
         for _ in range(20):
@@ -299,22 +299,22 @@ def test_a_disk_without_space_refuses_a_new_bucket(
     directory.create("b", lambda _log, _index: None)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("where", ["mkdir", "rename", "lmdb"])
 def test_a_bucket_that_cannot_be_created_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_number: int, where: str
 ) -> None:
     prepare(tmp_path)
     directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
 
     def fail(*_arguments: object, **_options: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(error_number, os.strerror(error_number))
 
     def fill(log: OrderedMap, _index: OrderedMap) -> None:
         with log.write():
             if where == "lmdb":
                 error = lmdb.Error("mdb_txn_commit")
-                error.__dict__["code"] = number
+                error.__dict__["code"] = error_number
                 raise error
 
     with monkeypatch.context() as patch:

@@ -85,19 +85,19 @@ class WriteRecorder:
         self.events: list[Event] = []
         self._path = path.resolve()
         self._kept: list[Any] = []
-        number, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+        descriptor, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
         offset, result = ctypes.c_int64, ctypes.c_ssize_t
         self._replaced = {
             name: ctypes.CFUNCTYPE(*kinds)(function)
             for name, kinds, function in (
-                ("pwrite", (result, number, pointer, size, offset), self._pwrite),
-                ("pwrite64", (result, number, pointer, size, offset), self._pwrite),
-                ("write", (result, number, pointer, size), self._write),
-                ("writev", (result, number, pointer, number), self._writev),
-                ("ftruncate", (number, number, offset), self._ftruncate),
-                ("ftruncate64", (number, number, offset), self._ftruncate),
-                ("fdatasync", (number, number), self._sync),
-                ("fsync", (number, number), self._sync),
+                ("pwrite", (result, descriptor, pointer, size, offset), self._pwrite),
+                ("pwrite64", (result, descriptor, pointer, size, offset), self._pwrite),
+                ("write", (result, descriptor, pointer, size), self._write),
+                ("writev", (result, descriptor, pointer, descriptor), self._writev),
+                ("ftruncate", (descriptor, descriptor, offset), self._ftruncate),
+                ("ftruncate64", (descriptor, descriptor, offset), self._ftruncate),
+                ("fdatasync", (descriptor, descriptor), self._sync),
+                ("fsync", (descriptor, descriptor), self._sync),
             )
         }
         library = Path(str(import_module("lmdb.cpython").__file__)).resolve()
@@ -106,7 +106,7 @@ class WriteRecorder:
         for name, address in _slots(library.read_bytes()):
             if name in ("pwritev", "pwritev64", "pwritev2", "msync", "sync_file_range"):
                 # Those are not for files that are written, or this module must learn of them.
-                self._redirect(base + address, ctypes.CFUNCTYPE(number)(self._unknown))
+                self._redirect(base + address, ctypes.CFUNCTYPE(descriptor)(self._unknown))
             elif name in self._replaced:
                 redirected.add(name)
                 self._redirect(base + address, self._replaced[name])

@@ -119,8 +119,8 @@ async def connections(server: ServerProcess) -> int:
     """How many connections the server has, without the one that asks."""
     async with connect(server.url()) as client:
         stats = await client.stats()
-    found: int = stats["server"]["connections"]
-    return found - 1
+    connections: int = stats["server"]["connections"]
+    return connections - 1
 
 
 async def until_gone(server: ServerProcess, rest: int = BYSTANDER_CONNECTIONS) -> None:
@@ -159,9 +159,11 @@ async def test_damaged_frames() -> None:
     """Every byte of a frame but the magic is covered by one of its checksums."""
     frame = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame())
     async with attacked() as server:
-        for at in range(2, len(frame)):
+        for offset in range(2, len(frame)):
             async with peer(server.host, server.port, greeted=False) as bad:
-                await bad.send_bytes(frame[:at] + bytes((frame[at] ^ 0x10,)) + frame[at + 1 :])
+                await bad.send_bytes(
+                    frame[:offset] + bytes((frame[offset] ^ 0x10,)) + frame[offset + 1 :]
+                )
                 await bad.expect_error(Status.BAD_CHECKSUM)
 
 
@@ -342,8 +344,8 @@ async def test_a_half_open_connection() -> None:
         written = {}
 
         async def write(numbers: range) -> None:
-            for number in numbers:
-                key, value = b"key-%d" % (number % 100), b"%d" % number
+            for change in numbers:
+                key, value = b"key-%d" % (change % 100), b"%d" % change
                 await sink.set(key, value)
                 written[key] = value
             await sink.flush()
@@ -492,9 +494,9 @@ async def test_a_consumer_that_acknowledges_nothing() -> None:
 # Publishers.
 
 
-def _batch(number: int, value_bytes: int) -> Message:
-    chunk = sets([(b"key-%d" % number, bytes(value_bytes))])
-    return Mutate(Bundle.of_one(P0, chunk), opaque=number)
+def _batch(opaque: int, value_bytes: int) -> Message:
+    chunk = sets([(b"key-%d" % opaque, bytes(value_bytes))])
+    return Mutate(Bundle.of_one(P0, chunk), opaque=opaque)
 
 
 async def _create_small(server: ServerProcess) -> None:

@@ -59,9 +59,9 @@ class Model:
 
     def at(self, partition: int, through: int, since: tuple[int, Contents]) -> Contents:
         """The contents of `partition` at `through`, going on from those at an earlier number."""
-        at, contents = since
+        reached, contents = since
         contents = dict(contents)
-        for seq in range(at + 1, through + 1):
+        for seq in range(reached + 1, through + 1):
             key, value = self.log[partition][seq]
             if value is None:
                 contents.pop(key, None)
@@ -209,12 +209,12 @@ async def test_a_thousand_barriers_under_load() -> None:
             await client.create_bucket(BUCKET, PARTITIONS)
         url = server.url(BUCKET)
         async with (
-            publisher(url) as one,
+            publisher(url) as first_publisher,
             publisher(url) as two,
             publisher(url) as three,
             trio.open_nursery() as publishers,
         ):
-            for sink in (one, two, three):
+            for sink in (first_publisher, two, three):
                 publishers.start_soon(load.publish, sink)
             async with trio.open_nursery() as followers:
                 followers.start_soon(fast.run, url, WINDOW_BYTES_DEFAULT)

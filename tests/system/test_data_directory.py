@@ -66,9 +66,9 @@ def everything_in(path: Path) -> dict[str, bytes | None]:
     if path.is_file():
         return {"": path.read_bytes()}
     return {
-        str(found.relative_to(path)): found.read_bytes() if found.is_file() else None
-        for found in path.rglob("*")
-        if found.name != "lock.mdb"
+        str(file.relative_to(path)): file.read_bytes() if file.is_file() else None
+        for file in path.rglob("*")
+        if file.name != "lock.mdb"
     }
 
 
@@ -261,10 +261,10 @@ async def test_a_read_only_disk(data: Path, what: str) -> None:
         path.mkdir()
     async with namespace(
         f"mount --bind {disk} {disk} && mount -o remount,bind,ro {disk} {disk}"
-    ) as found:
+    ) as mounted:
         # That there is something already is seen before anything is tried.
         why = "Permission denied" if what == "with data" else "Read-only file system"
-        await refused(path, write_advice(path, why), program=found.program)
+        await refused(path, write_advice(path, why), program=mounted.program)
     assert path.exists() == (what != "missing")
 
 
@@ -283,8 +283,8 @@ async def test_a_directory_of_which_something_belongs_to_another_user(
         for theirs in (path, *path.rglob("*")):
             os.chown(theirs, NOBODY, NOBODY)
     before = everything_in(data)
-    async with namespace() as found:
-        done = await serve_there(data, program=found.program)
+    async with namespace() as mounted:
+        done = await serve_there(data, program=mounted.program)
     assert (done.code, done.out) == (1, ""), done
     assert done.err.startswith(f"upr-server: {data}")
     assert ": Permission denied; give the server's user " in done.err
@@ -415,10 +415,10 @@ async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    async with namespace(f"mount -t tmpfs -o size={RESERVE_MB + 32}m tmpfs {disk}") as found:
+    async with namespace(f"mount -t tmpfs -o size={RESERVE_MB + 32}m tmpfs {disk}") as mounted:
         data = disk / "data"
-        ballast = found.inside(disk / "ballast")
-        async with server_process(data_dir=data, program=found.program, errors=[FULL]) as server:
+        ballast = mounted.inside(disk / "ballast")
+        async with server_process(data_dir=data, program=mounted.program, errors=[FULL]) as server:
             await put_items(server)
             written = dict(ITEMS)
             if way != "a bucket goes":
@@ -467,7 +467,7 @@ async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
                         ballast.unlink()
                     elif way == "the disk grows":
                         # The files outgrow what the disk could hold at the start.
-                        await found.resize(disk, 3 * RESERVE_MB + 200)
+                        await mounted.resize(disk, 3 * RESERVE_MB + 200)
                         more = large("more", RESERVE_MB + 64)
                         await write(server, more)
                         written |= more
@@ -489,7 +489,7 @@ async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
             names = [event["event"] for event in server.events()]
             assert (names.count(FULL), names.count("disk has space again")) == (1, 1)
             before = await histories(server)
-        async with server_process(data_dir=data, program=found.program) as server:
+        async with server_process(data_dir=data, program=mounted.program) as server:
             await assert_served(server, written)
             assert await histories(server) == before
 
@@ -515,13 +515,13 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
     """What was acknowledged as persisted is there afterwards; what was not may be gone."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    async with namespace(f"mount -t tmpfs -o size={RESERVE_MB + 24}m tmpfs {disk}") as found:
+    async with namespace(f"mount -t tmpfs -o size={RESERVE_MB + 24}m tmpfs {disk}") as mounted:
         there = disk / "data"
-        shutil.copytree(data, found.inside(there))
-        ballast, rest = found.inside(disk / "ballast"), found.inside(disk / "rest")
+        shutil.copytree(data, mounted.inside(there))
+        ballast, rest = mounted.inside(disk / "ballast"), mounted.inside(disk / "rest")
         ballast.write_bytes(bytes(12 * MB))
         async with server_process(
-            data_dir=there, program=found.program, errors=[FULL, LOST]
+            data_dir=there, program=mounted.program, errors=[FULL, LOST]
         ) as server:
             async with connect(server.url(BUCKET)) as client:
                 acknowledged, _ = await fill_up(client, "full")
@@ -539,7 +539,7 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
             assert loss["mutations"] == {BUCKET: 1}
             assert "Traceback" not in server.log_text
         expected = {**ITEMS, **acknowledged}
-        async with server_process(data_dir=there, program=found.program, errors=[FULL]) as server:
+        async with server_process(data_dir=there, program=mounted.program, errors=[FULL]) as server:
             mirror = Mirror()
             async with consume(server.url(BUCKET), end="now") as consumer:
                 async for event in consumer:
@@ -557,12 +557,12 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
 
 def worker(server: ServerProcess, role: str) -> int:
     """The process for the disk with this role."""
-    (found,) = [
+    (worker,) = [
         pid
         for pid in children_of(server.process.pid)
         if role in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     ]
-    return found
+    return worker
 
 
 @pytest.mark.parametrize("role", ["writer", "reader"])
@@ -578,11 +578,11 @@ async def test_a_process_of_the_store_that_is_killed_ends_the_server(
         await put_items(server)
         before = await histories(server)
 
-        async def load(number: int) -> None:
+        async def load(load: int) -> None:
             try:
                 async with connect(server.url(BUCKET)) as client:
                     while True:
-                        key = b"load-%d-%d" % (number, len(acknowledged))
+                        key = b"load-%d-%d" % (load, len(acknowledged))
                         await client.set(key, key, durability=PERSISTED)
                         acknowledged[key] = key
             except (UprError, OSError):

@@ -47,8 +47,8 @@ class Follower:
 
 
 async def figures(client: Client) -> dict[str, Any]:
-    found: dict[str, Any] = (await client.stats())["events"]
-    return found
+    event_figures: dict[str, Any] = (await client.stats())["events"]
+    return event_figures
 
 
 async def test_a_consumer_that_is_killed_is_cleared_and_begins_anew(tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ async def test_a_consumer_that_is_killed_is_cleared_and_begins_anew(tmp_path: Pa
         process = await follower.start()
         await eventually(lambda: bool(follower.lines()), "the follower is registered")
         assert follower.lines()[0] == {"event": "everything"}
-        async with connect(server.url("kept")) as kept:
-            await kept.set("k", "v")
+        async with connect(server.url("kept")) as kept_client:
+            await kept_client.set("k", "v")
             await eventually(lambda: follower.told("kept", updates=1), "an update is told")
 
             # Killed, and back within its timeout: it is told what it missed.
             process.kill()
             await process.wait()
-            await kept.set("_design/x", "{}")
+            await kept_client.set("_design/x", "{}")
             process = await follower.start()
             await eventually(
                 lambda: follower.told("kept", designs=["_design/x"]), "what was missed is told"

@@ -319,7 +319,7 @@ async def contents(node: Node) -> dict[bytes, bytes]:
     async with connect(node.address, by_map=False) as client:
         states = {info.partition: info.state for info in client.partitions()}
     for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
-        numbers = [number for number, its_state in states.items() if its_state is state]
+        numbers = [partition for partition, its_state in states.items() if its_state is state]
         if numbers:
             async with consume(
                 node.address, partitions=numbers, state=state, end="now", by_map=False

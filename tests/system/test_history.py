@@ -28,11 +28,11 @@ REPLICATED: Final[tuple[Level, ...]] = ("replicated", "replicated_persisted")
 @pytest.mark.timeout(300)
 async def test_every_promise_is_kept_while_nodes_are_killed(tmp_path: Path) -> None:
     draw, history = Random(1), History(trio.current_time)
-    async with cluster(tmp_path) as one, trio.open_nursery() as consumers:
+    async with cluster(tmp_path) as nodes, trio.open_nursery() as consumers:
         readers = [
             RecordedConsumer(
                 f"c{index}",
-                one.url,
+                nodes.url,
                 history,
                 Random(index),
                 undoes=index == 0,
@@ -46,7 +46,7 @@ async def test_every_promise_is_kept_while_nodes_are_killed(tmp_path: Path) -> N
         sinks = [
             RecordedPublisher(
                 f"p{index}",
-                one.url,
+                nodes.url,
                 history,
                 Random(index),
                 level=level,
@@ -61,15 +61,15 @@ async def test_every_promise_is_kept_while_nodes_are_killed(tmp_path: Path) -> N
                 publishers.start_soon(sink.run)
             for _ in range(ROUNDS):
                 await trio.sleep(draw.uniform(0.1, 0.4))
-                await _replace(one, one.nodes[draw.choice(NAMES)], history)
+                await _replace(nodes, nodes.nodes[draw.choice(NAMES)], history)
                 draw.choice(readers).crash()
                 before = sum(sink.acknowledged for sink in sinks)
                 await eventually(partial(_went_on, sinks, before + 200), "publishers go on", 60)
-                await caught_up(one)
+                await caught_up(nodes)
             for sink in sinks:
                 sink.stopping = True
-        await one.quiet()
-        highs = await _finals(one, history)
+        await nodes.quiet()
+        highs = await _finals(nodes, history)
         for reader in readers:
             await eventually(partial(_has_all, reader, highs), "consumers catch up", 60)
         consumers.cancel_scope.cancel()
@@ -86,27 +86,27 @@ def _has_all(reader: RecordedConsumer, highs: dict[PartitionId, SeqNo]) -> bool:
     return reader.ends() == highs
 
 
-async def _replace(one: Cluster, victim: Node, history: History) -> None:
+async def _replace(nodes: Cluster, victim: Node, history: History) -> None:
     history.add(Fault(f"{victim.name} is killed", REPLICATED))
     await victim.kill()
-    found = await one.map()
-    if any(assignment.active == victim.name for assignment in found.partitions):
-        await fail_over(one.operator(), all_of=victim.name)
+    partition_map = await nodes.map()
+    if any(assignment.active == victim.name for assignment in partition_map.partitions):
+        await fail_over(nodes.operator(), all_of=victim.name)
     history.add(Fault(f"{victim.name} was replaced", REPLICATED))
-    await victim.start(one.nursery)
+    await victim.start(nodes.nursery)
 
 
-async def _finals(one: Cluster, history: History) -> dict[PartitionId, SeqNo]:
+async def _finals(nodes: Cluster, history: History) -> dict[PartitionId, SeqNo]:
     """Writes down what every node holds; gives the actives' highest numbers."""
     highs: dict[PartitionId, SeqNo] = {}
-    for node in one.up:
+    for node in nodes.up:
         async with connect(node.address, by_map=False) as client:
-            found = {info.partition: info for info in client.partitions()}
+            infos = {info.partition: info for info in client.partitions()}
         items: dict[PartitionId, Items] = {}
         for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
-            numbers = [number for number, info in found.items() if info.state is state]
+            numbers = [partition for partition, info in infos.items() if info.state is state]
             items |= await contents_of(str(node.address), numbers, state)
-        for number, info in found.items():
+        for number, info in infos.items():
             is_active = info.state is PartitionState.ACTIVE
             if is_active:
                 highs[number] = info.high_seq

@@ -66,10 +66,10 @@ class GoodClient:
         written: What it wrote.
     """
 
-    def __init__(self, number: int, sink: Publisher, consumer: Consumer) -> None:
+    def __init__(self, index: int, sink: Publisher, consumer: Consumer) -> None:
         self.written: dict[bytes, bytes] = {}
         self.mirror = Mirror()
-        self._number = number
+        self._number = index
         self._batches = 0
         self._sink = sink
         self._consumer = consumer
@@ -120,7 +120,7 @@ async def good_clients(server: ServerProcess) -> AsyncIterator[list[GoodClient]]
             for client in clients:
                 nursery.start_soon(client.follow)
             yield clients
-            written = {key: value for one in clients for key, value in one.written.items()}
+            written = {key: value for client in clients for key, value in client.written.items()}
             for client in clients:
                 await client._consumer.barrier()
                 client.check()
@@ -230,7 +230,7 @@ async def test_ten_good_clients_beside_all_kinds_of_hostile_peers() -> None:
                 print(f"{done}; {watch.more_bytes / MIB:.0f} MiB more than empty")  # noqa: T201
                 nursery.cancel_scope.cancel()
             check_load(before, done, idlers)
-            assert sum(one <= pace_s for one in took) >= SHARE * len(took)
+            assert sum(seconds <= pace_s for seconds in took) >= SHARE * len(took)
             assert watch.more_bytes < BOUND_BYTES + idlers * IDLE_BYTES
 
 

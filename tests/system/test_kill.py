@@ -389,14 +389,14 @@ class Town:
 
     # A life.
 
-    async def _life(self, number: int, ending: Ending) -> None:
+    async def _life(self, life: int, ending: Ending) -> None:
         self.seen[ending] += 1
         if ending == "killed while it starts":
             await self._killed_while_it_starts()
             return
         async with self._server() as server, trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
-            if number % CHECK_EVERY == 0:
+            if life % CHECK_EVERY == 0:
                 await self._look()
             if self._draw.random() < 0.8:
                 with trio.fail_after(LATE_S):
@@ -486,8 +486,8 @@ class Town:
     async def _compare(self, client: Client, written: Written) -> None:
         floor = dict(written.floor)
         there = await server_contents(client, written.keys)
-        found = (written.wrong(key, there.get(key), floor.get(key, 0)) for key in written.keys)
-        wrong = [sentence for sentence in found if sentence]
+        sentences = (written.wrong(key, there.get(key), floor.get(key, 0)) for key in written.keys)
+        wrong = [sentence for sentence in sentences if sentence]
         assert not wrong, f"{len(wrong)} keys are wrong: " + "; ".join(wrong[:10])
 
     # The end.

@@ -127,8 +127,8 @@ class Schedule:
 
 
 def _seeds() -> list[int]:
-    given = os.environ.get(SEEDS_VARIABLE)
-    return [int(seed) for seed in given.split(",")] if given else list(range(SCHEDULES))
+    seeds = os.environ.get(SEEDS_VARIABLE)
+    return [int(seed) for seed in seeds.split(",")] if seeds else list(range(SCHEDULES))
 
 
 @pytest.mark.timeout(900)
@@ -411,22 +411,22 @@ class _Tail:
         assert code == 0, self._errors.read_text()
 
     async def contents(self) -> dict[bytes, bytes]:
-        found: dict[int, dict[bytes, bytes]] = {}
+        contents: dict[int, dict[bytes, bytes]] = {}
         for line in self._lines.read_bytes().splitlines():
             try:
                 event = json.loads(line)
             except json.JSONDecodeError:
                 continue  # it was killed in the middle of this line
             if event["event"] == "rollback":
-                found.pop(event["partition"], None)
+                contents.pop(event["partition"], None)
             elif event["event"] == "mutation":
-                items = found.setdefault(event["partition"], {})
+                items = contents.setdefault(event["partition"], {})
                 key = _octets(event, "key")
                 if event["op"] == "set":
                     items[key] = _octets(event, "value")
                 else:
                     items.pop(key, None)
-        return {key: value for items in found.values() for key, value in items.items()}
+        return {key: value for items in contents.values() for key, value in items.items()}
 
 
 def _octets(event: dict[str, Any], name: str) -> bytes:

@@ -147,9 +147,9 @@ def test_it_holds_the_packages_and_nothing_else(installed: Installed) -> None:
     if installed.is_native:
         expected.add(LIBRARY)
     with ZipFile(installed.wheel) as archive:
-        held = archive.namelist()
-    about = {name for name in held if name.partition("/")[0].endswith(".dist-info")}
-    assert {name for name in held if name not in about} == expected
+        names = archive.namelist()
+    about = {name for name in names if name.partition("/")[0].endswith(".dist-info")}
+    assert {name for name in names if name not in about} == expected
     assert {name.partition("/")[2] for name in about} == {
         "METADATA",
         "RECORD",
@@ -157,7 +157,7 @@ def test_it_holds_the_packages_and_nothing_else(installed: Installed) -> None:
         "entry_points.txt",
         "licenses/LICENSE",
     }
-    assert len(held) == len(set(held))
+    assert len(names) == len(set(names))
 
 
 async def test_the_kernel_is_native_where_there_is_a_compiler(installed: Installed) -> None:

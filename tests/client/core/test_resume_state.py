@@ -89,25 +89,25 @@ def test_a_position_covers_exactly_what_was_received(said: list[tuple[str, int, 
     log = FailoverLog()
     ends: list[int] = []
     highest = 0
-    for what, number, seq in said:
+    for what, history_number, seq in said:
         if what == "begin":
-            history = HistoryId(number)
-            log = FailoverLog.of([(number, 0)])
+            history = HistoryId(history_number)
+            log = FailoverLog.of([(history_number, 0)])
             position = Position(log, SeqNo(seq), SeqNo(seq), None)
             ends, highest = [seq], seq
         elif what == "chunk":
-            position = rules.chunk_received(position, history, SeqNo(number), SeqNo(seq))
+            position = rules.chunk_received(position, history, SeqNo(history_number), SeqNo(seq))
             highest = seq
-            partial = PartialSnapshot(history, SeqNo(ends[-1]), SeqNo(number))
+            partial = PartialSnapshot(history, SeqNo(ends[-1]), SeqNo(history_number))
             assert position.partial == partial
         elif what == "end":
-            position = rules.snapshot_completed(position, SeqNo(number))
-            ends.append(number)
+            position = rules.snapshot_completed(position, SeqNo(history_number))
+            ends.append(history_number)
             assert position.partial is None
         elif what == "cut":
             position = rules.stream_accepted(position, log)
         else:
-            history = HistoryId(number)
+            history = HistoryId(history_number)
             log = log.with_branch(history, SeqNo(seq))
             position = rules.stream_accepted(rules.rolled_back(position, SeqNo(seq)), log)
             ends, highest = [end for end in ends if end < seq] + [seq], seq

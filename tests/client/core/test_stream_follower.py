@@ -141,14 +141,14 @@ class Machine(RuleBasedStateMachine):
             self.changes += 1
             self.server.put(key + b"%d" % index, b"value %d" % self.changes)
 
-    @rule(partition=partitions, kept=st.floats(0, 1))
-    def fail_over(self, partition: PartitionId, kept: float) -> None:
+    @rule(partition=partitions, kept_share=st.floats(0, 1))
+    def fail_over(self, partition: PartitionId, kept_share: float) -> None:
         """The server's node is replaced by one that has less: every connection is lost."""
         if self.connection is not None:
             self.cut()
         self.histories += 1
         high = int(self.server.partitions[partition].high)
-        self.server.partitions[partition].fail_over(self.histories, int(high * kept))
+        self.server.partitions[partition].fail_over(self.histories, int(high * kept_share))
         for ends in self.barriers.values():
             ends[partition] = -1
 

@@ -128,7 +128,7 @@ async def test_buffered_keys_are_written_with_one_record(tmp_path: Path) -> None
     expected = [
         (PartitionId(n), b"k", ReceivedVersion(SeqNo(n), HistoryId(1))) for n in (1, 2, 3, 9)
     ]
-    assert list(again.keys.versions()) == [each for each in expected if each[0] != P]
+    assert list(again.keys.versions()) == [version for version in expected if version[0] != P]
     # A crash leaves all of a record or none of it.
     data = path.read_bytes()
     path.write_bytes(data[: written - 1])

@@ -370,18 +370,16 @@ async def test_changes_of_many_tasks_ride_together(
     async with connect(URL, dial=net.dial) as client:
         await client.set("there", "1")
 
-        async def change(number: int) -> None:
+        async def change(index: int) -> None:
             try:
-                if number % 3:
-                    results[number] = await client.increment(b"counter-%d" % (number % 5))
-                elif number % 2:
-                    results[number] = await client.add("there", "2")
+                if index % 3:
+                    results[index] = await client.increment(b"counter-%d" % (index % 5))
+                elif index % 2:
+                    results[index] = await client.add("there", "2")
                 else:
-                    results[number] = await client.set(
-                        b"key-%d" % number, "v", durability=PERSISTED
-                    )
+                    results[index] = await client.set(b"key-%d" % index, "v", durability=PERSISTED)
             except ServerError as error:
-                results[number] = error
+                results[index] = error
 
         async with trio.open_nursery() as nursery:
             for index in range(60):

@@ -165,8 +165,10 @@ async def test_publishing_goes_to_the_active_and_counts_once(
         for round_ in range(20):
             for _ in range(50):
                 await sink.increment(f"counter-{random.randrange(40)}")
-            number = round_ % 6
-            cluster.move({number: Assignment(active="abc"[round_ % 3])}, tell="abc"[round_ % 2 :])
+            partition = round_ % 6
+            cluster.move(
+                {partition: Assignment(active="abc"[round_ % 3])}, tell="abc"[round_ % 2 :]
+            )
         cluster.tell("abc")
         await sink.flush()
         assert not sink.failures
@@ -645,16 +647,16 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
                 mirrored(cluster, draw=draw.random) as (consumer, mirror),
                 publisher(URL, dial=cluster.dial, draw=draw.random, batch_mutations=3) as sink,
             ):
-                for what, number, name in steps:
+                for what, moved, name in steps:
                     for _ in range(draw.randrange(8)):
                         await sink.increment(f"counter-{draw.randrange(30)}")
                         added += 1
                     if what == "move":
-                        cluster.move({number: Assignment(active=name)})
+                        cluster.move({moved: Assignment(active=name)})
                     elif what == "none":
-                        cluster.move({number: Assignment(replicas={name: ""})})
+                        cluster.move({moved: Assignment(replicas={name: ""})})
                     elif what == "stale":
-                        cluster.move({number: Assignment(active=name)}, tell=name)
+                        cluster.move({moved: Assignment(active=name)}, tell=name)
                     elif what == "tell":
                         cluster.tell(name)
                     elif what == "cut":

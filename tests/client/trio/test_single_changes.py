@@ -66,10 +66,10 @@ async def make(client: Client, made: Made, level: tuple[Durability, int]) -> Wri
 
 
 async def run_task(
-    client: Client, number: int, plan: Sequence[Step], made_changes: list[Made]
+    client: Client, task: int, plan: Sequence[Step], made_changes: list[Made]
 ) -> None:
     for operation, key, level in plan:
-        made = Made(number, operation, key, b"value %d" % len(made_changes))
+        made = Made(task, operation, key, b"value %d" % len(made_changes))
         made_changes.append(made)
         try:
             made.outcome = await make(client, made, level)
@@ -81,15 +81,15 @@ async def run_task(
 
 def check(server: FakeServer, made_changes: Sequence[Made]) -> None:
     """Compares what the tasks were told with what the server did."""
-    at: dict[tuple[int, int], Made] = {}
+    made_at: dict[tuple[int, int], Made] = {}
     last_seq: defaultdict[tuple[int, int], int] = defaultdict(int)
     for made in made_changes:
         if not isinstance(made.outcome, WriteResult):
             continue
         result = made.outcome
         place = (int(result.partition), int(result.seq))
-        assert place not in at, "two changes were told the same number"
-        at[place] = made
+        assert place not in made_at, "two changes were told the same number"
+        made_at[place] = made
         task_and_partition = (made.task, int(result.partition))
         assert result.seq > last_seq[task_and_partition], "a task's changes lost their order"
         last_seq[task_and_partition] = int(result.seq)
@@ -115,7 +115,7 @@ def check(server: FakeServer, made_changes: Sequence[Made]) -> None:
                 assert count == 0, "a refused change was made"
                 assert made.outcome.status is Status.EXISTS
     applied = sum(partition.applied for partition in server.partitions)
-    answered = len(at)
+    answered = len(made_at)
     unknown = sum(made.outcome is None for made in made_changes)
     assert answered <= applied <= answered + unknown
 
@@ -166,8 +166,8 @@ async def test_the_levels_of_waiting_changes_take_turns(
         if isinstance(message, Mutate):
             heard.append((message.durability, message.bundle.chunk.count))
 
-    async def change(client: Client, number: int, durability: Durability) -> None:
-        await client.set(b"%d-%d" % (durability, number), b"v", durability=durability)
+    async def change(client: Client, index: int, durability: Durability) -> None:
+        await client.set(b"%d-%d" % (durability, index), b"v", durability=durability)
 
     server.refuse = hear
     async with connect(URL, dial=net.dial) as client, trio.open_nursery() as tasks:

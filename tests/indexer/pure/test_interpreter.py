@@ -56,7 +56,7 @@ def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.one_of(
         st.tuples(pair, st.sampled_from((".", " | ", " || ", " && ", " == ", " < "))).map(
             lambda drawn: drawn[1].join(
-                f"({each})" if drawn[1] != "." else each for each in drawn[0]
+                f"({operand})" if drawn[1] != "." else operand for operand in drawn[0]
             )
         ),
         pair.map(lambda drawn: f"[{drawn[0]}, {drawn[1]}]"),

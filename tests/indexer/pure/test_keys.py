@@ -101,7 +101,7 @@ def test_arrays_too_deep_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "number",
+    "digits",
     [
         "bff0000000000000 8005",  # 1 and 5 more, which is 6
         "bff8000000000000 8001",  # 1.5 and 1 more
@@ -109,9 +109,9 @@ def test_arrays_too_deep_are_refused() -> None:
         "ffefffffffffffff 8001",  # the largest double, of which nothing is left
     ],
 )
-def test_bytes_of_a_number_that_does_not_exist_are_refused(number: str) -> None:
+def test_bytes_of_a_number_that_does_not_exist_are_refused(digits: str) -> None:
     with pytest.raises(IndexKeyError):
-        decode_parts(bytes.fromhex(f"08 {number}"), 1)
+        decode_parts(bytes.fromhex(f"08 {digits}"), 1)
     assert decode_parts(encode_parts([2**53 + 1, -(2**63), 2**64 - 1]), 3)[0] == [
         2**53 + 1,
         -(2**63),

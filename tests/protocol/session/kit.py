@@ -124,8 +124,8 @@ def mutate(partition: int, opaque: int, value: bytes = b"v") -> Mutate:
 
 def mutate_reply(partition: int, opaque: int, seq: int = 1) -> MutateReply:
     """The reply to it."""
-    number = SeqNo(seq)
-    result = RunResult(PartitionId(partition), Status.OK, HISTORY, number, number, Cas(seq))
+    seq_no = SeqNo(seq)
+    result = RunResult(PartitionId(partition), Status.OK, HISTORY, seq_no, seq_no, Cas(seq))
     return MutateReply(0, (result,), opaque=opaque)
 
 

@@ -53,7 +53,7 @@ def test_a_position_that_cannot_be_says_what_contradicts_what(
 ) -> None:
     stream = MESSAGES[0x06]
     head = bytes((1,)) + bytes(17)
-    body = head + b"".join(number.to_bytes(8, "little") for number in numbers) + bytes(2)
+    body = head + b"".join(seq.to_bytes(8, "little") for seq in numbers) + bytes(2)
     with pytest.raises(RemoteProtocolError, match=sentence):
         stream.parse(body, PartitionId(0), 0, 0)
 

@@ -29,11 +29,11 @@ def never_roll_back() -> Iterator[None]:
     """The server never tells anyone to roll back."""
 
     def decide(*arguments: Any) -> Any:
-        found = decide_start(*arguments)
-        if isinstance(found, RollBack):
+        decision = decide_start(*arguments)
+        if isinstance(decision, RollBack):
             _, high, _, client = arguments
-            return Start(min(client.highest_received, high), SeqNo(0), found.reason)
-        return found
+            return Start(min(client.highest_received, high), SeqNo(0), decision.reason)
+        return decision
 
     with replaced(streamers, "decide_start", decide):
         yield
@@ -128,9 +128,11 @@ def end_at_any_copy() -> Iterator[None]:
     decide_bounds: Any = SubscriptionState.decide_bounds
 
     def decide_by_any_node(self: SubscriptionState, partition: PartitionId, handshake: Any) -> bool:
-        told = handshake.logs[partition]
-        log = told.log if told.log.entries else FailoverLog.of([(1, 0)])
-        believed = msgspec.structs.replace(told, state=self.subscription.state, status=0, log=log)
+        partition_log = handshake.logs[partition]
+        log = partition_log.log if partition_log.log.entries else FailoverLog.of([(1, 0)])
+        believed = msgspec.structs.replace(
+            partition_log, state=self.subscription.state, status=0, log=log
+        )
         return bool(decide_bounds(self, partition, SimpleNamespace(logs={partition: believed})))
 
     with (
