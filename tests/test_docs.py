@@ -52,7 +52,7 @@ def test_the_document_is_current() -> None:
     main(["--check", str(PROTOCOL)])
 
 
-def test_one_that_is_not_is_noticed_and_written_anew(tmp_path: Path) -> None:
+def test_an_outdated_document_is_noticed_and_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "protocol.md"
     for text in (None, document().replace("u16", "u61", 1)):
         if text is not None:
@@ -135,7 +135,7 @@ def test_the_header_fields_are_as_told(message: Message) -> None:
     assert message.status == 0 or kind.status_meaning != "0"
 
 
-def test_what_is_of_a_stream_is_what_its_table_knows() -> None:
+def test_the_kit_lists_the_messages_of_the_stream_table() -> None:
     # A stream's own frames, and the request and answer that open it.
     example = {type(message): message for message in CONVERSATION}
     for kind in OF_A_STREAM & set(example):

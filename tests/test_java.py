@@ -64,7 +64,7 @@ def test_a_java_that_is_there(machine: Machine, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["11.0.2", "1.8.0_442", "", None])
-def test_no_java_or_an_old_one_and_nobody_who_may_install_it(
+def test_without_java_and_without_root_it_says_what_to_install(
     machine: Machine, version: str | None
 ) -> None:
     if version is not None:
@@ -98,7 +98,7 @@ def test_root_installs_one(machine: Machine, package: str) -> None:
     assert done.stdout == "Installing a Java for Spark; this is done once.\n"
 
 
-def test_what_can_be_installed_is_too_old(machine: Machine) -> None:
+def test_an_installable_java_that_is_too_old_fails(machine: Machine) -> None:
     machine.has("id", "echo 0")
     machine.has("installed", java("11"))
     machine.has("apt-get", 'case "$*" in install*) cp "$BIN/installed" "$BIN/java" ;; esac')

@@ -16,7 +16,7 @@ from upr_protocol.wire import FrameBuffer, decode
 FOLDER: Final = Path(__file__).resolve().parents[1] / "docs" / "vectors"
 
 
-def test_they_are_current_and_there_are_no_others() -> None:
+def test_the_vectors_are_current_and_complete() -> None:
     main(["--check", str(FOLDER)])
     names = {f"{name}.json" for name in generate_vectors.VECTORS}
     assert {path.name for path in FOLDER.iterdir()} == names

@@ -69,7 +69,7 @@ def test_a_bucket_can_be_asked_for() -> None:
     st.integers(1, 65535),
     st.from_regex(r"[A-Za-z0-9._-]{0,50}", fullmatch=True),
 )
-def test_what_it_says_can_be_read(host: str, port: int, bucket: str) -> None:
+def test_the_text_of_an_address_can_be_parsed(host: str, port: int, bucket: str) -> None:
     address = Address(host, port, bucket)
     assert Address.parse(str(address)) == address
 

@@ -264,7 +264,7 @@ PUBLISHER: Final[dict[Callable[..., object], PublisherCase]] = {
 
 
 @pytest.mark.parametrize("function", PUBLISHER)
-async def test_what_is_published(
+async def test_publishing_is_cancelled_anywhere(
     network: MemoryNetwork,
     server: Server,
     autojump_clock: MockClock,
@@ -273,7 +273,7 @@ async def test_what_is_published(
     await try_publishing(network, [server], function)
 
 
-async def test_what_is_published_to_two_nodes(
+async def test_publishing_to_two_nodes_is_cancelled_anywhere(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with two_nodes(server) as servers:
@@ -479,7 +479,7 @@ async def test_a_resume_file(tmp_path: Path) -> None:
 WAITS_FOR_NOTHING: Final = (MemoryStore.load, MemoryStore.save)
 
 
-def test_what_waits_for_nothing() -> None:
+def test_memory_stores_have_no_checkpoint_to_cancel_at() -> None:
     """It cannot be cancelled."""
     store = MemoryStore()
     for coroutine in (store.save(ResumeState("b")), store.load()):

@@ -546,7 +546,7 @@ def test_a_batch_sent_again_has_no_second_effect() -> None:
     partition.check_invariants()
 
 
-def test_a_token_too_old_to_tell_is_refused() -> None:
+def test_a_batch_older_than_the_remembered_answers_is_refused() -> None:
     partition = new_partition()
     for counter in range(1, 66):
         put_as(partition, counter)

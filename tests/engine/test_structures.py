@@ -102,7 +102,7 @@ def token(counter: int, writer: int = 0) -> WriterToken:
     return WriterToken(writer.to_bytes(16, "little"), counter)
 
 
-def test_a_writer_window() -> None:
+def test_the_answers_to_the_newest_batches_of_a_writer_are_remembered() -> None:
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     assert answers.answer_to(token(5)) == (None, False)

@@ -177,7 +177,7 @@ def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation() -> None:
     assert polled(queue) == [BucketEvent("b", 2, BucketFate.CREATED)]
 
 
-def test_of_a_bucket_made_again_and_again_there_is_one_counter() -> None:
+def test_a_bucket_that_is_created_many_times_has_one_counter() -> None:
     queue = new_queue()
     for incarnation in (7, 3, 9, 1, 5):
         queue.created("b", incarnation)
@@ -239,7 +239,7 @@ def test_no_consumer_times_out_while_the_node_was_down() -> None:
     assert restored.remove_dead(1000.0 + TIMEOUT_S)[0] == ["c"]
 
 
-def test_there_are_so_many_consumers_and_no_more() -> None:
+def test_the_number_of_event_consumers_is_bounded() -> None:
     queues = EventQueues()
     for index in range(CONSUMERS_MAX):
         queues.register(f"c{index}", TIMEOUT_S, now=0.0)

@@ -42,7 +42,7 @@ _BYTEWISE: Final = bytes([MENDED])
 _WHOLE: Final = bytes([MENDED | 7])
 
 
-def test_what_is_counted() -> None:
+def test_the_counting_itself_sees_work_and_copies() -> None:
     """The counting itself: work, copies that are kept, and copies that are not."""
 
     def work(count: int) -> int:

@@ -36,6 +36,6 @@ def test_moments_that_have_no_number_are_refused(time: float | datetime) -> None
 
 
 @pytest.mark.parametrize("text", ["yesterday", "12:00", "2026-02-30T00:00:00Z", "2026-01-31"])
-def test_texts_that_are_no_moment_are_refused(text: str) -> None:
+def test_texts_that_are_not_a_time_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="2026-01-31T12:00:00Z"):
         parse_timestamp(text)

@@ -416,7 +416,7 @@ async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
 
 
 @pytest.mark.parametrize("undo_mutations", [0, 64 * 1024])
-async def test_what_the_new_active_never_had_is_undone(
+async def test_a_replica_undoes_changes_that_the_new_active_never_had(
     undo_mutations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that ran ahead: exactly, as long as it is not indexed; else from nothing."""

@@ -230,7 +230,7 @@ async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
         assert follower.starts[-1] == 4
 
 
-async def test_what_waits_for_the_index_can_be_undone_however_long_ago_it_came(
+async def test_unindexed_changes_can_be_undone_however_old_they_are(
     autojump_clock: MockClock,
 ) -> None:
     async with replica() as follower:

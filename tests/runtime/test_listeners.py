@@ -22,12 +22,12 @@ def test_host_and_port_of_a_setting(listen: str, host: str, port: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_what_only_this_machine_reaches(host: str) -> None:
+def test_loopback_hosts_are_recognised(host: str) -> None:
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
-def test_what_other_machines_reach(host: str) -> None:
+def test_hosts_that_other_machines_reach_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 

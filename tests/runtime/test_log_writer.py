@@ -103,7 +103,7 @@ def test_kinds_without_end_are_counted_as_one() -> None:
     assert passed < 1100
 
 
-def test_what_waits_is_written_when_the_process_ends() -> None:
+def test_waiting_log_lines_are_written_when_the_process_ends() -> None:
     program = (
         "import structlog; from upr_server.runtime import set_up_logging;"
         "set_up_logging('info', 'json'); log = structlog.get_logger('upr_server');"

@@ -105,7 +105,7 @@ def names_of_buckets() -> list[str]:
     return [bucket.name for bucket in gc.get_objects() if isinstance(bucket, Bucket)]
 
 
-async def test_what_has_expired_where_nobody_is_active_keeps_nobody_busy(
+async def test_expired_items_of_a_pending_partition_cost_no_processor_time(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """A node that hands over still knows when its items expire, and is not to delete them."""

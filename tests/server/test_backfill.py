@@ -328,7 +328,7 @@ async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path)
         assert len(slots) == free
 
 
-async def test_one_that_is_dropped_while_it_reads_the_disk_reads_it_again(
+async def test_a_cursor_dropped_during_a_backfill_backfills_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldReads(ReadChunks)
@@ -354,7 +354,7 @@ async def test_one_that_is_dropped_while_it_reads_the_disk_reads_it_again(
         assert model.disk.backfills == 2
 
 
-async def test_one_that_is_dropped_inside_a_snapshot_ends_it_from_disk(
+async def test_a_cursor_dropped_inside_a_snapshot_finishes_it_from_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with a_partition() as (_, model):
@@ -371,7 +371,7 @@ async def test_one_that_is_dropped_inside_a_snapshot_ends_it_from_disk(
         assert reader.ends == [200, 201]
 
 
-async def test_one_that_is_dropped_waits_for_the_disk_to_have_what_it_announced(
+async def test_a_dropped_cursor_waits_until_the_disk_has_its_announced_end(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """It has announced (0, 3]. From the disk it could have (0, 1] at once. Then it would be told
@@ -470,7 +470,7 @@ async def test_a_backfill_that_a_purge_overtakes_ends_with_a_rollback(
 
 
 @pytest.mark.parametrize("is_more", [False, True])
-async def test_one_that_is_dropped_before_the_end_alone_gets_that(
+async def test_a_cursor_dropped_before_a_snapshots_end_item_still_gets_it(
     autojump_clock: trio.testing.MockClock, is_more: bool
 ) -> None:
     """Perhaps there is nothing behind it that could bring the end."""
@@ -571,7 +571,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
         assert model.partition.manager.cursor_count == 1
 
 
-async def test_one_that_nobody_takes_from_leaves_room_for_others(
+async def test_a_backfill_that_nobody_reads_leaves_memory_for_others(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     reads: list[int] = []

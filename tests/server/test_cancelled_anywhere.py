@@ -237,7 +237,7 @@ DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[F
 
 
 @pytest.mark.parametrize("case", DISK)
-async def test_what_is_asked_of_a_disk(
+async def test_calls_to_a_disk_are_cancelled_anywhere(
     server: Server,
     autojump_clock: MockClock,
     case: Callable[[BucketDisk, Iterable[int]], Awaitable[None]],

@@ -371,7 +371,7 @@ async def test_who_opens_a_bucket_hears_what_is_on_disk_and_what_was_purged(
         assert (log.high_seq, log.persisted_seq, log.purge_seq) == (3, 2, 1)
 
 
-async def test_partitions_that_are_not_there_are_said_to_be_not_ours() -> None:
+async def test_missing_partitions_are_answered_with_not_my_partition() -> None:
     async with connected(make_server()) as peer:
         await peer.say()
         await peer.hear(HelloReply)
@@ -450,7 +450,7 @@ async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
         assert (await peer.hear(StreamEnd)).status == Status.STREAM_CLOSED
 
 
-async def test_what_a_start_says_is_said_again_when_it_is_not_so_any_more() -> None:
+async def test_a_new_history_or_purge_number_is_announced_by_a_start() -> None:
     server = make_server()
     async with connected(server) as peer:
         await peer.open()
@@ -645,7 +645,7 @@ async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
         assert (chunk.chunk.count, chunk.chunk.end) == (1, 4)
 
 
-async def test_a_turn_leads_to_the_newest_number_past_snapshots_that_others_closed() -> None:
+async def test_a_barrier_covers_snapshots_that_other_consumers_closed() -> None:
     """A barrier that comes back tells even the slowest that it has everything."""
     server = make_server()
     async with (
@@ -910,7 +910,7 @@ async def test_broken_bytes_get_one_error_and_the_line_is_closed() -> None:
         assert error.advice
 
 
-async def test_shutting_down_says_why_everywhere() -> None:
+async def test_a_shutdown_ends_every_stream_and_connection_with_the_reason() -> None:
     server = make_server()
     async with connected(server) as peer:
         await peer.open()

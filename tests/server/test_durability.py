@@ -457,7 +457,7 @@ def break_down() -> None:
     raise StoreFailedError("the disk failed")
 
 
-async def test_what_stood_in_line_behind_a_write_that_failed_is_not_acknowledged(
+async def test_requests_queued_behind_a_failed_write_are_not_acknowledged(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """It may have been done: nobody knows what that is worth."""

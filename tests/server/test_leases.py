@@ -237,7 +237,7 @@ async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> 
     assert len(disk.leases) == 0
 
 
-async def test_ranges_that_are_none(server: Server) -> None:
+async def test_wrong_ranges_of_a_lease_are_refused(server: Server) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)
         for ranges in ([(0, 0, 1), (0, 1, 2)], [(9, 0, SEQ_MAX)], [(0, 2, 1)], []):
@@ -258,7 +258,7 @@ async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -
             assert refused.value.status is Status.RANGE_GONE
 
 
-async def test_one_that_lapses_can_be_renewed_until_something_is_dropped(
+async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
     server: Server, clock: Clock
 ) -> None:
     async with connect(server.url("b")) as client:
@@ -316,7 +316,7 @@ async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_one_is_read_on_after_lost_connections_and_a_restart(
+async def test_a_leased_range_is_read_after_lost_connections_and_a_restart(
     server: Server, directory: SimulatedDirectory, seed: int
 ) -> None:
     """Also inside its snapshot, and though the server began a new history meanwhile."""

@@ -26,7 +26,7 @@ async def _receive(far: trio.abc.Stream, nbytes: int) -> float:
     return trio.current_time()
 
 
-def test_what_trickled_comes_at_once_when_the_link_is_mended() -> None:
+def test_held_back_bytes_arrive_at_once_when_the_link_is_mended() -> None:
     async def main(clock: JumpingClock) -> None:
         network = Network(clock, Random(1), DELAY_S, 0.0)
         near, far = await _connection(network)

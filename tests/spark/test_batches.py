@@ -396,7 +396,7 @@ def bad_rows(
     return rows.column("key").to_pylist(), bad
 
 
-def test_keys_and_values_that_are_none() -> None:
+def test_rows_with_a_wrong_key_or_value_are_rejected() -> None:
     long = "k" * 251
     good, bad = bad_rows(
         options(), key=["a", None, "", long, "b", "k" * 250], value=["1", "2", "3", "4", None, ""]
@@ -424,7 +424,7 @@ def test_a_deletion_needs_no_value() -> None:
     assert rows.column("op").to_pylist() == [Operation.DELETE, Operation.SET]
 
 
-def test_operations_that_are_none() -> None:
+def test_rows_with_an_unknown_operation_are_rejected() -> None:
     write_options = options(
         "what string, key string, value string", operation="apply", operationColumn="What"
     )
@@ -574,7 +574,7 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_without_rows_there_is_no_file(tmp_path: Path) -> None:
+def test_no_file_is_made_without_rows(tmp_path: Path) -> None:
     letters = DeadLetters(str(tmp_path / "none"), "7", 1)
     letters.finish()
     letters.abandon()

@@ -246,7 +246,9 @@ def test_actions_on_one_frame_agree_while_keys_are_overwritten_and_compacted(
         assert len(now) < 8 * len(keys), "what came later was compacted"
 
 
-def test_a_frame_whose_rows_are_gone_says_so(spark: SparkSession, new_bucket: NewBucket) -> None:
+def test_a_data_frame_whose_rows_are_gone_fails_with_the_reason(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
     url = new_bucket(1024)
     keys = keys_of(5, 1024, 10)
     with durable_client(url) as client:
@@ -379,7 +381,7 @@ def test_options_that_are_wrong(
     assert sentence in str(refused.value)
 
 
-def test_what_cannot_be_read(
+def test_wrong_reads_fail_with_their_code(
     spark: SparkSession, server: BlockingServer, new_bucket: NewBucket
 ) -> None:
     url = new_bucket(2)

@@ -172,7 +172,7 @@ def test_a_table_of_another_query_is_refused_or_begun_anew(latest_table: Kept) -
     assert len(latest_table.contents) == 5
 
 
-def test_what_cannot_be_kept(
+def test_wrong_options_of_a_latest_state_table_are_refused(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (spark, "upr://host/bucket", str(tmp_path / "table"), str(tmp_path / "checkpoint"))

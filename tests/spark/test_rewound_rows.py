@@ -53,7 +53,7 @@ def rewound(path: Path, went_to: dict[int, int]) -> Rows:
     return sorted((row["partition"], row["seq"], row["key"].decode()) for row in rows)
 
 
-def test_what_the_table_lost_since_comes_back(table: Path) -> None:
+def test_rows_that_the_table_lost_since_come_back(table: Path) -> None:
     assert rewound(table, {0: 4}) == [(0, 1, "a"), (0, 4, "b")], "`c` is there unchanged"
     assert rewound(table, {0: 2, 1: 1}) == [(0, 1, "a"), (0, 2, "b"), (1, 1, "x")]
     assert rewound(table, {0: 0, 1: 1}) == [(1, 1, "x")], "at 0 a partition has nothing"

@@ -286,7 +286,7 @@ def run_again(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(300)
-def test_tasks_that_are_run_again(new_bucket: NewBucket) -> None:
+def test_tasks_that_run_again_have_no_second_effect(new_bucket: NewBucket) -> None:
     raised, killed, changing = new_bucket(), new_bucket(), new_bucket()
     done = run_again(raised, "raised", killed, "killed", changing, "changing")
     for url in (raised, killed):
@@ -339,7 +339,7 @@ class Stream:
         (self._checkpoint / "commits" / f".{batch}.crc").unlink()
 
 
-def test_a_batch_of_a_stream_that_is_run_again(
+def test_a_stream_batch_that_runs_again_has_no_second_effect(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:
     url = new_bucket()
@@ -359,7 +359,7 @@ def test_a_batch_of_a_stream_that_is_run_again(
     assert (contents(url), mutations(url)) == ({**expected, b"a": b"3"}, 5)
 
 
-def test_a_batch_of_a_stream_that_is_another_when_it_is_run_again(
+def test_a_stream_batch_that_runs_again_with_other_rows_is_refused(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:
     url = new_bucket()

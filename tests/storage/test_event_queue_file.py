@@ -23,7 +23,7 @@ def file(tmp_path: Path) -> EventQueueFile:
     return EventQueueFile(tmp_path)
 
 
-def test_what_was_saved_last_is_taken_once(file: EventQueueFile, tmp_path: Path) -> None:
+def test_the_queues_saved_last_are_loaded_once(file: EventQueueFile, tmp_path: Path) -> None:
     assert file.take() == b""
     file.save(b"earlier")
     file.save(b"queues")

@@ -563,7 +563,7 @@ def is_running(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-async def test_no_process_is_left_of_a_server_that_is_killed(tmp_path: Path) -> None:
+async def test_a_killed_server_leaves_no_process_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _HOLD, str(tmp_path)]
     process = await trio.lowlevel.open_process(
         command, stdout=subprocess.PIPE, cwd=ROOT, env=environment()

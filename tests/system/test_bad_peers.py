@@ -167,7 +167,7 @@ async def test_damaged_frames() -> None:
                 await bad.expect_error(Status.BAD_CHECKSUM)
 
 
-async def test_frames_of_no_message() -> None:
+async def test_frames_of_an_unknown_message_are_refused() -> None:
     async with attacked() as server:
         for opcode in (0x00, 0x03, 0x7F, 0x80, 0xFE):
             async with peer(server.host, server.port) as bad:
@@ -294,7 +294,9 @@ IN_AN_OPEN_BUCKET: Final[dict[str, tuple[Status, Sequence[Message]]]] = {
 }
 
 
-async def test_what_an_open_bucket_does_not_allow(subtests: pytest.Subtests) -> None:
+async def test_messages_that_an_open_bucket_does_not_allow_are_refused(
+    subtests: pytest.Subtests,
+) -> None:
     async with attacked() as server:
         for case, (status, messages) in IN_AN_OPEN_BUCKET.items():
             with subtests.test(case):

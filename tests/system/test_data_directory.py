@@ -364,7 +364,7 @@ async def test_a_file_that_was_cut_is_noticed_before_anything_is_written(
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_an_index_that_is_gone_is_made_anew(data: Path, is_there: bool) -> None:
+async def test_a_deleted_index_is_rebuilt(data: Path, is_there: bool) -> None:
     file = data / "buckets" / BUCKET / "index" / "data.mdb"
     file.unlink()
     if is_there:
@@ -375,7 +375,7 @@ async def test_an_index_that_is_gone_is_made_anew(data: Path, is_there: bool) ->
     assert done.code == 0, done
 
 
-async def test_a_log_that_is_gone_is_missed(data: Path) -> None:
+async def test_a_deleted_log_is_noticed(data: Path) -> None:
     file = data / "buckets" / BUCKET / "log" / "data.mdb"
     file.unlink()
     await refused(data, f"{file} is missing or empty; run `upr-server check`")
@@ -410,7 +410,7 @@ LOST: Final = "mutations in memory are lost"
 
 
 @pytest.mark.parametrize("way", ["a file goes", "a bucket goes", "the disk grows"])
-async def test_a_full_disk_takes_no_writes_and_serves_on_until_there_is_room(
+async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
     tmp_path: Path, way: str
 ) -> None:
     disk = tmp_path / "disk"

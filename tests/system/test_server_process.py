@@ -97,7 +97,7 @@ def in_every_partition(prefix: str, count: int = 400) -> dict[bytes, bytes]:
 
 
 @pytest.mark.parametrize("signal_number", SIGNALS)
-async def test_all_it_says_on_standard_output_is_where_it_listens(
+async def test_standard_output_has_only_the_address(
     tmp_path: Path, signal_number: signal.Signals
 ) -> None:
     out, log = tmp_path / "out", tmp_path / "log"

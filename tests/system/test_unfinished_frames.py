@@ -36,7 +36,7 @@ async def _begin_frame(bad: Peer, length: int, count: int) -> None:
         await bad.send_bytes(bytes(count))
 
 
-async def test_headers_without_bodies_hold_up_nobody() -> None:
+async def test_headers_without_bodies_do_not_hold_up_others() -> None:
     """Sixteen connections announce 32 MiB each, more than the server has for unfinished frames, and
     send a byte now and then. A value of 2 MiB is taken beside them at once."""
     async with server_process() as server, bystanders(server) as good, AsyncExitStack() as stack:

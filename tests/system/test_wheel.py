@@ -190,7 +190,9 @@ async def test_without_a_compiler_the_wheel_is_for_any_system(
     assert done.out.startswith("pure Python: "), done
 
 
-async def test_what_it_does_not_need_is_not_there(installed: Installed) -> None:
+async def test_packages_that_the_wheel_does_not_need_are_not_installed(
+    installed: Installed,
+) -> None:
     done = await installed.python(
         "import importlib.util, json, sys, upr_protocol, upr_server\n"
         "from pathlib import Path\n"
@@ -205,7 +207,7 @@ async def test_what_it_does_not_need_is_not_there(installed: Installed) -> None:
     assert json.loads(done.out) == {"found": [], "inside": [True, True]}
 
 
-async def test_all_that_it_needs_is_there(installed: Installed) -> None:
+async def test_every_module_of_the_wheel_can_be_imported(installed: Installed) -> None:
     """Every module can be imported but those for Spark and the indexer, which say what is missing;
     and versions agree."""
     done = await installed.python(

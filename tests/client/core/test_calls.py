@@ -10,6 +10,6 @@ from upr_protocol.wire import StatsReply
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' + "[" * 100_000])
-def test_statistics_that_are_none(text: str) -> None:
+def test_unreadable_statistics_raise_an_error(text: str) -> None:
     with pytest.raises(RemoteProtocolError, match="the statistics cannot be read"):
         stats("").result(StatsReply(text))

@@ -40,7 +40,7 @@ def test_waits_are_drawn_between_half_and_all(draws: list[float]) -> None:
         assert longest / 2 <= backoff.next_wait_s() <= longest
 
 
-def test_it_can_fail_for_ever() -> None:
+def test_the_next_wait_is_known_after_thousands_of_failures() -> None:
     backoff = Backoff(lambda: 0.5)
     for _ in range(2000):
         backoff.next_wait_s()
@@ -62,7 +62,7 @@ def test_it_can_fail_for_ever() -> None:
         (ServerError(Status.TOKEN_TOO_OLD), False),
     ],
 )
-def test_what_passes(error: Exception, expected: bool) -> None:
+def test_which_errors_are_retryable(error: Exception, expected: bool) -> None:
     assert is_retryable(error) is expected
 
 
@@ -79,6 +79,6 @@ def test_patience_counts_from_the_first_failure_without_progress() -> None:
     assert caught.value.__notes__ == ["gave up after 3 attempts in 10 s"]
 
 
-def test_what_does_not_pass_is_raised_at_once() -> None:
+def test_errors_that_are_not_retryable_are_raised_at_once() -> None:
     with pytest.raises(ServerError):
         RetryState(10.0, lambda: 0.5).wait_s(ServerError(Status.NO_BUCKET), 0.0)

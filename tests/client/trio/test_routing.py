@@ -199,7 +199,7 @@ async def test_clients_follow_the_partitions_of_a_lost_node(
         assert set(mirror.contents.values()) == {b"after"}
 
 
-async def test_a_node_that_accepts_connections_and_stays_silent_holds_up_nobody(
+async def test_a_silent_node_does_not_hold_up_other_nodes(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     """Waiting for it does not hold up what others tell."""

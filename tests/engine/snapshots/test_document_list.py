@@ -222,7 +222,7 @@ def test_the_array_being_filled_is_sealed() -> None:
     partition.check_invariants()
 
 
-def test_so_is_one_that_is_filled_by_other_operations() -> None:
+def test_a_snapshot_filled_by_adds_consists_of_a_few_arrays() -> None:
     partition = new_partition()
     for low in range(0, 3000, 50):
         send(partition, *(request(Operation.ADD, b"%d" % n) for n in range(low, low + 50)))

@@ -168,7 +168,7 @@ def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
     assert frames(taken(pair.client)) == [Ack(used - quarter)]
 
 
-def test_nothing_is_dealt_with_that_did_not_come() -> None:
+def test_bytes_that_did_not_arrive_cannot_be_acknowledged() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 1))
     came = pair.client.window.used

@@ -108,7 +108,7 @@ def is_clean(data: Path) -> bool:
         storage.close()
 
 
-def test_it_removes_the_mark_of_a_clean_stop_and_the_event_queues(data: Path) -> None:
+def test_restore_removes_the_mark_of_a_clean_stop_and_the_event_queues(data: Path) -> None:
     mark_clean(data)
     EventQueueFile(data).save(b"queues")
     assert is_clean(data)
