@@ -1,41 +1,15 @@
-"""Where a consumer keeps its resume state, and files that are replaced atomically."""
+"""Where a consumer keeps its resume state."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import trio
 
 from upr_protocol.client.core.resume_state import ResumeState
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces a file: writes a new one beside it, flushes that to disk, and renames it. When this
-    returns, the new file survives a crash.
-
-    Raises:
-        OSError: It cannot be written; the old file is still there.
-    """
-    new_path = path.with_name(path.name + ".new")
-    try:
-        with new_path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new_path.replace(path)
-    except OSError:
-        with suppress(OSError):
-            new_path.unlink()
-        raise
-    # Without this the rename itself may be lost.
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+from upr_protocol.durable_files import replace_file
 
 
 class ResumeStore(Protocol):
@@ -101,7 +75,7 @@ class FileStore:
         Raises:
             OSError: The file cannot be written; the old one is still there.
         """
-        write_atomically(self.path, state.encode())
+        replace_file(self.path, state.encode())
 
     async def load(self) -> ResumeState | None:
         """`load_now` in a thread."""
@@ -110,4 +84,4 @@ class FileStore:
     async def save(self, state: ResumeState) -> None:
         """`save_now` in a thread."""
         # Encoded here: the state belongs to this thread, and may change meanwhile.
-        await trio.to_thread.run_sync(write_atomically, self.path, state.encode())
+        await trio.to_thread.run_sync(replace_file, self.path, state.encode())

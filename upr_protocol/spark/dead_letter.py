@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 import pyarrow as pa
 from pyarrow import parquet
 
+from upr_protocol.durable_files import sync_path
 from upr_protocol.spark.rows import RejectedRow
 
 DEAD_LETTER_SCHEMA: Final = pa.schema(
@@ -83,14 +83,9 @@ class DeadLetters:
         if self._file is None:
             return
         self._file.close()
-        with self._unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_path(self._unfinished)
         self._unfinished.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_path(self._path.parent)
 
     def abandon(self) -> None:
         """Leaves nothing behind: the task failed. After `finish` it does nothing."""

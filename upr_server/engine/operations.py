@@ -133,32 +133,26 @@ def _touch(request: Mutation, item: StoredItem | None) -> Outcome:
 
 
 def _append(request: Mutation, item: StoredItem | None) -> Outcome:
-    if item is None:
-        return Status.NOT_FOUND
-    joined = _joined(request, item)
-    if isinstance(joined, JoinedValue):
-        joined.append(request.value)
-        return Stored(Operation.SET, joined, item.flags, item.expiry)
-    return joined
+    return _joined(request, item, JoinedValue.append)
 
 
 def _prepend(request: Mutation, item: StoredItem | None) -> Outcome:
+    return _joined(request, item, JoinedValue.prepend)
+
+
+def _joined(
+    request: Mutation, item: StoredItem | None, join: Callable[[JoinedValue, bytes], None]
+) -> Outcome:
     if item is None:
         return Status.NOT_FOUND
-    joined = _joined(request, item)
-    if isinstance(joined, JoinedValue):
-        joined.prepend(request.value)
-        return Stored(Operation.SET, joined, item.flags, item.expiry)
-    return joined
-
-
-def _joined(request: Mutation, item: StoredItem) -> JoinedValue | Status:
-    """The item's value, for something to be added to it. It takes over that of an earlier
-    operation, whose item is now superseded."""
     value = item.value
     if len(value) + len(request.value) > VALUE_BYTES_MAX:
         return Status.TOO_LARGE
-    return value if isinstance(value, JoinedValue) else JoinedValue(value)
+    # A value that an earlier operation of the batch has joined is taken over: that operation's item
+    # is superseded now. To copy it would cost as much as joining at each operation.
+    joined = value if isinstance(value, JoinedValue) else JoinedValue(value)
+    join(joined, request.value)
+    return Stored(Operation.SET, joined, item.flags, item.expiry)
 
 
 def _increment(request: Mutation, item: StoredItem | None) -> Outcome:

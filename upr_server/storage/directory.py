@@ -26,10 +26,10 @@ from typing import Final
 
 import platformdirs
 
+from upr_protocol.durable_files import replace_file, sync_path
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
 from upr_server.storage.event_queue_file import EventQueueFile
-from upr_server.storage.files import replace_file, sync_folder
 from upr_server.storage.lmdb_map import FULL, LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import FORMAT_VERSION
@@ -257,7 +257,7 @@ class DataDirectory:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise DiskFullError(f"the disk is full: {error}") from error
             raise
-        sync_folder(self._path)
+        sync_path(self._path)
 
     def _make(self, new: Path, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         parts = [new / part for part in ("log", "index")]
@@ -270,11 +270,11 @@ class DataDirectory:
             log.close()
             index.close()
         for folder in (*parts, new):
-            sync_folder(folder)
+            sync_path(folder)
 
     def delete(self, name: str) -> None:
         """Deletes a bucket's files, which are closed."""
         deleted = self._path / f".deleted-{name}"
         (self._path / name).rename(deleted)
-        sync_folder(self._path)
+        sync_path(self._path)
         shutil.rmtree(deleted)

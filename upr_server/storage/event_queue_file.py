@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from upr_protocol.durable_files import replace_file, sync_path
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
-from upr_server.storage.files import replace_file, sync_folder
 from upr_server.storage.lmdb_map import FULL
 from upr_server.storage.records import seal, unseal
 
@@ -41,7 +41,7 @@ class EventQueueFile:
                 return b""
             sealed = self._path.read_bytes()
             self._path.unlink()
-            sync_folder(self._folder)
+            sync_path(self._folder)
         except OSError as error:
             raise DataDirectoryError(
                 f"{self._path} cannot be read and removed: {error.strerror}; remove it, and event "

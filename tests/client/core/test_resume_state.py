@@ -256,7 +256,7 @@ def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     state = ResumeState("b", {PartitionId(1): Position()})
     store.save_now(state)
     assert store.load_now() == state
-    (tmp_path / "resume.json.new").mkdir()
+    (tmp_path / ".resume.json").mkdir()
     with pytest.raises(OSError):  # noqa: PT011  which one depends on the system
         store.save_now(ResumeState("b"))
     assert store.load_now() == state
@@ -274,7 +274,7 @@ async def test_a_file_is_read_and_written_by_the_consumer(
         second = [event async for event in consumer]
     assert sum(event.chunk.count for event in first if isinstance(event, ChunkReceived)) == 10
     assert not any(isinstance(event, ChunkReceived) for event in second)
-    assert not path.with_name("resume.json.new").exists()
+    assert not path.with_name(".resume.json").exists()
 
 
 async def test_the_state_of_another_bucket_is_refused(

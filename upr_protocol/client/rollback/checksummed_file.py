@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from crc32c import crc32c
 
-from upr_protocol.client.resume_files import write_atomically
+from upr_protocol.durable_files import replace_file
 from upr_protocol.errors import UprError
 
 _HEADER: Final = Struct("<III")
@@ -48,7 +48,7 @@ class ChecksummedFile:
             OSError: It cannot be read or written.
         """
         if not path.exists():
-            write_atomically(path, b"")
+            replace_file(path, b"")
         data = path.read_bytes()
         records, end = _decode(path, data)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -81,7 +81,7 @@ class ChecksummedFile:
             OSError: The file cannot be written; it is as it was before.
         """
         data = b"".join(map(_encode, records))
-        write_atomically(self.path, data)
+        replace_file(self.path, data)
         os.close(self._file)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self.nbytes = len(data)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from upr_protocol.durable_files import sync_path
 from upr_protocol.spark.errors import OptionError, PipelineError
 
 LOCK: Final = ".lock"
@@ -63,9 +64,9 @@ def persist(folder: Path) -> None:
     """Has all that is below a folder on disk, names and contents."""
     for base, _, names in os.walk(folder):
         for name in names:
-            _sync(Path(base, name))
-        _sync(Path(base))
-    _sync(folder.parent)
+            sync_path(Path(base, name))
+        sync_path(Path(base))
+    sync_path(folder.parent)
 
 
 def remove(paths: list[Path]) -> None:
@@ -75,11 +76,3 @@ def remove(paths: list[Path]) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from upr_protocol.client.resume_files import write_atomically
+from upr_protocol.durable_files import replace_file
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
@@ -81,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Makes a folder count: first its data is on disk, then this."""
         persist(folder / DATA_FOLDER)
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
-        write_atomically(folder / MANIFEST, text + b"\n")
+        replace_file(folder / MANIFEST, text + b"\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

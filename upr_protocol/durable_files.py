@@ -1,0 +1,43 @@
+"""Files and folders that survive a crash of the machine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def sync_path(path: Path) -> None:
+    """Has a file's contents, or the names in a folder, survive a crash.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file, or makes it. A crash leaves the whole new file, or what was there before.
+
+    While it is written the new file has the same name with a period before it.
+
+    Raises:
+        OSError: It cannot be written; what was there before still is.
+    """
+    new_path = path.with_name(f".{path.name}")
+    try:
+        with new_path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new_path.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new_path.unlink(missing_ok=True)
+        raise
+    # Without this the rename itself may be lost.
+    sync_path(path.parent)
