@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +13,8 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from tests.kit.fake_net import ENDLESS, FakeNet
+from tests.kit.drawn_schedule import DrawnSchedule
+from tests.kit.fake_net import FakeNet
 from tests.kit.fake_partition import FakePartition
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import Mirror
@@ -45,7 +44,7 @@ from upr_protocol.failover import (
     RollBack,
     decide_start,
 )
-from upr_protocol.ids import SEQ_MAX, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 
 URL = "upr://fake/b"
 
@@ -401,30 +400,13 @@ class Application:
         self.mirror = Mirror(self.mirror.items)
 
 
-class Schedule:
+class Schedule(DrawnSchedule):
     """What happens to an application and a server, by a seed."""
 
     def __init__(self, seed: int, failovers: bool) -> None:
-        self.server = FakeServer(3)
+        super().__init__(seed, 3, keys=20, deletion_one_in=5)
         self.application = Application()
-        self._rng = random.Random(seed)
         self._failovers = failovers
-        self.server.chunk_mutations = self._rng.randint(1, 5)
-
-    def _chance(self, one_in: int) -> bool:
-        return not self._rng.randrange(one_in)
-
-    def _budgets(self) -> Iterator[tuple[int, int]]:
-        while not self._chance(8):
-            yield (ENDLESS, self._rng.randrange(0, 4000))
-
-    def _change(self) -> None:
-        for _ in range(self._rng.randrange(10)):
-            key = b"key-%d" % self._rng.randrange(20)
-            if self._chance(5):
-                self.server.put(key, b"", Operation.DELETE)
-            else:
-                self.server.put(key, b"%d" % self._rng.randrange(1 << 30))
 
     def _disturb(self, net: FakeNet) -> None:
         if self._chance(6):
@@ -469,9 +451,6 @@ class Schedule:
             await self._follow_to_the_end(net)
             assert net.open == 0
             nursery.cancel_scope.cancel()
-
-    def run(self) -> None:
-        trio.run(self._main, clock=MockClock(autojump_threshold=0))
 
 
 @given(st.integers(0, 2**32), st.booleans())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 import sqlite3
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,8 @@ from trio.testing import MockClock
 
 from tests.kit.branches import Branches
 from tests.kit.consuming import until_completed
-from tests.kit.fake_net import ENDLESS, FakeNet
+from tests.kit.drawn_schedule import FailoverSchedule
+from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
     ChunkReceived,
@@ -33,9 +32,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.client.local_copy.database import LocalCopyWriteError
 from upr_protocol.client.local_copy.file import LocalCopyFile
-from upr_protocol.errors import BrokenError, Status
-from upr_protocol.ids import Operation
-from upr_protocol.wire import Get, Message
+from upr_protocol.errors import BrokenError
 
 URL = "upr://fake/b"
 
@@ -61,58 +58,13 @@ def check_ends(folder: Path, branches: Branches) -> int:
     return len(ends)
 
 
-class Schedule:
+class Schedule(FailoverSchedule):
     """What happens to a copy and a server, drawn from a seed."""
 
     def __init__(self, seed: int, folder: Path) -> None:
-        self._rng = random.Random(seed)
-        self.server = FakeServer(2)
-        self.server.chunk_mutations = self._rng.randint(1, 5)
-        self.server.get_items_max = self._rng.randint(1, 5)
-        self.server.refuse = self._on_request
-        self.branches = Branches(self.server)
+        super().__init__(seed)
         self.ends = 0
         self.folder = folder
-        self._net: FakeNet | None = None
-        self._disasters = True
-
-    def _chance(self, one_in: int) -> bool:
-        return not self._rng.randrange(one_in)
-
-    def _budgets(self) -> Iterator[tuple[int, int]]:
-        while not self._chance(8):
-            yield (ENDLESS, self._rng.randrange(0, 4000))
-
-    def _change(self) -> None:
-        for _ in range(self._rng.randrange(10)):
-            key = b"key-%d" % self._rng.randrange(12)
-            if self._chance(4):
-                self.server.put(key, b"", Operation.DELETE)
-            else:
-                self.server.put(key, b"%d" % self._rng.randrange(1 << 30))
-
-    def _fail_over(self) -> None:
-        assert self._net is not None
-        self._net.cut()
-        for connection in list(self.server.connections):
-            connection.scope.cancel()
-        partition = self._rng.choice(self.server.partitions)
-        branch_seq = max(0, partition.high - int(self._rng.expovariate(0.2)))
-        self.branches.fail_over(partition.id, branch_seq)
-
-    def _on_request(self, message: Message) -> Status | None:
-        if self._disasters and isinstance(message, Get) and self._chance(4):
-            self._fail_over()
-        return None
-
-    def _disturb(self) -> None:
-        assert self._net is not None
-        if self._chance(6):
-            self._change()
-        if self._chance(15):
-            self._net.cut()
-        if self._chance(20):
-            self._fail_over()
 
     async def _follow_for_a_while(self) -> None:
         assert self._net is not None
@@ -145,9 +97,6 @@ class Schedule:
             async with keep_local_copy(URL, self.folder, dial=self._net.dial) as copy:
                 await until_completed(copy)
             nursery.cancel_scope.cancel()
-
-    def run(self) -> None:
-        trio.run(self._main, clock=MockClock(autojump_threshold=0))
 
 
 @given(st.integers(0, 2**32))

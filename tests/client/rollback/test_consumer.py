@@ -3,7 +3,6 @@ time."""
 
 from __future__ import annotations
 
-import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,8 @@ from trio.testing import MockClock
 
 from tests.kit.branches import Branches
 from tests.kit.consuming import fill_one_partition, until_completed
-from tests.kit.fake_net import ENDLESS, FakeNet
+from tests.kit.drawn_schedule import FailoverSchedule
+from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import apply_mutation
 from upr_protocol.client import (
@@ -42,10 +42,9 @@ from upr_protocol.client import (
 from upr_protocol.client.rollback.consumer import ABOVE_POSITION
 from upr_protocol.client.rollback.planner import RollbackPlanner
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
-from upr_protocol.errors import BrokenError, Status
+from upr_protocol.errors import BrokenError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.wire import Get, Message
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 URL = "upr://fake/b"
 Items = dict[bytes, tuple[int, bytes]]
@@ -135,65 +134,16 @@ class Disk(MemoryStore):
             await super().save(state)
 
 
-class Schedule:
+class Schedule(FailoverSchedule):
     """What happens to a copy and a server, by a seed."""
 
     def __init__(self, seed: int, folder: Path) -> None:
-        self._rng = random.Random(seed)
-        self.server = FakeServer(2)
-        self.server.chunk_mutations = self._rng.randint(1, 5)
-        self.server.get_items_max = self._rng.randint(1, 5)
-        self.branches = Branches(self.server)
+        super().__init__(seed)
         self.copy = Copy(self.branches, lambda: self._chance(150))
         self._received_keys = folder / "received-keys"
         self._limits = ReceivedKeysLimits(entries=self._rng.choice([3, 12, 1000]))
         self._store = Disk()
         self._atomic = self._chance(3)
-        self._net: FakeNet | None = None
-        self._disasters = True
-        self.server.refuse = self._on_request
-
-    def _chance(self, one_in: int) -> bool:
-        return not self._rng.randrange(one_in)
-
-    def _budgets(self) -> Iterator[tuple[int, int]]:
-        while not self._chance(8):
-            yield (ENDLESS, self._rng.randrange(0, 4000))
-
-    def _change(self) -> None:
-        for _ in range(self._rng.randrange(10)):
-            key = b"key-%d" % self._rng.randrange(12)
-            if self._chance(4):
-                self.server.put(key, b"", Operation.DELETE)
-            else:
-                self.server.put(key, b"%d" % self._rng.randrange(1 << 30))
-
-    def _fail_over(self) -> None:
-        # Whoever streams from a partition that fails over loses the connection.
-        assert self._net is not None
-        self._net.cut()
-        for connection in list(self.server.connections):
-            connection.scope.cancel()
-        partition = self._rng.choice(self.server.partitions)
-        # Seldom far back.
-        branch_seq = max(0, partition.high - int(self._rng.expovariate(0.2)))
-        self.branches.fail_over(partition.id, branch_seq)
-
-    def _on_request(self, message: Message) -> Status | None:
-        if self._disasters and isinstance(message, Get) and self._chance(4):
-            self._fail_over()
-            if self._chance(2):
-                self._change()
-        return None
-
-    def _disturb(self) -> None:
-        assert self._net is not None
-        if self._chance(6):
-            self._change()
-        if self._chance(15):
-            self._net.cut()
-        if self._chance(20):
-            self._fail_over()
 
     def _resume(self) -> MemoryStore | ResumeState:
         if self._atomic:
@@ -273,9 +223,6 @@ class Schedule:
                 self.copy.deal_with(event)
                 if isinstance(event, Completed):
                     break
-
-    def run(self) -> None:
-        trio.run(self._main, clock=MockClock(autojump_threshold=0))
 
 
 @given(st.integers(0, 2**32))
