@@ -400,17 +400,27 @@ async def test_a_dropped_cursor_waits_until_the_disk_has_its_announced_end(
         reader.close()
 
 
+def read_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has backfills read ahead 100,000 bytes, 20,000 at a time."""
+    monkeypatch.setattr(backfill, "QUEUE_BYTES", 100_000)
+    monkeypatch.setattr(backfill, "READ_BYTES", 20_000)
+
+
+async def persist_1_2_mb(model: Model) -> None:
+    """Writes 120 values of 10,000 bytes, which are then on disk and not in memory."""
+    for turn in range(60):
+        model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(2)))
+        await model.persist()
+    model.forget()
+
+
 async def test_a_backfill_from_which_nobody_takes_reads_ahead_to_its_own_limit(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the budget of all backfills has left."""
-    monkeypatch.setattr(backfill, "QUEUE_BYTES", 100_000)
-    monkeypatch.setattr(backfill, "READ_BYTES", 20_000)
+    read_little_at_a_time(monkeypatch)
     async with a_partition() as (server, model):
-        for turn in range(60):
-            model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(2)))
-            await model.persist()
-        model.forget()
+        await persist_1_2_mb(model)
         budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
         assert budget > 300_000, "else it is about nothing"
         reader = Reader(model)
@@ -424,13 +434,9 @@ async def test_a_backfill_that_takes_an_hour_ends_its_stream(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its range could not be compacted for as long as a consumer likes to be slow."""
-    monkeypatch.setattr(backfill, "QUEUE_BYTES", 100_000)
-    monkeypatch.setattr(backfill, "READ_BYTES", 20_000)
+    read_little_at_a_time(monkeypatch)
     async with a_partition() as (_, model):
-        for turn in range(60):
-            model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(2)))
-            await model.persist()
-        model.forget()
+        await persist_1_2_mb(model)
         reader = Reader(model)
         assert reader.step() is WAIT_FOR_DISK
         await trio.sleep(BACKFILL_LEASE_S - 1)

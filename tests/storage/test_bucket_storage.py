@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from random import Random
 from typing import Final
 
@@ -21,7 +20,6 @@ from upr_server.storage.bucket_storage import (
 )
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
-from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -51,16 +49,9 @@ def new_bucket(log: OrderedMap, index: OrderedMap) -> BucketStorage:
     return made
 
 
-@pytest.fixture(params=["lmdb", "simulated"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BucketStorage]:
-    maps: list[OrderedMap] = []
-    for name in ("log", "index"):
-        if request.param == "lmdb":
-            (tmp_path / name).mkdir()
-            maps.append(LmdbMap(tmp_path / name, bytes_max=1 << 28))
-        else:
-            maps.append(SimulatedDisk())
-    made = new_bucket(*maps)
+@pytest.fixture
+def bucket(log_and_index: list[OrderedMap]) -> Iterator[BucketStorage]:
+    made = new_bucket(*log_and_index)
     yield made
     made.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -16,7 +15,6 @@ from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
-from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_key
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -59,18 +57,10 @@ def sets(*keys: bytes, first: int = 1, expiry: int = 0) -> list[Mutation]:
     return [row(Operation.SET, key, seq, seq, expiry) for seq, key in enumerate(keys, first)]
 
 
-@pytest.fixture(params=["lmdb", "simulated"])
-def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
-    maps: list[OrderedMap] = []
-    for name in ("log", "index"):
-        if request.param == "lmdb":
-            (tmp_path / name).mkdir()
-            maps.append(LmdbMap(tmp_path / name, bytes_max=1 << 28))
-        else:
-            maps.append(SimulatedDisk())
-    made = Both(*maps)
-    yield made
-    for ordered_map in maps:
+@pytest.fixture
+def both(log_and_index: list[OrderedMap]) -> Iterator[Both]:
+    yield Both(*log_and_index)
+    for ordered_map in log_and_index:
         ordered_map.close()
 
 

@@ -13,7 +13,6 @@ every 20 ms.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -24,6 +23,7 @@ import pytest
 import trio
 
 from tests.kit.hostile_peers import FLOODERS, HOARDERS, LIARS, MISERS, TRICKLES
+from tests.kit.json_lines import JsonLines
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.process import ROOT, ServerProcess, environment, many_descriptors, server_process
 from tests.kit.watch import Watch
@@ -164,20 +164,11 @@ class Crowd:
     def __init__(self, process: trio.Process) -> None:
         self.done: dict[str, Any] = {}
         self._process = process
-        self._received = bytearray()
+        self._lines = JsonLines(process, "the hostile peers", LATE_S)
 
     async def hear(self) -> dict[str, Any]:
         """The next thing that they say."""
-        assert self._process.stdout is not None
-        with trio.fail_after(LATE_S):
-            await trio.lowlevel.checkpoint()
-            while b"\n" not in self._received:
-                data = await self._process.stdout.receive_some()
-                assert data, "the hostile peers ended"
-                self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        said: dict[str, Any] = json.loads(line)
-        return said
+        return await self._lines.next()
 
     async def listen(self) -> None:
         """Hears what they do, for ever."""

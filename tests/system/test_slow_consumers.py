@@ -10,7 +10,6 @@ How fast the publisher was beside each is printed, to be seen with `-s`; it is n
 
 from __future__ import annotations
 
-import json
 import resource
 import signal
 import subprocess
@@ -26,6 +25,7 @@ import trio
 
 from tests.kit.counting_consumer import key_of, value_of
 from tests.kit.effort import effort
+from tests.kit.json_lines import JsonLines
 from tests.kit.process import ROOT, environment, server_process
 from tests.kit.watch import Watch
 from upr_protocol.chunk import plain_chunk
@@ -59,21 +59,11 @@ class Consumers:
 
     def __init__(self, process: trio.Process) -> None:
         self._process = process
-        self._received = bytearray()
+        self._lines = JsonLines(process, "the consumers", LATE_S)
 
     async def said(self) -> dict[str, Any]:
         """The next thing it says."""
-        assert self._process.stdout is not None
-        with trio.fail_after(LATE_S):
-            await trio.lowlevel.checkpoint()
-            while b"\n" not in self._received:
-                data = await self._process.stdout.receive_some()
-                assert data, "the consumers ended without a word"
-                self._received += data
-        line, _, rest = self._received.partition(b"\n")
-        self._received = rest
-        said: dict[str, Any] = json.loads(line)
-        return said
+        return await self._lines.next()
 
     def stop(self) -> None:
         """They stand still."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -150,18 +150,23 @@ class Schedule(FailoverSchedule):
             return self._store.state or ResumeState("b")
         return self._store
 
-    async def _follow_for_a_while(self) -> None:
+    def _consume(
+        self, save_limits: SaveLimits | None = None
+    ) -> AbstractAsyncContextManager[RollbackConsumer]:
         assert self._net is not None
         self._store.off = False
-        async with consume_with_rollback(
+        return consume_with_rollback(
             URL,
             self._received_keys,
             resume=self._resume(),
             received_keys_limits=self._limits,
             dial=self._net.dial,
             draw=self._rng.random,
-            save_limits=SaveLimits(5, 20, 10_000),
-        ) as consumer:
+            save_limits=save_limits,
+        )
+
+    async def _follow_for_a_while(self) -> None:
+        async with self._consume(SaveLimits(5, 20, 10_000)) as consumer:
             for _ in range(self._rng.randrange(60)):
                 with trio.move_on_after(10):
                     event = await anext(consumer)
@@ -210,15 +215,7 @@ class Schedule(FailoverSchedule):
             nursery.cancel_scope.cancel()
 
     async def _catch_up(self) -> None:
-        assert self._net is not None
-        self._store.off = False
-        async with consume_with_rollback(
-            URL,
-            self._received_keys,
-            resume=self._resume(),
-            received_keys_limits=self._limits,
-            dial=self._net.dial,
-        ) as consumer:
+        async with self._consume() as consumer:
             async for event in consumer:
                 self.copy.deal_with(event)
                 if isinstance(event, Completed):

@@ -22,6 +22,7 @@ from upr_protocol.client import (
     BarrierReached,
     Completed,
     Consumer,
+    Publisher,
     StreamEnded,
     consume,
     publisher,
@@ -57,6 +58,24 @@ async def mirrored(
         nursery.start_soon(follow, consumer, mirror)
         yield consumer, mirror
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def mirrored_publisher(
+    cluster: FakeCluster, url: str = URL
+) -> AsyncIterator[tuple[Consumer, Mirror, Publisher]]:
+    """A consumer with its copy, and a publisher."""
+    async with (
+        mirrored(cluster, url) as (consumer, mirror),
+        publisher(url, dial=cluster.dial) as sink,
+    ):
+        yield consumer, mirror, sink
+
+
+async def set_keys(sink: Publisher, count: int, value: str) -> None:
+    """Sets so many keys, in all partitions, to one value."""
+    for index in range(count):
+        await sink.set(f"key-{index}", value)
 
 
 async def test_each_partition_is_read_where_it_is_active(
@@ -101,10 +120,7 @@ async def test_a_single_node_is_never_asked_for_a_map(
     server = cluster.any
     server.map = None
     fill(cluster, 50)
-    async with (
-        mirrored(cluster, "upr://a/b") as (consumer, mirror),
-        publisher("upr://a/b", dial=cluster.dial) as sink,
-    ):
+    async with mirrored_publisher(cluster, "upr://a/b") as (consumer, mirror, sink):
         await sink.set("k", "v")
         await sink.flush()
         await consumer.barrier()
@@ -119,15 +135,11 @@ async def test_clients_of_a_single_node_follow_when_it_joins_a_cluster(
     cluster = FakeCluster(nursery, "ab")
     cluster.server("a").map = None
     fill(cluster, 50)
-    async with (
-        mirrored(cluster, "upr://a/b") as (consumer, mirror),
-        publisher("upr://a/b", dial=cluster.dial) as sink,
-    ):
+    async with mirrored_publisher(cluster, "upr://a/b") as (consumer, mirror, sink):
         await sink.set("k", "v")
         await consumer.barrier()
         cluster.tell("a")
-        for index in range(50):
-            await sink.set(f"key-{index}", "new")
+        await set_keys(sink, 50, "new")
         await sink.flush()
         await consumer.barrier()
         assert mirror.contents == cluster.any.contents()
@@ -139,10 +151,7 @@ async def test_consumers_and_publishers_follow_a_partition_that_moves(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)
-    async with (
-        mirrored(cluster) as (consumer, mirror),
-        publisher(URL, dial=cluster.dial) as sink,
-    ):
+    async with mirrored_publisher(cluster) as (consumer, mirror, sink):
         await consumer.barrier()
         # Others to that node, which asked for the map, may still be about to close.
         (untouched,) = (c for c in cluster.server("c").connections if c.counts[Stream])
@@ -180,14 +189,10 @@ async def test_clients_follow_the_partitions_of_a_lost_node(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)
-    async with (
-        mirrored(cluster) as (consumer, mirror),
-        publisher(URL, dial=cluster.dial) as sink,
-    ):
+    async with mirrored_publisher(cluster) as (consumer, mirror, sink):
         await consumer.barrier()
         cluster.kill("a")
-        for index in range(60):
-            await sink.set(f"key-{index}", "after")
+        await set_keys(sink, 60, "after")
         await trio.sleep(3)
         assert sink.statistics().unanswered
         began = trio.current_time()
@@ -204,15 +209,11 @@ async def test_a_silent_node_does_not_hold_up_other_nodes(
 ) -> None:
     """Waiting for it does not hold up what others tell."""
     fill(cluster, 100)
-    async with (
-        mirrored(cluster) as (consumer, mirror),
-        publisher(URL, dial=cluster.dial) as sink,
-    ):
+    async with mirrored_publisher(cluster) as (consumer, mirror, sink):
         await consumer.barrier()
         cluster.silent.add("a")
         cluster.kill("a")
-        for index in range(60):
-            await sink.set(f"key-{index}", "after")
+        await set_keys(sink, 60, "after")
         await trio.sleep(5)
         began = trio.current_time()
         cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
@@ -335,13 +336,11 @@ async def test_the_first_node_is_let_go_when_it_holds_no_partition(
         await sink.flush()
         cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
         cluster.kill("a")
-        for index in range(60):
-            await sink.set(f"key-{index}", "2")
+        await set_keys(sink, 60, "2")
         await sink.flush()
         cluster.move({partition: Assignment(active="c") for partition in range(6)}, tell="bc")
         cluster.kill("b")
-        for index in range(60):
-            await sink.set(f"key-{index}", "3")
+        await set_keys(sink, 60, "3")
     assert cluster.any.contents() == {b"key-%d" % n: b"3" for n in range(60)} | {b"k": b"1"}
 
 
@@ -379,8 +378,7 @@ async def test_a_partition_without_an_active_is_waited_for(
         mirrored(cluster, end="now") as (consumer, mirror),
         publisher(URL, dial=cluster.dial) as sink,
     ):
-        for index in range(60):
-            await sink.set(f"key-{index}", "after")
+        await set_keys(sink, 60, "after")
         with trio.move_on_after(20) as scope:
             await consumer.barrier()
         assert scope.cancelled_caught
@@ -448,8 +446,7 @@ async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_nod
 
 async def fill_by_publishing(cluster: FakeCluster) -> None:
     async with publisher(URL, dial=cluster.dial, retry_timeout_s=20) as sink:
-        for index in range(30):
-            await sink.set(f"key-{index}", "v")
+        await set_keys(sink, 30, "v")
 
 
 async def test_a_stale_map_is_asked_for_again(
@@ -460,8 +457,7 @@ async def test_a_stale_map_is_asked_for_again(
         await sink.set("k", "1")
         await sink.flush()
         cluster.move({partition: Assignment(active="c") for partition in range(6)}, tell="a")
-        for index in range(60):
-            await sink.set(f"key-{index}", "2")
+        await set_keys(sink, 60, "2")
         await trio.sleep(1)
         cluster.tell("bc")
         await sink.flush()

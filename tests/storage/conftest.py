@@ -1,0 +1,24 @@
+"""Maps for a bucket's log and index, of both kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.ordered_map import OrderedMap
+from upr_server.storage.simulated_disk import SimulatedDisk
+
+
+@pytest.fixture(params=["lmdb", "simulated"])
+def log_and_index(request: pytest.FixtureRequest, tmp_path: Path) -> list[OrderedMap]:
+    """Two empty maps; the test closes them."""
+    maps: list[OrderedMap] = []
+    for name in ("log", "index"):
+        if request.param == "lmdb":
+            (tmp_path / name).mkdir()
+            maps.append(LmdbMap(tmp_path / name, bytes_max=1 << 28))
+        else:
+            maps.append(SimulatedDisk())
+    return maps
