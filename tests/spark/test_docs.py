@@ -67,7 +67,7 @@ def test_every_option_is_in_its_table(asked: Callable[[Callable[[], object]], se
     a_stream = asked(lambda: ReadOptions.parse(URL, streaming=True))
     assert a_read == set(table(READ))
     assert a_stream - a_read == set(table(STREAM))
-    assert a_read - a_stream == {"deduplicate", "endingOffsets"}
+    assert a_read - a_stream == {"deduplicate", "endingOffsets", "endingTimestamp"}
     a_write = asked(
         lambda: WriteOptions.parse({**URL, "operation": "apply"}, ROWS, overwrite=False)
     )

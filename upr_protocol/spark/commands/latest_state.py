@@ -22,12 +22,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("url", help="upr://host:port/bucket")
     parser.add_argument("table", help="the folder of the table; made when it is missing")
-    parser.add_argument("--checkpoint", required=True, help="where the query keeps how far it is")
-    trigger = parser.add_mutually_exclusive_group()
-    trigger.add_argument("--interval", help='how often a batch begins, as "10 seconds"')
-    trigger.add_argument(
-        "--once", action="store_true", help="end when the table has all that there is now"
-    )
+    command.add_query_arguments(parser, "end when the table has all that there is now")
     parser.add_argument(
         "--begin-anew",
         action="store_true",
@@ -49,12 +44,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         begin_anew=options.begin_anew,
         tell=command.say,
     )
-    command.say(f"the query runs: {query.id}")
-    try:
-        query.awaitTermination()
-    finally:
-        query.stop()
-    return 0
+    return command.run_query(query)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 - `snapshot` and `read_snapshot`: what a bucket holds at one moment, as Parquet files.
 - `backup` and `restore`: a chain of increments, and back into a bucket.
 - `bulk_load`: any DataFrame into a bucket.
+- `reprocess`: a bucket that holds what is computed from another.
 
 Each is a command, too (`python -m upr_protocol.spark --help`); docs/spark.md shows them.
 """
@@ -16,6 +17,7 @@ from upr_protocol.spark.recipes.bulk_load import Loaded, bulk_load
 from upr_protocol.spark.recipes.latest import latest
 from upr_protocol.spark.recipes.latest_state import LatestState, keep_latest_state
 from upr_protocol.spark.recipes.manifest import Manifest, PartitionPart
+from upr_protocol.spark.recipes.reprocess import reprocess
 from upr_protocol.spark.recipes.restore import Restored, restore
 from upr_protocol.spark.recipes.snapshot import read_snapshot, snapshot
 
@@ -30,6 +32,7 @@ __all__ = [
     "keep_latest_state",
     "latest",
     "read_snapshot",
+    "reprocess",
     "restore",
     "snapshot",
 ]

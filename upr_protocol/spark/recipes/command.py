@@ -15,6 +15,7 @@ from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.errors.exceptions.base import PySparkRuntimeError
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.utils import is_remote
 
 from upr_protocol.errors import UprError
@@ -71,6 +72,26 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="one more option of the data source (docs/spark.md); may be given often",
     )
     return arguments
+
+
+def add_query_arguments(arguments: argparse.ArgumentParser, once_help: str) -> None:
+    """Adds what a query takes: its checkpoint, and when its batches begin."""
+    arguments.add_argument(
+        "--checkpoint", required=True, help="where the query keeps how far it is"
+    )
+    trigger = arguments.add_mutually_exclusive_group()
+    trigger.add_argument("--interval", help='how often a batch begins, as "10 seconds"')
+    trigger.add_argument("--once", action="store_true", help=once_help)
+
+
+def run_query(query: StreamingQuery) -> int:
+    """Waits for a query's end, and stops it however that comes. Returns the exit code."""
+    say(f"the query runs: {query.id}")
+    try:
+        query.awaitTermination()
+    finally:
+        query.stop()
+    return 0
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -1,0 +1,106 @@
+"""One bucket made of another: a stream that selects, computes and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.query import StreamingQuery
+
+from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.source import UprDataSource
+
+TEXT_SCHEMA: Final = "key STRING, value STRING"
+"""How keys and values are read unless a schema says otherwise."""
+
+_METADATA: Final = "seq LONG, deleted BOOLEAN, flags LONG, expiry LONG"
+
+
+def reprocess(
+    spark: SparkSession,
+    url: str,
+    target_url: str,
+    checkpoint: str,
+    *,
+    key: str = "key",
+    value: str = "value",
+    where: str = "true",
+    schema: str = TEXT_SCHEMA,
+    available_now: bool = False,
+    interval: str | None = None,
+    options: Mapping[str, str] | None = None,
+    write_options: Mapping[str, str] | None = None,
+) -> StreamingQuery:
+    """Starts a query that has one bucket hold what is computed from the items of another.
+
+    An item that is deleted, or no longer passes `where`, is deleted in the target too. Flags and
+    expiry times are kept. A batch that runs again has no second effect.
+
+    Args:
+        spark: A session.
+        url: The bucket that is read, as `upr://host:port/bucket`.
+        target_url: The bucket that is written. It exists, and nothing else writes to it.
+        checkpoint: The folder where the query keeps how far it is; its own.
+        key: An SQL expression of an item's key in the target. It may use `key` only, as a deletion
+            has no value; and different keys must stay different.
+        value: An SQL expression of an item's value. A struct is written as a JSON object.
+        where: An SQL expression: which items the target has.
+        schema: How `key` and `value` are read, as the option `schema` of a read.
+        available_now: Whether the query ends when the target has all that there is now.
+        interval: How often a batch begins, as `10 seconds`; None for as soon as one is done.
+        options: More options of the stream.
+        write_options: More options of the write, as `durability`.
+
+    Returns:
+        The query, which runs: `awaitTermination()` waits for its end. It fails with `UPR_ROLLBACK`
+        when the source lost changes that were written: then begin anew with an empty target.
+
+    Raises:
+        OptionError: Both triggers are given, or `onRollback`.
+        PipelineError: An option is wrong.
+    """
+    if available_now and interval is not None:
+        raise OptionError("available_now and interval exclude each other")
+    if "onrollback" in map(str.lower, options or {}):
+        raise OptionError(
+            "the option onRollback is not for this recipe: the target cannot undo changes that the "
+            "source lost"
+        )
+    spark.dataSource.register(UprDataSource)
+    changes = (
+        spark.readStream.format("upr")
+        .options(**(options or {}))
+        .option("url", url)
+        .schema(f"{schema}, {_METADATA}")
+        .load()
+    )
+
+    def write(batch: DataFrame, _batch_id: int) -> None:
+        # Several tasks may read one partition, and they write in no order: one row a key.
+        newest = batch.groupBy("key").agg(
+            F.max_by(F.struct("value", "deleted", "flags", "expiry"), "seq").alias("newest")
+        )
+        is_kept = ~F.col("deleted") & F.coalesce(F.expr(where), F.lit(False))
+        rows = newest.select("key", "newest.*").select(
+            F.expr(key).alias("key"),
+            F.when(is_kept, F.expr(value)).alias("value"),
+            "flags",
+            "expiry",
+            F.when(is_kept, "upsert").otherwise("delete").alias("op"),
+        )
+        writer = rows.write.format("upr").mode("append").options(**(write_options or {}))
+        writer = writer.option("url", target_url).option("operation", "apply")
+        writer.option("flagsColumn", "flags").option("expiryColumn", "expiry").save()
+
+    with plain_errors():
+        # A wrong expression is told before the query begins.
+        changes.select(F.expr(key), F.expr(value), F.expr(where).cast("boolean"))
+        query = changes.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
+        if available_now:
+            query = query.trigger(availableNow=True)
+        elif interval is not None:
+            query = query.trigger(processingTime=interval)
+        return query.start()
