@@ -468,6 +468,15 @@ def test_a_write_to_an_expired_item_comes_after_its_deletion() -> None:
     assert read(partition, 2) == "(2,6] ~b@4 a@5 c@6 ."
 
 
+def test_a_plain_write_to_an_expired_item_comes_after_its_deletion() -> None:
+    partition = new_partition()
+    send(partition, request(SET, b"a", b"1", expiry=1001), request(SET, b"b", b"1", expiry=1001))
+    read(partition)
+    result = put(partition, b"a", now=1002)
+    assert (result.first_seq, result.last_seq) == (5, 5), "the two deletions have 3 and 4"
+    assert read(partition, 2) == "(2,5] ~b@4 a@5 ."
+
+
 @pytest.mark.parametrize("op", [REPLACE, DELETE, APPEND, PREPEND, TOUCH])
 def test_an_expired_item_is_missing_for_writes(op: Operation) -> None:
     partition = new_partition()
@@ -764,10 +773,12 @@ def test_a_fence_and_a_difference_in_words() -> None:
         *("again", "REPLAY_DIFFERS"),
         *["TEMPORARY_FAILURE"] * 3,
     ]
+    # The next batch is new, and not what it continues.
+    assert run_again(partition, "abaa", 4, range(4, 5)) == ["REPLAY_DIFFERS"]
     # Those who give no chain are not asked about it.
     token = WriterToken(bytes(16), 2)
     other = plain_chunk([b"other"], [b""])
-    assert partition.mutate(batch_of(other, token, attempt=3), now=NOW).repeated
+    assert partition.mutate(batch_of(other, token, attempt=4), now=NOW).repeated
     assert partition.high_seq == 3
 
 

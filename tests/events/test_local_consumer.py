@@ -80,6 +80,22 @@ async def test_callbacks_share_a_queue_and_each_has_its_filter(
     assert counters <= 2
 
 
+async def test_a_callback_that_wants_more_than_the_others_gets_it(
+    autojump_clock: MockClock, bus: EventBus, buckets: Buckets
+) -> None:
+    narrow: list[EventBatch] = []
+    wide: list[EventBatch] = []
+    consumer = bus.local_consumer(NAME, 30.0)
+    bucket = buckets.create("b", 1, incarnation=1)
+    with consumer.subscribed(narrow.append, EventFilter(EventKind.DELETED)):
+        await trio.sleep(2)
+        with consumer.subscribed(wide.append, ALL):
+            put(bucket.partitions[0], b"k")
+            await trio.sleep(2)
+    assert events_of(narrow) == []
+    assert [event.updates for event in events_of(wide)] == [1]
+
+
 async def test_a_consumer_without_events_does_not_time_out(
     autojump_clock: MockClock, bus: EventBus
 ) -> None:

@@ -17,6 +17,7 @@ from upr_protocol.bucket_event import (
 )
 from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX
 from upr_server.events.queues import (
+    _KINDS_REMEMBERED_MAX,
     EventBatch,
     EventQueue,
     EventQueues,
@@ -139,6 +140,25 @@ def test_only_what_the_filters_let_through_is_counted() -> None:
     queue.set_filters(())
     queue.updated("a", 1, (b"_design/x",))
     assert polled(queue) == []
+
+
+def test_a_bucket_that_no_filter_wants_any_more_is_forgotten() -> None:
+    queue = EventQueue(10.0, 0.0)
+    queue.created("a", 1)
+    queue.created("b", 2)
+    queue.set_filters((EventFilter(pattern="b*"),))
+    queue.deleted("a", 1)
+    queue.set_filters((EventFilter(),))
+    events, is_all = queue.poll()
+    assert (events, is_all) == ((BucketEvent("b", 2, BucketFate.CREATED),), True)
+
+
+def test_a_filter_takes_bounded_memory_however_many_buckets_there_are() -> None:
+    queue = EventQueue(10.0, 0.0, (EventFilter(pattern="b*"),))
+    for number in range(2 * _KINDS_REMEMBERED_MAX):
+        queue.created("ab"[number % 2] + str(number), number)
+        assert len(queue._kinds) <= _KINDS_REMEMBERED_MAX
+    assert len(queue.counters) == _KINDS_REMEMBERED_MAX
 
 
 def test_an_earlier_bucket_does_not_hide_a_later_one_whose_creation_is_not_wanted() -> None:

@@ -33,7 +33,11 @@ TESTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("upr_server/indexer", ("tests/indexer",)),
     (
         "upr_server/storage/online/flusher.py",
-        ("tests/server/test_durability.py", "tests/server/test_bucket_disk.py"),
+        (
+            "tests/server/test_flusher.py",
+            "tests/server/test_durability.py",
+            "tests/server/test_bucket_disk.py",
+        ),
     ),
 )
 """Modules, and the tests that concern them."""

@@ -205,6 +205,13 @@ async def test_a_node_streams_nothing_of_a_partition_that_it_gave_up() -> None:
             with pytest.raises(ServerError, match="dead here, not active") as refused:
                 await client.seqnos()
             assert refused.value.status is Status.NOT_MY_PARTITION
+        for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
+            async with consume(
+                group.nodes["b"].url, state=state, by_map=False, retry_timeout_s=0.0
+            ) as consumer:
+                with pytest.raises(ServerError) as refused:
+                    await anext(consumer)
+            assert refused.value.status is Status.NOT_MY_PARTITION
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,37 @@ async def test_the_memory_of_a_deleted_bucket_is_free_soon(
         gc.enable()
 
 
+async def test_a_bucket_that_is_made_again_has_other_histories(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    histories: list[int] = []
+    async with running_server(ServerConfig(listen="127.0.0.1:0"), SimulatedStore()) as server:
+        for _ in range(2):
+            await server.catalog.create_bucket("b", 8, 64 * MIB)
+            for partition in server.catalog.bucket("b").partitions:
+                ((history_id, seq),) = partition.failover_log.pairs()
+                assert seq == 0
+                histories.append(history_id)
+            await server.catalog.delete_bucket("b")
+    assert len(set(histories)) == 16
+    assert max(histories) > 1 << 56, "they are drawn from 64 bits"
+
+
+async def test_an_expired_item_becomes_a_deletion_without_being_asked_for(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    system = System(time=trio.current_time)
+    config = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
+    async with running_server(config, SimulatedStore(), system) as server:
+        (partition,) = server.catalog.bucket("b").partitions
+        now = trio.current_time()
+        partition.mutate(batch_of(batch(0, 1, expiry=int(now) + 100)), now=now)
+        await trio.sleep(95.0)
+        assert partition.high_seq == 1
+        await trio.sleep(10.0)
+        assert (partition.high_seq, partition.items) == (2, 0)
+
+
 def names_of_buckets() -> list[str]:
     """All that are in memory."""
     return [bucket.name for bucket in gc.get_objects() if isinstance(bucket, Bucket)]

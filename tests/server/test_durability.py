@@ -205,6 +205,24 @@ async def test_a_batch_that_fails_is_answered_when_what_made_it_fail_is_on_disk(
         assert reply.failures == ((0, Status.EXISTS),)
 
 
+async def test_a_batch_sent_again_is_answered_when_all_of_its_partition_is_on_disk(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    async with serving(store) as server, speaking(server) as peer:
+        store.released.set()
+        first = await answer_to(peer, await send(peer, sets(K0), PERSISTED, counter=1))
+        store.released = trio.Event()
+        await answer_to(peer, await send(peer, sets(K0B), MEMORY))
+        opaque = await send(peer, sets(K0), PERSISTED, counter=1)
+        assert await is_silent(peer)
+        store.released.set()
+        again = await answer_to(peer, opaque)
+        assert isinstance(first, MutateReply)
+        assert isinstance(again, MutateReply)
+        assert again.runs == first.runs
+
+
 async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothing_else(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

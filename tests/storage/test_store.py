@@ -283,6 +283,20 @@ def test_a_bucket_refused_by_a_full_disk_can_be_created_later(tmp_path: Path) ->
     assert directory.names() == ["b"]
 
 
+def test_folders_that_a_crash_left_are_no_buckets_and_are_removed(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
+    directory.create("b", lambda _log, _index: None)
+    buckets = tmp_path / "buckets"
+    for name in (".new-half-made", ".deleted-half"):
+        (buckets / name / "log").mkdir(parents=True)
+    (buckets / "notes.txt").write_text("not ours")
+    assert DataDirectory(tmp_path, readonly=True).names() == ["b"]
+    assert len(list(buckets.iterdir())) == 4, "a reader changes nothing"
+    assert directory.names() == ["b"]
+    assert sorted(path.name for path in buckets.iterdir()) == ["b", "notes.txt"]
+
+
 def test_a_disk_without_space_refuses_a_new_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,297 @@
+"""When a bucket's changes go to disk, in which groups, and who hears of it: the flusher alone, on a
+store that notes its commits, and a mock clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any, Final
+
+import attrs
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.engine.helpers import cursor_at, new_bucket, put
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_server.engine import Bucket, Partition
+from upr_server.storage.api import Store
+from upr_server.storage.calls import Commit, StoreCall
+from upr_server.storage.errors import DiskFullError
+from upr_server.storage.online import flusher as flusher_module
+from upr_server.storage.online.flusher import FLUSH_INTERVAL_S, FULL_DISK_RETRY_S, Flusher
+
+P0, P1 = PartitionId(0), PartitionId(1)
+
+
+class CommitLog(Store):
+    """A store that takes commits, and notes when each began.
+
+    Attributes:
+        commits: When each commit began, and what it was to write.
+        commit_s: How long one takes.
+        is_full: Whether commits find no room.
+    """
+
+    def __init__(self, commit_s: float = 0.0) -> None:
+        super().__init__()
+        self.commits: list[tuple[float, Commit]] = []
+        self.commit_s = commit_s
+        self.is_full = False
+
+    async def execute(self, call: StoreCall[Any]) -> Any:
+        assert isinstance(call, Commit)
+        self.commits.append((trio.current_time(), call))
+        await trio.sleep(self.commit_s)
+        if self.is_full:
+            raise DiskFullError("no room")
+
+    @property
+    def begins(self) -> list[float]:
+        return [begin for begin, _ in self.commits]
+
+    def highs(self) -> list[dict[int, int]]:
+        """By commit, up to where each partition is on disk with it."""
+        return [{w.partition: w.record.high for w in commit.writes} for _, commit in self.commits]
+
+
+@attrs.frozen
+class Running:
+    """A flusher that runs.
+
+    Attributes:
+        bucket: Its bucket.
+        store: Its disk.
+        flusher: The flusher.
+        told: When it told that it has committed.
+        answers: What waiting calls were answered, in order: a name, and whether it is on disk.
+    """
+
+    bucket: Bucket
+    store: CommitLog
+    flusher: Flusher
+    told: list[float]
+    answers: list[tuple[str, bool]] = attrs.field(factory=list)
+
+    @property
+    def partition(self) -> Partition:
+        return self.bucket.partitions[0]
+
+    def wait_for(self, name: str, seq: int, partition: int = 0) -> None:
+        """Notes how a waiting call is answered."""
+        self.flusher.call_when_persisted(
+            self.bucket.partitions[partition],
+            SeqNo(seq),
+            lambda is_on_disk: self.answers.append((name, is_on_disk)),
+        )
+
+
+@asynccontextmanager
+async def running(
+    bucket: Bucket | None = None, *, partitions: int = 1, commit_s: float = 0.0
+) -> AsyncIterator[Running]:
+    """A flusher of a bucket, at the time 0 of the clock."""
+    bucket = bucket or new_bucket(partitions)
+    store, told = CommitLog(commit_s), list[float]()
+    flusher = Flusher(store, bucket, lambda: told.append(trio.current_time()))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(flusher.run)
+        yield Running(bucket, store, flusher, told)
+        nursery.cancel_scope.cancel()
+
+
+def expected_begins(changes: list[float], commit_s: float) -> list[float]:
+    """When commits begin: 0.1 s after the first change that none contains, but one at a time."""
+    begins: list[float] = []
+    waiting, free_at = list(changes), 0.0
+    while waiting:
+        begin = max(waiting[0] + FLUSH_INTERVAL_S, free_at)
+        begins.append(begin)
+        waiting = [change for change in waiting if change > begin]
+        free_at = begin + commit_s
+    return begins
+
+
+@pytest.mark.parametrize("commit_s", [0.0, 0.03, 0.25])
+async def test_a_commit_begins_soon_after_the_first_change_that_none_contains(
+    autojump_clock: MockClock, commit_s: float
+) -> None:
+    draw = Random(7)
+    changes = sorted(draw.random() * 3 for _ in range(25))
+    async with running(commit_s=commit_s) as run:
+        began = trio.current_time()
+        for change in changes:
+            await trio.sleep_until(began + change)
+            put(run.partition, b"key %f" % change)
+        await trio.sleep(1.0)
+        begins = [begin - began for begin in run.store.begins]
+        assert begins == pytest.approx(expected_begins(changes, commit_s), abs=1e-6)
+        assert run.partition.manager.persistence.committed == run.partition.high_seq
+        assert len(run.told) == len(begins)
+
+
+@pytest.mark.parametrize("is_task", [False, True])
+async def test_while_somebody_waits_a_commit_begins_at_once(
+    autojump_clock: MockClock, is_task: bool
+) -> None:
+    async with running(commit_s=0.25) as run, trio.open_nursery() as nursery:
+        began = trio.current_time()
+        put(run.partition, b"a")
+        await trio.sleep(0.03)
+        if is_task:
+            nursery.start_soon(run.flusher.wait_until_persisted, run.partition, SeqNo(1))
+        else:
+            run.wait_for("a", 1)
+        await trio.sleep(0.1)
+        # Nobody waits for this one, but the commit before it takes longer than it may stay.
+        put(run.partition, b"b")
+        await trio.sleep(2.0)
+        begins = [begin - began for begin in run.store.begins]
+        assert begins == pytest.approx([0.03, 0.28], abs=1e-6)
+        assert run.answers == ([] if is_task else [("a", True)])
+
+
+async def test_waiting_calls_are_answered_in_order_once_their_numbers_are_on_disk(
+    autojump_clock: MockClock,
+) -> None:
+    async with running(partitions=2, commit_s=0.25) as run:
+        put(run.partition, b"a")
+        put(run.bucket.partitions[1], b"b")
+        run.wait_for("first", 1)
+        run.wait_for("other", 1, partition=1)
+        await trio.sleep(0.2)
+        put(run.partition, b"c")
+        run.wait_for("second", 2)
+        run.wait_for("late", 1)
+        assert run.answers == []
+        await trio.sleep(0.1)
+        assert run.answers == [("first", True), ("other", True)]
+        run.wait_for("at once", 1)
+        assert run.answers[2:] == [("at once", True)]
+        await trio.sleep(1.0)
+        assert run.answers[3:] == [("second", True), ("late", True)]
+        # Nobody waits any more: the next change has its time.
+        began = trio.current_time()
+        put(run.partition, b"d")
+        await trio.sleep(1.0)
+        assert run.store.begins[-1] == pytest.approx(began + FLUSH_INTERVAL_S)
+
+
+async def test_while_the_disk_is_full_nothing_is_promised(autojump_clock: MockClock) -> None:
+    async with running() as run:
+        run.store.is_full = True
+        put(run.partition, b"a")
+        run.wait_for("before", 1)
+        await trio.sleep(0.5)
+        assert run.flusher.full == "no room"
+        run.wait_for("while it is full", 1)
+        assert run.answers == [("before", False), ("while it is full", False)]
+        await trio.sleep(2.6)
+        assert len(run.store.commits) == 4, "it tries again each second"
+        assert run.told == []
+        run.store.is_full = False
+        await trio.sleep(FULL_DISK_RETRY_S)
+        assert run.flusher.full == ""
+        assert len(run.told) == 1
+        run.wait_for("after", 1)
+        assert run.answers[2:] == [("after", True)]
+
+
+async def test_what_a_bucket_has_when_its_flusher_is_made_goes_to_disk(
+    autojump_clock: MockClock,
+) -> None:
+    bucket = new_bucket(3)
+    put(bucket.partitions[1], b"a")
+    async with running(bucket) as run:
+        await trio.sleep(1.0)
+        assert run.store.highs() == [{1: 1}]
+        assert run.store.begins == [pytest.approx(trio.current_time() - 1 + FLUSH_INTERVAL_S)]
+
+
+async def test_a_deleted_bucket_tells_nobody_of_its_commits(autojump_clock: MockClock) -> None:
+    async with running() as run:
+        run.flusher.stop_notifying()
+        put(run.partition, b"a")
+        await trio.sleep(1.0)
+        assert len(run.store.commits) == 1
+        assert run.told == []
+
+
+VALUE: Final = bytes(1000)
+
+
+async def test_a_full_commit_takes_no_further_snapshot(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with a whole snapshot, and the partitions that are left take their turn first."""
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 2_500)
+    async with running(partitions=4) as run:
+        first, *others = run.bucket.partitions
+        # Four closed snapshots and the open one.
+        reader = cursor_at(first)
+        for number in range(4):
+            put(first, b"%d" % number, value=VALUE)
+            while reader.poll():
+                reader.next()
+        put(first, b"open", value=VALUE)
+        for partition in others:
+            put(partition, b"a", value=VALUE)
+        await trio.sleep(1.0)
+        assert run.store.highs() == [{0: 3}, {1: 1, 2: 1, 3: 1}, {0: 5}]
+        ends = [[write.ends for write in commit.writes] for _, commit in run.store.commits]
+        assert ends == [[[1, 2, 3]], [[1], [1], [1]], [[4, 5]]]
+
+
+async def test_commits_wait_for_an_index_that_can_move(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 5)
+    async with running(partitions=2) as run:
+        first, second = run.bucket.partitions
+        flusher = run.flusher
+
+        async def is_written() -> bool:
+            """Whether a change of the second partition gets to disk."""
+            put(second, b"%d" % second.high_seq)
+            await trio.sleep(1.0)
+            return second.manager.persistence.committed == second.high_seq
+
+        put(first, *(b"%d" % number for number in range(6)))
+        await trio.sleep(1.0)
+        assert flusher.unindexed() == 6
+        assert not await is_written()
+        # One whose index is damaged is waited for no longer.
+        flusher.set_index_stuck(P0, True)
+        assert flusher.unindexed() == 0
+        await trio.sleep(1.0)
+        assert second.manager.persistence.committed == 1
+        flusher.set_index_stuck(P0, False)
+        assert not await is_written()
+        flusher.set_index_can_move(False)
+        await trio.sleep(1.0)
+        assert second.manager.persistence.committed == 2
+        flusher.set_index_can_move(True)
+        assert not await is_written()
+        first.index_advanced(SeqNo(6), 6)
+        flusher.set_index_can_move(True)
+        await trio.sleep(1.0)
+        assert second.manager.persistence.committed == 3
+
+
+async def test_a_stop_writes_everything_at_once_however_far_behind_the_index_is(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 0)
+    store, bucket = CommitLog(), new_bucket(2)
+    flusher = Flusher(store, bucket, lambda: None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(flusher.run)
+        put(bucket.partitions[0], b"a")
+        await trio.sleep(1.0)
+        put(bucket.partitions[1], b"b")
+        await trio.sleep(1.0)
+        began = trio.current_time()
+        flusher.stop()
+    assert trio.current_time() == began
+    assert store.highs() == [{0: 1}, {1: 1}]
