@@ -7,6 +7,7 @@ loop for long. What lives longer, and ends in a reference cycle, would never be 
 from __future__ import annotations
 
 import gc
+import socket
 from collections import Counter
 from contextlib import suppress
 from typing import Final
@@ -18,6 +19,7 @@ import trio.testing
 from tests.kit.placed_keys import key_in
 from tests.kit.reference_cycles import no_collections
 from tests.server.test_connection import Peer, make_server, sets
+from upr_protocol.chunk import Bundle, plain_chunk
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import (
@@ -27,11 +29,14 @@ from upr_protocol.wire import (
     GetReply,
     Go,
     Mutate,
+    MutateReply,
+    Refusal,
     Stream,
     StreamReply,
 )
 from upr_protocol.wire.frame import pack_header
 from upr_server.app import Server
+from upr_server.engine import batch_of
 
 PARTITIONS: Final = 4
 KEY: Final = key_in(0, PARTITIONS)
@@ -109,6 +114,69 @@ async def test_nothing_of_a_connection_is_left_when_the_peer(
             before = alive(OF_A_CONNECTION)
             await serve(server, how)
             assert alive(OF_A_CONNECTION) == before
+
+
+@pytest.mark.parametrize("key", [KEY, key_in(1, PARTITIONS)])
+async def test_nothing_of_a_bundle_is_left_once_it_is_answered(
+    key: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Also when its only run is refused: the second key does not belong to the partition."""
+    server = make_server()
+    async with server.recovered():
+        await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
+        ours, theirs = trio.testing.memory_stream_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.connections.serve, theirs)
+            peer = Peer(ours)
+            await peer.open()
+            with no_collections():
+                request = Mutate(Bundle.of_one(PartitionId(0), sets(key)), opaque=peer.opaque())
+                await peer.say(request)
+                await peer.hear(MutateReply if key == KEY else Refusal)
+                assert not alive(("_BundleRequest", "MutationBatch", "CheckedChunk"))
+            await ours.aclose()
+
+
+def connected() -> tuple[trio.SocketStream, trio.SocketStream]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends = (socket.create_connection(listener.getsockname()), listener.accept()[0])
+    ours, theirs = (trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in ends)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("questions", [1, 4])
+async def test_nothing_of_a_connection_is_left_that_is_reset_while_answers_wait(
+    questions: int,
+) -> None:
+    """The writer meets the error while the reader waits: for more, or until the peer has taken
+    enough of the answers."""
+    server = make_server()
+    async with server.recovered():
+        await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
+        with no_collections():
+            before = alive(OF_A_CONNECTION)
+            await _reset_while_answers_wait(server, questions)
+            assert alive(OF_A_CONNECTION) == before
+
+
+async def _reset_while_answers_wait(server: Server, questions: int) -> None:
+    bucket = server.catalog.bucket("b")
+    large = plain_chunk([KEY], [bytes(8 * 1024 * 1024)])
+    bucket.partitions[0].mutate(batch_of(large), now=1.0)
+    ours, theirs = connected()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.connections.serve, theirs)
+        peer = Peer(ours)
+        await peer.open()
+        for _ in range(questions):
+            await peer.say(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
+        (connection,) = server.connections.connections
+        # The socket's buffers take some of it; the rest waits for the peer.
+        while not connection._unwritten:  # noqa: ASYNC110  a socket tells nobody that it is full
+            await trio.sleep(0.001)
+        del connection
+        await trio.aclose_forcefully(ours)
 
 
 async def test_nothing_of_a_bucket_is_left_when_it_is_deleted(

@@ -109,33 +109,31 @@ class AcceptedConnection:
         """Serves the connection until it ends. Cancelled, it leaves at once. The stream is closed
         in any case."""
         try:
-            await self._converse()
-            if self.session.state is SessionState.CLOSED:
+            if await self._converse() and self.session.state is SessionState.CLOSED:
                 await self._close_gracefully()
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
-            log.info("connection lost", peer=self.peer, identity=self.session.client_identity)
-        except* trio.TooSlowError:
-            log.warning(
-                "send timeout; closing connection",
-                peer=self.peer,
-                identity=self.session.client_identity,
-            )
+            self._log_loss()
         finally:
             with trio.move_on_after(0):
                 await self._stream.aclose()
 
-    async def _converse(self) -> None:
+    async def _converse(self) -> bool:
+        """Converses until either side ends it. Whether the peer may still hear something."""
         try:
             async with trio.open_nursery() as nursery:
                 self.context.begin(nursery)
                 nursery.start_soon(self._read, nursery.cancel_scope)
                 nursery.start_soon(self._keep_time)
-                await self._write()
+                is_connected = await self._write()
                 nursery.cancel_scope.cancel()
+            return is_connected
         finally:
             self._frame.close()
             self.session.forget_received()
             self.context.close()
+
+    def _log_loss(self) -> None:
+        log.info("connection lost", peer=self.peer, identity=self.session.client_identity)
 
     async def _close_gracefully(self) -> None:
         """Ends the conversation so that the peer hears the last word. A connection that is closed
@@ -318,7 +316,28 @@ class AcceptedConnection:
 
     # Writing.
 
-    async def _write(self) -> None:
+    async def _write(self) -> bool:
+        """Writes until the session is over; whether the peer has taken it all.
+
+        An error is not raised into the nursery's body. It would cancel the other tasks from a frame
+        that holds what the nursery then raises, and their `Cancelled` would hold that frame: a
+        reference cycle, with everything that the connection has.
+        """
+        try:
+            await self._write_all()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._log_loss()
+            return False
+        except trio.TooSlowError:
+            log.warning(
+                "send timeout; closing connection",
+                peer=self.peer,
+                identity=self.session.client_identity,
+            )
+            return False
+        return True
+
+    async def _write_all(self) -> None:
         while True:
             # Taken first: what is added while it writes must not be slept through.
             to_send = self._to_send.next_event()

@@ -12,6 +12,7 @@ from typing import Final, cast
 
 import trio
 
+from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionState, SeqNo
 from upr_protocol.wire import Mutate, MutateReply, RunResult
@@ -277,7 +278,7 @@ class _BundleRequest(OrderedReply):
     def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""
         self._is_wrong_node |= error.status is Status.NOT_MY_PARTITION
-        self._error = error
+        self._error = without_traceback(error)
         self._set_result(index, RunResult(self.partitions[index], error.status))
 
     def fail(self) -> None:
