@@ -115,3 +115,22 @@ class Oracle:
                 with_prefix = [entry for entry in expected if compare(entry[0][0], middle[0]) == 0]
                 assert down == with_prefix[::-1]
             self.indexer.definitions.find(name_of(f"{name}/i")).file.check_invariants()
+        for name, definition in self.defined.items():
+            contents = await self.contents()
+            assert await self._page_while_writing(name) == index_rows(definition, contents)
+        assert not self.indexer.moments
+
+    async def _page_while_writing(self, name: str) -> list[Row]:
+        """The entries at `now`, page by page, of one moment, while documents change."""
+        query = Query(consistency="now", limit=self.rng.randrange(2, 9), hold_s=60, timeout_s=20)
+        rows: list[Row] = []
+        while True:
+            page = await ask(self.indexer, f"{name}/i", query)
+            rows += [Row(entry.key, entry.id, entry.included) for entry in page.entries]
+            if not page.continuation:
+                self.indexer.scanner.release(page.moment)
+                return rows
+            await self.write(self.rng.randrange(6))
+            query = msgspec.structs.replace(
+                query, consistency="any", continuation=page.continuation, moment=page.moment
+            )

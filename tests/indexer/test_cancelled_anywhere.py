@@ -44,6 +44,7 @@ from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.indexer import Indexer, running_indexer
+from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
@@ -98,15 +99,36 @@ def whole(server: Server, indexer: Indexer) -> None:
     check(server)
     assert indexer.pool.scan_bytes == 0
     assert indexer.pool.used == 0
+    assert not indexer.moments
     assert not any(index.readers for index in indexer.definitions._indexes.values())
 
 
 # Questions.
 
+
+async def read_twice(indexer: Indexer) -> None:
+    """Two readers of one moment, one after the other."""
+    file = indexer.definitions.find(name_of("d/city")).file
+    moment = indexer.moments.hold(file, file.view())
+
+    async def read() -> None:
+        async with moment.reading() as view:
+            await trio.sleep(1)
+            assert view.entry_count() == len(CONTENTS)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            nursery.start_soon(read)
+    finally:
+        indexer.moments.release(moment)
+
+
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
     Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),
+    Moment.reading: lambda indexer, _: read_twice(indexer),
     Barriers.returned: lambda indexer, _: indexer.barriers.returned(),
     Barriers.wait: lambda indexer, _: indexer.barriers.wait(),
     IndexerStream.barrier: lambda indexer, _: indexer.stream.barrier(),
@@ -227,6 +249,7 @@ RUN: Final = tries(
     Overlay.run,
     Announcements.run,
     Barriers.run,
+    Moments.run,
 )
 
 
@@ -241,7 +264,7 @@ async def test_an_indexer(
         async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
             await indexer.definitions.create("d", DESIGN)
             await until_ready(indexer, "d/city")
-            await scan(indexer, "d/city")
+            await scan(indexer, "d/city", hold_s=2)
             contents[b"new"] = b'{"city": %d}' % next(numbers)
             async with connect(server.url(BUCKET)) as client:
                 await client.set(b"new", contents[b"new"])

@@ -18,7 +18,7 @@ from tests.indexer.brute_force import Row, expected_answer, index_rows
 from tests.indexer.counted_reads import counted_reads
 from tests.indexer.test_index_file import batch, whole
 from upr_protocol.ids import PartitionId
-from upr_server.indexer.answer import Answer
+from upr_server.indexer.answer import Answer, ScanAnswer
 from upr_server.indexer.definitions import Index
 from upr_server.indexer.entry_reader import Selection
 from upr_server.indexer.explanation import FreshnessLog, RangeEnd, ReadRange
@@ -90,8 +90,16 @@ def checked_selection(query: Query, part_count: int = PARTS) -> Selection:
 
 def answer(index: Index, query: Query) -> Answer:
     selection = checked_selection(query, len(index.definition.key))
-    pieces = read(index, query, selection, FreshnessLog()).pieces()
-    return msgspec.json.decode(b"".join(pieces), type=Answer)
+    with index.file.view() as view:
+        return decoded(read(view, index, query, selection, FreshnessLog()))
+
+
+def decoded(answer: ScanAnswer) -> Answer:
+    return msgspec.json.decode(b"".join(answer.pieces()), type=Answer)
+
+
+def rows_of(page: Answer) -> list[Row]:
+    return [Row(entry.key, entry.id, entry.included) for entry in page.entries]
 
 
 def all_rows(index: Index, query: Query, limit: int) -> list[Row]:
@@ -100,7 +108,7 @@ def all_rows(index: Index, query: Query, limit: int) -> list[Row]:
     continuation = ""
     while True:
         page = answer(index, msgspec.structs.replace(query, limit=limit, continuation=continuation))
-        rows += [Row(entry.key, entry.id, entry.included) for entry in page.entries]
+        rows += rows_of(page)
         assert len(page.entries) <= limit
         continuation = page.continuation
         if not continuation:

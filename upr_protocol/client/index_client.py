@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
 
@@ -16,6 +17,9 @@ T = TypeVar("T")
 
 INDEXER_TIMEOUT_S: Final = 10.0
 """How long a scan may wait by default for the index to be as fresh as asked."""
+
+HOLD_S_DEFAULT: Final = 60.0
+"""How long the indexer holds the moment of a page for the next one."""
 
 ANSWER_SLACK_S: Final = 30.0
 """How much longer an answer may take before the connection counts as lost."""
@@ -32,7 +36,7 @@ class IndexerError(UprError):
 
     Attributes:
         code: The reason as a word: `bad_definition`, `bad_query`, `no_index`, `building`,
-            `overloaded`, `not_fresh`, `write_lost`, `failed`, `server_failed`.
+            `overloaded`, `not_fresh`, `write_lost`, `moment_gone`, `failed`, `server_failed`.
         place: Where the mistake is in the request; empty if there is none.
         retry_after_s: After how long to ask again; 0 if that does not help.
     """
@@ -69,6 +73,10 @@ class ScanOptions(IndexRange, total=False):
             `now`: with everything that the server had acknowledged to anybody before.
         written: The results of a publisher or client.
         timeout_s: How long to wait for the index to be as fresh; by default `INDEXER_TIMEOUT_S`.
+        hold_s: For how many seconds after its answer the indexer holds the moment that it is of, up
+            to 60; 0, the default, for not at all. `release` lets it go sooner.
+        moment: The `moment` of an earlier answer that this one is to be of, too. Not together with
+            `consistency` and `written`.
     """
 
     ranges: Iterable[IndexRange]
@@ -76,6 +84,8 @@ class ScanOptions(IndexRange, total=False):
     consistency: Literal["any", "at_least", "now"]
     written: Iterable[WriteResult]
     timeout_s: float
+    hold_s: float
+    moment: str
 
 
 class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,11 +112,13 @@ class IndexPage(msgspec.Struct, frozen=True):
         entries: The entries, in order.
         continuation: Pass it to `scan` to continue after the entries; empty at the end.
         timestamps: By partition its history and sequence number then, if asked for.
+        moment: Names the moment, if it is held: pass it to `scan` for pages of the same moment.
     """
 
     entries: list[IndexEntry] = []
     continuation: str = ""
     timestamps: dict[int, tuple[str, int]] = {}
+    moment: str = ""
 
 
 class IndexSummary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,12 +129,14 @@ class IndexSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         min: The lowest key, part by part; None if there are no entries.
         max: The highest key, likewise.
         timestamps: By partition its history and sequence number then, if asked for.
+        moment: Names the moment, if it is held.
     """
 
     count: int | None = None
     min: list[Any] | None = None
     max: list[Any] | None = None
     timestamps: dict[int, tuple[str, int]] = {}
+    moment: str = ""
 
 
 class _Explained(msgspec.Struct, frozen=True):
@@ -248,18 +262,44 @@ class IndexClient:
         }
         return self._scan(name, query, options, IndexPage)
 
-    def scan_all(self, name: str, **options: Any) -> Iterator[IndexEntry]:
-        """All entries, page by page. Each page is of a moment of its own, and later than the last.
+    def scan_all(
+        self, name: str, *, hold_s: float = HOLD_S_DEFAULT, **options: Any
+    ) -> Iterator[IndexEntry]:
+        """All entries, page by page, of one moment of the index.
 
         Args:
             name: The index.
+            hold_s: The longest time between two pages, up to 60 s. With 0 each page is of a moment
+                of its own, later than the last.
             **options: See `scan`.
+
+        Raises:
+            IndexerError: `moment_gone`: the next page was asked for too late, or the index has
+                changed too much meanwhile; or another reason, see `scan`.
         """
-        page = self.scan(name, **options)
-        yield from page.entries
-        while page.continuation:
-            page = self.scan(name, **{**options, "continuation": page.continuation})
+        page = self.scan(name, hold_s=hold_s, **options)
+        if hold_s:
+            for chosen_by in ("consistency", "written"):
+                options.pop(chosen_by, None)
+        try:
             yield from page.entries
+            while page.continuation:
+                options |= {"continuation": page.continuation, "moment": page.moment}
+                page = self.scan(name, hold_s=hold_s, **options)
+                yield from page.entries
+        finally:
+            if page.moment:
+                # It may be over already, or the indexer away: it lets it go by itself.
+                with suppress(UprError):
+                    self.release(page.moment)
+
+    def release(self, moment: str) -> None:
+        """Lets a moment go that the indexer holds.
+
+        Raises:
+            IndexerError: `moment_gone`: it does not hold it.
+        """
+        self._request("DELETE", f"/v1/moments/{_quoted(moment)}")
 
     def count(self, name: str, **options: Unpack[ScanOptions]) -> int:
         """How many entries there are; see `scan`. With `distinct`, how many different beginnings of
@@ -353,6 +393,8 @@ class IndexClient:
                 for result in options.get("written", ())
             ],
             "timeout_s": timeout_s,
+            "hold_s": options.get("hold_s", 0.0),
+            "moment": options.get("moment", ""),
         }
         if "ranges" in options:
             query["ranges"] = [_range(bounds) for bounds in options["ranges"]]

@@ -50,6 +50,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         timestamps: By partition, the history (16 hexadecimal digits) and the number that it was at,
             when that was asked.
         explanation: How the scan was carried out, when that was asked.
+        moment: Names the moment, if it is held; for further pages.
     """
 
     entries: list[Entry] = []
@@ -59,6 +60,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     max: list[Any] | None = None
     timestamps: dict[int, tuple[str, int]] = {}
     explanation: Explanation | None = None
+    moment: str = ""
 
 
 class ScanAnswer:
@@ -72,6 +74,7 @@ class ScanAnswer:
 
     Attributes:
         nbytes: The memory that its entries take.
+        moment: Names the moment that it is of, if that is held.
     """
 
     def __init__(
@@ -97,12 +100,13 @@ class ScanAnswer:
                 continuation = base64.urlsafe_b64encode(result.entries[-1]).decode()
                 rest = msgspec.structs.replace(rest, continuation=continuation)
         self._rest = rest
+        self.moment = ""
         self.nbytes = entries_bytes(self._entries) + entries_bytes(self._payloads)
 
     def pieces(self) -> Iterator[bytes]:
         """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
         the entries would take many times the memory."""
-        other_fields = msgspec.json.encode(self._rest)
+        other_fields = msgspec.json.encode(msgspec.structs.replace(self._rest, moment=self.moment))
         if not self._entries:
             yield other_fields
             return

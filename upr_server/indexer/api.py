@@ -19,6 +19,7 @@ from upr_protocol.errors import UprError
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
@@ -33,6 +34,7 @@ _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (QueryError, 400, "bad_query"),
     (NoIndexError, 404, "no_index"),
     (WriteLostError, 409, "write_lost"),
+    (MomentGoneError, 410, "moment_gone"),
     (IndexFailedError, 409, "failed"),
     (BuildingError, 503, "building"),
     (OverloadedError, 503, "overloaded"),
@@ -126,6 +128,10 @@ class _Handlers:
     async def index(self, request: Request) -> Response:
         return _json(await self._scanner.status(_name(request)))
 
+    async def release(self, request: Request) -> Response:
+        self._scanner.release(request.path_params["moment"])
+        return Response(status_code=204)
+
     async def openapi(self, _request: Request) -> Response:
         return _json(openapi())
 
@@ -177,6 +183,7 @@ def application(indexer: Indexer) -> Starlette:
             Route("/v1/designs/{design:path}", _answering(handlers.drop), methods=["DELETE"]),
             Route("/v1/indexes", _answering(handlers.indexes), methods=["GET"]),
             Route(index, _answering(handlers.index), methods=["GET"]),
+            Route("/v1/moments/{moment}", _answering(handlers.release), methods=["DELETE"]),
             Route(index + "/scan", _Scan(indexer.scanner), methods=["POST"]),
         ]
     )

@@ -23,6 +23,7 @@ from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.moments import Moments
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Member, Pipeline, Work
 from upr_server.indexer.pool import MemoryPool
@@ -123,6 +124,7 @@ class Definitions:
         pipeline: The running indexes' pipeline.
         stream: The running indexes' stream.
         barriers: Barriers of that stream.
+        moments: The moments of indexes that are held.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Definitions:
         pipeline: Pipeline,
         stream: IndexerStream,
         barriers: Barriers,
+        moments: Moments,
     ) -> None:
         self._address = address
         self._folder = data_dir / "indexes"
@@ -147,6 +150,7 @@ class Definitions:
         self._pipeline = pipeline
         self._stream = stream
         self._barriers = barriers
+        self._moments = moments
         catalog.on_change = self._redefine
         self._overlay = Overlay(barriers.wait, self._redefine)
         self._announcements = Announcements(
@@ -258,6 +262,7 @@ class Definitions:
 
     def close(self) -> None:
         """Closes the files."""
+        self._moments.release_all()
         for file in self._files:
             file.close()
 
@@ -374,6 +379,7 @@ class Definitions:
         # Scans that wait for the index learn that it is gone.
         self._pipeline.applied.notify()
         await index.released.wait_until(lambda: not index.readers)
+        self._moments.release_all(index.file)
         # Runs after the round that may still be under way: `work` runs one function at a time.
         await self._work(index.file.destroy)
         self._files.remove(index.file)

@@ -16,6 +16,7 @@ from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.definitions import Definitions
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_file import IndexFile, IndexFileError
+from upr_server.indexer.moments import Moments
 from upr_server.indexer.pipeline import Pipeline, Work, worker_thread
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.scanner import Scanner
@@ -53,6 +54,7 @@ class Indexer:
         pipeline: The running indexes' queues.
         stream: The running indexes' stream.
         barriers: The barriers that scans wait for.
+        moments: The moments of indexes that are held.
         definitions: Which indexes there are.
         server_progress: How far the server is.
         scanner: Answers scans.
@@ -67,6 +69,7 @@ class Indexer:
             address, self.pipeline, self.pool, data_dir / "ring", settings.received_keys_limits
         )
         self.barriers = Barriers(self.stream.barrier, self.pipeline)
+        self.moments = Moments(self.pool)
         self.definitions = Definitions(
             address,
             data_dir,
@@ -77,6 +80,7 @@ class Indexer:
             pipeline=self.pipeline,
             stream=self.stream,
             barriers=self.barriers,
+            moments=self.moments,
         )
         self.server_progress = ServerProgress(address)
         self.scanner = Scanner(
@@ -85,6 +89,7 @@ class Indexer:
             self.pipeline,
             self.stream,
             self.barriers,
+            self.moments,
             self.server_progress,
         )
 
@@ -98,6 +103,7 @@ class Indexer:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.pipeline.run)
             nursery.start_soon(self.barriers.run)
+            nursery.start_soon(self.moments.run)
             await self.definitions.open()
             nursery.start_soon(self.definitions.run)
             nursery.start_soon(self.stream.run)
@@ -116,6 +122,8 @@ class Indexer:
             "pool_peak": self.pool.peak,
             "scan_bytes": self.pool.scan_bytes,
             "scans_refused": self.pool.refused,
+            "moments": len(self.moments),
+            "moments_given_up": self.moments.given_up,
             "queued_batches": self.pipeline.length + self.definitions.queued_batches,
             "mutations": self.pipeline.mutations,
             "rounds": self.pipeline.rounds,

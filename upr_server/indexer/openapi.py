@@ -102,8 +102,12 @@ def openapi() -> dict[str, Any]:
                 "Scan an index",
                 schema_of[Answer],
                 body=schema_of[Query],
-                statuses=(400, 404, 409, 413, 502, 503, 504),
+                statuses=(400, 404, 409, 410, 413, 502, 503, 504),
             ),
+        },
+        "/v1/moments/{moment}": {
+            "parameters": _parameters("moment"),
+            "delete": operation("Release a moment", statuses=(410,)),
         },
     }
     return {

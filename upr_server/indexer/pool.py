@@ -32,15 +32,15 @@ RETRY_AFTER_S: Final = 1.0
 
 
 class OverloadedError(UprError):
-    """The pool has no memory for a scan just now.
+    """The pool has no memory for a scan just now, or the indexer has other limits to keep.
 
     Attributes:
         retry_after_s: When to come again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str = "the indexer is short of memory") -> None:
         self.retry_after_s = RETRY_AFTER_S
-        super().__init__("the indexer is short of memory; try again in a second")
+        super().__init__(f"{reason}; try again in a second")
 
 
 class ScanReservation:
@@ -48,16 +48,19 @@ class ScanReservation:
 
     Attributes:
         nbytes: How many bytes.
+
+    Raises:
+        OverloadedError: The pool is full.
     """
 
     def __init__(self, pool: MemoryPool) -> None:
+        pool.reserve_scan(SCAN_BYTES)
         self._pool = pool
         self.nbytes = SCAN_BYTES
-        pool.scan_bytes += SCAN_BYTES
 
     def reduce_to(self, nbytes: int) -> None:
         """Gives back what is not needed, now that it is known how much is. O(1)."""
-        self._pool.scan_bytes -= self.nbytes - nbytes
+        self._pool.release_scan(self.nbytes - nbytes)
         self.nbytes = nbytes
 
 
@@ -103,6 +106,22 @@ class MemoryPool:
         """Waits until less than this share of the pool is in use."""
         await self._released.wait_until(lambda: self.has_room(share))
 
+    def reserve_scan(self, nbytes: int) -> None:
+        """Counts bytes as used by a scan.
+
+        Raises:
+            OverloadedError: The pool is full.
+        """
+        if self.used + self.scan_bytes + nbytes > self.nbytes:
+            self.refused += 1
+            raise OverloadedError
+        self.scan_bytes += nbytes
+
+    def release_scan(self, nbytes: int) -> None:
+        """Counts bytes that a scan has used as free again."""
+        self.scan_bytes -= nbytes
+        assert self.scan_bytes >= 0
+
     @contextmanager
     def reserve_for_scan(self) -> Iterator[ScanReservation]:
         """Reserves the memory of one scan for as long as the context: until its answer is sent.
@@ -110,9 +129,6 @@ class MemoryPool:
         Raises:
             OverloadedError: The pool is full.
         """
-        if self.used + self.scan_bytes + SCAN_BYTES > self.nbytes:
-            self.refused += 1
-            raise OverloadedError
         reservation = ScanReservation(self)
         try:
             yield reservation

@@ -15,6 +15,7 @@ from upr_protocol.ids import PARTITIONS_END, HistoryId, PartitionId, SeqNo
 from upr_server.indexer.entry_reader import END_OF_KEYS, KeyRange, Selection
 from upr_server.indexer.explanation import RangeEnd, ReadRange
 from upr_server.indexer.freshness import RequiredWrites
+from upr_server.indexer.moments import HOLD_S_MAX
 from upr_server.indexer.pure.keys import (
     IndexKeyError,
     decode_parts,
@@ -113,6 +114,10 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         timeout_s: How long to wait for the index to be as fresh.
         timestamps: Whether to tell how far each partition was.
         explain: Whether to tell how the scan was carried out.
+        hold_s: Hold the moment that the answer is of for so many seconds after it, for further
+            pages; 0 to let it go.
+        moment: The `moment` of an earlier answer, which this one is to be of, too. Not together
+            with `consistency` and `written`, by which that moment was chosen.
     """
 
     prefix: list[Any] | None = None
@@ -131,17 +136,25 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=TIMEOUT_S_MAX)] = 10.0
     timestamps: bool = False
     explain: bool = False
+    hold_s: Annotated[float, msgspec.Meta(ge=0, le=HOLD_S_MAX)] = 0.0
+    moment: str = ""
 
     def check(self) -> None:
         """Refuses fields that contradict each other.
 
         Raises:
-            QueryError: A summary has a limit or a continuation, or `at_least` names no changes.
+            QueryError: A summary has a limit or a continuation, `at_least` names no changes, or a
+                moment is to be fresher than it is.
         """
         if self.is_summary and (self.limit is not None or self.continuation):
             place = "continuation" if self.limit is None else "limit"
             raise QueryError(
                 place, f"`count`, `min` and `max` exclude `{place}`; leave out one of them"
+            )
+        if self.moment and (self.consistency != "any" or self.written):
+            place = "written" if self.written else "consistency"
+            raise QueryError(
+                place, f"a moment is as fresh as it is; leave out `{place}`, or `moment`"
             )
         if self.consistency == "at_least" and not self.written:
             raise QueryError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Literal
 
@@ -20,11 +20,13 @@ from upr_server.indexer.explanation import Explanation, FreshnessLog
 from upr_server.indexer.freshness import (
     Barriers,
     RequiredWrites,
+    WriteLostError,
     check_histories,
     has_writes,
     knows_histories,
 )
 from upr_server.indexer.index_file import NotSettledError, ScanResult, Summary, View
+from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, MemoryPool
 from upr_server.indexer.pure.definition import IndexName
@@ -95,6 +97,7 @@ class Scanner:
         pipeline: The running indexes' pipeline.
         stream: The running indexes' stream.
         barriers: Barriers of that stream.
+        moments: The moments that are held for further pages.
         server_progress: How far the server is.
     """
 
@@ -105,6 +108,7 @@ class Scanner:
         pipeline: Pipeline,
         stream: IndexerStream,
         barriers: Barriers,
+        moments: Moments,
         server_progress: ServerProgress,
     ) -> None:
         self._definitions = definitions
@@ -112,6 +116,7 @@ class Scanner:
         self._pipeline = pipeline
         self._stream = stream
         self._barriers = barriers
+        self._moments = moments
         self._server_progress = server_progress
 
     async def status(self, name: IndexName) -> IndexStatus:
@@ -150,29 +155,67 @@ class Scanner:
     @asynccontextmanager
     async def scan(self, name: IndexName, query: Query) -> AsyncIterator[ScanAnswer]:
         """Answers a query. The answer counts in the pool for as long as the context: leave it when
-        the answer is sent.
+        the answer is sent. If the query asks for it, the moment of the answer is held from then on.
 
         Raises:
             NoIndexError: No index has this name, or it was dropped meanwhile.
             BuildingError: The index is not complete yet.
             IndexFailedError: The index was left out.
-            OverloadedError: The pool has no memory for the scan just now.
+            OverloadedError: The pool has no memory for the scan just now, or too many moments are
+                held.
             QueryError: The query is wrong.
             WriteLostError: It requires a change that a failover has undone.
             NotFreshError: The index was not as fresh as asked within the timeout.
+            MomentGoneError: It asks for a moment that is not held.
         """
         index = self._definitions.find(name)
         query.check()
         selection = query.selection(len(index.definition.key))
         writes = query.required_writes()
-        with self._pool.reserve_for_scan() as reservation:
-            answer = await self._answer(index, query, selection, writes)
+        moment = self._moments.find(query.moment, index.file) if query.moment else None
+        with self._pool.reserve_for_scan() as reservation, ExitStack() as stack:
+            if moment is None:
+                answer, view = await self._answer(index, query, selection, writes)
+                if query.hold_s:
+                    moment = self._moments.hold(index.file, view)
+                    stack.enter_context(moment.in_use(query.hold_s))
+            else:
+                stack.enter_context(moment.in_use(query.hold_s))
+                answer = await self._answer_of(moment, index, query, selection)
+                if not query.hold_s:
+                    self._moments.release(moment)
+            if moment is not None and query.hold_s:
+                answer.moment = moment.token
             reservation.reduce_to(answer.nbytes + SCAN_OVERHEAD_BYTES)
             yield answer
 
+    def release(self, token: str) -> None:
+        """Lets a moment go.
+
+        Raises:
+            MomentGoneError: It is not held.
+        """
+        self._moments.release(self._moments.find(token))
+
+    async def _answer_of(
+        self, moment: Moment, index: Index, query: Query, selection: Selection
+    ) -> ScanAnswer:
+        log = FreshnessLog()
+        log.freshness = "moment"
+        with trio.move_on_after(query.timeout_s), index.reading():
+            async with moment.reading() as view:
+                return await trio.to_thread.run_sync(
+                    partial(read, view, index, query, selection, log)
+                )
+        raise NotFreshError(
+            f"others have read the moment {moment.token} for {query.timeout_s:g} s; ask again"
+        )
+
     async def _answer(
         self, index: Index, query: Query, selection: Selection, writes: RequiredWrites
-    ) -> ScanAnswer:
+    ) -> tuple[ScanAnswer, View]:
+        """The answer to a query, of now, and the index at that moment. The view is closed unless it
+        is to be held."""
         log = FreshnessLog()
         with trio.move_on_after(query.timeout_s) as scope:
             if index.file.failure:
@@ -211,7 +254,7 @@ class Scanner:
         selection: Selection,
         writes: RequiredWrites,
         log: FreshnessLog,
-    ) -> ScanAnswer:
+    ) -> tuple[ScanAnswer, View]:
         if writes:
             log.freshness = "had_written"
         if not has_writes(index.file, writes):
@@ -222,12 +265,16 @@ class Scanner:
             rounds = self._pipeline.rounds
             # Not settled: a snapshot is half applied. The next round may bring the rest.
             with suppress(NotSettledError):
-                response = await trio.to_thread.run_sync(
-                    partial(read, index, query, selection, log)
+                answer, view = await trio.to_thread.run_sync(
+                    partial(_read_now, index, query, selection, log)
                 )
-                # A failover may have undone a required change meanwhile.
-                has_writes(index.file, writes)
-                return response
+                try:
+                    # A failover may have undone a required change meanwhile.
+                    has_writes(index.file, writes)
+                except WriteLostError:
+                    view.close()
+                    raise
+                return answer, view
             with log.waiting("whole_snapshots"):
                 await self._wait(index, partial(self._has_applied_after, rounds))
         raise NoIndexError(f"the index {index.name} was dropped during the scan")
@@ -240,47 +287,66 @@ class Scanner:
         await self._pipeline.wait_until(lambda: not index.is_defined or condition())
 
 
-def read(index: Index, query: Query, selection: Selection, log: FreshnessLog) -> ScanAnswer:
-    """What an index has for a query now. Blocks.
-
-    Args:
-        index: The index.
-        query: The query.
-        selection: Its entries.
-        log: How the index came to be as fresh as asked.
+def _read_now(
+    index: Index, query: Query, selection: Selection, log: FreshnessLog
+) -> tuple[ScanAnswer, View]:
+    """Reads an index as it is now; see `read`. The view is closed unless it is to be held.
 
     Raises:
         NotSettledError: The query asks for a state that the server had, and the index is between
             two of them.
         IndexFileError: The index cannot be read.
     """
+    view = index.file.view(settled=query.consistency != "any")
+    with ExitStack() as stack:
+        stack.push(view)
+        answer = read(view, index, query, selection, log)
+        if query.hold_s:
+            stack.pop_all()
+    return answer, view
+
+
+def read(
+    view: View, index: Index, query: Query, selection: Selection, log: FreshnessLog
+) -> ScanAnswer:
+    """What an index has for a query at some moment. Blocks.
+
+    Args:
+        view: The moment.
+        index: The index.
+        query: The query.
+        selection: Its entries.
+        log: How the view is as fresh as asked.
+
+    Raises:
+        IndexFileError: The index cannot be read.
+    """
     began = time.perf_counter()
     part_count = len(index.definition.key)
-    with index.file.view(settled=query.consistency != "any") as view:
-        result = _result(view, index, query, selection)
-        explanation = None
-        if query.explain:
-            explanation = Explanation(
-                index=str(index.name),
-                expressions=index.definition.key,
-                index_entries=view.entry_count(),
-                ranges=query.read_ranges(part_count),
-                descending=query.descending,
-                searches=result.reading.searches,
-                entries_read=result.reading.entries_read,
-                included_read=result.reading.included_read,
-                entries_given=0 if isinstance(result, Summary) else len(result.entries),
-                ended_by="ranges" if isinstance(result, Summary) else result.ended_by,
-                freshness=log.freshness,
-                waits=tuple(log.waits),
-                read_seconds=time.perf_counter() - began,
-            )
-        return ScanAnswer(
-            result,
-            selection.distinct_parts or part_count,
-            view.timestamps() if query.timestamps else {},
-            explanation,
+    result = _result(view, index, query, selection)
+    explanation = None
+    if query.explain:
+        explanation = Explanation(
+            index=str(index.name),
+            expressions=index.definition.key,
+            index_entries=view.entry_count(),
+            ranges=query.read_ranges(part_count),
+            descending=query.descending,
+            searches=result.reading.searches,
+            entries_read=result.reading.entries_read,
+            included_read=result.reading.included_read,
+            entries_given=0 if isinstance(result, Summary) else len(result.entries),
+            ended_by="ranges" if isinstance(result, Summary) else result.ended_by,
+            freshness=log.freshness,
+            waits=tuple(log.waits),
+            read_seconds=time.perf_counter() - began,
         )
+    return ScanAnswer(
+        result,
+        selection.distinct_parts or part_count,
+        view.timestamps() if query.timestamps else {},
+        explanation,
+    )
 
 
 def _result(view: View, index: Index, query: Query, selection: Selection) -> ScanResult | Summary:

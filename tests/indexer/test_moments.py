@@ -1,0 +1,274 @@
+"""Moments that are held: what they show, and when they are given up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from tests.indexer.brute_force import expected_answer, index_rows
+from tests.indexer.kit import a_server, an_indexer, ask, define, name_of, scan, until_ready
+from tests.indexer.test_index_file import apply, batch, entries, whole
+from tests.indexer.test_queries import (
+    CONTENTS,
+    DEFINITIONS,
+    an_index,
+    checked_selection,
+    decoded,
+    queries,
+    rows_of,
+)
+from tests.kit.process import eventually
+from upr_protocol.client import Client, connect
+from upr_server.indexer import moments as moments_module
+from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.entry_reader import Selection
+from upr_server.indexer.explanation import FreshnessLog
+from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.moments import (
+    AGE_S_MAX,
+    CHECK_INTERVAL_S,
+    HOLD_S_MAX,
+    MOMENT_BYTES,
+    MOMENTS_MAX,
+    Moment,
+    MomentGoneError,
+    Moments,
+)
+from upr_server.indexer.pool import MemoryPool, OverloadedError
+from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.query import Query, QueryError
+from upr_server.indexer.scanner import read
+
+POOL_BYTES = 64 * 1024 * 1024
+CITY = IndexDefinition(("city",))
+
+
+@settings(max_examples=100)
+@given(DEFINITIONS, st.lists(CONTENTS, min_size=2, max_size=4), queries(), st.integers(1, 5))
+def test_pages_of_a_view_do_not_see_what_is_written_meanwhile(
+    tmp_path_factory: pytest.TempPathFactory,
+    definition: IndexDefinition,
+    states: list[dict[bytes, bytes]],
+    query: Query,
+    limit: int,
+) -> None:
+    contents = states.pop()
+    expected = expected_answer(index_rows(definition, contents), query).rows
+    with an_index(tmp_path_factory.mktemp("index"), definition, contents) as index:
+        rows, seq = [], len(contents)
+        query = msgspec.structs.replace(query, limit=limit)
+        with index.file.view() as view:
+            while True:
+                selection = checked_selection(query, len(definition.key))
+                page = decoded(read(view, index, query, selection, FreshnessLog()))
+                rows += rows_of(page)
+                if not page.continuation:
+                    break
+                query = msgspec.structs.replace(query, continuation=page.continuation)
+                if states:
+                    state = states.pop()
+                    items = [
+                        (seq + n, key, state.get(key))
+                        for n, key in enumerate(contents.keys() | state.keys(), 1)
+                    ]
+                    seq += len(items)
+                    contents = state
+                    changes = batch(0, whole(seq), items)
+                    index.file.apply([(changes, list(changes.changes()))], index.member().source)
+    assert rows == expected
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[IndexFile]:
+    file = IndexFile(tmp_path / "i", "b")
+    apply(file, batch(0, whole(1), [(1, b"k", b"v")]))
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def moments(nursery: trio.Nursery) -> Iterator[Moments]:
+    moments = Moments(MemoryPool(POOL_BYTES))
+    nursery.start_soon(moments.run)
+    yield moments
+    moments.release_all()
+
+
+def held(moments: Moments, file: IndexFile, hold_s: float) -> Moment:
+    moment = moments.hold(file, file.view())
+    with moment.in_use(hold_s):
+        pass
+    return moment
+
+
+async def test_a_moment_is_held_for_as_long_as_asked_after_each_use(
+    moments: Moments, file: IndexFile, autojump_clock: MockClock
+) -> None:
+    moment = held(moments, file, 10)
+    for _ in range(5):
+        await trio.sleep(9.9)
+        assert moments.find(moment.token, file) is moment
+        with moment.in_use(10):
+            await trio.sleep(60)
+    await trio.sleep(9.9)
+    moment.check()
+    await trio.sleep(0.1 + CHECK_INTERVAL_S)
+    with pytest.raises(MomentGoneError, match="is not held"):
+        moments.find(moment.token)
+    assert moments.given_up == 1
+
+
+async def test_a_moment_does_not_live_for_ever_by_use(
+    moments: Moments, file: IndexFile, autojump_clock: MockClock
+) -> None:
+    moment = held(moments, file, 60)
+    with moment.in_use(60):
+        await trio.sleep(AGE_S_MAX - 1)
+        moment.check()
+        async with moment.reading() as view:
+            await trio.sleep(1 + CHECK_INTERVAL_S)
+            assert moment.is_gone
+            # Whoever reads it reads on.
+            assert view.scan(Selection(), 9).entries == entries(file)
+        with pytest.raises(MomentGoneError):
+            async with moment.reading():
+                raise AssertionError("it is held")
+
+
+async def test_a_moment_is_given_up_when_its_file_grows_too_much(
+    moments: Moments, file: IndexFile, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments_module, "GROWTH_BYTES_MAX", 1024 * 1024)
+    moment = held(moments, file, 60)
+    sizes, seq = [file.disk_bytes()], 1
+    with moment.in_use(60):
+        while not moment.is_gone:
+            # The same documents, over and over: without the moment the file would not grow.
+            items = [(seq + n, b"k%d" % n, b"v") for n in range(1, 101)]
+            apply(file, batch(0, whole(seq + 100), items))
+            seq += 100
+            sizes.append(file.disk_bytes())
+            await trio.sleep(CHECK_INTERVAL_S)
+            assert sizes[-1] < 3 * 1024 * 1024
+    assert sizes[-1] > 1024 * 1024
+    settled = file.disk_bytes()
+    for _ in range(100):
+        apply(
+            file, batch(0, whole(seq + 100), [(seq + n, b"k%d" % n, b"v") for n in range(1, 101)])
+        )
+        seq += 100
+    assert file.disk_bytes() == settled
+
+
+async def test_moments_are_bounded_in_number_and_count_in_the_pool(
+    moments: Moments, file: IndexFile, autojump_clock: MockClock
+) -> None:
+    for _ in range(MOMENTS_MAX):
+        held(moments, file, 60)
+    assert moments._pool.scan_bytes == MOMENTS_MAX * MOMENT_BYTES
+    with pytest.raises(OverloadedError, match="64 moments"):
+        held(moments, file, 60)
+    moments.release_all()
+    assert moments._pool.scan_bytes == 0
+    await trio.lowlevel.checkpoint()
+    moments._pool.reserve(POOL_BYTES)
+    with pytest.raises(OverloadedError, match="short of memory"):
+        held(moments, file, 60)
+    moments._pool.release(POOL_BYTES)
+
+
+@pytest.fixture
+async def indexer(tmp_path: Path) -> AsyncIterator[tuple[Client, Indexer]]:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY, "other": CITY})
+        for number in range(9):
+            await client.set(f"k{number}", json.dumps({"city": "abc"[number % 3]}))
+        await until_ready(indexer, "d/city", "d/other")
+        yield client, indexer
+
+
+async def page(indexer: Indexer, **fields: Any) -> Any:
+    return await ask(indexer, "d/city", Query(limit=2, **fields))
+
+
+async def test_every_kind_of_query_may_be_asked_of_a_moment(
+    indexer: tuple[Client, Indexer],
+) -> None:
+    client, asked = indexer
+    first = await page(asked, consistency="now", hold_s=60, timestamps=True)
+    assert first.moment
+    for number in range(9):
+        await client.set(f"k{number}", "{}")
+    assert await scan(asked, "d/city") == []
+    moment = {"moment": first.moment, "hold_s": 60}
+    again = await page(asked, **moment, timestamps=True)
+    assert again == first
+    counted = await ask(asked, "d/city", Query(**moment, count=True, max=True))
+    assert (counted.count, counted.max) == (9, ["c"])
+    explained = await page(asked, **moment, explain=True, descending=True)
+    assert explained.explanation.freshness == "moment"
+    assert [entry.id for entry in explained.entries] == ["k8", "k5"]
+    # Without `hold_s` it is let go.
+    assert (await page(asked, moment=first.moment)).entries == first.entries
+    with pytest.raises(MomentGoneError):
+        await page(asked, moment=first.moment)
+    assert not asked.moments
+    assert asked.pool.scan_bytes == 0
+
+
+async def test_a_moment_is_of_one_index(indexer: tuple[Client, Indexer]) -> None:
+    client, asked = indexer
+    first = await page(asked, hold_s=60)
+    query = Query(moment=first.moment)
+    with pytest.raises(MomentGoneError):
+        await ask(asked, "d/other", query)
+    with pytest.raises(MomentGoneError):
+        await page(asked, moment="x")
+    await client.delete("_design/d")
+    await eventually(lambda: not asked.definitions.names(), "the index is dropped")
+    with pytest.raises(NoIndexError):
+        await ask(asked, "d/city", query)
+    await eventually(lambda: not asked.moments, "its moments are let go")
+    await define(client, "d", {"city": CITY})
+    await until_ready(asked, "d/city")
+    with pytest.raises(MomentGoneError):
+        await ask(asked, "d/city", query)
+
+
+async def test_a_wrong_page_leaves_the_moment(indexer: tuple[Client, Indexer]) -> None:
+    _, asked = indexer
+    first = await page(asked, hold_s=60)
+    for fields in {"consistency": "now"}, {"prefix": [1, 2]}, {"continuation": "x"}:
+        with pytest.raises(QueryError):
+            await page(asked, moment=first.moment, hold_s=60, **fields)
+    assert (await page(asked, moment=first.moment)).entries == first.entries
+
+
+async def test_a_moment_outlives_no_indexer(tmp_path: Path) -> None:
+    async with a_server() as server, connect(server.url("b")) as client:
+        await define(client, "d", {"city": CITY})
+        async with an_indexer(server.url("b"), tmp_path) as asked:
+            await until_ready(asked, "d/city")
+            first = await page(asked, hold_s=HOLD_S_MAX)
+            name = name_of("d/city")
+            held_file = asked.definitions.find(name).file
+        assert first.moment
+        assert held_file._is_closed
+        async with an_indexer(server.url("b"), tmp_path) as asked:
+            await until_ready(asked, "d/city")
+            with pytest.raises(MomentGoneError, match="the indexer was restarted"):
+                await page(asked, moment=first.moment)
