@@ -900,6 +900,17 @@ async def test_an_internal_error_is_reported_to_the_client(monkeypatch: pytest.M
         assert await peer.hangs_up()
 
 
+async def test_a_connection_ends_without_an_error_when_its_peer_leaves() -> None:
+    server = make_server()
+    async with connected(server):
+        ours, theirs = trio.testing.memory_stream_pair()
+        connection = server.connections.new_connection(theirs, "memory")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.run)
+            await Peer(ours).open()
+            await ours.aclose()
+
+
 async def test_broken_bytes_get_one_error_and_the_line_is_closed() -> None:
     async with connected(make_server()) as peer:
         await peer.stream.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

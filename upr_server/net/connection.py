@@ -119,6 +119,8 @@ class AcceptedConnection:
 
     async def _converse(self) -> bool:
         """Converses until either side ends it. Whether the peer may still hear something."""
+        # It stays so when the peer leaves: the reader then cancels the nursery, and the writer.
+        is_connected = False
         try:
             async with trio.open_nursery() as nursery:
                 self.context.begin(nursery)
