@@ -15,6 +15,7 @@ import trio
 from hypothesis import HealthCheck, settings
 
 from tests.kit import patience
+from tests.kit.certificates import Certificates
 from tests.kit.scheduler import seeded_scheduler
 
 # What a comparison outside of test files compared is told, too.
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     have nothing to do."""
     here = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in SLOW)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Certificates of several kinds."""
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(autouse=True)

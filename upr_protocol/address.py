@@ -1,4 +1,5 @@
-"""Where servers are, and which of their buckets is meant: `upr://host:port/bucket`.
+"""Where servers are, and which of their buckets is meant: `upr://host:port/bucket`, and `uprs://…`
+for encrypted connections.
 
 Where several nodes hold a bucket, any of them tells which holds what; an address may name some of
 them, `upr://host:port,host:port/bucket`, so that one that is away does not matter.
@@ -13,7 +14,7 @@ import attrs
 
 from upr_protocol.errors import UprError
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX
-from upr_protocol.security import UNPROTECTED, Security
+from upr_protocol.security import UNPROTECTED, Security, TlsSettings
 
 PORT_DEFAULT: Final = 12000
 """Where a server listens unless it is told otherwise."""
@@ -45,15 +46,27 @@ class Address:
     def parse(cls, url: str, security: Security = UNPROTECTED) -> Self:
         """The address in `url`; the ports may be left out, the bucket too.
 
+        Args:
+            url: `upr://host:port/bucket`; or `uprs://…`, which is encrypted, by default with the
+                authorities that the system trusts.
+            security: How links to it are protected.
+
         Raises:
-            AddressError: It is not valid; the message names the mistake and shows an example.
+            AddressError: It is not valid, or not encrypted though there are TLS settings; the
+                message names the mistake and shows an example.
         """
         try:
             parts = urlsplit(url)
         except ValueError as error:
             raise _wrong(url, str(error)) from error
-        if parts.scheme != "upr":
-            raise _wrong(url, "it does not begin with upr://")
+        if parts.scheme not in ("upr", "uprs"):
+            raise _wrong(url, "it does not begin with upr:// or uprs://")
+        if parts.scheme == "uprs" and security.tls is None:
+            security = attrs.evolve(security, tls=TlsSettings())
+        if parts.scheme == "upr" and security.tls is not None:
+            raise _wrong(
+                url, "a connection with certificates is encrypted, and begins with uprs://"
+            )
         if "@" in parts.netloc or parts.query or parts.fragment:
             raise _wrong(url, "it has only a host, a port and a bucket")
         first, *others = [_node(url, text) for text in parts.netloc.split(",")]
@@ -98,7 +111,8 @@ class Address:
         return attrs.evolve(self, host=host, port=port, others=())
 
     def __str__(self) -> str:
-        return f"upr://{self.host_ports}/{self.bucket}"
+        scheme = "upr" if self.security.tls is None else "uprs"
+        return f"{scheme}://{self.host_ports}/{self.bucket}"
 
 
 def _node(url: str, text: str) -> tuple[str, int]:

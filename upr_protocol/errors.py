@@ -180,3 +180,8 @@ class ClosedError(UprError):
 
 class BrokenError(UprError):
     """The connection was lost or ended by the other side."""
+
+
+class TlsError(UprError):
+    """The two sides cannot agree on an encrypted connection: a certificate is not accepted, a file
+    cannot be used, or one side does not speak TLS. To try again does not help."""

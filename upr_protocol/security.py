@@ -12,19 +12,19 @@ class TlsSettings:
     """How a link is encrypted, and which certificates count. All files are in PEM form.
 
     Attributes:
-        ca_file: The authorities that may have signed the other side's certificate; empty for those
+        ca: The authorities that may have signed the other side's certificate; empty for those
             that the system trusts.
-        certificate_file: This side's own certificate, with those between it and its authority;
+        cert: This side's own certificate, with those between it and its authority;
             empty for none.
-        key_file: The key of that certificate; empty if it is in the same file.
+        cert_key: The key of that certificate; empty if it is in the same file.
         is_verified: Whether the other side must prove who it is. If not, anybody in between
             can read and change everything.
         allows_tls_1_2: Whether TLS 1.2 is accepted beside 1.3.
     """
 
-    ca_file: str = ""
-    certificate_file: str = ""
-    key_file: str = ""
+    ca: str = ""
+    cert: str = ""
+    cert_key: str = ""
     is_verified: bool = True
     allows_tls_1_2: bool = False
 

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from functools import partial
 from typing import Final
 
+import attrs
 import structlog
 import trio
 
@@ -20,7 +21,7 @@ from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
 from upr_server.replication import MapExchange, PartitionMaps
-from upr_server.runtime import BoundListeners, System
+from upr_server.runtime import BoundListeners, Certificates, System
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
@@ -42,10 +43,12 @@ class Server:
         system: Its clock, random numbers and network.
         bus: The event bus; None for none.
         port: The port it listens on.
+        certificates: Encrypts its connections; None for connections in the clear.
 
     Attributes:
         host: The address it listens on.
         port: The port it listens on; 0 for a server that does not listen.
+        certificates: See above.
         upkeep: Works on the buckets.
         catalog: The buckets.
         partition_maps: Their partition maps.
@@ -60,9 +63,11 @@ class Server:
         system: System,
         bus: EventBus | None = None,
         port: int = 0,
+        certificates: Certificates | None = None,
     ) -> None:
         self.host, _ = config.address()
         self.port = port
+        self.certificates = certificates
         identity = config.identity or socket.gethostname()
         self.upkeep = Upkeep(system.time)
         self.catalog = BucketCatalog(
@@ -90,12 +95,14 @@ class Server:
             connections_max=config.connections_max,
             send_timeout_s=config.send_timeout_s,
             replication_timeout_s=config.replication_timeout_s,
+            certificates=certificates,
         )
 
     def url(self, bucket: str = "") -> str:
-        """`upr://HOST:PORT/bucket`."""
+        """`upr://HOST:PORT/bucket`, or `uprs://…` with a certificate."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"upr://{host}:{self.port}/{bucket}"
+        scheme = "upr" if self.certificates is None else "uprs"
+        return f"{scheme}://{host}:{self.port}/{bucket}"
 
     def recovered(self) -> AbstractAsyncContextManager[None]:
         """The buckets that are on disk, for as long as the context; see `BucketCatalog`."""
@@ -131,17 +138,22 @@ async def running_server(
         system: Its clock, chance and network; by default the real ones.
 
     Raises:
+        TlsError: A certificate cannot be used.
         ListenError: The address cannot be listened on.
         StorageError: The disk failed.
     """
+    files = config.certificate_files()
+    certificates = None if files is None else Certificates(files)
+    # What this server shows other nodes, and expects of them.
     system = system or System()
+    system = attrs.evolve(system, security=attrs.evolve(system.security, tls=config.node_tls()))
     bus = None
     if config.events:
         bus = EventBus(store, time=system.time, new_id=system.new_id)
     # An address that is not to be had is noticed before anything of a bucket is touched; a client
     # that connects before it is served waits for that.
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
-        server = Server(config, store, system, bus, bound.port)
+        server = Server(config, store, system, bus, bound.port, certificates)
         nursery.start_soon(_end_when_failed, store)
         async with server.recovered():
             # Not before the disk was found to be in order: a start that fails changes nothing. And
@@ -224,6 +236,8 @@ async def _accepting(
             nursery.start_soon(server.connections.resources.frame_budget.run)
             nursery.start_soon(server.partition_maps.run)
             nursery.start_soon(MapExchange(server.partition_maps).run)
+            if server.certificates is not None:
+                nursery.start_soon(server.certificates.watch)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
             await nursery.start(accept, server.connections.serve, bound.listeners)

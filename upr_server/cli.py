@@ -59,6 +59,26 @@ _options = (
         metavar="DIR",
         help="Where buckets are stored.  [default: the platform's data directory]",
     ),
+    click.option(
+        "--tls-certificate",
+        metavar="FILE",
+        help="The server's certificate; then every connection is encrypted.  [default: none]",
+    ),
+    click.option(
+        "--tls-key",
+        metavar="FILE",
+        help="The key of the certificate.  [default: in the certificate's file]",
+    ),
+    click.option(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="Clients need a certificate that one of the authorities in this file has signed.",
+    ),
+    click.option(
+        "--tls-ca",
+        metavar="FILE",
+        help="The authorities of the other nodes' certificates.  [default: the system's]",
+    ),
     click.option("--node", help="The server's name in partition maps.  [default: its identity]"),
     click.option(
         "--quota-bytes", type=int, help="The memory quota of a bucket that is created without one."

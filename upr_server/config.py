@@ -19,8 +19,9 @@ from upr_protocol.limits import (
     SEND_TIMEOUT_S,
 )
 from upr_protocol.partition_map import NODE_NAME
+from upr_protocol.security import TlsSettings
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
-from upr_server.runtime import ConfigError, load_settings, parse_listen
+from upr_server.runtime import CertificateFiles, ConfigError, load_settings, parse_listen
 from upr_server.storage.directory import default_data_dir
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
@@ -58,6 +59,18 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             replicated. Then the publisher is told that they do not have it yet.
         undo_mutations: How many of a bucket's newest mutations a replica can undo, about, after a
             failover to another node. A replica that would have to undo more starts from nothing.
+        tls_certificate: The file with this server's certificate, and those between it and its
+            authority; then every connection is encrypted, to other nodes too, which are shown the
+            same certificate. Empty for no encryption. All files are in PEM form, and are read anew
+            when they change.
+        tls_key: The file with the certificate's key; empty if it is in the same file.
+        tls_client_ca: The file with the authorities of the clients' certificates; empty to ask
+            clients for none.
+        tls_client_certificates: Whether a client without a certificate is refused (`required`) or
+            not (`optional`), where `tls_client_ca` is set.
+        tls_ca: The file with the authorities of the other nodes' certificates; empty for those that
+            the system trusts.
+        tls_version_min: The oldest version of TLS.
         data_dir: Where buckets are kept; empty for the platform's data directory.
         disk_bytes_max: How large each file there may become; 0 for the size of the disk, and at
             most 256 GiB.
@@ -79,6 +92,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     send_timeout_s: _Seconds = SEND_TIMEOUT_S
     replication_timeout_s: _Seconds = 30.0
     undo_mutations: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    tls_client_certificates: Literal["required", "optional"] = "required"
+    tls_ca: str = ""
+    tls_version_min: Literal["1.2", "1.3"] = "1.3"
     data_dir: str = ""
     disk_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     purge_age_s: _Seconds = 3 * 24 * 3600.0
@@ -99,6 +118,29 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def data_path(self) -> Path:
         """The data directory."""
         return Path(self.data_dir) if self.data_dir else default_data_dir()
+
+    def certificate_files(self) -> CertificateFiles | None:
+        """The certificate, and what clients must show; None without encryption."""
+        if not self.tls_certificate:
+            return None
+        return CertificateFiles(
+            self.tls_certificate,
+            self.tls_key,
+            self.tls_client_ca,
+            self.tls_client_certificates == "required",
+            self.tls_version_min == "1.2",
+        )
+
+    def node_tls(self) -> TlsSettings | None:
+        """How links to other nodes are encrypted; None if they are not."""
+        if not self.tls_certificate:
+            return None
+        return TlsSettings(
+            self.tls_ca,
+            self.tls_certificate,
+            self.tls_key,
+            allows_tls_1_2=self.tls_version_min == "1.2",
+        )
 
     def check(self) -> None:
         """Checks what the types of the fields do not.
@@ -125,6 +167,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "
                 f"{self.node!r}"
             )
+        check_tls(self)
         names = [bucket.name for bucket in self.buckets]
         for name in names:
             if names.count(name) > 1:
@@ -150,6 +193,19 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{name} = {_toml(getattr(bucket, name))}" for name in bucket.__struct_fields__
             ]
         return "\n".join(lines) + "\n"
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Checks the settings of TLS, but reads no files.
+
+    Raises:
+        ConfigError: One has no use without another one.
+    """
+    for setting in ("tls_key", "tls_client_ca", "tls_ca"):
+        if getattr(config, setting) and not config.tls_certificate:
+            raise ConfigError(f"{setting} has no use without tls_certificate")
+    if config.tls_client_certificates == "optional" and not config.tls_client_ca:
+        raise ConfigError("tls_client_certificates has no use without tls_client_ca")
 
 
 def _toml(value: object) -> str:

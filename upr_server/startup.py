@@ -5,13 +5,15 @@ This imports only what starts them.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
+import trio
 
-from upr_protocol.concurrency import first_failure
+from upr_protocol.concurrency import background, first_failure
 from upr_server.config import ServerConfig
 from upr_server.runtime import is_loopback, run_until_signal
 from upr_server.storage.errors import DiskFullError
@@ -55,7 +57,12 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
         servers.append(server)
         server.connections.resources.turn_timer.start()
         on_listening(server)
-        log.info("listening", host=server.host, port=server.port)
+        log.info(
+            "listening",
+            host=server.host,
+            port=server.port,
+            encrypted=server.certificates is not None,
+        )
         if not is_loopback(server.host):
             log.warning(
                 "other machines can connect, and nobody is authenticated; use a trusted network",
@@ -64,7 +71,7 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
 
     reason, is_complete = "", False
     try:
-        is_complete = await run_until_signal(started_server(config), on_running)
+        is_complete = await run_until_signal(_daemon(config), on_running)
         reason = "stopped at once by a second signal"
     except* DiskFullError as errors:
         reason = f"stopped on a full disk: {first_failure(errors)}"
@@ -75,6 +82,18 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
         return ""
     log.error("mutations in memory are lost", reason=reason, mutations=unsaved)
     return reason
+
+
+@asynccontextmanager
+async def _daemon(config: ServerConfig) -> AsyncIterator[Server]:
+    """A server that reads its certificate anew on SIGHUP."""
+    async with started_server(config) as server, background() as nursery:
+        if server.certificates is None:
+            yield server
+            return
+        with trio.open_signal_receiver(signal.SIGHUP) as hangups:
+            nursery.start_soon(server.certificates.reload_at, hangups)
+            yield server
 
 
 def _unsaved_mutations(servers: Sequence[Server]) -> dict[str, int]:

@@ -31,9 +31,9 @@ def test_valid_and_invalid_addresses(url: str, address: Address) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("", "does not begin with upr://"),
-        ("localhost:12000/b", "does not begin with upr://"),
-        ("http://localhost/b", "does not begin with upr://"),
+        ("", "does not begin with upr:// or uprs://"),
+        ("localhost:12000/b", "does not begin with upr:// or uprs://"),
+        ("http://localhost/b", "does not begin with upr:// or uprs://"),
         ("upr:///b", "the host is missing"),
         ("upr://a,/b", "the host is missing"),
         ("upr://,a/b", "the host is missing"),
@@ -84,8 +84,8 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
 
 
 def test_every_address_made_of_one_is_protected_as_it_is() -> None:
-    security = Security(TlsSettings(ca_file="ca.pem"))
-    address = Address.parse("upr://a:1,b:2/bucket", security)
+    security = Security(TlsSettings(ca="ca.pem"))
+    address = Address.parse("uprs://a:1,b:2/bucket", security)
     others = [*address.each(), address.of_node("c:3"), address.with_bucket()]
     others.append(Address.of_bucket("c:3", "bucket", security))
     assert [other.security for other in others] == [security] * 5

@@ -29,6 +29,7 @@ class Proxy:
         budget_bytes: When a connection has carried so many bytes from the server, the pieces that
             follow are lost; None loses nothing.
         connections: How many connections were ever made through it.
+        recorded: What went through it, in both directions; None records nothing.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -37,6 +38,7 @@ class Proxy:
         self.delay_s = 0.0
         self.budget_bytes: int | None = None
         self.connections = 0
+        self.recorded: bytearray | None = None
         self._pairs: set[_Pair] = set()
         self._open = trio.Event()
         self._open.set()
@@ -93,6 +95,8 @@ class Proxy:
                     if self.budget_bytes is not None and pair.carried_bytes >= self.budget_bytes:
                         continue
                     pair.carried_bytes += len(data)
+                if self.recorded is not None:
+                    self.recorded += data
                 await target.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pair.scope.cancel()

@@ -24,6 +24,7 @@ from trio.testing import MockClock
 from tests.engine.helpers import put
 from tests.kit.async_names import below, name_of
 from tests.kit.cancellation import cancelled_at_each_step
+from tests.kit.certificates import Certificates
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
 from tests.kit.process import children_of
 from tests.server.test_backfill import Model
@@ -50,7 +51,8 @@ from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
 from upr_server.replication.map_exchange import ASK_INTERVAL_S, NodeConnections
 from upr_server.replication.replicator import Replicator
-from upr_server.runtime import bind_tcp, open_listeners, run_until_signal
+from upr_server.runtime import CertificateFiles, bind_tcp, open_listeners, run_until_signal
+from upr_server.runtime import Certificates as DaemonCertificates
 from upr_server.startup import serve, started_server
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
@@ -731,6 +733,28 @@ async def test_listening() -> None:
             assert listeners
 
     (await cancelled_at_each_step(work, then=work)).check_inside(*LISTENING)
+
+
+CERTIFICATES: Final = tries(DaemonCertificates.watch, DaemonCertificates.reload_at)
+
+
+async def test_certificates_that_are_renewed(certificates: Certificates) -> None:
+    server = certificates.server
+    renewed = DaemonCertificates(CertificateFiles(str(server.cert), str(server.key)))
+
+    async def work() -> None:
+        hangups, signals = trio.open_memory_channel[int](1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(renewed.watch)
+            nursery.start_soon(renewed.reload_at, signals)
+            old_context = renewed.context
+            await hangups.send(signal.SIGHUP)
+            for _ in range(5):
+                await trio.lowlevel.checkpoint()
+            assert renewed.context is not old_context
+            nursery.cancel_scope.cancel()
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*CERTIFICATES)
 
 
 # What cannot be cancelled, or is nothing.

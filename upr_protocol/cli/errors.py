@@ -22,6 +22,7 @@ from upr_protocol.errors import (
     RemoteProtocolError,
     ServerError,
     Status,
+    TlsError,
     UprError,
 )
 
@@ -116,6 +117,8 @@ def _failure(cause: BaseException) -> FailedError | None:
         return RefusedError(str(cause))
     if isinstance(cause, RemoteProtocolError):
         return DisconnectedError(f"the server does not speak UPR: {cause}")
+    if isinstance(cause, TlsError):
+        return DisconnectedError(str(cause))
     if isinstance(cause, BrokenError | ClosedError):
         advice = "check that the server is running, and that the URL is right"
         return DisconnectedError(f"{_sentence(cause)}; {advice}")

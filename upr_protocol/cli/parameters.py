@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from upr_protocol.cli.security_options import security_of, security_options
 from upr_protocol.client import Address, AddressError
 from upr_protocol.ids import Durability
 from upr_protocol.limits import PARTITIONS_MAX
@@ -18,12 +19,17 @@ from upr_protocol.timestamps import parse_timestamp
 
 # The URL.
 
-SCHEME: Final = "upr://"
+SCHEMES: Final = ("upr://", "uprs://")
 URL_VARIABLE: Final = "UPR_URL"
 
 
 class TargetCommand(click.Command):
-    """A command whose first argument, `target`, may be left out where `UPR_URL` is set."""
+    """A command whose first argument, `target`, may be left out where `UPR_URL` is set; with the
+    options of encrypted connections."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params += security_options()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Inserts the URL from the environment when the command line has none."""
@@ -32,7 +38,7 @@ class TargetCommand(click.Command):
         parser = click.Command(None, params=list(options)).make_parser(ctx)
         _, positional, _ = parser.parse_args(list(args))
         asks_for_help = not set(args).isdisjoint(ctx.help_option_names)
-        if not asks_for_help and not (positional and positional[0].startswith(SCHEME)):
+        if not asks_for_help and not (positional and positional[0].startswith(SCHEMES)):
             url = os.environ.get(URL_VARIABLE)
             if not url:
                 ctx.fail(
@@ -43,24 +49,24 @@ class TargetCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-def _server(url: str) -> Address:
+def _server(ctx: click.Context, _param: click.Parameter, url: str) -> Address:
     try:
-        return Address.parse(url)
+        return Address.parse(url, security_of(ctx))
     except AddressError as error:
         raise click.BadParameter(str(error)) from error
 
 
-def _bucket(url: str) -> Address:
+def _bucket(ctx: click.Context, param: click.Parameter, url: str) -> Address:
     try:
-        return _server(url).with_bucket()
+        return _server(ctx, param, url).with_bucket()
     except AddressError as error:
         raise click.BadParameter(str(error)) from error
 
 
-server_argument: Final = click.argument("target", metavar="URL", type=_server)
+server_argument: Final = click.argument("target", metavar="URL", callback=_server)
 """Declares the argument `target` of a `TargetCommand`; its URL may name a bucket."""
 
-bucket_argument: Final = click.argument("target", metavar="URL", type=_bucket)
+bucket_argument: Final = click.argument("target", metavar="URL", callback=_bucket)
 """Declares the argument `target` of a `TargetCommand`; its URL must name a bucket."""
 
 

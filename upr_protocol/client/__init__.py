@@ -85,6 +85,7 @@ from upr_protocol.client.trio.publisher import (
     publisher,
 )
 from upr_protocol.client.trio.replica_consumer import ReplicaConsumer, consume_as_replica
+from upr_protocol.security import Security, TlsSettings
 
 __all__ = [
     "Address",
@@ -147,11 +148,13 @@ __all__ = [
     "RolledBack",
     "SaveLimits",
     "ScanOptions",
+    "Security",
     "SeqnoAt",
     "SnapshotEnd",
     "SnapshotStart",
     "StreamAccepted",
     "StreamEnded",
+    "TlsSettings",
     "UndoCallback",
     "Undone",
     "WriteResult",

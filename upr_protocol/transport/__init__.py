@@ -13,9 +13,21 @@ from upr_protocol.transport.socket_io import (
     read_available,
     write_available,
 )
+from upr_protocol.transport.tls_context import (
+    FileStamp,
+    client_context,
+    file_stamp,
+    load_authorities,
+    load_certificate,
+    server_context,
+)
+from upr_protocol.transport.tls_link import SERVER_READ_BYTES, NotTlsError, TlsLink, new_tls_scratch
+from upr_protocol.transport.tls_socket import TlsSocket
 from upr_protocol.transport.trio_stream import (
     Dial,
+    TlsStream,
     dial_tcp,
+    encrypted_to_server,
     read_rest,
     read_some,
     write_all,
@@ -25,16 +37,29 @@ from upr_protocol.transport.trio_stream import (
 
 __all__ = [
     "SCRATCH_BYTES",
+    "SERVER_READ_BYTES",
     "Dial",
+    "FileStamp",
     "FrameMemory",
+    "NotTlsError",
     "SocketDial",
+    "TlsLink",
+    "TlsSocket",
+    "TlsStream",
+    "client_context",
     "dial_socket",
     "dial_tcp",
+    "encrypted_to_server",
+    "file_stamp",
+    "load_authorities",
+    "load_certificate",
     "new_memory",
     "new_scratch",
+    "new_tls_scratch",
     "read_available",
     "read_rest",
     "read_some",
+    "server_context",
     "write_all",
     "write_available",
     "write_now",

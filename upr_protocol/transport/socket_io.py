@@ -56,16 +56,32 @@ def read_available(descriptor: int, session: Session, scratch: memoryview, now: 
         BlockingIOError: Nothing has come.
         OSError: The connection is gone.
     """
-    room = session.receive_buffer()
-    if len(room) > BODY_READ_BYTES:
-        room, scratch = room[:BODY_READ_BYTES], scratch[:0]
-    elif len(room) >= len(scratch):
-        # What follows the body would have to be copied; the next read puts it where it will stay.
-        scratch = scratch[:_BEHIND_BYTES]
+    room, scratch = read_spaces(session, scratch)
     count = os.readv(descriptor, (room, scratch) if room else (scratch,))
     filled = min(count, len(room))
     session.receive(bytes(scratch[: count - filled]), now, filled)
     return count
+
+
+def receive_available(descriptor: int, space: memoryview) -> memoryview:
+    """What a socket has, read once into `space`; nothing if the peer has closed its end.
+
+    Raises:
+        BlockingIOError: Nothing has come.
+        OSError: The connection is gone.
+    """
+    return space[: os.readv(descriptor, (space,))]
+
+
+def read_spaces(session: Session, scratch: memoryview) -> tuple[memoryview, memoryview]:
+    """Where one read puts what comes: the rest of a body that is under way, and what follows it."""
+    room = session.receive_buffer()
+    if len(room) > BODY_READ_BYTES:
+        return room[:BODY_READ_BYTES], scratch[:0]
+    if len(room) >= len(scratch):
+        # What follows the body would have to be copied; the next read puts it where it will stay.
+        return room, scratch[:_BEHIND_BYTES]
+    return room, scratch
 
 
 def write_available(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buffer]:

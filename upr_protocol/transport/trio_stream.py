@@ -1,24 +1,41 @@
 """Reading from a Trio stream into a session, and writing to it with a deadline for each progress.
 
-A Trio socket is read and written by its descriptor, which spares copies and calls; any other stream
-(TLS, a test's pair in memory) by its own methods.
+A Trio socket is read and written by its descriptor, which spares copies and calls. A `TlsStream`
+does the same beneath its encryption. Any other stream, a test's pair in memory, is used by its own
+methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import trio
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Buffer
+from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.limits import SEND_TIMEOUT_S
-from upr_protocol.session import Session
-from upr_protocol.transport.socket_io import read_available, write_available
+from upr_protocol.security import TlsSettings
+from upr_protocol.session import Session, SessionState
+from upr_protocol.transport.socket_io import read_available, receive_available, write_available
+from upr_protocol.transport.tls_context import client_context
+from upr_protocol.transport.tls_link import (
+    STRANGER_READ_BYTES,
+    NotTlsError,
+    TlsLink,
+    new_tls_scratch,
+)
 
 _SEND_BYTES: Final = 1024 * 1024
 """How much is written at a time where the stream is not a socket, so that progress shows."""
+
+_STRANGE: Final = (SessionState.GREETING, SessionState.GREETED)
+"""The states of a session whose other side has not said enough yet to be worth much memory."""
+
+_LAST_WORD_TIMEOUT_S: Final = 2.0
+"""How long a peer may take to hear why its handshake failed."""
 
 Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
 """Connects to an address; raises OSError when it cannot."""
@@ -43,6 +60,8 @@ async def read_some(stream: trio.abc.ReceiveStream, session: Session, scratch: m
         trio.BrokenResourceError: The connection is gone.
         trio.ClosedResourceError: It was closed here.
     """
+    if isinstance(stream, TlsStream):
+        return await stream.read_into(session, scratch)
     if not isinstance(stream, trio.SocketStream):
         data = await stream.receive_some(len(scratch))
         session.receive(bytes(data), trio.current_time())
@@ -61,18 +80,62 @@ async def read_some(stream: trio.abc.ReceiveStream, session: Session, scratch: m
             raise trio.BrokenResourceError(str(error)) from error
 
 
+async def _receive(stream: trio.abc.ReceiveStream, scratch: memoryview) -> Buffer:
+    """Waits until something comes, and gives it; it may be in `scratch`. Raises what `read_some`
+    does."""
+    if not isinstance(stream, trio.SocketStream):
+        return await stream.receive_some(len(scratch))
+    socket = stream.socket
+    while True:
+        if socket.fileno() < 0:
+            raise trio.ClosedResourceError("the connection was closed here")
+        await trio.lowlevel.wait_readable(socket)
+        try:
+            return receive_available(socket.fileno(), scratch)
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            raise trio.BrokenResourceError(str(error)) from error
+
+
 def read_rest(stream: trio.abc.ReceiveStream, session: Session, scratch: memoryview) -> int:
     """Like `read_some` without waiting, for the rest of a body that is under way.
 
     Returns:
         How many bytes came; 0 when nothing can be read just now, for whatever reason.
     """
-    if not (session.unfinished_body_bytes and isinstance(stream, trio.SocketStream)):
+    if not session.unfinished_body_bytes:
+        return 0
+    if isinstance(stream, TlsStream):
+        return stream.read_rest(session, scratch)
+    if not isinstance(stream, trio.SocketStream):
         return 0
     try:
         return read_available(stream.socket.fileno(), session, scratch, trio.current_time())
     except OSError:
         return 0  # if the connection is gone, the next `read_some` raises it
+
+
+async def encrypted_to_server(
+    stream: trio.abc.Stream, tls: TlsSettings, server_name: str
+) -> TlsStream:
+    """A TLS connection over `stream` to a server, its handshake done. If it fails, `stream` stays
+    open. After a cancellation, close `stream`.
+
+    Args:
+        stream: What carries it.
+        tls: How to encrypt.
+        server_name: Whom the server's certificate must name.
+
+    Raises:
+        TlsError: A file cannot be used, the two sides do not agree, or one does not trust the
+            other.
+        trio.BrokenResourceError: The connection is gone.
+    """
+    link = TlsLink(client_context(tls), server_name)
+    encrypted = TlsStream(stream, link, new_tls_scratch())
+    await encrypted.handshake()
+    return encrypted
 
 
 async def write_all(
@@ -92,7 +155,8 @@ async def write_all(
 
 
 def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
-    """Writes what a socket takes at once; a stream that is not a socket takes nothing here.
+    """Writes what a socket takes at once, in the clear or encrypted; a stream that is not a socket
+    takes nothing here.
 
     Returns:
         What is left, for `write_rest`.
@@ -101,6 +165,8 @@ def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequenc
         trio.BrokenResourceError: The connection is gone.
         trio.ClosedResourceError: It was closed here.
     """
+    if isinstance(stream, TlsStream):
+        return stream.write_now(buffers)
     if not isinstance(stream, trio.SocketStream):
         return buffers
     descriptor = stream.socket.fileno()
@@ -116,6 +182,9 @@ async def write_rest(
     stream: trio.abc.SendStream, buffers: Sequence[Buffer], timeout_s: float = SEND_TIMEOUT_S
 ) -> None:
     """Writes what `write_now` has left; raises what `write_all` does."""
+    if isinstance(stream, TlsStream):
+        await stream.write_rest(buffers, timeout_s)
+        return
     if isinstance(stream, trio.SocketStream):
         while buffers:
             # Waiting comes first: the socket was full a moment ago.
@@ -127,3 +196,176 @@ async def write_rest(
     for start in range(0, len(data), _SEND_BYTES):
         with trio.fail_after(timeout_s):
             await stream.send_all(data[start : start + _SEND_BYTES])
+
+
+class TlsStream(trio.abc.HalfCloseableStream):
+    """A TLS connection. One task may read while another one writes.
+
+    A server makes the handshake within the first read; before it nothing can be written. A client
+    calls `handshake` first.
+
+    Args:
+        transport: What carries it. It is closed with it.
+        link: Encrypts and decrypts.
+        scratch: For what comes encrypted; all connections of one loop may share it.
+
+    Attributes:
+        link: See above.
+        transport: See above.
+    """
+
+    def __init__(self, transport: trio.abc.Stream, link: TlsLink, scratch: memoryview) -> None:
+        self.link = link
+        self.transport = transport
+        self._scratch = scratch
+        self._has_ended = False
+        """Whether this side has said that it sends nothing more."""
+
+    async def handshake(self) -> None:
+        """Waits until the handshake is done. After a cancellation, close the stream.
+
+        Raises:
+            NotTlsError: The other side does not speak TLS, and could be answered without it.
+            TlsError: The two sides do not agree, or one does not trust the other.
+            trio.BrokenResourceError: The connection is gone.
+            trio.ClosedResourceError: It was closed here.
+        """
+        try:
+            while not self.link.handshake():
+                await self._send_outgoing()
+                self.link.feed(await _receive(self.transport, self._scratch[:STRANGER_READ_BYTES]))
+            await self._send_outgoing()
+            return
+        except NotTlsError:
+            raise
+        except UprError as error:
+            failure = error
+        try:
+            await self._say_why()
+            raise _as_broken(failure) from failure
+        finally:
+            del failure  # or it would refer to itself through its traceback's frame
+
+    async def _send_outgoing(self) -> None:
+        await trio.lowlevel.checkpoint()
+        if outgoing := self.link.take_outgoing():
+            await write_all(self.transport, [outgoing])
+
+    async def _say_why(self) -> None:
+        """Lets the other side hear why the handshake failed. What it has sent is read first: a
+        connection that is closed while bytes lie in it unread is reset, and the reset may overtake
+        the reason."""
+        with (
+            suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError),
+            trio.move_on_after(_LAST_WORD_TIMEOUT_S),
+        ):
+            await self._send_outgoing()
+            await self._end_transport()
+            while await _receive(self.transport, self._scratch):
+                pass
+
+    # Reading.
+
+    async def read_into(self, session: Session, scratch: memoryview) -> int:
+        """As `read_some`; raises `TlsError` too, if the other side refuses this side's
+        certificate."""
+        if not self.link.is_established:
+            await self.handshake()
+        while True:
+            if self.link.has_undecrypted:
+                await trio.lowlevel.checkpoint()
+            else:
+                space = self._scratch
+                if session.state in _STRANGE:
+                    space = space[:STRANGER_READ_BYTES]
+                self.link.feed(await _receive(self.transport, space))
+            count = self._decrypt(session, scratch)
+            if count or self.link.is_ended:
+                return count
+
+    def read_rest(self, session: Session, scratch: memoryview) -> int:
+        """As the function `read_rest`; but it raises what `read_into` does."""
+        if not self.link.has_undecrypted:
+            if not isinstance(self.transport, trio.SocketStream):
+                return 0
+            try:
+                data = receive_available(self.transport.socket.fileno(), self._scratch)
+            except OSError:
+                return 0  # if the connection is gone, the next `read_into` raises it
+            self.link.feed(data)
+        return self._decrypt(session, scratch)
+
+    def _decrypt(self, session: Session, scratch: memoryview) -> int:
+        try:
+            return self.link.read(session, scratch, trio.current_time())
+        except UprError as error:
+            raise _as_broken(error) from error
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Bytes that were sent, at least one; none if the other side has ended."""
+        if not self.link.is_established:
+            await self.handshake()
+        while True:
+            try:
+                data = self.link.read_bytes(max_bytes or STRANGER_READ_BYTES)
+            except UprError as error:
+                raise _as_broken(error) from error
+            if data or self.link.is_ended:
+                await trio.lowlevel.checkpoint()
+                return data
+            self.link.feed(await _receive(self.transport, self._scratch))
+
+    # Writing.
+
+    def write_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """As the function `write_now`."""
+        self._check_writable()
+        return self.link.write(buffers, lambda data: write_now(self.transport, data))
+
+    async def write_rest(self, buffers: Sequence[Buffer], timeout_s: float) -> None:
+        """As the function `write_rest`."""
+        self._check_writable()
+        while buffers:
+            await write_rest(self.transport, self.link.encrypted(buffers), timeout_s)
+            buffers = self.link.sent(buffers)
+
+    def _check_writable(self) -> None:
+        if self._has_ended:
+            raise trio.ClosedResourceError("this side has ended the connection")
+        if not self.link.is_established:
+            raise trio.BrokenResourceError("the TLS handshake was not finished")
+
+    async def send_all(self, data: Buffer) -> None:
+        """Sends bytes."""
+        await write_all(self, [data])
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Waits until the transport takes something."""
+        await self.transport.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        """Says that this side sends nothing more."""
+        await trio.lowlevel.checkpoint()
+        if not self._has_ended:
+            self._has_ended = True
+            if self.link.is_established:
+                await write_all(self.transport, [self.link.end()])
+            await self._end_transport()
+
+    async def _end_transport(self) -> None:
+        if isinstance(self.transport, trio.abc.HalfCloseableStream):
+            await self.transport.send_eof()
+
+    async def aclose(self) -> None:
+        """Says that this side sends nothing more, if the transport takes that at once, and closes
+        the transport."""
+        if not self._has_ended and self.link.is_established and not self.link.has_unsent:
+            self._has_ended = True
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                write_now(self.transport, [self.link.end()])
+        await self.transport.aclose()
+
+
+def _as_broken(error: UprError) -> BaseException:
+    """How an error of the link is raised by a stream."""
+    return trio.BrokenResourceError(str(error)) if isinstance(error, BrokenError) else error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -10,11 +11,19 @@ import structlog
 import trio
 
 from upr_protocol.chunk import Buffer
-from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import RemoteProtocolError, ServerError, Status
+from upr_protocol.concurrency import Notifier, first_failure
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status, TlsError
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.session import ServerSession, SessionState
-from upr_protocol.transport import SCRATCH_BYTES, new_memory, read_some, write_now, write_rest
+from upr_protocol.transport import (
+    SCRATCH_BYTES,
+    NotTlsError,
+    TlsStream,
+    new_memory,
+    read_some,
+    write_now,
+    write_rest,
+)
 from upr_protocol.wire import CloseStream, Error, Message, Mutate
 from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
@@ -113,6 +122,10 @@ class AcceptedConnection:
                 await self._close_gracefully()
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             self._log_loss()
+        except* NotTlsError:
+            await self._refuse_in_clear()
+        except* TlsError as errors:
+            log.warning("TLS failed", peer=self.peer, reason=str(first_failure(errors)))
         finally:
             with trio.move_on_after(0):
                 await self._stream.aclose()
@@ -137,10 +150,26 @@ class AcceptedConnection:
     def _log_loss(self) -> None:
         log.info("connection lost", peer=self.peer, identity=self.session.client_identity)
 
+    async def _refuse_in_clear(self) -> None:
+        """Tells a peer that does not speak TLS so, in the clear."""
+        log.warning("a client in the clear; closing connection", peer=self.peer)
+        assert isinstance(self._stream, TlsStream)
+        stream = self._stream.transport
+        assert isinstance(stream, trio.abc.HalfCloseableStream)
+        self._stream = stream
+        self.session.fail(Status.BAD_MAGIC, "this server speaks TLS: write uprs:// for upr://")
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            write_now(self._stream, self.session.take_outgoing(trio.current_time()))
+            await self._close_gracefully()
+
     async def _close_gracefully(self) -> None:
         """Ends the conversation so that the peer hears the last word. A connection that is closed
         while bytes lie in it unread is reset, and the reset may overtake what was written."""
-        with trio.move_on_after(CLOSING_READ_S):
+        with (
+            # A peer that has left already needs no last word.
+            suppress(trio.BrokenResourceError, TlsError),
+            trio.move_on_after(CLOSING_READ_S),
+        ):
             await self._stream.send_eof()
             while await self._stream.receive_some(SCRATCH_BYTES):
                 pass

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Final
 
 import structlog
 import trio
 
-from upr_protocol.errors import Status
+from upr_protocol.errors import Status, TlsError
 from upr_protocol.ids import PartitionId
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
+from upr_protocol.transport import TlsStream
 from upr_protocol.wire import Message
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
@@ -18,6 +21,7 @@ from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CreditShares
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
+from upr_server.runtime import Certificates
 
 CONNECTIONS_TOLD_MAX: Final = 1000
 BUCKETS_TOLD_MAX: Final = 1000
@@ -52,6 +56,7 @@ class ConnectionServer:
         connections_max: Connections at a time; one more is refused at once.
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
+        certificates: Encrypts connections; None for connections in the clear.
 
     Attributes:
         connections: The connections that are open.
@@ -72,6 +77,7 @@ class ConnectionServer:
         connections_max: int,
         send_timeout_s: float,
         replication_timeout_s: float,
+        certificates: Certificates | None = None,
     ) -> None:
         self.connections: dict[AcceptedConnection, None] = {}
         self.resources = ServerResources(
@@ -87,6 +93,7 @@ class ConnectionServer:
         )
         self.handlers = handlers
         self._connections_max = connections_max
+        self._certificates = certificates
         self._refused = 0
         self._being_refused = 0
         self._started_at = trio.current_time()
@@ -95,7 +102,10 @@ class ConnectionServer:
 
     async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
         """Serves one connection until it ends; what goes wrong in it stays in it."""
-        connection = self.new_connection(stream, _peer_of(stream))
+        peer = _peer_of(stream)
+        if self._certificates is not None:
+            stream = self._certificates.encrypted(stream)
+        connection = self.new_connection(stream, peer)
         if len(self.connections) >= self._connections_max:
             await self._refuse(connection, stream)
             return
@@ -130,9 +140,19 @@ class ConnectionServer:
         )
         self._being_refused += 1
         try:
+            await self._make_sayable(stream)
             await self._run(connection)
         finally:
             self._being_refused -= 1
+
+    async def _make_sayable(self, stream: trio.abc.HalfCloseableStream) -> None:
+        """Makes the handshake, without which an encrypted connection can be told nothing."""
+        if isinstance(stream, TlsStream):
+            with (
+                suppress(TlsError, trio.BrokenResourceError, trio.TooSlowError),
+                trio.move_on_after(HANDSHAKE_TIMEOUT_S),
+            ):
+                await stream.handshake()
 
     def end_streams(
         self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True

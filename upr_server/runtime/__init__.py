@@ -1,5 +1,6 @@
 """What both processes need, the server and the indexer: settings, logs, listeners, signals."""
 
+from upr_server.runtime.certificates import CertificateFiles, Certificates
 from upr_server.runtime.listeners import (
     BoundListeners,
     ListenError,
@@ -22,6 +23,8 @@ from upr_server.runtime.turn_timer import TurnTimer
 
 __all__ = [
     "BoundListeners",
+    "CertificateFiles",
+    "Certificates",
     "ConfigError",
     "HeapTrimmer",
     "ListenError",

@@ -21,12 +21,14 @@ from upr_protocol.errors import (
     ClosedError,
     RemoteProtocolError,
     ServerError,
+    TlsError,
     UprError,
 )
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.session import SessionState
 from upr_protocol.transport import (
     SocketDial,
+    TlsSocket,
     dial_socket,
     new_scratch,
     read_available,
@@ -78,8 +80,6 @@ class BlockingConnection:
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:
-        if address.security.tls is not None:
-            raise BrokenError(f"cannot connect to {address}: this version cannot encrypt")
         self._clock = options.clock
         deadline = self._clock() + options.connect_timeout_s
         try:
@@ -87,6 +87,7 @@ class BlockingConnection:
         except OSError as error:
             raise BrokenError(f"cannot connect to {address}: {error}") from error
         self.socket.setblocking(False)
+        self._tls = self._encrypted(address, deadline)
         self._scratch = new_scratch()
         self._writing: Sequence[Buffer] = ()
         self._written_at = self._clock()
@@ -104,6 +105,24 @@ class BlockingConnection:
         except BaseException:
             self.socket.close()
             raise
+
+    def _encrypted(self, address: Address, deadline: float) -> TlsSocket | None:
+        """The encryption of the connection, its handshake done; None if the address wants none."""
+        if address.security.tls is None:
+            return None
+        is_done = False
+        try:
+            tls = TlsSocket(self.socket, address.security.tls, address.host)
+            tls.handshake(deadline, self._clock)
+            is_done = True
+        except (OSError, BrokenError) as error:
+            raise BrokenError(f"cannot connect to {address}: {error}") from error
+        except TlsError as error:
+            raise TlsError(f"cannot connect to {address}: {error}") from error
+        finally:
+            if not is_done:
+                self.socket.close()
+        return tls
 
     # Messages.
 
@@ -138,6 +157,8 @@ class BlockingConnection:
             self._fail(error)
         except OSError as error:
             self._fail(BrokenError(f"the connection was lost: {error}"))
+        except (BrokenError, TlsError) as error:
+            self._fail(error)
 
     def _poll_once(self, deadline: float) -> bool:
         """Writes, waits once, and reads; whether something was read or the deadline is over."""
@@ -145,6 +166,9 @@ class BlockingConnection:
         if not self.session.tick(now):
             self._fail(BrokenError("idle timeout: the server was silent for too long"))
         self._write()
+        if self._tls is not None and self._tls.link.has_undecrypted:
+            self._read()
+            return True
         events = select.POLLIN
         until = min(deadline, max(self.session.keep_alive.next_check(), now + 0.001))
         if self._writing:
@@ -165,7 +189,7 @@ class BlockingConnection:
 
     def _read(self) -> None:
         try:
-            count = read_available(self.socket.fileno(), self.session, self._scratch, self._clock())
+            count = self._read_available()
         except BlockingIOError:
             return
         if not count:
@@ -182,6 +206,11 @@ class BlockingConnection:
                     self._fail(error)
         self._write()
 
+    def _read_available(self) -> int:
+        if self._tls is not None:
+            return self._tls.read_available(self.session, self._scratch, self._clock())
+        return read_available(self.socket.fileno(), self.session, self._scratch, self._clock())
+
     def _write(self) -> None:
         """Writes as much as the socket takes at once."""
         now = self._clock()
@@ -191,13 +220,20 @@ class BlockingConnection:
                 self._written_at = now
                 if not self._writing:
                     return
-            before = sum(map(len, self._writing))
-            self._writing = write_available(self.socket.fileno(), self._writing)
-            unsent_bytes = sum(map(len, self._writing))
-            if unsent_bytes < before:
+            if self._write_available():
                 self._written_at = now
-            if unsent_bytes:
+            if self._writing:
                 return
+
+    def _write_available(self) -> bool:
+        """Writes as much as the socket takes at once; whether it took anything."""
+        if self._tls is not None:
+            sent_bytes = self._tls.sent_bytes
+            self._writing = self._tls.write_available(self._writing)
+            return self._tls.sent_bytes > sent_bytes
+        before = sum(map(len, self._writing))
+        self._writing = write_available(self.socket.fileno(), self._writing)
+        return sum(map(len, self._writing)) < before
 
     def _fail(self, error: UprError) -> None:
         if self.failure is None:
@@ -222,5 +258,7 @@ class BlockingConnection:
                 poll = select.poll()
                 poll.register(self.socket, select.POLLOUT)
                 poll.poll(left_s * 1000)
+        if self._tls is not None:
+            self._tls.end()
         with suppress(ClosedError):
             self._fail(ClosedError("the connection was closed here"))

@@ -22,13 +22,17 @@ from upr_protocol.errors import (
     ClosedError,
     LocalProtocolError,
     ServerError,
+    TlsError,
     UprError,
 )
 from upr_protocol.ids import PartitionId
+from upr_protocol.security import TlsSettings
 from upr_protocol.session import ClientSession, SessionState
 from upr_protocol.transport import (
     Dial,
+    TlsStream,
     dial_tcp,
+    encrypted_to_server,
     new_scratch,
     read_rest,
     read_some,
@@ -333,11 +337,21 @@ async def open_connection(
 
 
 async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio.abc.Stream:
-    if address.security.tls is not None:
-        raise BrokenError(f"cannot connect to {address}: this version cannot encrypt")
     with trio.CancelScope(deadline=deadline):
         try:
-            return await options.dial(address)
+            stream = await options.dial(address)
+            tls = address.security.tls
+            return stream if tls is None else await _encrypted(stream, tls, address.host)
         except (OSError, trio.BrokenResourceError) as error:
             raise BrokenError(f"cannot connect to {address}: {error}") from error
+        except TlsError as error:
+            raise TlsError(f"cannot connect to {address}: {error}") from error
     raise BrokenError(f"cannot connect to {address}: it did not answer in time")
+
+
+async def _encrypted(stream: trio.abc.Stream, tls: TlsSettings, server_name: str) -> TlsStream:
+    try:
+        return await encrypted_to_server(stream, tls, server_name)
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise

@@ -1,0 +1,264 @@
+"""TLS without a network: two links, and what is between them."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock, memory_stream_pair
+
+from tests.kit.certificates import Certificates, openssl
+from upr_protocol.chunk import Buffer
+from upr_protocol.errors import BrokenError, TlsError
+from upr_protocol.security import TlsSettings
+from upr_protocol.session import ClientSession, ServerSession
+from upr_protocol.transport import (
+    NotTlsError,
+    TlsLink,
+    TlsStream,
+    client_context,
+    load_certificate,
+    new_scratch,
+    new_tls_scratch,
+    read_some,
+    server_context,
+    write_all,
+)
+from upr_protocol.transport.socket_io import unsent
+from upr_protocol.transport.tls_link import HANDSHAKE_BYTES_MAX, WRITE_BYTES
+from upr_protocol.wire import Hello
+
+
+def contexts(certificates: Certificates) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A client's and a server's."""
+    server = server_context(allows_tls_1_2=True)
+    load_certificate(
+        server, str(certificates.server.cert), str(certificates.server.key), ("cert", "key")
+    )
+    return client_context(TlsSettings(ca=str(certificates.authority.ca))), server
+
+
+def linked(certificates: Certificates) -> tuple[TlsLink, TlsLink]:
+    """A client and a server whose handshake is done."""
+    client_side, server_side = contexts(certificates)
+    client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
+    while not (client.is_established and server.is_established):
+        for link, other in ((client, server), (server, client)):
+            if not link.is_established:
+                link.handshake()
+            if outgoing := link.take_outgoing():
+                other.feed(outgoing)
+    return client, server
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.one_of(st.binary(max_size=40), st.integers(0, 2 * WRITE_BYTES).map(bytes)), max_size=6
+    ),
+    st.data(),
+)
+def test_a_socket_may_take_any_part_at_any_time(
+    certificates: Certificates, buffers: list[bytes], data: st.DataObject
+) -> None:
+    client, server = linked(certificates)
+    wire = bytearray()
+
+    def send(ciphertext: Sequence[Buffer]) -> Sequence[Buffer]:
+        length = sum(map(len, ciphertext))
+        taken = data.draw(st.one_of(st.just(length), st.integers(0, length)))
+        wire.extend(b"".join(ciphertext)[:taken])
+        return unsent(ciphertext, taken)
+
+    left: Sequence[Buffer] = buffers
+    while left := client.write(left, send):
+        assert client.has_unsent
+    wire.extend(client.end())
+    received = bytearray()
+    while wire:
+        count = data.draw(st.integers(1, len(wire)))
+        server.feed(bytes(wire[:count]))
+        del wire[:count]
+        while server.has_undecrypted:
+            received += server.read_bytes(50_000)
+    assert received == b"".join(buffers)
+    assert server.is_ended
+    # Also when asked again.
+    assert server.read_bytes(10) == b""
+    assert not server.has_undecrypted
+
+
+def test_a_cut_differs_from_an_end(certificates: Certificates) -> None:
+    client, server = linked(certificates)
+    client.write([b"something"], server_feed(server))
+    assert server.read_bytes(100) == b"something"
+    server.feed(b"")
+    with pytest.raises(BrokenError, match="the connection was cut"):
+        server.read_bytes(100)
+    assert not server.is_ended
+
+
+def server_feed(server: TlsLink) -> Callable[[Sequence[Buffer]], Sequence[Buffer]]:
+    """Carries everything to a server at once."""
+
+    def send(ciphertext: Sequence[Buffer]) -> Sequence[Buffer]:
+        server.feed(b"".join(ciphertext))
+        return ()
+
+    return send
+
+
+def test_a_changed_byte_is_noticed(certificates: Certificates) -> None:
+    client, server = linked(certificates)
+    ciphertext = bytearray(b"".join(client.encrypted([bytes(1000)])))
+    ciphertext[500] ^= 1
+    server.feed(bytes(ciphertext))
+    with pytest.raises(BrokenError, match="TLS failed"):
+        server.read_bytes(2000)
+
+
+def test_one_read_decrypts_a_bounded_number_of_records(certificates: Certificates) -> None:
+    client, server = linked(certificates)
+    for _ in range(2000):
+        client.write([b"x"], server_feed(server))
+    counts = []
+    while server.has_undecrypted:
+        counts.append(len(server.read_bytes(5000)))
+    assert sum(counts) == 2000
+    assert max(counts) < 600
+
+
+def test_a_handshake_that_takes_too_much_is_refused(certificates: Certificates) -> None:
+    _, server_side = contexts(certificates)
+    server = TlsLink(server_side, None)
+    piece = b"\x16" * (HANDSHAKE_BYTES_MAX // 4)
+    for _ in range(4):
+        server.feed(piece)
+    with pytest.raises(TlsError, match="a TLS handshake of more than 65536 bytes"):
+        server.feed(b"x")
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_are_refused(certificates: Certificates, data: bytes, is_like: bool) -> None:
+    _, server_side = contexts(certificates)
+    server = TlsLink(server_side, None)
+    try:
+        server.feed(b"\x16\x03\x01" + data if is_like else data)
+        assert not server.handshake()
+    except (TlsError, BrokenError):
+        pass
+
+
+def test_what_is_no_tls_is_known_by_its_first_byte(certificates: Certificates) -> None:
+    _, server_side = contexts(certificates)
+    for data in (b"UP", b"GET / HTTP/1.1\r\n"):
+        with pytest.raises(NotTlsError):
+            TlsLink(server_side, None).feed(data)
+
+
+# Over Trio's streams.
+
+
+async def test_a_session_over_a_socket_and_over_any_other_stream(
+    certificates: Certificates,
+) -> None:
+    client_side, server_side = contexts(certificates)
+    near_socket, far_socket = trio.socket.socketpair()
+    for near, far in (
+        (trio.SocketStream(near_socket), trio.SocketStream(far_socket)),
+        memory_stream_pair(),
+    ):
+        client = TlsStream(near, TlsLink(client_side, "localhost"), new_tls_scratch())
+        server = TlsStream(far, TlsLink(server_side, None), new_tls_scratch())
+        session = ServerSession("test:server", now=0.0)
+        with pytest.raises(trio.BrokenResourceError, match="handshake was not finished"):
+            await write_all(server, [b"too early"])
+        async with client, server, trio.open_nursery() as nursery:
+
+            async def serve(server: TlsStream = server, session: ServerSession = session) -> None:
+                assert await read_some(server, session, new_scratch()) > 0
+                assert [type(message) for message in session.events()] == [Hello]
+                await server.send_all(bytes(1_000_000))
+                assert await read_some(server, session, new_scratch()) == 0
+                await server.send_eof()
+                await server.send_eof()
+                with pytest.raises(trio.ClosedResourceError):
+                    await server.send_all(b"x")
+
+            nursery.start_soon(serve)
+            await client.handshake()
+            hello = ClientSession("test:transport", now=0.0).take_outgoing(0.0)
+            await write_all(client, hello)
+            received = 0
+            while received < 1_000_000:
+                received += len(await client.receive_some())
+            await client.send_eof()
+            assert await client.receive_some(1) == b""
+
+
+async def test_a_handshake_may_be_cancelled(
+    certificates: Certificates, autojump_clock: MockClock
+) -> None:
+    _, server_side = contexts(certificates)
+    near, far = memory_stream_pair()
+    server = TlsStream(far, TlsLink(server_side, None), new_tls_scratch())
+    with trio.move_on_after(5) as scope:
+        await server.handshake()
+    assert scope.cancelled_caught
+    await trio.aclose_forcefully(server)
+    assert await near.receive_some() == b""
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_refused"), [(0o600, False), (0o640, False), (0o644, True), (0o620, True)]
+)
+def test_a_key_that_others_can_use_is_refused(
+    certificates: Certificates, mode: int, is_refused: bool
+) -> None:
+    certificate = certificates.authority.sign(f"mode-{mode:o}")
+    certificate.key.chmod(mode)
+    tls = TlsSettings(cert=str(certificate.cert), cert_key=str(certificate.key))
+    if is_refused:
+        with pytest.raises(TlsError, match=r"others can use the key in .*: take that right away"):
+            client_context(tls)
+    else:
+        client_context(tls)
+
+
+def test_a_file_that_is_of_no_use_is_named(certificates: Certificates) -> None:
+    server, client = certificates.server, certificates.client
+    missing = str(certificates.folder / "missing.pem")
+    nonsense = certificates.folder / "nonsense.pem"
+    nonsense.write_text("nonsense")
+    nonsense.chmod(0o600)
+    locked = certificates.folder / "locked.key"
+    openssl(
+        *("ec", "-in", client.key, "-aes256", "-passout", "pass:secret", "-out", locked),
+        folder=certificates.folder,
+    )
+    for tls, sentence in (
+        (TlsSettings(ca=missing), f"ca: {missing} cannot be read: No such file"),
+        (TlsSettings(ca=str(nonsense)), r"ca: .*nonsense\.pem cannot be used: "),
+        (TlsSettings(cert=str(nonsense)), r"cert: .*nonsense\.pem cannot be used: "),
+        (TlsSettings(cert=missing, cert_key=str(client.key)), r"cert: .* cannot be read"),
+        (TlsSettings(cert=str(client.cert), cert_key=missing), r"cert-key: .* cannot be read"),
+        (TlsSettings(cert_key=str(client.key)), "the option cert-key needs the option cert"),
+        (
+            TlsSettings(cert=str(client.cert), cert_key=str(server.key)),
+            "its key belongs to another certificate",
+        ),
+        (
+            TlsSettings(cert=str(client.cert), cert_key=str(locked)),
+            r"cert-key: .* has a passphrase",
+        ),
+        (TlsSettings(ca=missing, is_verified=False), "the option ca has no use"),
+    ):
+        with pytest.raises(TlsError, match=sentence):
+            client_context(tls)

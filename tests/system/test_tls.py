@@ -1,0 +1,148 @@
+"""A server process with a certificate, OpenSSL's own client, and somebody who listens."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.kit.certificates import Authority, Certificate, Certificates
+from tests.kit.process import (
+    UPR,
+    UPR_SERVER,
+    Finished,
+    ServerProcess,
+    eventually,
+    run,
+    server_process,
+)
+from tests.kit.proxy import proxy_to
+
+SECRETS: Final = ("geheimschluessel", "geheimwert", "geheimbucket")
+"""What must not be seen: keys, values and a bucket's name."""
+
+
+def options(certificate: Certificate, *more: str) -> tuple[str, ...]:
+    """The options of a server with a certificate."""
+    return (
+        *("--tls-certificate", str(certificate.cert)),
+        *("--tls-key", str(certificate.key), *more),
+    )
+
+
+async def s_client(server: ServerProcess, *arguments: str) -> Finished:
+    """OpenSSL's own client, which says what it sees and ends."""
+    return await run(("openssl", "s_client", "-connect", f"127.0.0.1:{server.port}", *arguments))
+
+
+async def test_openssl_sees_1_3_only(certificates: Certificates) -> None:
+    authority = str(certificates.authority.ca)
+    async with server_process(*options(certificates.server)) as server:
+        seen = await s_client(server, "-CAfile", authority, "-verify_return_error")
+        assert "Protocol  : TLSv1.3" in seen.out or "New, TLSv1.3" in seen.out
+        assert "Verify return code: 0 (ok)" in seen.out
+        for version in ("-tls1_2", "-tls1_1", "-tls1"):
+            refused = await s_client(server, version, "-cipher", "ALL:@SECLEVEL=0")
+            assert refused.code != 0
+            assert "alert protocol version" in refused.err
+
+
+async def test_openssl_sees_1_2_where_a_setting_allows_it(certificates: Certificates) -> None:
+    variables = {"UPR_SERVER_TLS_VERSION_MIN": "1.2"}
+    async with server_process(*options(certificates.server), variables=variables) as server:
+        seen = await s_client(server, "-tls1_2")
+        assert "New, TLSv1.2, Cipher is ECDHE-ECDSA-AES256-GCM-SHA384" in seen.out
+        # No cipher without forward secrecy, and nothing older.
+        for arguments in (("-tls1_2", "-cipher", "AES256-SHA"), ("-tls1_1",)):
+            refused = await s_client(server, *arguments)
+            assert refused.code != 0
+
+
+async def test_a_certificate_is_renewed_on_sighup(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    shown, renewed = authority.sign("shown"), authority.sign("renewed", common_name="renewed")
+    async with server_process(*options(shown), errors=()) as server:
+        assert "CN = localhost" in (await s_client(server)).out
+        shown.replace_by(renewed)
+        server.process.send_signal(signal.SIGHUP)
+        await eventually(lambda: bool(server.events("certificate read anew")), "it is read")
+        assert "CN = renewed" in (await s_client(server)).out
+
+
+async def test_files_of_no_use_keep_a_server_from_starting(certificates: Certificates) -> None:
+    missing = certificates.folder / "missing.pem"
+    open_key = certificates.authority.sign("open-key")
+    open_key.key.chmod(0o644)
+    for certificate, sentence in (
+        (Certificate(missing, certificates.server.key), "tls_certificate: "),
+        (Certificate(certificates.server.cert, missing), "tls_key: "),
+        (open_key, "tls_key: others can use the key in "),
+    ):
+        ended = await run((*UPR_SERVER, "serve", "--listen", "127.0.0.1:0", *options(certificate)))
+        assert ended.code == 1
+        assert f"upr-server: {sentence}" in ended.err
+
+
+async def do_everything(
+    url: str, other_node: str, variables: Mapping[str, str], folder: Path
+) -> None:
+    """Runs each command that has something to hide."""
+    key, value, bucket = SECRETS
+    target = f"{url}{bucket}"
+
+    async def command(*arguments: str) -> str:
+        ended = await run((*UPR, *arguments), variables=variables)
+        assert ended.code == 0, ended
+        return ended.out
+
+    rows = folder / "rows.csv"
+    rows.write_text("id,text\n" + "".join(f"{key}{n},{value}{n}\n" for n in range(2000)))
+    await command("bucket", "create", target, "--partitions", "4")
+    await command("load", target, str(rows), "--key", "id")
+    await command("set", target, key, value)
+    assert value in await command("get", target, key)
+    await command("append", target, key, value)
+    await command("increment", target, f"{key}-count")
+    await command("delete", target, f"{key}1")
+    tail = await command("tail", target, "--until", "caught-up", "--resume", str(folder / "state"))
+    assert json.dumps(value)[1:-1] in tail
+    await command("explain", target, str(folder / "state"))
+    await command("tail", target, "--until", "caught-up", "--state", str(folder / "copy"))
+    await command("partitions", target)
+    await command("stats", target)
+    await command("bucket", "list", url)
+    await command("leases", "list", target)
+    await command("replicas", "add", target, other_node)
+    await command("takeover", target, "--all-of", "a", "--to", "b")
+    assert value in await command("get", target, key)
+    await command("replicas", "remove", target, "a")
+    await command("bucket", "delete", target, "--yes")
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+async def test_who_listens_in_between_sees_nothing(
+    certificates: Certificates, tmp_path: Path, is_encrypted: bool
+) -> None:
+    ca = str(certificates.authority.ca)
+    # Each node is the other's client, and must show its certificate to it.
+    more = options(certificates.server, "--tls-ca", ca) if is_encrypted else ()
+    async with (
+        server_process("--node", "a", *more) as near,
+        server_process("--node", "b", *more) as far,
+        proxy_to("127.0.0.1", near.port) as near_proxy,
+        proxy_to("127.0.0.1", far.port) as far_proxy,
+    ):
+        near_proxy.recorded, far_proxy.recorded = bytearray(), bytearray()
+        url, variables = near_proxy.url(), {}
+        if is_encrypted:
+            url, variables = url.replace("upr://", "uprs://"), {"UPR_CA": ca}
+        await do_everything(url, f"b=127.0.0.1:{far_proxy.port}", variables, tmp_path)
+        for proxy in (near_proxy, far_proxy):
+            assert len(proxy.recorded or b"") > 5_000
+            for secret in SECRETS:
+                # In the clear all of it is there: so this test would see it.
+                assert (secret.encode() in (proxy.recorded or b"")) is not is_encrypted

@@ -1,0 +1,81 @@
+"""The options that say how a command's links are protected."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import click
+
+from upr_protocol.cli.errors import say
+from upr_protocol.client import Security, TlsSettings
+
+_META: Final = "upr.tls"
+"""Where click's context keeps what the options say."""
+
+
+def _note(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    assert param.name is not None
+    ctx.meta.setdefault(_META, {})[param.name] = value
+
+
+def _option(name: str, **attributes: Any) -> click.Option:
+    # Eager: the URL, which they belong to, is read after them. The commands do not see them.
+    return click.Option([name], is_eager=True, expose_value=False, callback=_note, **attributes)
+
+
+def security_options() -> list[click.Option]:
+    """The options; each command needs its own."""
+    return [
+        _option(
+            "--ca",
+            metavar="FILE",
+            default="",
+            envvar="UPR_CA",
+            help="For uprs://: the authorities that may have signed the server's certificate.  "
+            "[default: UPR_CA, or those that the system trusts]",
+        ),
+        _option(
+            "--cert",
+            metavar="FILE",
+            default="",
+            envvar="UPR_CERT",
+            help="For uprs://: your own certificate.  [default: UPR_CERT]",
+        ),
+        _option(
+            "--cert-key",
+            metavar="FILE",
+            default="",
+            envvar="UPR_CERT_KEY",
+            help="The key of your certificate.  [default: UPR_CERT_KEY, or in the same file]",
+        ),
+        _option(
+            "--tls-version-min",
+            type=click.Choice(["1.2", "1.3"]),
+            default="1.3",
+            help="The oldest version of TLS.  [default: 1.3]",
+        ),
+        _option(
+            "--tls-insecure",
+            is_flag=True,
+            help="Do not verify the server's certificate. Anybody between you and the server can "
+            "then read and change everything.",
+        ),
+    ]
+
+
+def security_of(ctx: click.Context) -> Security:
+    """How the links of the command are protected; says so if they are not verified."""
+    chosen: dict[str, Any] = ctx.meta[_META]
+    tls = TlsSettings(
+        chosen["ca"],
+        chosen["cert"],
+        chosen["cert_key"],
+        is_verified=not chosen["tls_insecure"],
+        allows_tls_1_2=chosen["tls_version_min"] == "1.2",
+    )
+    if chosen["tls_insecure"]:
+        say(
+            "WARNING: the server's certificate is not verified (--tls-insecure): anybody between "
+            "here and the server can read and change everything"
+        )
+    return Security(None if tls == TlsSettings() else tls)

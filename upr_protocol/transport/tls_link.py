@@ -1,0 +1,274 @@
+"""TLS between a session and a socket, without I/O: OpenSSL over two buffers in memory.
+
+`trio.SSLStream` copies every byte several times; this decrypts a body right where it will stay, and
+costs half as much for each chunk.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, cast
+
+from upr_protocol.chunk import Buffer
+from upr_protocol.errors import TlsError
+from upr_protocol.session import Session
+from upr_protocol.transport.socket_io import read_spaces, unsent
+from upr_protocol.transport.tls_errors import explained
+
+HANDSHAKE_BYTES_MAX: Final = 64 * 1024
+"""What a peer may send before its handshake is done: several times the longest chain of
+certificates that is in use. The memory of a stranger is bounded by it."""
+
+STRANGER_READ_BYTES: Final = 16 * 1024
+"""What is read at a time of a peer that has not said `Hello` yet: OpenSSL's buffers keep the size
+that they once had."""
+
+READ_BYTES: Final = 256 * 1024
+SERVER_READ_BYTES: Final = 64 * 1024
+"""What one read of a socket takes. A server reads less, because it has many connections, and
+OpenSSL keeps a buffer of this size for each."""
+
+PIECE_BYTES: Final = 64 * 1024
+"""What is encrypted at a time, for the same reason."""
+
+WRITE_BYTES: Final = 256 * 1024
+"""What is encrypted before the socket is asked whether it takes it."""
+
+_RECORDS_MAX: Final = 512
+"""Records that one read decrypts, at some 2 µs each: a peer may send a byte in each."""
+
+_HANDSHAKE: Final = b"\x16"
+"""How the first record of a TLS connection begins."""
+
+_RECORD_BYTES: Final = 16 * 1024
+"""What one record has at most: up to this, buffers are joined."""
+
+
+def new_tls_scratch(size: int = READ_BYTES) -> memoryview:
+    """A buffer for what comes encrypted. All connections of one loop may share it."""
+    return memoryview(bytearray(size))
+
+
+class NotTlsError(TlsError):
+    """The other side has begun to speak without TLS."""
+
+
+class TlsLink:
+    """One side of a TLS connection.
+
+    Args:
+        context: OpenSSL's settings.
+        server_name: Whom the certificate of the other side must name; None on the server's side.
+
+    Attributes:
+        is_established: Whether the handshake is done.
+        is_ended: Whether the other side has said that it sends nothing more.
+        has_undecrypted: Whether the next `read` may give something though nothing more was fed.
+    """
+
+    def __init__(self, context: ssl.SSLContext, server_name: str | None) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._is_server = server_name is None
+        self._object = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=self._is_server,
+            server_hostname=server_name,
+        )
+        self.is_established = self.is_ended = self.has_undecrypted = False
+        self._handshake_bytes = 0
+        self._ciphertext: Sequence[Buffer] = ()
+        """What was encrypted, and the socket has not taken yet."""
+        self._encrypted_bytes = 0
+        """How many bytes that is in the clear."""
+
+    # Handshake.
+
+    def handshake(self) -> bool:
+        """Goes on with the handshake; whether it is done. Send what `take_outgoing` gives after it,
+        also if it raises.
+
+        Raises:
+            BrokenError: The other side has left, or sends what is not TLS.
+            TlsError: The two sides do not agree, or one does not trust the other.
+        """
+        try:
+            self._object.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError as error:
+            raise explained(error, is_server=self._is_server) from error
+        self.is_established = self.has_undecrypted = True
+        return True
+
+    def take_outgoing(self) -> bytes:
+        """What OpenSSL has to say that is not data: the handshake, and why it failed."""
+        return self._outgoing.read()
+
+    @property
+    def peer_certificate(self) -> bytes:
+        """The other side's certificate in DER form; empty if it has shown none."""
+        return self._object.getpeercert(binary_form=True) or b""
+
+    @property
+    def peer_name(self) -> str:
+        """The common name in the other side's certificate, which was verified; empty if it has
+        shown none."""
+        certificate: dict[str, Any] = self._object.getpeercert() or {}
+        subject = certificate.get("subject", ())
+        names = [value for part in subject for field, value in part if field == "commonName"]
+        return names[-1] if names else ""
+
+    @property
+    def version(self) -> str:
+        """The version of TLS; empty before the handshake is done."""
+        return self._object.version() or "" if self.is_established else ""
+
+    # Reading.
+
+    def feed(self, data: Buffer) -> None:
+        """Takes in what came from the socket; nothing if the socket is at its end.
+
+        Raises:
+            NotTlsError: It is no TLS.
+            TlsError: The handshake takes too much.
+        """
+        if not data:
+            self._incoming.write_eof()
+        else:
+            self._incoming.write(data)
+        self.has_undecrypted = True
+        if not self.is_established:
+            if self._is_server and not self._handshake_bytes and data[:1] not in (b"", _HANDSHAKE):
+                raise NotTlsError(
+                    "the client does not speak TLS: it must write uprs:// in place of upr://"
+                )
+            self._handshake_bytes += len(data)
+            if self._handshake_bytes > HANDSHAKE_BYTES_MAX:
+                raise TlsError(f"a TLS handshake of more than {HANDSHAKE_BYTES_MAX} bytes")
+
+    def read(self, session: Session, scratch: memoryview, now: float) -> int:
+        """Decrypts what was fed, as much as one read may take, and gives it to the session.
+
+        Returns:
+            How many bytes there were; 0 if more must be fed first, or if the other side has ended.
+
+        Raises:
+            BrokenError: The connection was cut: its end was not announced. Or what came was not
+                encrypted by the other side.
+            TlsError: The other side does not accept this side's certificate.
+        """
+        room, scratch = read_spaces(session, scratch)
+        filled = self._decrypt(room)
+        behind = self._decrypt(scratch) if filled == len(room) else 0
+        if filled + behind:
+            session.receive(bytes(scratch[:behind]), now, filled)
+        return filled + behind
+
+    def read_bytes(self, bytes_max: int) -> bytes:
+        """Decrypts at most so many bytes of what was fed; see `read`."""
+        space = memoryview(bytearray(bytes_max))
+        return bytes(space[: self._decrypt(space)])
+
+    def _decrypt(self, space: memoryview) -> int:
+        count = 0
+        try:
+            for _ in range(_RECORDS_MAX):
+                if count == len(space):
+                    break
+                # With a buffer it gives the number of bytes.
+                length = cast("int", self._object.read(len(space) - count, space[count:]))
+                if not length:
+                    # So Python tells of the end, or with an error if this side has ended, too.
+                    raise ssl.SSLZeroReturnError
+                count += length
+        except ssl.SSLWantReadError:
+            self.has_undecrypted = False
+        except ssl.SSLZeroReturnError:
+            self.has_undecrypted, self.is_ended = False, True
+        except ssl.SSLError as error:
+            raise explained(error, is_server=self._is_server) from error
+        return count
+
+    # Writing.
+
+    def write(
+        self, buffers: Sequence[Buffer], send: Callable[[Sequence[Buffer]], Sequence[Buffer]]
+    ) -> Sequence[Buffer]:
+        """Encrypts `buffers`, as much as the socket takes now.
+
+        Args:
+            buffers: What to send.
+            send: Sends encrypted buffers, and gives what the socket did not take of them.
+
+        Returns:
+            What is left. The next call must begin with it: some of it may be encrypted already.
+        """
+        while buffers:
+            ciphertext = send(self.encrypted(buffers))
+            if ciphertext:
+                self._ciphertext = ciphertext
+                return buffers
+            buffers = self.sent(buffers)
+        return buffers
+
+    def encrypted(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """The encrypted form of the first `WRITE_BYTES` of `buffers`; or what is left of that form
+        if it was not sent as a whole. Call `sent` when all of it is."""
+        if not self._ciphertext:
+            self._ciphertext = self._encrypt(buffers)
+        return self._ciphertext
+
+    def sent(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """What `encrypted` gave was sent; returns what is left of the buffers that it was given."""
+        self._ciphertext = ()
+        return unsent(buffers, self._encrypted_bytes)
+
+    def _encrypt(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        if len(buffers) > 1:
+            buffers = _joined(buffers)
+        # OpenSSL's own words, for instance a new key, are on their way before the data.
+        ciphertext: list[Buffer] = [self._outgoing.read()] if self._outgoing.pending else []
+        length = 0
+        for buffer in buffers:
+            view = memoryview(buffer)[: WRITE_BYTES - length]
+            for start in range(0, len(view), PIECE_BYTES):
+                self._object.write(view[start : start + PIECE_BYTES])
+                ciphertext.append(self._outgoing.read())
+            length += len(view)
+            if length >= WRITE_BYTES:
+                break
+        self._encrypted_bytes = length
+        return ciphertext
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something was encrypted that the socket has not taken yet."""
+        return bool(self._ciphertext)
+
+    def end(self) -> bytes:
+        """Says that nothing more will be sent; gives the bytes that say so."""
+        with suppress(ssl.SSLError):  # the other side has not ended: nobody waits for it
+            self._object.unwrap()
+        return self._outgoing.read()
+
+
+def _joined(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The same bytes, short neighbours joined: each buffer becomes a record of its own or more."""
+    joined: list[Buffer] = []
+    short: list[Buffer] = []
+    length = 0
+    for buffer in buffers:
+        if length + len(buffer) > _RECORD_BYTES and short:
+            joined.append(b"".join(short))
+            short, length = [], 0
+        if len(buffer) >= _RECORD_BYTES:
+            joined.append(buffer)
+        else:
+            short.append(buffer)
+            length += len(buffer)
+    if short:
+        joined.append(b"".join(short))
+    return joined

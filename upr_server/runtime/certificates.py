@@ -1,0 +1,114 @@
+"""A daemon's certificate, read anew when its files change."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from typing import Final
+
+import attrs
+import structlog
+import trio
+
+from upr_protocol.errors import TlsError
+from upr_protocol.transport import (
+    SERVER_READ_BYTES,
+    FileStamp,
+    TlsLink,
+    TlsStream,
+    file_stamp,
+    load_authorities,
+    load_certificate,
+    new_tls_scratch,
+    server_context,
+)
+
+WATCH_S: Final = 2.0
+"""How often the files are looked at."""
+
+log = structlog.get_logger(__name__)
+
+
+@attrs.frozen
+class CertificateFiles:
+    """Which certificate a daemon shows, and which it wants to see. All files are in PEM form.
+
+    Attributes:
+        certificate: The certificate, with those between it and its authority.
+        key: Its key; empty if it is in the same file.
+        client_ca: The authorities of the clients' certificates; empty to ask for none.
+        requires_client: Whether a client without a certificate is refused.
+        allows_tls_1_2: Whether TLS 1.2 is spoken beside 1.3.
+    """
+
+    certificate: str
+    key: str = ""
+    client_ca: str = ""
+    requires_client: bool = True
+    allows_tls_1_2: bool = False
+
+    def context(self) -> ssl.SSLContext:
+        """What OpenSSL needs to accept connections.
+
+        Raises:
+            TlsError: A file cannot be used; the message names the setting.
+        """
+        context = server_context(allows_tls_1_2=self.allows_tls_1_2)
+        load_certificate(context, self.certificate, self.key, ("tls_certificate", "tls_key"))
+        if self.client_ca:
+            load_authorities(context, self.client_ca, "tls_client_ca")
+            context.verify_mode = ssl.CERT_REQUIRED if self.requires_client else ssl.CERT_OPTIONAL
+        return context
+
+    def stamps(self) -> tuple[FileStamp, ...]:
+        """What changes when one of the files does."""
+        return tuple(file_stamp(path) for path in (self.certificate, self.key, self.client_ca))
+
+
+class Certificates:
+    """Encrypts the connections that a daemon accepts.
+
+    Args:
+        files: The certificate, and what clients must show.
+
+    Attributes:
+        context: What OpenSSL needs for the next connection. Connections keep the one that they
+            began with.
+
+    Raises:
+        TlsError: A file cannot be used.
+    """
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._stamps = files.stamps()
+        self.context = files.context()
+        self._scratch = new_tls_scratch(SERVER_READ_BYTES)
+
+    def encrypted(self, stream: trio.abc.HalfCloseableStream) -> TlsStream:
+        """An accepted connection; its first read makes the handshake."""
+        return TlsStream(stream, TlsLink(self.context, None), self._scratch)
+
+    def reload(self) -> None:
+        """Reads the files. If they cannot be used, what was read before stays."""
+        self._stamps = self._files.stamps()
+        try:
+            self.context = self._files.context()
+        except TlsError as error:
+            log.error(
+                "the certificate stays as it was; the new files are of no use", error=str(error)
+            )
+        else:
+            log.info("certificate read anew", file=self._files.certificate)
+
+    async def reload_at(self, signals: AsyncIterator[int]) -> None:
+        """Reads the files at each signal, for ever."""
+        async for _ in signals:
+            self.reload()
+
+    async def watch(self) -> None:
+        """Reads the files when they have changed, for ever."""
+        while True:
+            await trio.sleep(WATCH_S)
+            if self._files.stamps() != self._stamps:
+                self.reload()
