@@ -66,11 +66,24 @@ async def test_a_certificate_is_renewed_on_sighup(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     shown, renewed = authority.sign("shown"), authority.sign("renewed", common_name="renewed")
     async with server_process(*options(shown), errors=()) as server:
-        assert "CN = localhost" in (await s_client(server)).out
+        assert "CN=localhost" in (await s_client(server)).out.replace(" ", "")
         shown.replace_by(renewed)
         server.process.send_signal(signal.SIGHUP)
         await eventually(lambda: bool(server.events("certificate read anew")), "it is read")
-        assert "CN = renewed" in (await s_client(server)).out
+        assert "CN=renewed" in (await s_client(server)).out.replace(" ", "")
+
+
+async def test_the_system_s_authorities_are_those_of_a_file_that_a_variable_names(
+    certificates: Certificates,
+) -> None:
+    async with server_process(*options(certificates.server), errors=()) as server:
+        command = (*UPR, "bucket", "list", f"uprs://127.0.0.1:{server.port}")
+        refused = await run(command)
+        assert refused.code == 4
+        assert "no authority that is trusted here" in refused.err
+        trusted = {"SSL_CERT_FILE": str(certificates.authority.ca)}
+        accepted = await run(command, variables=trusted)
+        assert accepted.code == 0, accepted
 
 
 async def test_files_of_no_use_keep_a_server_from_starting(certificates: Certificates) -> None:
