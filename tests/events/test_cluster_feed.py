@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from tests.kit.server_group import BUCKET, ServerGroup, running_servers
+from upr_protocol.bucket_event import ANY_DESIGN, EventKind
 from upr_protocol.client import Address, EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.operator import fail_over
 from upr_protocol.client.trio import event_feed
@@ -83,6 +84,21 @@ async def test_events_continue_after_a_failover(group: ServerGroup) -> None:
         await fail_over(group.operator("b"), all_of="a")
         await group.set("b", {key_of(0): "v"})
         await until_updated(feed)
+
+
+async def test_a_failover_that_may_lose_changes_is_told(group: ServerGroup) -> None:
+    """The node that is gone may have told of changes that nobody has now."""
+    async with follow_events(
+        group.servers["b"].url(), consumer="c", kinds=EventKind.DESIGN
+    ) as feed:
+        await until_everything(feed, times=2)
+        await quiet(feed)
+        await group.stop("a")
+        await fail_over(group.operator("b"), all_of="a")
+        with trio.fail_after(20):
+            event = await anext(feed)
+        assert not isinstance(event, LookAtEverything)
+        assert event.designs == (ANY_DESIGN,)
 
 
 async def test_a_node_that_joins_or_leaves_has_the_consumer_look_at_everything() -> None:

@@ -337,6 +337,13 @@ class Partition:
                 design_keys += filter(_is_design_key, chunk.keys())
         self._on_update(design_keys)
 
+    def notify_undone(self) -> None:
+        """Tells the observer that changes were undone, or may have been. Which design documents
+        were among them is not known."""
+        if self._on_update is not None:
+            # The bare prefix stands for any.
+            self._on_update((DESIGN_PREFIX,))
+
     def _notify_expired(self, keys: Sequence[bytes]) -> None:
         if keys and self._on_update is not None:
             self._on_update(list(filter(_is_design_key, keys)))
@@ -452,9 +459,7 @@ class Partition:
             The tokens whose answers are forgotten with that.
         """
         self.restart_at(seq)
-        if self._on_update is not None:
-            # Which design documents were undone is not known: the bare prefix stands for any.
-            self._on_update((DESIGN_PREFIX,))
+        self.notify_undone()
         if not seq:
             self.eviction.indexed = self.purge_seq = SeqNo(0)
             self.indexed_items = 0

@@ -190,6 +190,7 @@ class ClusteredBucket:
         partition, state = change.partition, change.state
         hands_over = was_active and state is PartitionState.PENDING
         ends_streams = change.ends_streams
+        has_new_history = change.failover_log != partition.failover_log
         partition.become(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             # Such a partition keeps nothing in memory: it stands where its disk stands.
@@ -204,6 +205,9 @@ class ClusteredBucket:
             # A replica leaves its newest mutations out of the index, so that they can be undone;
             # until they are in it, they can neither be read by key nor expire.
             self.disk.maintenance.wake()
+            if has_new_history:
+                # The node before may have told of changes that are lost, and may never come back.
+                partition.notify_undone()
         if state is not PartitionState.REPLICA:
             self.replicators.discard_received(partition.id)
 
