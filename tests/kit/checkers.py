@@ -1,4 +1,4 @@
-"""What must be true of every history: I1 to I9, I12 and I13 of docs/guarantees.md.
+"""What must be true of every history: I1 to I9, I12, I13 and events of docs/guarantees.md.
 
 A checker is given one event after the other, and then asked for more. What it raises names the
 promise that was broken. Histories of simulated clusters and of real processes are the same to it.
@@ -20,10 +20,12 @@ from tests.kit.history import (
     Answered,
     AskedForNow,
     Began,
+    BeganHistory,
     Ended,
     Event,
     Failed,
     Fault,
+    Follows,
     History,
     Level,
     ReachedNow,
@@ -31,13 +33,16 @@ from tests.kit.history import (
     Restarted,
     Row,
     Sent,
+    Streamed,
+    Told,
     WentBack,
 )
 from tests.kit.history import (
     Final as FinalState,
 )
+from upr_protocol.bucket_event import ANY_DESIGN
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.ids import DESIGN_PREFIX, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 
 _SEQ: Final = attrgetter("seq")
 
@@ -46,6 +51,10 @@ Items = dict[bytes, tuple[SeqNo, bytes]]
 MEMORY_S: Final = 10.0
 """What replicas have in memory only is on disk after so long; within it, the second machine that is
 lost may be the one that had it."""
+
+
+STREAMED_STATES: Final = (PartitionState.ACTIVE, PartitionState.REPLICA)
+"""In other states a copy may be stale, or about to be left behind."""
 
 
 class BrokenPromiseError(AssertionError):
@@ -66,19 +75,25 @@ def check(history: History) -> None:
     order.truth = truth
     if not any(isinstance(event, Accepted) for event in history):
         truth.learn(history)
-    durability, ends = Durability(), Ends()
+    durability, ends, told = Durability(), Ends(), EventsTold()
     finals: list[FinalState] = []
     for time_s, event in history.events:
         truth.take(event)
         order.take(event)
         durability.take(time_s, event)
         ends.take(event)
+        told.take(time_s, event)
         if isinstance(event, Failed) and event.after:
             raise BrokenPromiseError(
                 "I12", f"{event.node} goes on after its disk failed: {event.after}"
             )
+        if isinstance(event, Streamed) and event.state not in STREAMED_STATES:
+            raise BrokenPromiseError(
+                "I5", f"partition {event.partition} is {event.state.name} and streamed: {event}"
+            )
         if isinstance(event, FinalState):
             finals.append(event)
+    told.check()
     check_replicas_agree(finals)
     actives = {final.partition: final for final in finals if final.is_active}
     durability.check({key: value for copy in actives.values() for key, value in copy.items.items()})
@@ -335,6 +350,48 @@ class Ends:
                     raise BrokenPromiseError(
                         "I6", f"{event} leaves out {answered}, acknowledged before it asked"
                     )
+
+
+class EventsTold:
+    """A consumer of events hears, after each change of a design document, that it changed, or that
+    any may have changed; and after each new history that any may have."""
+
+    def __init__(self) -> None:
+        self._owed: dict[str, dict[bytes, float]] = {}
+        """By consumer, what it has yet to be told, each with the time at which that happened."""
+
+    def take(self, time_s: float, event: Event) -> None:
+        """The next event."""
+        if isinstance(event, Follows):
+            self._owed.setdefault(event.consumer, {ANY_DESIGN: time_s})
+        elif isinstance(event, Accepted):
+            if event.row.key.startswith(DESIGN_PREFIX):
+                self._has_changed(event.row.key, time_s)
+        elif isinstance(event, BeganHistory):
+            self._has_changed(ANY_DESIGN, time_s)
+        elif isinstance(event, Told):
+            owed = self._owed[event.consumer]
+            for design in list(owed) if event.names_all else event.designs:
+                if owed.get(design, math.inf) <= event.received_at:
+                    del owed[design]
+
+    def _has_changed(self, design: bytes, time_s: float) -> None:
+        for owed in self._owed.values():
+            owed[design] = time_s
+
+    @property
+    def missing(self) -> str:
+        """What a consumer was not told; empty if all were told everything."""
+        return "; ".join(
+            f"{consumer} was told nothing of {design!r} after {time_s:.3f}"
+            for consumer, owed in self._owed.items()
+            for design, time_s in owed.items()
+        )
+
+    def check(self) -> None:
+        """Raises `BrokenPromiseError` if something was not told."""
+        if self.missing:
+            raise BrokenPromiseError("events", self.missing)
 
 
 @attrs.define

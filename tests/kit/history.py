@@ -10,7 +10,7 @@ import attrs
 import msgspec
 
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, Operation, PartitionId, PartitionState, SeqNo
 
 Level = Literal["memory", "persisted", "replicated", "replicated_persisted"]
 
@@ -134,6 +134,38 @@ class ReachedNow(msgspec.Struct, frozen=True):
     log: FailoverLog
 
 
+class Streamed(msgspec.Struct, frozen=True):
+    """The node at `url` began to stream a partition that was to be in a state there."""
+
+    consumer: str
+    url: str
+    partition: PartitionId
+    state: PartitionState
+
+
+class BeganHistory(msgspec.Struct, frozen=True):
+    """A node became active in a new history: what only the active node before had is lost."""
+
+    node: str
+    partition: PartitionId
+
+
+class Follows(msgspec.Struct, frozen=True):
+    """A consumer of events begins, and knows nothing."""
+
+    consumer: str
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A consumer of events has processed an event that it received at `received_at`. `designs` are
+    the design documents that the event names; if it `names_all`, any may have changed."""
+
+    consumer: str
+    received_at: float
+    designs: tuple[bytes, ...]
+    names_all: bool
+
+
 class Fault(msgspec.Struct, frozen=True):
     """Something went wrong on purpose.
 
@@ -190,6 +222,10 @@ Event = (
     | Restarted
     | AskedForNow
     | ReachedNow
+    | Streamed
+    | BeganHistory
+    | Follows
+    | Told
     | Fault
     | Failed
     | Final

@@ -90,6 +90,7 @@ class RecordedPublisher:
 
     Args:
         expiry: When what is to expire does, in seconds since 1970; None for nothing that does.
+        key_prefix: What its keys begin with.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RecordedPublisher:
         pause_s: float,
         value_bytes: int,
         expiry: Callable[[], int] | None = None,
+        key_prefix: bytes = b"",
         dial: Dial = dial_tcp,
         sleep: Sleep = trio.sleep,
     ) -> None:
@@ -118,6 +120,7 @@ class RecordedPublisher:
         self._pause_s = pause_s
         self._value_bytes = value_bytes
         self._expiry = expiry
+        self._key_prefix = key_prefix
         self._number = 0
         self._generation = 0
         self._scope = trio.CancelScope()
@@ -128,7 +131,12 @@ class RecordedPublisher:
         keys: list[bytes] = []
         count = 0
         while len(keys) < 8:
-            key = b"%s.%d/%d" % (self.name.encode(), self._generation, count)
+            key = b"%s%s.%d/%d" % (
+                self._key_prefix,
+                self.name.encode(),
+                self._generation,
+                count,
+            )
             count += 1
             if partition_of(key, self._partitions) == partition:
                 keys.append(key)

@@ -12,6 +12,7 @@ from typing import Final
 import trio
 
 from tests.kit.checkers import check_received
+from tests.kit.event_follower import EventFollower
 from tests.kit.history import Fault, History, Level, Said
 from tests.kit.recorded import RecordedConsumer, RecordedPublisher
 from tests.simulation.mix import Mix
@@ -26,6 +27,9 @@ HOSTS: Final = ("a", "b", "c", "op", "p0", "p1", "c0", "c1", "c2")
 
 COPY_COMES_BACK: Final = "copy_comes_back"
 """This fault comes only in seeds that have readers."""
+
+FOLLOWER_CRASHES: Final = "follower_crashes"
+"""This fault comes only in seeds that have consumers of events."""
 
 DISKS: Final[tuple[Level, ...]] = ("persisted", "replicated", "replicated_persisted")
 """Levels that survive the loss of one machine's memory."""
@@ -49,6 +53,7 @@ class Faults:
         publishers: The publishers; situations crash them.
         consumers: The consumers; faults crash them.
         readers: The hosts of the readers, which faults cut off.
+        followers: The consumers of events; faults crash them.
         history: Records each fault.
         background: Runs the servers, and the ends of faults.
 
@@ -69,6 +74,7 @@ class Faults:
         publishers: Sequence[RecordedPublisher],
         consumers: Sequence[RecordedConsumer],
         readers: Sequence[str],
+        followers: Sequence[EventFollower],
         history: History,
         background: trio.Nursery,
     ) -> None:
@@ -84,7 +90,8 @@ class Faults:
         self.publishers = publishers
         self.consumers = consumers
         self._readers = readers
-        self.hosts = (*HOSTS, *readers)
+        self.followers = followers
+        self.hosts = (*HOSTS, *readers, *(follower.name for follower in followers))
         self._history = history
         self._background = background
         # The sequence numbers of the active nodes when a node lost its memory, by that node.
@@ -451,6 +458,10 @@ class Faults:
         self.draw.choice(self.consumers).crash()
         await trio.lowlevel.checkpoint()
 
+    async def _follower_crashes(self) -> None:
+        self.draw.choice(self.followers).crash()
+        await trio.lowlevel.checkpoint()
+
 
 FAULTS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
     "fail_over": Faults._fail_over,
@@ -470,5 +481,6 @@ FAULTS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
     "disk_rots": Faults._disk_rots,
     "clock_steps": Faults._clock_steps,
     "consumer_crashes": Faults._consumer_crashes,
+    FOLLOWER_CRASHES: Faults._follower_crashes,
     **SITUATIONS,
 }

@@ -84,6 +84,10 @@ class Mix:
             weights=weights,
         )
 
+    def for_followers(self, fault: str) -> Mix:
+        """The same for a seed with consumers of events, which has this fault, too."""
+        return attrs.evolve(self, weights={**self.weights, fault: 2.0})
+
     def for_readers(self, fault: str) -> Mix:
         """The same for a seed with readers, which has this fault, too: several partitions, of which
         each is so large that its reading takes a while."""

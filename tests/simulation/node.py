@@ -13,12 +13,13 @@ import attrs
 import msgspec
 import trio
 
-from tests.kit.history import Accepted, Failed, History, Row, Said
+from tests.kit.history import Accepted, BeganHistory, Failed, History, Row, Said
 from tests.simulation.disk import FaultyStore, Wear, flip, repaired
 from tests.simulation.network import PORT, Network
 from tests.simulation.world import EPOCH_S
 from upr_protocol.chunk import Mutation
-from upr_protocol.ids import Cas, SeqNo
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import Cas, PartitionState, SeqNo
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Evaluation, MutationBatch, Partition
@@ -214,9 +215,11 @@ def _is_all_of_disk(error: BaseException, expected: type[StorageError]) -> bool:
 
 @contextmanager
 def observed() -> Iterator[None]:
-    """Has what actives give numbers to written down, for as long as the context."""
+    """Has what actives give numbers to written down, and the histories that they begin, for as
+    long as the context."""
     cls: Any = Partition
     store, set_all, store_all = cls._store, cls._set_all, cls._store_all
+    become_before = cls.become
     is_storing_all = False
 
     def note(partition: Partition, rows: list[Mutation]) -> None:
@@ -265,8 +268,17 @@ def observed() -> Iterator[None]:
         )
         return result
 
+    def become(self: Any, state: PartitionState, failover_log: FailoverLog) -> None:
+        has_begun = failover_log != self.failover_log and state is PartitionState.ACTIVE
+        become_before(self, state, failover_log)
+        if has_begun:
+            node = _NODE.get()
+            node.history.add(BeganHistory(node.name, self.id))
+
     cls._store, cls._set_all, cls._store_all = _store, _set_all, _store_all
+    cls.become = become
     try:
         yield
     finally:
         cls._store, cls._set_all, cls._store_all = store, set_all, store_all
+        cls.become = become_before

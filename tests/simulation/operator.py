@@ -69,10 +69,16 @@ class SimulatedOperator:
         )
 
     async def begin(
-        self, partitions: int, *, has_replicas: bool, spread: bool = False
+        self,
+        partitions: int,
+        *,
+        has_replicas: bool,
+        spread: bool = False,
+        has_one_replica: bool = False,
     ) -> PartitionMap:
         """Gives all nodes the first map: one is active for everything, or each for some (`spread`),
-        and the others follow; or each has partitions of its own, and nobody follows."""
+        and the others follow, or only the next one does (`has_one_replica`); or each has partitions
+        of its own, and nobody follows."""
         names = list(self._nodes)
         first, *others = names
         assignments = [Assignment(first, dict.fromkeys(others, ""))] * partitions
@@ -80,6 +86,11 @@ class SimulatedOperator:
             assignments = [
                 Assignment(active, {name: "" for name in names if name != active})
                 for active in (names[partition % len(names)] for partition in range(partitions))
+            ]
+        if has_one_replica:
+            assignments = [
+                Assignment(names[number % len(names)], {names[(number + 1) % len(names)]: ""})
+                for number in range(partitions)
             ]
         if not has_replicas:
             assignments = [

@@ -44,6 +44,8 @@ class Profile:
         levels: The levels of durability that a publisher may ask for.
         settings: The values that a field of `Mix` may have.
         has_readers: Whether there are consumers that ask again and again for everything up to now.
+        has_wrong_states: Whether there are consumers that ask for dead and pending partitions.
+        has_followers: Whether there are consumers of events. Then each partition has one replica.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Profile:
     levels: tuple[Level, ...] = ALL_LEVELS
     settings: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
     has_readers: bool = False
+    has_wrong_states: bool = False
+    has_followers: bool = False
 
     def draw(self, chance: Random) -> Mix:
         """The mix of one seed."""
@@ -157,6 +161,31 @@ MOVING_COPIES: Final = Profile(
 )
 """Copies are removed, added again and made active, while consumers read up to now."""
 
+MOVING_PARTITIONS: Final = Profile(
+    "moving_partitions",
+    {"copy_comes_back": 2.0, "take_over": 1.0},
+    settings={"partitions": (2,), "delay_s": (0.02, 0.05), "faults": (6,)},
+    has_wrong_states=True,
+)
+"""Partitions become dead and pending, while consumers ask for them in these states."""
+
+EVENTS: Final = Profile(
+    "events",
+    {"fail_over": 1.0, "wrong": 2.0, "take_over": 1.0, "cut": 1.0, "follower_crashes": 1.0},
+    settings={"partitions": (3,), "pause_s": (0.5,), "faults": (6,)},
+    has_followers=True,
+)
+"""Nodes are killed and partitions move while consumers of events follow all nodes."""
+
+LOST_EVENT_QUEUES: Final = Profile(
+    "lost_event_queues",
+    {"lose_event_queues": 1.0},
+    levels=("persisted",),
+    settings={"has_replicas": (False,), "partitions": (3,), "pause_s": (0.5,), "faults": (2,)},
+    has_followers=True,
+)
+"""A node that alone has a partition is killed before consumers of events were told all."""
+
 _ONCE: Final = {"disk_s": (0.001, 0.01), "faults": (1,), "pause_s": (0.1,), "partitions": (1,)}
 
 _LEAD_AND_FOLLOW: Final = {"levels": (("replicated_persisted", "memory"),)}
@@ -248,6 +277,9 @@ PROFILES: Final = {
         SLOW_CONSUMERS,
         LEASED_BACKFILLS,
         MOVING_COPIES,
+        MOVING_PARTITIONS,
+        EVENTS,
+        LOST_EVENT_QUEUES,
         ROTTEN_DISKS,
         DIVERGED,
         LAGGING_REPLICAS,

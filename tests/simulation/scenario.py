@@ -14,12 +14,14 @@ import attrs
 import structlog
 import trio
 
-from tests.kit.checkers import BrokenPromiseError, check
+from tests.kit.checkers import BrokenPromiseError, EventsTold, check
+from tests.kit.event_follower import EventFollower
 from tests.kit.history import Final as FinalState
 from tests.kit.history import History, Said
 from tests.kit.recorded import RecordedConsumer, RecordedPublisher, contents_of
+from tests.kit.wrong_state_consumer import WrongStateConsumer
 from tests.simulation.disk import spared
-from tests.simulation.faults import COPY_COMES_BACK, FAULTS, Faults
+from tests.simulation.faults import COPY_COMES_BACK, FAULTS, FOLLOWER_CRASHES, Faults
 from tests.simulation.limits import small_limits
 from tests.simulation.mix import Mix
 from tests.simulation.network import Network, taken_at_once
@@ -28,7 +30,7 @@ from tests.simulation.operator import NotSettledError, SimulatedOperator
 from tests.simulation.profiles import Profile
 from tests.simulation.situations import SITUATIONS
 from tests.simulation.world import EPOCH_S, Chance, JumpingClock, run_in_world
-from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import DESIGN_PREFIX, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_server.buckets.upkeep import EXPIRY_INTERVAL_S
 
@@ -39,8 +41,14 @@ EXPIRES_S: Final = 2.0
 READERS_EVERY: Final = 5
 """One seed in this many has readers. They would change which of the other seeds finds which bug."""
 
+FOLLOWERS_EVERY: Final = 5
+"""One seed in this many has consumers of events."""
+
 CATCH_UP_S: Final = 120.0
 """Virtual time within which every consumer catches up after the last fault."""
+
+TELL_S: Final = 60.0
+"""Virtual time within which every consumer of events is told what changed."""
 
 
 @attrs.define
@@ -84,15 +92,23 @@ class Cluster:
         self.history = History(trio.current_time)
         self.outcome = Outcome(seed)
         if profile is None:
-            kinds = [name for name in FAULTS if name != COPY_COMES_BACK and name not in SITUATIONS]
+            others = {COPY_COMES_BACK, FOLLOWER_CRASHES, *SITUATIONS}
+            kinds = [name for name in FAULTS if name not in others]
             mix = Mix.drawn(self.chance.of("mix"), kinds)
             self._has_readers = seed % READERS_EVERY == 2 and mix.has_replicas
             if self._has_readers:
                 mix = mix.for_readers(COPY_COMES_BACK)
+            has_wrong_states = self._has_readers
+            has_followers = seed % FOLLOWERS_EVERY == 3
+            if has_followers:
+                mix = mix.for_followers(FOLLOWER_CRASHES)
         else:
             mix = profile.draw(self.chance.of("mix"))
             self._has_readers = profile.has_readers
+            has_wrong_states = profile.has_wrong_states
+            has_followers = profile.has_followers
         self.mix = mix
+        self._has_one_replica = profile is not None and profile.has_followers
         self.history.add(Said("seed", f"{seed}: {mix}"))
         self.network = Network(clock, self.chance.of("network"), mix.delay_s, mix.jitter_s)
         self.nodes = {
@@ -124,6 +140,8 @@ class Cluster:
                 pause_s=mix.pause_s,
                 value_bytes=mix.value_bytes,
                 expiry=lambda: int(EPOCH_S + trio.current_time() + EXPIRES_S),
+                # Events name the design documents that change, so each can be looked for.
+                key_prefix=DESIGN_PREFIX if has_followers and index else b"",
                 dial=partial(self.network.dial, f"p{index}"),
                 sleep=clock.sleep,
             )
@@ -131,6 +149,10 @@ class Cluster:
         ]
         self.consumers = [self._consumer(index) for index in range(3)]
         self.readers = [self._reader(index) for index in range(3 * self._has_readers)]
+        self.wrong_state_consumers = [
+            self._wrong_state_consumer(index) for index in range(2 * has_wrong_states)
+        ]
+        self.followers = [self._follower(index) for index in range(2 * has_followers)]
         self.faults: Faults | None = None
 
     def _consumer(self, index: int) -> RecordedConsumer:
@@ -167,6 +189,32 @@ class Cluster:
             sleep=self.network.clock.sleep,
         )
 
+    def _wrong_state_consumer(self, index: int) -> WrongStateConsumer:
+        return WrongStateConsumer(
+            f"w{index}",
+            [f"upr://{name}/{BUCKET}" for name in self.nodes],
+            self.mix.partitions,
+            self.history,
+            self.chance.of(f"wrong states {index}"),
+            dial=partial(self.network.dial, f"w{index}"),
+            sleep=self.network.clock.sleep,
+        )
+
+    def _follower(self, index: int) -> EventFollower:
+        chance = self.chance.of(f"follower {index}")
+        # One of them can begin at one node only.
+        names = ",".join(chance.sample(list(self.nodes), 1 if index else len(self.nodes)))
+        return EventFollower(
+            f"e{index}",
+            f"upr://{names}",
+            self.history,
+            chance,
+            pause_s=chance.choice((0.05, 0.3, 1.0)),
+            timeout_s=chance.choice((10, 60)),
+            dial=partial(self.network.dial, f"e{index}"),
+            sleep=self.network.clock.sleep,
+        )
+
     async def run(self) -> None:
         """Plays the faults while clients work, waits for quiet, and compares all copies."""
         async with trio.open_nursery() as background:
@@ -179,6 +227,7 @@ class Cluster:
                 self.publishers,
                 self.consumers,
                 [reader.name for reader in self.readers],
+                self.followers,
                 self.history,
                 background,
             )
@@ -188,12 +237,17 @@ class Cluster:
                 self.mix.partitions,
                 has_replicas=self.mix.has_replicas,
                 spread=self._has_readers,
+                has_one_replica=self._has_one_replica,
             )
             async with trio.open_nursery() as work:
                 for consumer in self.consumers:
                     work.start_soon(consumer.run)
                 for reader in self.readers:
                     work.start_soon(reader.read_all_again_and_again)
+                for wrong_state_consumer in self.wrong_state_consumers:
+                    work.start_soon(wrong_state_consumer.run)
+                for follower in self.followers:
+                    work.start_soon(follower.run)
                 async with trio.open_nursery() as publishing:
                     for sink in self.publishers:
                         publishing.start_soon(sink.run)
@@ -201,10 +255,14 @@ class Cluster:
                     await self._heal(faults)
                     for sink in self.publishers:
                         sink.stopping = True
+                for follower in self.followers:
+                    # No later change makes up for what it was told and had not processed.
+                    follower.crash()
                 await self.operator.settle()
                 await self._has_expired()
                 await self.operator.settle()
                 await self._caught_up()
+                await self._told()
                 work.cancel_scope.cancel()
             await self._from_old_states()
             await self._finals()
@@ -261,6 +319,20 @@ class Cluster:
             raise BrokenPromiseError(
                 "I11", f"{consumer.name} stands at {ends}, and the actives at {highs}"
             )
+
+    async def _told(self) -> None:
+        """Waits until the consumers of events were told everything. What they were not told by
+        then, the check of the whole history finds."""
+        told, count = EventsTold(), 0
+        with trio.move_on_after(TELL_S):
+            await trio.lowlevel.checkpoint()
+            while True:
+                for time_s, event in self.history.events[count:]:
+                    told.take(time_s, event)
+                count = len(self.history.events)
+                if not told.missing:
+                    return
+                await trio.sleep(0.5)
 
     async def _from_old_states(self) -> None:
         """Starts consumers from earlier resume states; each must end with the same contents."""

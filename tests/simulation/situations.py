@@ -229,6 +229,19 @@ async def interrupt_rollback(faults: Faults) -> None:
     await faults.hear_of_failover(source)
 
 
+async def lose_event_queues(faults: Faults) -> None:
+    """A node is killed while consumers of events cannot reach it. What it counted for them is lost,
+    and the publisher does not change the same keys again."""
+    source, *_ = faults.roles()
+    await _write_for_a_while(faults)
+    with _cut(faults, [source.name], [follower.name for follower in faults.followers]):
+        await _write_for_a_while(faults)
+        await faults.kill(source, silent_chance=0.0)
+        for publisher in faults.publishers:
+            publisher.crash()
+    await faults.start(source)
+
+
 # Helpers.
 
 
@@ -289,6 +302,7 @@ SITUATIONS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
         return_from_old_history,
         fail_over_while_refilling,
         interrupt_rollback,
+        lose_event_queues,
     )
 }
 """By name."""

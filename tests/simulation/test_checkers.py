@@ -14,21 +14,25 @@ from tests.kit.history import (
     Answered,
     AskedForNow,
     Began,
+    BeganHistory,
     Ended,
     Event,
     Failed,
     Fault,
     Final,
+    Follows,
     History,
     ReachedNow,
     Received,
     Restarted,
     Row,
     Sent,
+    Streamed,
+    Told,
     WentBack,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, Operation, PartitionId, PartitionState, SeqNo
 
 P = PartitionId(0)
 FIRST, SECOND = HistoryId(1), HistoryId(2)
@@ -262,6 +266,36 @@ def test_what_was_acknowledged_before_a_consumer_asked_for_now_is_below_its_end(
     assert not broken([*began, asked, answered, too_early, in_the_end])
     elsewhere = ReachedNow("c", P, SeqNo(1), LATER)
     assert not broken([*began, answered, asked, elsewhere, in_the_end])
+
+
+def test_a_consumer_of_events_hears_after_each_change() -> None:
+    design = row(1, b"_design/d", b"v")
+
+    def told(received_at: float, *designs: bytes, names_all: bool = False) -> Told:
+        return Told("e", received_at, designs, names_all)
+
+    began: list[Event] = [
+        Follows("e"),
+        told(1, names_all=True),
+        sent(design.key, 0, b"v"),
+        *numbered(design),  # the fourth event comes at 3
+    ]
+    in_the_end = ended(design)
+    assert not broken([*began, told(4, design.key), in_the_end])
+    assert not broken([*began, told(4, names_all=True), in_the_end])
+    assert broken([*began, in_the_end]) == "events"
+    assert broken([*began, told(4, b"_design/another"), in_the_end]) == "events"
+    assert broken([*began, told(2, design.key), in_the_end]) == "events", "it was before that"
+    later: list[Event] = [*began, told(4, design.key), BeganHistory("b", P)]
+    assert broken([*later, told(6, design.key), in_the_end]) == "events"
+    assert not broken([*later, told(6, names_all=True), in_the_end])
+
+
+def test_no_consumer_is_streamed_a_dead_or_a_pending_partition() -> None:
+    for state in PartitionState:
+        is_right = state in (PartitionState.ACTIVE, PartitionState.REPLICA)
+        streamed_event = Streamed("w", "upr://b/b", P, state)
+        assert broken([*RIGHT, streamed_event]) == ("" if is_right else "I5")
 
 
 def test_a_consumer_continues_from_its_saved_state() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -10,14 +11,22 @@ import msgspec
 
 from tests.simulation.bugs.patch import replaced
 from tests.simulation.bugs.planted_bug import planted
-from tests.simulation.profiles import DIVERGED, FAILOVERS, MOVING_COPIES, ROLLBACKS, SLOW_CONSUMERS
+from tests.simulation.profiles import (
+    DIVERGED,
+    FAILOVERS,
+    MOVING_COPIES,
+    MOVING_PARTITIONS,
+    ROLLBACKS,
+    SLOW_CONSUMERS,
+)
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker
 from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.wire import Stream
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, SnapshotEndItem
 from upr_server.net import ConnectionServer
 from upr_server.net import streamer as streamers
@@ -142,7 +151,38 @@ def end_at_any_copy() -> Iterator[None]:
         yield
 
 
+def _streaming(state: PartitionState) -> AbstractContextManager[None]:
+    """A node streams partitions in `state` to all clients."""
+    decide_before: Any = streamers._decide
+
+    def decide(disk: Any, partition: Any, request: Stream) -> Any:
+        decision = decide_before(disk, partition, request)
+        if request.state is not state or partition.state is not state:
+            return decision
+        return decide_start(
+            partition.failover_log, partition.high_seq, partition.purge_seq, request.position
+        )
+
+    return replaced(streamers, "_decide", decide)
+
+
+@planted(MOVING_PARTITIONS)
+def stream_dead_partition() -> Iterator[None]:
+    """A node streams a partition that a map took from it."""
+    with _streaming(PartitionState.DEAD):
+        yield
+
+
+@planted(MOVING_PARTITIONS)
+def stream_pending_partition() -> Iterator[None]:
+    """A node streams a partition that it hands over to clients that are no replicas."""
+    with _streaming(PartitionState.PENDING):
+        yield
+
+
 BUGS: Final = (
+    stream_dead_partition,
+    stream_pending_partition,
     never_roll_back,
     resume_inside_any_snapshot,
     lose_rows_after_cursor_drop,
