@@ -230,6 +230,7 @@ class PublisherAnswers:
             if change.is_forgotten:
                 freed += change.nbytes
                 change.answer = None
+        # A commit mostly takes all there is, and clearing is one step for the interpreter.
         if len(changes) == len(unsaved):
             unsaved.clear()
         else:
@@ -260,6 +261,8 @@ class PublisherAnswers:
         answers.nbytes += nbytes
         self._answer_count += 1
         self._order.append(change)
+        # Forgotten answers stay in the order until they are more than half of it. To take each out
+        # at once would be a search, and this way an answer costs O(1) in all.
         if len(self._order) > 2 * self._answer_count + ORDER_SLACK:
             self._order = [change for change in self._order if not change.is_forgotten]
         if self._unsaved is not None:
@@ -329,6 +332,7 @@ class PublisherAnswers:
 
     def tokens_above(self, seq: int) -> list[WriterToken]:
         """The tokens of answers given at numbers above `seq`. O(answers)."""
+        # Of forgotten answers, too: the disk may not know yet that they are forgotten.
         first = bisect_left(self._order, seq + 1, key=_HIGH)
         return list(dict.fromkeys(change.token for change in self._order[first:]))
 

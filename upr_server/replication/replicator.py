@@ -274,6 +274,7 @@ class Replicator:
             for partition_id in list(self._dirty):
                 received = self._received[partition_id]
                 total += received.nbytes
+                # Taken out before it is written: what is received meanwhile marks it again.
                 del self._dirty[partition_id]
                 if received.has_unwritten:
                     writes.append(self._partition_write(partition_id, received))

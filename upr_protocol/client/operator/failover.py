@@ -183,6 +183,8 @@ class _Failover:
         failures = await change.publisher.publish_to(reached, fencing_map)
         for name, error in failures.items():
             self._report(f"{name} is not fenced: {error}")
+        # Asked again after the fencing. What the survey said of a replica may be too little: it may
+        # have accepted, and acknowledged, more since.
         addresses = {n: change.publisher.addresses[n] for n in reached if n not in failures}
         for name, report in (await change.operator.node_reports(addresses)).items():
             if report.failure:
@@ -246,6 +248,8 @@ class _Failover:
     def _candidates(self, partition: PartitionId, *, lose_acknowledged: bool) -> list[str]:
         """The nodes that have everything that was acknowledged, by name."""
         least = None if lose_acknowledged else self._change.assignments[partition].promotion_point
+        # The most complete of those that answer may still be one that is being refilled, and lacks
+        # what it once acknowledged.
         copies = most_complete(self._copies[partition])
         return sorted(copy.node for copy in copies if copy.contains(least))
 
@@ -273,6 +277,8 @@ class _Failover:
             partition: self._promoted(partition, actives[partition]) for partition in actives
         }
         new_map = change.next_map(promoted)
+        # Only the new active nodes hear of it at first. If one of them refused a map that all
+        # others had, these would follow a node that is not active.
         nodes = list(dict.fromkeys(actives.values()))
         failures = await publisher.publish_to(nodes, new_map)
         for name in nodes:

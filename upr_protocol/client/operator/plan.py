@@ -106,6 +106,8 @@ def handover_assignment(assignment: Assignment) -> Assignment:
 def fences_needed(assignment: Assignment, acknowledged: int) -> int:
     """How many of the acknowledging replicas must be fenced, so that one of them has every change
     that `acknowledged` of them have acknowledged."""
+    # A change is on any `acknowledged` of the replicas. If all but fewer than that are fenced, one
+    # of the fenced has it.
     return max(0, len(acknowledging_replicas(assignment)) - acknowledged + 1)
 
 
