@@ -173,8 +173,8 @@ async def _reset_while_answers_wait(server: Server, questions: int) -> None:
             await peer.say(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
         (connection,) = server.connections.connections
         # The socket's buffers take some of it; the rest waits for the peer.
-        while not connection._unwritten:  # noqa: ASYNC110  a socket tells nobody that it is full
-            await trio.sleep(0.001)
+        await trio.testing.wait_all_tasks_blocked()
+        assert connection._unwritten
         del connection
         await trio.aclose_forcefully(ours)
 
