@@ -96,8 +96,10 @@ def reprocess(
         writer.option("flagsColumn", "flags").option("expiryColumn", "expiry").save()
 
     with plain_errors():
-        # A wrong expression is told before the query begins.
-        changes.select(F.expr(key), F.expr(value), F.expr(where).cast("boolean"))
+        # A wrong expression is told before the query begins; and one of a key that uses more than
+        # the key, which no deletion has.
+        changes.select("key").select(F.expr(key))
+        changes.select(F.expr(value), F.expr(where).cast("boolean"))
         query = changes.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
         if available_now:
             query = query.trigger(availableNow=True)
