@@ -167,7 +167,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "
                 f"{self.node!r}"
             )
-        check_tls(self)
+        _check_tls(self)
         names = [bucket.name for bucket in self.buckets]
         for name in names:
             if names.count(name) > 1:
@@ -195,7 +195,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "\n".join(lines) + "\n"
 
 
-def check_tls(config: ServerConfig) -> None:
+def _check_tls(config: ServerConfig) -> None:
     """Checks the settings of TLS, but reads no files.
 
     Raises:

@@ -213,6 +213,10 @@ async def _find(disk: BucketDisk, numbers: Iterable[int]) -> None:
         partition.eviction.unpin(pin)
 
 
+async def _ask(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    assert await disk.ask(FindSeqBefore(disk.bucket.name, 0, 0)) == 0
+
+
 async def _expire(disk: BucketDisk, numbers: Iterable[int]) -> None:
     await disk.expire(2_000.0)
 
@@ -233,6 +237,7 @@ DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[F
     _forget_leases: tries(LeaseBook.delete_lapsed),
     _persist: tries(Flusher.wait_until_persisted),
     _find: tries(BucketDisk.find, Store.ask),
+    _ask: tries(BucketDisk.ask, Store.ask),
     _expire: tries(BucketDisk.expire, Store.ask),
     _truncate: tries(BucketDisk.truncate, Store.ask),
 }

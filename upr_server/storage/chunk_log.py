@@ -384,9 +384,9 @@ class ChunkLog:
         return high
 
     def find_seq_before(self, partition: int, cas: int) -> SeqNo:
-        """The highest sequence number of a snapshot on disk such that every mutation up to it has a
-        CAS below `cas`; 0 when the first one has not. CAS values rise with the numbers, so this is
-        a binary search: O(log(chunks)) chunks are read and checked.
+        """The highest sequence number on disk up to which every mutation has a CAS below `cas`; 0
+        when the first one has not. CAS values rise with the numbers, so this is a binary search: it
+        reads and checks O(log(chunks)) chunks.
 
         Raises:
             CorruptionError: A chunk that was looked at is damaged.

@@ -36,7 +36,6 @@ from upr_server.net.request_context import (
     not_active_error,
 )
 from upr_server.storage.calls import FindSeqBefore
-from upr_server.storage.errors import StorageError
 
 GET_REPLY_BYTES: Final = 1024 * 1024
 """Where an answer to `Get` is cut; the client asks again for the rest. One value may exceed it."""
@@ -131,14 +130,8 @@ def seqnos_at(context: RequestContext, request: SeqnosAt) -> None:
         rows = []
         for partition in partitions:
             history_id = partition.failover_log.current
-            try:
-                seq = await disk.store.ask(
-                    FindSeqBefore(disk.bucket.name, partition.id, request.time_ns)
-                )
-            except StorageError:
-                disk.maintenance.check_not_deleted()
-                raise
-            disk.maintenance.check_not_deleted()
+            call = FindSeqBefore(disk.bucket.name, partition.id, request.time_ns)
+            seq = await disk.ask(call)
             if partition.state is not PartitionState.ACTIVE:
                 raise not_active_error(partition)
             if partition.failover_log.current != history_id:

@@ -6,7 +6,6 @@ from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Lease, LeaseAction, LeaseReply
 from upr_server.net.request_context import RequestContext
 from upr_server.storage.calls import MeasureRanges
-from upr_server.storage.errors import StorageError
 
 
 def lease(context: RequestContext, request: Lease) -> None:
@@ -29,12 +28,7 @@ def lease(context: RequestContext, request: Lease) -> None:
                 )
             else:
                 granted = await disk.leases.renew(request.lease_id, request.time_to_live_s)
-        try:
-            sizes = await disk.store.ask(MeasureRanges(disk.bucket.name, granted.ranges))
-        except StorageError:
-            disk.maintenance.check_not_deleted()
-            raise
-        disk.maintenance.check_not_deleted()
+        sizes = await disk.ask(MeasureRanges(disk.bucket.name, granted.ranges))
         ranges = tuple(
             (
                 partition_number,

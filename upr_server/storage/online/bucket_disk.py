@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import structlog
@@ -22,9 +22,15 @@ from upr_server.engine import (
     unpack,
 )
 from upr_server.storage.api import Store
-from upr_server.storage.calls import DeleteIndexEntries, FindExpired, FindItems, Truncate
+from upr_server.storage.calls import (
+    BucketCall,
+    DeleteIndexEntries,
+    FindExpired,
+    FindItems,
+    Truncate,
+)
 from upr_server.storage.chunk_log import StoredAnswer, StoredBucket, StoredPartition
-from upr_server.storage.errors import DiskFullError
+from upr_server.storage.errors import DiskFullError, StorageError
 from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LeaseBook
 from upr_server.storage.online.maintenance import IDLE_S, Maintenance
@@ -32,6 +38,8 @@ from upr_server.storage.records import LeaseRecord, PartitionRecord
 
 DUE_MAX: Final = 512
 """Expired items that are read from disk at a time."""
+
+Answer = TypeVar("Answer")
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +100,22 @@ class BucketDisk:
         self._flushed = trio.Event()
         self._unwritten: DiskFullError | None = None
         self._ended = trio.Event()
+
+    async def ask(self, call: BucketCall[Answer]) -> Answer:
+        """Has a call about this bucket carried out, as `Store.ask` does.
+
+        Raises:
+            ServerError: `NO_BUCKET`: the bucket was deleted meanwhile. What the disk said may be
+                about another bucket of the same name.
+            StorageError: It was not carried out.
+        """
+        try:
+            answer = await self.store.ask(call)
+        except StorageError:
+            self.maintenance.check_not_deleted()
+            raise
+        self.maintenance.check_not_deleted()
+        return answer
 
     def has_committed(self) -> None:
         """Tells that something was put on disk: maintenance may have work, and memory can go."""
