@@ -64,14 +64,14 @@ class Running:
         bucket: Its bucket.
         store: Its disk.
         flusher: The flusher.
-        told: When it told that it has committed.
+        commit_times: When it told that it has committed.
         answers: What waiting calls were answered, in order: a name, and whether it is on disk.
     """
 
     bucket: Bucket
     store: CommitLog
     flusher: Flusher
-    told: list[float]
+    commit_times: list[float]
     answers: list[tuple[str, bool]] = attrs.field(factory=list)
 
     @property
@@ -93,11 +93,11 @@ async def running(
 ) -> AsyncIterator[Running]:
     """A flusher of a bucket, at the time 0 of the clock."""
     bucket = bucket or new_bucket(partitions)
-    store, told = CommitLog(commit_s), list[float]()
-    flusher = Flusher(store, bucket, lambda: told.append(trio.current_time()))
+    store, commit_times = CommitLog(commit_s), list[float]()
+    flusher = Flusher(store, bucket, lambda: commit_times.append(trio.current_time()))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(flusher.run)
-        yield Running(bucket, store, flusher, told)
+        yield Running(bucket, store, flusher, commit_times)
         nursery.cancel_scope.cancel()
 
 
@@ -128,7 +128,7 @@ async def test_a_commit_begins_soon_after_the_first_change_that_none_contains(
         begins = [begin - began for begin in run.store.begins]
         assert begins == pytest.approx(expected_begins(changes, commit_s), abs=1e-6)
         assert run.partition.manager.persistence.committed == run.partition.high_seq
-        assert len(run.told) == len(begins)
+        assert len(run.commit_times) == len(begins)
 
 
 @pytest.mark.parametrize("is_task", [False, True])
@@ -189,11 +189,11 @@ async def test_while_the_disk_is_full_nothing_is_promised(autojump_clock: MockCl
         assert run.answers == [("before", False), ("while it is full", False)]
         await trio.sleep(2.6)
         assert len(run.store.commits) == 4, "it tries again each second"
-        assert run.told == []
+        assert run.commit_times == []
         run.store.is_full = False
         await trio.sleep(FULL_DISK_RETRY_S)
         assert run.flusher.full == ""
-        assert len(run.told) == 1
+        assert len(run.commit_times) == 1
         run.wait_for("after", 1)
         assert run.answers[2:] == [("after", True)]
 
@@ -215,7 +215,7 @@ async def test_a_deleted_bucket_tells_nobody_of_its_commits(autojump_clock: Mock
         put(run.partition, b"a")
         await trio.sleep(1.0)
         assert len(run.store.commits) == 1
-        assert run.told == []
+        assert run.commit_times == []
 
 
 VALUE: Final = bytes(1000)

@@ -323,14 +323,14 @@ class Cluster:
     async def _told(self) -> None:
         """Waits until the consumers of events were told everything. What they were not told by
         then, the check of the whole history finds."""
-        told, count = EventsTold(), 0
+        events_told, count = EventsTold(), 0
         with trio.move_on_after(TELL_S):
             await trio.lowlevel.checkpoint()
             while True:
                 for time_s, event in self.history.events[count:]:
-                    told.take(time_s, event)
+                    events_told.take(time_s, event)
                 count = len(self.history.events)
-                if not told.missing:
+                if not events_told.missing:
                     return
                 await trio.sleep(0.5)
 

@@ -107,10 +107,10 @@ def test_a_cluster_of_two_workers_runs_them(new_bucket: NewBucket, tmp_path: Pat
     }
     # Each takes half a minute: one stands for all, unless there is time.
     for script in list(words_of)[: effort(1, len(words_of))]:
-        done = submit(script, *words_of[script], master="local-cluster[2,1,1024]", more=logged)
-        assert done.returncode == 0, done.stderr[-4000:]
-    kept = DeltaTable(table).to_pyarrow_table().to_pylist()
-    assert contents_of_rows(kept) == contents(url)
+        submitted = submit(script, *words_of[script], master="local-cluster[2,1,1024]", more=logged)
+        assert submitted.returncode == 0, submitted.stderr[-4000:]
+    table_rows = DeltaTable(table).to_pyarrow_table().to_pylist()
+    assert contents_of_rows(table_rows) == contents(url)
     lines = [line for path in log.rglob("events_*") for line in path.read_text().splitlines()]
     events = [json.loads(line) for line in lines]
     executors = {

@@ -42,9 +42,9 @@ async def s_client(server: ServerProcess, *arguments: str) -> Finished:
 async def test_openssl_sees_1_3_only(certificates: Certificates) -> None:
     authority = str(certificates.authority.ca)
     async with server_process(*options(certificates.server)) as server:
-        seen = await s_client(server, "-CAfile", authority, "-verify_return_error")
-        assert "Protocol  : TLSv1.3" in seen.out or "New, TLSv1.3" in seen.out
-        assert "Verify return code: 0 (ok)" in seen.out
+        client = await s_client(server, "-CAfile", authority, "-verify_return_error")
+        assert "Protocol  : TLSv1.3" in client.out or "New, TLSv1.3" in client.out
+        assert "Verify return code: 0 (ok)" in client.out
         for version in ("-tls1_2", "-tls1_1", "-tls1"):
             refused = await s_client(server, version, "-cipher", "ALL:@SECLEVEL=0")
             assert refused.code != 0
@@ -54,8 +54,8 @@ async def test_openssl_sees_1_3_only(certificates: Certificates) -> None:
 async def test_openssl_sees_1_2_where_a_setting_allows_it(certificates: Certificates) -> None:
     variables = {"UPR_SERVER_TLS_VERSION_MIN": "1.2"}
     async with server_process(*options(certificates.server), variables=variables) as server:
-        seen = await s_client(server, "-tls1_2")
-        assert "New, TLSv1.2, Cipher is ECDHE-ECDSA-AES256-GCM-SHA384" in seen.out
+        client = await s_client(server, "-tls1_2")
+        assert "New, TLSv1.2, Cipher is ECDHE-ECDSA-AES256-GCM-SHA384" in client.out
         # No cipher without forward secrecy, and nothing older.
         for arguments in (("-tls1_2", "-cipher", "AES256-SHA"), ("-tls1_1",)):
             refused = await s_client(server, *arguments)

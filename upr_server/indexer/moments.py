@@ -132,7 +132,7 @@ class Moments:
     def __init__(self, pool: MemoryPool) -> None:
         self._pool = pool
         self._moments: dict[str, Moment] = {}
-        self._held = Notifier()
+        self._new_moment = Notifier()
         self.given_up = 0
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class Moments:
             raise
         moment = Moment(secrets.token_hex(_TOKEN_BYTES), file, view)
         self._moments[moment.token] = moment
-        self._held.notify()
+        self._new_moment.notify()
         return moment
 
     def find(self, token: str, file: IndexFile | None = None) -> Moment:
@@ -187,7 +187,7 @@ class Moments:
     async def run(self) -> None:
         """Gives up moments when they are over, for ever."""
         while True:
-            await self._held.wait_until(lambda: bool(self._moments))
+            await self._new_moment.wait_until(lambda: bool(self._moments))
             await trio.sleep(CHECK_INTERVAL_S)
             for moment in list(self._moments.values()):
                 if moment.is_over():
