@@ -21,7 +21,7 @@ from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
 from upr_server.replication import MapExchange, PartitionMaps
-from upr_server.runtime import BoundListeners, Certificates, System
+from upr_server.runtime import BoundListeners, Certificates, System, certificate_files
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
@@ -142,7 +142,7 @@ async def running_server(
         ListenError: The address cannot be listened on.
         StorageError: The disk failed.
     """
-    files = config.certificate_files()
+    files = certificate_files(config)
     certificates = None if files is None else Certificates(files)
     # What this server shows other nodes, and expects of them.
     system = system or System()

@@ -21,7 +21,7 @@ from upr_protocol.limits import (
 from upr_protocol.partition_map import NODE_NAME
 from upr_protocol.security import TlsSettings
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
-from upr_server.runtime import CertificateFiles, ConfigError, load_settings, parse_listen
+from upr_server.runtime import ConfigError, certificate_files, load_settings, parse_listen
 from upr_server.storage.directory import default_data_dir
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
@@ -119,18 +119,6 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The data directory."""
         return Path(self.data_dir) if self.data_dir else default_data_dir()
 
-    def certificate_files(self) -> CertificateFiles | None:
-        """The certificate, and what clients must show; None without encryption."""
-        if not self.tls_certificate:
-            return None
-        return CertificateFiles(
-            self.tls_certificate,
-            self.tls_key,
-            self.tls_client_ca,
-            self.tls_client_certificates == "required",
-            self.tls_version_min == "1.2",
-        )
-
     def node_tls(self) -> TlsSettings | None:
         """How links to other nodes are encrypted; None if they are not."""
         if not self.tls_certificate:
@@ -167,7 +155,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "
                 f"{self.node!r}"
             )
-        _check_tls(self)
+        certificate_files(self)
+        if self.tls_ca and not self.tls_certificate:
+            raise ConfigError("tls_ca has no use without tls_certificate")
         names = [bucket.name for bucket in self.buckets]
         for name in names:
             if names.count(name) > 1:
@@ -193,19 +183,6 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{name} = {_toml(getattr(bucket, name))}" for name in bucket.__struct_fields__
             ]
         return "\n".join(lines) + "\n"
-
-
-def _check_tls(config: ServerConfig) -> None:
-    """Checks the settings of TLS, but reads no files.
-
-    Raises:
-        ConfigError: One has no use without another one.
-    """
-    for setting in ("tls_key", "tls_client_ca", "tls_ca"):
-        if getattr(config, setting) and not config.tls_certificate:
-            raise ConfigError(f"{setting} has no use without tls_certificate")
-    if config.tls_client_certificates == "optional" and not config.tls_client_ca:
-        raise ConfigError("tls_client_certificates has no use without tls_client_ca")
 
 
 def _toml(value: object) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from upr_protocol.cli.errors import BadInputError, RefusedError, say
 from upr_protocol.cli.output import print_json, print_line, print_table
 from upr_protocol.cli.parameters import json_option, number
+from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.client import IndexClient, IndexerError, IndexRange, WriteResult
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
@@ -33,7 +34,7 @@ _ENTRIES_MAX: Final = 10_000
 def _indexer(url: str) -> Iterator[IndexClient]:
     """A client of the indexer, whose errors end the command with a sentence."""
     try:
-        client = IndexClient(url)
+        client = IndexClient(url, security_of(click.get_current_context()))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
@@ -65,7 +66,7 @@ def index() -> None:
     """
 
 
-@index.command()
+@index.command(cls=SecurityCommand)
 @click.argument("design")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -181,7 +182,7 @@ def split_expressions(text: str) -> list[str]:
     return [*expressions, text[start:]]
 
 
-@index.command()
+@index.command(cls=SecurityCommand)
 @click.argument("design")
 @_indexer_option
 def drop(design: str, url: str) -> None:
@@ -191,7 +192,7 @@ def drop(design: str, url: str) -> None:
     print_line(f"dropped {design}")
 
 
-@index.command("list")
+@index.command("list", cls=SecurityCommand)
 @_indexer_option
 @json_option
 def list_indexes(url: str, as_json: bool) -> None:
@@ -209,7 +210,7 @@ def list_indexes(url: str, as_json: bool) -> None:
         say(f"the design {design} cannot be used: {mistake}")
 
 
-@index.command()
+@index.command(cls=SecurityCommand)
 @click.argument("name", metavar="[DESIGN/INDEX]", required=False)
 @_indexer_option
 def status(name: str | None, url: str) -> None:
@@ -245,7 +246,7 @@ def _written(text: str) -> WriteResult:
         ) from error
 
 
-@index.command()
+@index.command(cls=SecurityCommand)
 @click.argument("name", metavar="DESIGN/INDEX")
 @click.option(
     "--prefix",

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from upr_protocol.cli.security_options import security_of, security_options
+from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.client import Address, AddressError
 from upr_protocol.ids import Durability
 from upr_protocol.limits import PARTITIONS_MAX
@@ -23,13 +23,9 @@ SCHEMES: Final = ("upr://", "uprs://")
 URL_VARIABLE: Final = "UPR_URL"
 
 
-class TargetCommand(click.Command):
+class TargetCommand(SecurityCommand):
     """A command whose first argument, `target`, may be left out where `UPR_URL` is set; with the
     options of encrypted connections."""
-
-    def __init__(self, *args: Any, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
-        self.params += security_options()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Inserts the URL from the environment when the command line has none."""

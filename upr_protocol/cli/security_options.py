@@ -31,15 +31,15 @@ def security_options() -> list[click.Option]:
             metavar="FILE",
             default="",
             envvar="UPR_CA",
-            help="For uprs://: the authorities that may have signed the server's certificate.  "
-            "[default: UPR_CA, or those that the system trusts]",
+            help="For encrypted URLs: the authorities that may have signed the server's "
+            "certificate.  [default: UPR_CA, or those that the system trusts]",
         ),
         _option(
             "--cert",
             metavar="FILE",
             default="",
             envvar="UPR_CERT",
-            help="For uprs://: your own certificate.  [default: UPR_CERT]",
+            help="For encrypted URLs: your own certificate.  [default: UPR_CERT]",
         ),
         _option(
             "--cert-key",
@@ -61,6 +61,14 @@ def security_options() -> list[click.Option]:
             "then read and change everything.",
         ),
     ]
+
+
+class SecurityCommand(click.Command):
+    """A command with the options of encrypted connections."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params += security_options()
 
 
 def security_of(ctx: click.Context) -> Security:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
@@ -12,8 +13,13 @@ import msgspec
 
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.security import UNPROTECTED, Security, TlsSettings
+from upr_protocol.transport import client_context, explained
 
 T = TypeVar("T")
+
+PORT_DEFAULT: Final = 12080
+"""Where an indexer listens unless it is told otherwise."""
 
 INDEXER_TIMEOUT_S: Final = 10.0
 """How long a scan may wait by default for the index to be as fresh as asked."""
@@ -163,21 +169,45 @@ class _Failures(msgspec.Struct, frozen=True):
 
 
 class IndexClient:
-    """A client of the indexer at `url`, for instance `http://127.0.0.1:12080`. For one thread.
+    """A client of an indexer. For one thread.
 
     It connects with the first request, and again after a lost connection. Use it as a context, or
     call `close`.
 
+    Args:
+        url: For instance `http://127.0.0.1:12080`, or `https://…`.
+        security: For `https://`, which certificates count; by default those whose authorities the
+            system trusts.
+
     Raises:
-        ValueError: The URL is malformed.
+        ValueError: The URL is malformed, or not encrypted though there are TLS settings.
+        TlsError: A file that `security` names cannot be used.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, security: Security = UNPROTECTED) -> None:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-            raise ValueError(f"{url!r} is not an indexer's URL; write http://HOST:PORT")
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.path not in ("", "/")
+        ):
+            raise ValueError(
+                f"{url!r} is not an indexer's URL; write http://HOST:PORT or https://HOST:PORT"
+            )
+        if parts.scheme == "http" and security.tls is not None:
+            raise ValueError(
+                f"{url!r} is not encrypted: an indexer that shows a certificate has a URL that "
+                "begins with https://"
+            )
         self.url = url
-        self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 12080)
+        host, port = parts.hostname, parts.port or PORT_DEFAULT
+        self._connection = (
+            http.client.HTTPConnection(host, port)
+            if parts.scheme == "http"
+            else http.client.HTTPSConnection(
+                host, port, context=client_context(security.tls or TlsSettings())
+            )
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -424,7 +454,21 @@ class IndexClient:
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             # UnicodeError comes from the codec for host names.
             connection.close()
-            raise BrokenError(f"the indexer at {self.url} does not answer: {error!s}") from error
+            raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> UprError:
+        is_encrypted = isinstance(self._connection, http.client.HTTPSConnection)
+        if is_encrypted and isinstance(error, ssl.SSLEOFError | http.client.RemoteDisconnected):
+            # An indexer that does not accept the client's certificate says nothing.
+            return BrokenError(
+                f"the indexer at {self.url} closed the connection: if its setting tls_client_ca "
+                "asks for a certificate, name one with the options cert and cert-key; otherwise "
+                "see its setting tls_version_min"
+            )
+        if isinstance(error, ssl.SSLError):
+            failure = explained(error, is_server=False)
+            return type(failure)(f"the indexer at {self.url}: {failure}")
+        return BrokenError(f"the indexer at {self.url} does not answer: {error!s}")
 
     def _exchange(self, method: str, path: str, body: bytes) -> bytes:
         connection = self._connection

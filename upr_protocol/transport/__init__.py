@@ -21,6 +21,7 @@ from upr_protocol.transport.tls_context import (
     load_certificate,
     server_context,
 )
+from upr_protocol.transport.tls_errors import explained
 from upr_protocol.transport.tls_link import SERVER_READ_BYTES, NotTlsError, TlsLink, new_tls_scratch
 from upr_protocol.transport.tls_socket import TlsSocket
 from upr_protocol.transport.trio_stream import (
@@ -50,6 +51,7 @@ __all__ = [
     "dial_socket",
     "dial_tcp",
     "encrypted_to_server",
+    "explained",
     "file_stamp",
     "load_authorities",
     "load_certificate",

@@ -55,7 +55,8 @@ _REASONS_TO_CLIENT: Final = {
     "UNSUPPORTED_PROTOCOL": "the server speaks no version of TLS that is accepted here: see the "
     "server's setting tls_version_min",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS: write upr:// in place of uprs://, or "
-    "give the server a certificate with its setting tls_certificate",
+    "http:// in place of https://; or give the server a certificate with its setting "
+    "tls_certificate",
 }
 
 _REASONS_TO_SERVER: Final = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,26 +16,61 @@ import structlog
 import trio
 from hypercorn.trio import serve as serve_http
 
+from upr_protocol.concurrency import background
 from upr_server.indexer.api import application
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.indexer import Indexer, running_indexer
-from upr_server.runtime import open_listeners, run_until_signal
+from upr_server.runtime import (
+    Certificates,
+    certificate_files,
+    open_listeners,
+    run_until_signal,
+)
 
 SEND_TIMEOUT_S: Final = 10.0
 """A connection whose peer takes nothing for so long is closed. Its answer counts in the pool until
 then, and a stop waits for it."""
 
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""How long a handshake of TLS may take."""
+
 log = structlog.get_logger(__name__)
 
 
+class _HttpSettings(hypercorn.Config):
+    """Hypercorn's settings, with certificates that may change while it runs."""
+
+    ssl_handshake_timeout = HANDSHAKE_TIMEOUT_S
+
+    def __init__(self, certificates: Certificates | None) -> None:
+        super().__init__()
+        self._certificates = certificates
+
+    @property
+    def ssl_enabled(self) -> bool:
+        """Whether to speak HTTPS only."""
+        return self._certificates is not None
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        """What OpenSSL needs for all connections."""
+        return None if self._certificates is None else self._certificates.context_for_renewals()
+
+
 @asynccontextmanager
-async def serving(indexer: Indexer, listen: str) -> AsyncIterator[str]:
+async def serving(
+    indexer: Indexer, listen: str, certificates: Certificates | None = None
+) -> AsyncIterator[str]:
     """Answers over HTTP for as long as the context; gives `http://HOST:PORT`.
+
+    Args:
+        indexer: What answers.
+        listen: Where to listen, `HOST:PORT`.
+        certificates: What to show over HTTPS; None to answer in the clear.
 
     Raises:
         ListenError: The address cannot be listened on.
     """
-    settings = hypercorn.Config()
+    settings = _HttpSettings(certificates)
     async with open_listeners(listen) as listeners:
         for listener in listeners:
             # Its connections inherit this. Hypercorn sends without a deadline of its own, and
@@ -59,7 +96,7 @@ async def serve(config: IndexerConfig, on_listening: Callable[[str], None]) -> N
 
     Args:
         config: What it is told.
-        on_listening: Called with `http://HOST:PORT` once it answers.
+        on_listening: Called with `http://HOST:PORT`, or `https://…`, once it answers.
     """
 
     def on_running(url: str) -> None:
@@ -71,8 +108,17 @@ async def serve(config: IndexerConfig, on_listening: Callable[[str], None]) -> N
 
 @asynccontextmanager
 async def _running(config: IndexerConfig) -> AsyncIterator[str]:
+    files = certificate_files(config)
+    certificates = None if files is None else Certificates(files)
     async with (
         running_indexer(config.settings()) as indexer,
-        serving(indexer, config.listen) as url,
+        serving(indexer, config.listen, certificates) as url,
+        background() as nursery,
     ):
-        yield url
+        if certificates is None:
+            yield url
+            return
+        with trio.open_signal_receiver(signal.SIGHUP) as hangups:
+            nursery.start_soon(certificates.reload_at, hangups)
+            nursery.start_soon(certificates.watch)
+            yield url

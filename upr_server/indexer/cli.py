@@ -34,9 +34,46 @@ and would wait for the default, 5 ms, each time that the loop has something to d
     help="A TOML file with settings.",
 )
 @click.option(
+    "--ca",
+    metavar="FILE",
+    help="For uprs://: the authorities that may have signed the server's certificate.  [default: "
+    "those that the system trusts]",
+)
+@click.option("--cert", metavar="FILE", help="For uprs://: the indexer's own certificate.")
+@click.option(
+    "--cert-key",
+    metavar="FILE",
+    help="The key of --cert.  [default: in the same file]",
+)
+@click.option(
     "--listen",
     metavar="HOST:PORT",
     help="Where to answer over HTTP; port 0 takes a free one.  [default: 127.0.0.1:12080]",
+)
+@click.option(
+    "--tls-certificate",
+    metavar="FILE",
+    help="The certificate to answer over HTTPS with.  [default: none, HTTP in the clear]",
+)
+@click.option(
+    "--tls-key",
+    metavar="FILE",
+    help="The key of --tls-certificate.  [default: in the certificate's file]",
+)
+@click.option(
+    "--tls-client-ca",
+    metavar="FILE",
+    help="Clients need a certificate that one of the authorities in this file has signed.",
+)
+@click.option(
+    "--tls-client-certificates",
+    type=click.Choice(["required", "optional"]),
+    help="Whether clients need a certificate, with --tls-client-ca.  [default: required]",
+)
+@click.option(
+    "--tls-version-min",
+    type=click.Choice(["1.2", "1.3"]),
+    help="The oldest version of TLS, in both directions.  [default: 1.3]",
 )
 @click.option(
     "--data-dir",
@@ -59,8 +96,8 @@ def main(config_path: Path | None, **options: Any) -> None:
     and so on), then from options; each overrides the one before. It runs until Ctrl-C or SIGTERM; a
     second one ends it at once.
 
-    The first line on standard output is `listening on http://HOST:PORT`; the log goes to standard
-    error. `upr index` makes indexes and asks them.
+    The first line on standard output is `listening on http://HOST:PORT`, or https://, with
+    --tls-certificate; the log goes to standard error. `upr index` makes indexes and asks them.
     """
     try:
         config = load_config(config_path, os.environ, options)

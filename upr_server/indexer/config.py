@@ -13,9 +13,15 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import platformdirs
 
-from upr_protocol.client import Address, AddressError, ReceivedKeysLimits
+from upr_protocol.client import (
+    Address,
+    AddressError,
+    ReceivedKeysLimits,
+    Security,
+    TlsSettings,
+)
 from upr_server.indexer.indexer import Settings
-from upr_server.runtime import ConfigError, load_settings, parse_listen
+from upr_server.runtime import ConfigError, certificate_files, load_settings, parse_listen
 
 ENVIRONMENT_PREFIX: Final = "UPR_INDEXER_"
 
@@ -31,8 +37,20 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of an indexer.
 
     Attributes:
-        bucket: The bucket, as `upr://HOST:PORT/BUCKET`.
+        bucket: The bucket, as `upr://HOST:PORT/BUCKET`, or `uprs://…` for an encrypted connection.
+        ca: For `uprs://`, the file with the authorities that may have signed the server's
+            certificate; empty for those that the system trusts.
+        cert: For `uprs://`, the file with the indexer's own certificate; empty for none.
+        cert_key: The file with its key; empty if it is in the same file.
         listen: `HOST:PORT` for HTTP; port 0 takes a free one.
+        tls_certificate: The file with the certificate that the indexer shows over HTTPS, and those
+            between it and its authority; empty for HTTP in the clear.
+        tls_key: The file with its key; empty if it is in the same file.
+        tls_client_ca: The file with the authorities of the clients' certificates; empty to ask
+            for none.
+        tls_client_certificates: Whether a client without a certificate is refused (`required`) or
+            not (`optional`), where `tls_client_ca` is set.
+        tls_version_min: The oldest version of TLS, in both directions.
         data_dir: Where indexes are kept; empty for the platform's data directory.
         pool_bytes: The memory for what waits to be indexed and for scans; 0 for 30 % of the
             machine's.
@@ -44,7 +62,15 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     bucket: str = ""
+    ca: str = ""
+    cert: str = ""
+    cert_key: str = ""
     listen: str = "127.0.0.1:12080"
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    tls_client_certificates: Literal["required", "optional"] = "required"
+    tls_version_min: Literal["1.2", "1.3"] = "1.3"
     data_dir: str = ""
     pool_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     queues: _Count = 8
@@ -58,8 +84,13 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: The setting does not name a bucket.
         """
+        tls = TlsSettings(
+            self.ca, self.cert, self.cert_key, allows_tls_1_2=self.tls_version_min == "1.2"
+        )
+        names_files = bool(self.ca or self.cert or self.cert_key)
+        security = Security(tls if names_files or self.bucket.startswith("uprs://") else None)
         try:
-            return Address.parse(self.bucket).with_bucket()
+            return Address.parse(self.bucket, security).with_bucket()
         except AddressError as error:
             raise ConfigError(f"bucket is {self.bucket!r}: {error}") from error
 
@@ -70,6 +101,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigError: A field is wrong.
         """
         parse_listen(self.listen)
+        certificate_files(self)
         address = self.address()
         folder = Path(self.data_dir) if self.data_dir else _default_data_dir(address.bucket)
         pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())

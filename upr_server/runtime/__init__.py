@@ -1,6 +1,6 @@
 """What both processes need, the server and the indexer: settings, logs, listeners, signals."""
 
-from upr_server.runtime.certificates import CertificateFiles, Certificates
+from upr_server.runtime.certificates import CertificateFiles, Certificates, certificate_files
 from upr_server.runtime.listeners import (
     BoundListeners,
     ListenError,
@@ -31,6 +31,7 @@ __all__ = [
     "System",
     "TurnTimer",
     "bind_tcp",
+    "certificate_files",
     "collect_only_young",
     "is_loopback",
     "keep_heap_small",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Final, Literal, Protocol
 
 import attrs
 import structlog
@@ -22,6 +22,7 @@ from upr_protocol.transport import (
     new_tls_scratch,
     server_context,
 )
+from upr_server.runtime.settings import ConfigError
 
 WATCH_S: Final = 2.0
 """How often the files are looked at."""
@@ -65,6 +66,52 @@ class CertificateFiles:
         return tuple(file_stamp(path) for path in (self.certificate, self.key, self.client_ca))
 
 
+class TlsConfig(Protocol):
+    """The settings of a daemon that accepts encrypted connections."""
+
+    @property
+    def tls_certificate(self) -> str:
+        """The file with the daemon's certificate; empty for connections in the clear."""
+
+    @property
+    def tls_key(self) -> str:
+        """The file with its key; empty if it is in the same file."""
+
+    @property
+    def tls_client_ca(self) -> str:
+        """The file with the authorities of the clients' certificates; empty to ask for none."""
+
+    @property
+    def tls_client_certificates(self) -> Literal["required", "optional"]:
+        """Whether clients need a certificate, where `tls_client_ca` is set."""
+
+    @property
+    def tls_version_min(self) -> Literal["1.2", "1.3"]:
+        """The oldest version of TLS."""
+
+
+def certificate_files(config: TlsConfig) -> CertificateFiles | None:
+    """The certificate, and what clients must show; None without encryption.
+
+    Raises:
+        ConfigError: A setting has no use without another one.
+    """
+    for setting, value in (("tls_key", config.tls_key), ("tls_client_ca", config.tls_client_ca)):
+        if value and not config.tls_certificate:
+            raise ConfigError(f"{setting} has no use without tls_certificate")
+    if config.tls_client_certificates == "optional" and not config.tls_client_ca:
+        raise ConfigError("tls_client_certificates has no use without tls_client_ca")
+    if not config.tls_certificate:
+        return None
+    return CertificateFiles(
+        config.tls_certificate,
+        config.tls_key,
+        config.tls_client_ca,
+        config.tls_client_certificates == "required",
+        config.tls_version_min == "1.2",
+    )
+
+
 class Certificates:
     """Encrypts the connections that a daemon accepts.
 
@@ -88,6 +135,17 @@ class Certificates:
     def encrypted(self, stream: trio.abc.HalfCloseableStream) -> TlsStream:
         """An accepted connection; its first read makes the handshake."""
         return TlsStream(stream, TlsLink(self.context, None), self._scratch)
+
+    def context_for_renewals(self) -> ssl.SSLContext:
+        """A context for a library that keeps it: each connection shows the certificate that is the
+        newest then. The authorities of the clients' certificates stay as they are now."""
+        context = self.context
+
+        def use_newest(connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
+            connection.context = self.context
+
+        context.sni_callback = use_newest
+        return context
 
     def reload(self) -> None:
         """Reads the files. If they cannot be used, what was read before stays."""
