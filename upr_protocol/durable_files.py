@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 
@@ -20,17 +21,24 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replaces a file, or makes it. A crash leaves the whole new file, or what was there before.
 
     While it is written the new file has the same name with a period before it.
+
+    Args:
+        path: The file.
+        data: Its contents.
+        mode: Who may read and write it, as far as the process's mask lets them.
 
     Raises:
         OSError: It cannot be written; what was there before still is.
     """
     new_path = path.with_name(f".{path.name}")
     try:
-        with new_path.open("wb") as file:
+        # What a crash left there may be readable by others.
+        new_path.unlink(missing_ok=True)
+        with open(new_path, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -35,6 +35,7 @@ from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
+from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
 from upr_server.app import Server, running_server
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.config import ServerConfig
@@ -80,8 +81,9 @@ from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
 from upr_server.storage.online.maintenance import Maintenance
 from upr_server.storage.processes import ProcessStore, open_store
-from upr_server.storage.records import LeaseRecord
+from upr_server.storage.records import LeaseRecord, unseal
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
+from upr_server.user_store import UserStore
 
 Function = Callable[..., Any]
 
@@ -89,6 +91,7 @@ P0: Final = PartitionId(0)
 CALL_S: Final = 0.001
 PACKAGES: Final = (
     *("app", "startup", "buckets", "runtime", "events", "net", "replication", "storage"),
+    "user_store",
 )
 TRIED: Final[set[Function]] = set()
 """Those that tests below say they cancel; each test sees that it does."""
@@ -326,6 +329,31 @@ async def test_a_store(autojump_clock: MockClock) -> None:
 
 
 # Connections.
+
+USERS: Final = tries(UserStore.load, UserStore.change, UserStore.adopt)
+
+
+async def test_the_users(autojump_clock: MockClock) -> None:
+    directory = SimulatedDirectory()
+    store = UserStore(slow_store(directory))
+    names = count()
+
+    def adding(users: Users) -> Users:
+        grants = (Grant(Right.SECURE, EVERYTHING),)
+        return users.with_user(User(f"user{next(names)}", grants=grants))
+
+    async def change() -> None:
+        await store.load()
+        await store.change(adding)
+        await store.adopt(adding(store.users))
+
+    def agree() -> None:
+        data = directory.users.data
+        on_disk = Users.from_json(unseal(b"users", data)) if data else Users()
+        assert store.users == on_disk
+
+    (await cancelled_at_each_step(change, agree)).check_inside(*USERS)
+
 
 BUDGET: Final = tries(FrameBudget.wait_for_turn, UnfinishedFrame.wait_for_turn, FrameBudget.run)
 

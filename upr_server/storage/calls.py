@@ -160,6 +160,28 @@ class SaveEventQueues(StoreCall[None], frozen=True):
         server.event_queues.save(self.data)
 
 
+# Users.
+
+
+class LoadUsers(StoreCall[bytes], frozen=True):
+    """Reads the users of the cluster. Answers no bytes when none were saved.
+
+    `CorruptionError` says that they are damaged; `DataDirectoryError` that they cannot be read.
+    """
+
+    def run_on(self, server: StorageServer) -> bytes:
+        return server.users.load()
+
+
+class SaveUsers(StoreCall[None], frozen=True):
+    """Replaces the users of the cluster: all of them, or nothing."""
+
+    data: bytes
+
+    def run_on(self, server: StorageServer) -> None:
+        server.users.save(self.data)
+
+
 # Changes.
 
 

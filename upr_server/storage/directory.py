@@ -8,6 +8,7 @@
       buckets/NAME/log/   the bucket's log, an LMDB environment
       buckets/NAME/index/ its index, another environment: LMDB has one writer an environment
       event-queues        the event bus's queues, while no server runs; missing after a crash
+      users               the users of the cluster, readable by the server's user alone
 
 A bucket is created under a name that begins with a dot, and then renamed. Folders with such a name
 are what a crash left of a creation or a deletion.
@@ -33,6 +34,7 @@ from upr_server.storage.event_queue_file import EventQueueFile
 from upr_server.storage.lmdb_map import FULL, LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import FORMAT_VERSION
+from upr_server.storage.users_file import UsersFile
 
 FORMAT_TEXT: Final = f"upr {FORMAT_VERSION}\n"
 
@@ -174,11 +176,13 @@ class DataDirectory:
 
     Attributes:
         event_queues: The file in which a clean stop leaves the event queues.
+        users: The file with the users of the cluster.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False, bytes_max: int = 0) -> None:
         self._path = path / "buckets"
         self.event_queues = EventQueueFile(path)
+        self.users = UsersFile(path)
         self._readonly = readonly
         self._bytes_max = bytes_max
 

@@ -41,16 +41,37 @@ class SimulatedEventQueues:
         self.data = data
 
 
+class SimulatedUsers:
+    """A cluster's users, which outlive their node.
+
+    Attributes:
+        data: What is saved; empty for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def load(self) -> bytes:
+        """What was saved last."""
+        return self.data
+
+    def save(self, data: bytes) -> None:
+        """Saves them."""
+        self.data = data
+
+
 class SimulatedDirectory:
     """Simulated disks of buckets, which outlive the stores that use them.
 
     Attributes:
         disks: Log and index of each bucket.
         event_queues: Its event queues.
+        users: Its cluster's users.
     """
 
     def __init__(self) -> None:
         self.event_queues = SimulatedEventQueues()
+        self.users = SimulatedUsers()
         self.disks: dict[str, tuple[SimulatedDisk, SimulatedDisk]] = {}
 
     def names(self) -> list[str]:

@@ -25,12 +25,26 @@ class EventQueueStorage(Protocol):
         """Saves them, in place of what was saved before."""
 
 
+class UsersStorage(Protocol):
+    """Where a node keeps the users of its cluster."""
+
+    def load(self) -> bytes:
+        """What was saved last; empty when there is nothing."""
+
+    def save(self, data: bytes) -> None:
+        """Saves them, in place of what was saved before."""
+
+
 class BucketDirectory(Protocol):
-    """Where the maps of buckets are kept, and the event queues of their node."""
+    """Where the maps of buckets are kept, and the event queues and users of their node."""
 
     @property
     def event_queues(self) -> EventQueueStorage:
         """Where the event queues are saved."""
+
+    @property
+    def users(self) -> UsersStorage:
+        """Where the users are kept."""
 
     def names(self) -> list[str]:
         """The buckets there are, sorted."""
@@ -54,12 +68,14 @@ class StorageServer:
 
     Attributes:
         event_queues: Where the event queues are saved.
+        users: Where the users are kept.
     """
 
     def __init__(
         self, directory: BucketDirectory, copied: Callable[[Chunk], Chunk] = Chunk.copied
     ) -> None:
         self.event_queues = directory.event_queues
+        self.users = directory.users
         self._directory = directory
         self._copied = copied
         self._open: dict[str, BucketStorage] = {}

@@ -1,0 +1,219 @@
+"""Users: who may do what, changes, and their JSON."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.users import (
+    EVERYTHING,
+    GRANTS_MAX,
+    SERVER,
+    USERS_MAX,
+    Grant,
+    Right,
+    User,
+    Users,
+    UsersError,
+    Verifier,
+    normalised,
+)
+
+VERIFIER = Verifier(b"s" * 16, 4096, b"k" * 32, b"v" * 32)
+ADMIN = User("ada", VERIFIER, (Grant(Right.SECURE, EVERYTHING),))
+NAMES = st.text("ab", min_size=1, max_size=6)
+
+
+def with_reader(*patterns: str) -> Users:
+    users = Users().with_user(ADMIN).with_user(User("bob"))
+    return users.granting("bob", tuple(Grant(Right.READ, pattern) for pattern in patterns))
+
+
+@given(st.text("ab*", min_size=1, max_size=8), NAMES)
+def test_a_pattern_matches_as_a_shell_would(pattern: str, bucket: str) -> None:
+    assert Grant(Right.READ, pattern).matches(bucket) == fnmatchcase(bucket, pattern)
+
+
+def test_a_pattern_of_many_asterisks_costs_little() -> None:
+    assert not Grant(Right.READ, "a*" * 45 + "b").matches("a" * 100)
+
+
+def test_only_one_asterisk_alone_stands_for_the_server() -> None:
+    assert Grant(Right.OPERATE, "*").matches(SERVER)
+    assert not Grant(Right.OPERATE, "**").matches(SERVER)
+    assert not Grant(Right.OPERATE, "a*").matches(SERVER)
+
+
+def test_without_users_everybody_may_do_everything() -> None:
+    for right in Right:
+        assert Users().allows(None, right, "orders")
+        assert Users().allows("bob", right, SERVER)
+
+
+def test_what_no_grant_allows_is_refused() -> None:
+    users = with_reader("orders-*")
+    assert users.allows("bob", Right.READ, "orders-eu")
+    assert not users.allows("bob", Right.READ, "orders")
+    assert not users.allows("bob", Right.READ, SERVER)
+    assert not users.allows("bob", Right.WRITE, "orders-eu")
+    # Nobody who did not log in, and nobody who is not there.
+    assert not users.allows(None, Right.READ, "orders-eu")
+    assert not users.allows("eve", Right.READ, "orders-eu")
+    # No right contains another one.
+    assert not users.allows("ada", Right.READ, "orders-eu")
+
+
+def test_each_change_makes_the_next_revision() -> None:
+    users = with_reader("a")
+    assert users.revision == 3
+    users = users.revoking("bob", (Grant(Right.READ, "a"),))
+    assert (users.revision, users.users["bob"].grants) == (4, ())
+    users = users.with_verifier("bob", VERIFIER)
+    assert users.users["bob"].verifier == VERIFIER
+    users = users.without("bob")
+    assert (users.revision, list(users.users)) == (6, ["ada"])
+
+
+def test_grants_are_sorted_and_counted_once() -> None:
+    users = with_reader("b", "a", "b")
+    assert [grant.pattern for grant in users.users["bob"].grants] == ["a", "b"]
+    assert users.granting("bob", (Grant(Right.READ, "a"),)).users == users.users
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda users: users.without("ada"),
+        lambda users: users.revoking("ada", (Grant(Right.SECURE, EVERYTHING),)),
+    ],
+    ids=["remove", "revoke"],
+)
+def test_somebody_can_always_change_users(change: object) -> None:
+    assert callable(change)
+    users = with_reader("a")
+    with pytest.raises(UsersError, match="nobody could change users"):
+        change(users)
+    second = users.granting("bob", (Grant(Right.SECURE, EVERYTHING),))
+    assert change(second).revision == second.revision + 1
+
+
+def test_the_first_user_may_change_users() -> None:
+    with pytest.raises(UsersError, match="nobody could change users"):
+        Users().with_user(User("bob"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda users: users.with_user(User("bob")), "there is a user bob already"),
+        (lambda users: users.with_user(User("")), "is empty"),
+        (lambda users: users.with_user(User("a\nb")), "control character"),
+        (lambda users: users.with_user(User("ﬁ")), "not in the form NFKC"),
+        (lambda users: users.with_user(User("b" * 129)), "1 to 128 bytes"),
+        (lambda users: users.with_verifier("eve", None), "there is no user eve"),
+        (lambda users: users.without("eve"), "there is no user eve"),
+        (lambda users: users.granting("eve", ()), "there is no user eve"),
+        (lambda users: users.granting("bob", (Grant(Right.READ, ""),)), "write * for every"),
+        (lambda users: users.granting("bob", (Grant(Right.READ, "b" * 101),)), "1 to 100 bytes"),
+        (lambda users: users.granting("bob", (Grant(Right.SECURE, "a"),)), "grant it on *"),
+        (
+            lambda users: users.revoking("bob", (Grant(Right.WRITE, "a"),)),
+            "user bob has no grant of write on a",
+        ),
+        (
+            lambda users: users.granting(
+                "bob", tuple(Grant(Right.READ, f"b{number}") for number in range(GRANTS_MAX))
+            ),
+            "use patterns",
+        ),
+        (
+            lambda users: users.with_verifier("bob", Verifier(b"", 4096, b"k" * 32, b"v" * 32)),
+            "a salt has",
+        ),
+        (
+            lambda users: users.with_verifier("bob", Verifier(b"s" * 16, 1, b"k" * 32, b"v" * 32)),
+            "iterations",
+        ),
+        (
+            lambda users: users.with_verifier("bob", Verifier(b"s" * 16, 4096, b"k", b"v" * 32)),
+            "32 bytes each",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(change: object, message: str) -> None:
+    assert callable(change)
+    with pytest.raises(UsersError, match=re.escape(message)):
+        change(with_reader("a"))
+
+
+def test_there_are_so_many_users_and_no_more() -> None:
+    names = [f"user{number}" for number in range(USERS_MAX - 1)]
+    users = Users(1, {ADMIN.name: ADMIN, **{name: User(name) for name in names}})
+    users.check()
+    with pytest.raises(UsersError, match="at most"):
+        users.with_user(User("one-more"))
+
+
+def test_json_and_back() -> None:
+    users = with_reader("a", "b*")
+    assert Users.from_json(users.to_json()) == users
+    assert Users.from_json(Users().to_json()) == Users()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "",
+        "[]",
+        "{",
+        '{"revision":1}',
+        '{"revision":-1,"users":{}}',
+        '{"revision":9007199254740992,"users":{}}',
+        '{"revision":1,"more":1}',
+        '{"revision":0,"users":{"bob":{"name":"bob"}}}',
+        '{"revision":1,"users":{"eve":{"name":"bob"}}}',
+        '{"revision":1,"users":{"":{"name":"","grants":[{"right":"secure","pattern":"*"}]}}}',
+        '{"revision":1,"users":{"bob":{"name":"bob","grants":[{"right":"fly","pattern":"*"}]}}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_document_that_is_no_users_is_refused(document: str) -> None:
+    with pytest.raises(UsersError):
+        Users.from_json(document)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_are_users_or_refused(data: bytes) -> None:
+    try:
+        users = Users.from_json(data)
+    except UsersError:
+        return
+    assert users.is_open or users.users
+
+
+def test_a_verifier_is_not_shown() -> None:
+    assert repr(VERIFIER) in repr(ADMIN)
+    for secret in ("ssss", "kkkk", "vvvv"):
+        assert secret not in repr(ADMIN)
+
+
+def test_texts_have_one_form() -> None:
+    assert normalised("ﬁ\u00a0x", "a password") == "fi x"
+    for text in ("", "a\0", "\x7f", "\ue000", "\ud800"):
+        with pytest.raises(UsersError) as refused:
+            normalised(text, "a password")
+        assert not text or text not in str(refused.value)
+
+
+def test_another_version_of_unicode_does_not_refuse_a_user() -> None:
+    # A node with a newer Python may have made a user whose name has a character that is not
+    # assigned here.
+    users = msgspec.structs.replace(
+        with_reader("a"), users={ADMIN.name: ADMIN, "\u0378": User("\u0378")}
+    )
+    assert Users.from_json(users.to_json()) == users

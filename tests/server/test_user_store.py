@@ -1,0 +1,176 @@
+"""The users of a cluster, on one node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from upr_protocol.users import EVERYTHING, Grant, Right, User, Users, UsersError, Verifier
+from upr_server.storage.calls import LoadUsers, SaveUsers, StoreCall
+from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
+from upr_server.storage.processes import open_store
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
+from upr_server.storage.users_file import UsersFile
+from upr_server.user_store import UserStore
+
+ADMIN = User(
+    "ada",
+    Verifier(b"s" * 16, 4096, b"k" * 32, b"v" * 32),
+    (Grant(Right.SECURE, EVERYTHING),),
+)
+
+
+class FullStore(SimulatedStore):
+    """A store that has no room for users while `is_full`."""
+
+    is_full = True
+
+    async def wait(self, call: StoreCall[Any]) -> None:
+        await super().wait(call)
+        if self.is_full and isinstance(call, SaveUsers):
+            raise DiskFullError("the disk is full")
+
+
+def adding(name: str) -> Any:
+    return lambda users: users.with_user(User(name))
+
+
+async def store_with_admin(directory: SimulatedDirectory | None = None) -> UserStore:
+    store = UserStore(SimulatedStore(directory))
+    await store.change(lambda users: users.with_user(ADMIN))
+    return store
+
+
+async def test_a_change_is_there_after_a_restart() -> None:
+    directory = SimulatedDirectory()
+    store = await store_with_admin(directory)
+    await store.change(adding("bob"))
+    restarted = UserStore(SimulatedStore(directory))
+    assert restarted.users.is_open
+    await restarted.load()
+    assert restarted.users == store.users
+    assert restarted.users.revision == 2
+
+
+async def test_without_a_file_there_are_no_users() -> None:
+    store = UserStore(SimulatedStore())
+    await store.load()
+    assert store.users.is_open
+
+
+async def test_a_server_does_not_start_without_the_users_it_had() -> None:
+    directory = SimulatedDirectory()
+    await store_with_admin(directory)
+    directory.users.data = directory.users.data[:-1]
+    with pytest.raises(CorruptionError):
+        await UserStore(SimulatedStore(directory)).load()
+
+
+async def test_changes_at_the_same_moment_are_all_made() -> None:
+    store = await store_with_admin()
+    async with trio.open_nursery() as nursery:
+        for name in ("bob", "eve", "joe"):
+            nursery.start_soon(store.change, adding(name))
+    assert list(store.users.users) == ["ada", "bob", "eve", "joe"]
+    assert store.users.revision == 4
+
+
+async def test_a_change_that_is_refused_or_not_stored_changes_nothing() -> None:
+    disk = FullStore()
+    store = UserStore(disk)
+    changes: list[Users] = []
+    with store.subscribed(changes.append):
+        with pytest.raises(UsersError):
+            await store.change(adding("bob"))
+        with pytest.raises(DiskFullError):
+            await store.change(lambda users: users.with_user(ADMIN))
+        assert store.users == Users()
+        assert not disk.directory.users.data
+        disk.is_full = False
+        await store.change(lambda users: users.with_user(ADMIN))
+    assert changes == [store.users]
+
+
+async def test_a_change_is_made_though_its_author_left() -> None:
+    directory = SimulatedDirectory()
+    store = await store_with_admin(directory)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.change, adding("bob"))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    restarted = UserStore(SimulatedStore(directory))
+    await restarted.load()
+    assert restarted.users == store.users
+
+
+async def test_subscribers_hear_of_each_change_until_they_leave() -> None:
+    store = await store_with_admin()
+    changes: list[Users] = []
+    with store.subscribed(changes.append):
+        await store.change(adding("bob"))
+        await store.adopt(store.users.with_user(User("eve")))
+    await store.change(adding("joe"))
+    assert [users.revision for users in changes] == [2, 3]
+
+
+async def test_the_higher_revision_counts() -> None:
+    store = await store_with_admin()
+    newer = store.users.with_user(User("bob"))
+    assert await store.adopt(newer)
+    assert not await store.adopt(newer)
+    assert not await store.adopt(Users())
+    assert store.users == newer
+
+
+async def test_nodes_choose_the_same_of_two_changes_at_the_same_moment() -> None:
+    first, second = await store_with_admin(), await store_with_admin()
+    await first.change(adding("bob"))
+    await second.change(adding("eve"))
+    bobs, eves = first.users, second.users
+    taken = [await first.adopt(eves), await second.adopt(bobs)]
+    assert sorted(taken) == [False, True]
+    assert first.users == second.users
+
+
+async def test_the_disk_keeps_users_from_others(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "users"
+    async with open_store(tmp_path / "data") as store:
+        assert await store.ask(LoadUsers()) == b""
+        # As a crash left it, and readable.
+        path.with_name(".users").write_bytes(b"half")
+        await store.ask(SaveUsers(b"{} \0\xff"))
+        assert await store.ask(LoadUsers()) == b"{} \0\xff"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert UsersFile(tmp_path / "data").load() == b"{} \0\xff"
+
+
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    file = UsersFile(tmp_path)
+    file.save(b"{}")
+    (tmp_path / "users").chmod(0o640)
+    with pytest.raises(DataDirectoryError, match="run chmod 600"):
+        file.load()
+
+
+def test_a_file_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "users").mkdir()
+    file = UsersFile(tmp_path)
+    with pytest.raises(DataDirectoryError, match="cannot be read"):
+        file.load()
+    with pytest.raises(DataDirectoryError, match="cannot be written"):
+        file.save(b"{}")
+
+
+@pytest.mark.parametrize("flipped", range(6))
+def test_damage_is_noticed(tmp_path: Path, flipped: int) -> None:
+    file = UsersFile(tmp_path)
+    file.save(b"{}")
+    data = bytearray((tmp_path / "users").read_bytes())
+    data[flipped] ^= 1
+    (tmp_path / "users").write_bytes(data)
+    with pytest.raises(CorruptionError):
+        file.load()

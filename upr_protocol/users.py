@@ -1,0 +1,334 @@
+"""Users, what proves who they are, and what each may do.
+
+The users of a cluster are one value with a revision, as a partition map is. A change makes the next
+revision, and of two values the one with the higher revision counts. Nobody may do anything that no
+grant allows. Only before the first user was made, at revision 0, everybody may do everything.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from enum import Enum, unique
+from typing import Final
+
+import msgspec
+
+from upr_protocol.errors import UprError
+from upr_protocol.limits import BUCKET_NAME_BYTES_MAX
+
+USER_NAME_BYTES_MAX: Final = 128
+"""Fits into a log's line and into a frame of the handshake."""
+
+USERS_MAX: Final = 1000
+"""Users of a cluster: with all their grants they fit into one frame."""
+
+GRANTS_MAX: Final = 64
+"""Grants of one user: a decision may look at each of them."""
+
+REVISION_MAX: Final = (1 << 53) - 1
+"""The highest number that every reader of JSON knows exactly."""
+
+EVERYTHING: Final = "*"
+"""The pattern of every bucket, and of the server itself."""
+
+SERVER: Final = ""
+"""In the place of a bucket's name: the server itself. Only `EVERYTHING` matches it."""
+
+
+class UsersError(UprError, ValueError):
+    """A document is not a cluster's users, or a change of them is not possible."""
+
+
+@unique
+class Right(Enum):
+    """What a user may do with a bucket."""
+
+    READ = "read"
+    """Read keys, stream changes, and hold leases."""
+    WRITE = "write"
+    """Change keys."""
+    REPLICATE = "replicate"
+    """Be a node: follow partitions as a replica, and exchange maps and users."""
+    INDEX = "index"
+    """Define and delete indexes."""
+    OPERATE = "operate"
+    """Create and delete buckets, change partition maps, and read all figures."""
+    SECURE = "secure"
+    """Change users and what they may do. It is for the whole cluster."""
+
+
+class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A right on the buckets whose names match a pattern.
+
+    Attributes:
+        right: The right.
+        pattern: A bucket's name. Each `*` in it stands for any number of characters, and `*` alone
+            for the server itself, too.
+    """
+
+    right: Right
+    pattern: str
+
+    def matches(self, bucket: str) -> bool:
+        """Whether the pattern matches `bucket`, or the server itself. O(pattern × name)."""
+        first, *parts = self.pattern.split("*")
+        if not parts:
+            return bool(bucket) and bucket == first
+        if not bucket:
+            return self.pattern == EVERYTHING
+        *middle, last = parts
+        if len(bucket) < len(first) + len(last) or not bucket.startswith(first):
+            return False
+        # To take each part where it comes first leaves the most room for those after it.
+        position, end = len(first), len(bucket) - len(last)
+        for part in middle:
+            position = bucket.find(part, position, end)
+            if position < 0:
+                return False
+            position += len(part)
+        return bucket.endswith(last)
+
+    def check(self) -> None:
+        """Raises `UsersError` if there can be no such grant."""
+        if not 1 <= len(self.pattern.encode()) <= BUCKET_NAME_BYTES_MAX:
+            raise UsersError(
+                f"a pattern of buckets has 1 to {BUCKET_NAME_BYTES_MAX} bytes; "
+                f"write {EVERYTHING} for every bucket"
+            )
+        if self.right is Right.SECURE and self.pattern != EVERYTHING:
+            raise UsersError(
+                f"{Right.SECURE.value} is for the whole cluster: grant it on {EVERYTHING}, "
+                f"not on {self.pattern!r}"
+            )
+
+
+class Verifier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a server keeps of a password: it can check the password, and cannot tell it (RFC 5802).
+
+    Attributes:
+        salt: Random bytes.
+        iterations: How often the password was hashed.
+        stored_key: The hash of the key that the client proves to have; 32 bytes.
+        server_key: The key that the server proves to have; 32 bytes.
+    """
+
+    salt: bytes
+    iterations: int
+    stored_key: bytes
+    server_key: bytes
+
+    def __repr__(self) -> str:
+        # Whoever reads a log must not be able to try passwords.
+        return f"Verifier(iterations={self.iterations})"
+
+    def check(self) -> None:
+        """Raises `UsersError` if it is not a verifier for SHA-256."""
+        if not 8 <= len(self.salt) <= 64:
+            raise UsersError(f"a salt has 8 to 64 bytes, not {len(self.salt)}")
+        if not 4096 <= self.iterations <= 10_000_000:
+            raise UsersError(f"there are 4,096 to 10,000,000 iterations, not {self.iterations}")
+        if len(self.stored_key) != 32 or len(self.server_key) != 32:
+            raise UsersError("the keys of a verifier have 32 bytes each")
+
+
+class User(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A user.
+
+    Attributes:
+        name: The name, normalised.
+        verifier: Checks the password; None for a user who shows a certificate with this name.
+        grants: What the user may do, sorted.
+    """
+
+    name: str
+    verifier: Verifier | None = None
+    grants: tuple[Grant, ...] = ()
+
+    def has(self, right: Right, bucket: str) -> bool:
+        """Whether the user has a right on a bucket, or on the server. O(grants)."""
+        return any(grant.right is right and grant.matches(bucket) for grant in self.grants)
+
+    def check(self) -> None:
+        """Raises `UsersError` if there can be no such user."""
+        # Another version of Unicode may normalise it otherwise: that is tried for new users only.
+        if not 1 <= len(self.name.encode(errors="replace")) <= USER_NAME_BYTES_MAX:
+            raise UsersError(f"a user's name has 1 to {USER_NAME_BYTES_MAX} bytes in UTF-8")
+        if len(self.grants) > GRANTS_MAX:
+            raise UsersError(
+                f"user {self.name} would have {len(self.grants)} grants, and {GRANTS_MAX} are "
+                "possible; use patterns, as in orders-*"
+            )
+        for grant in self.grants:
+            grant.check()
+        if self.verifier is not None:
+            self.verifier.check()
+
+
+class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The users of a cluster.
+
+    Attributes:
+        revision: Rises with each change; 0 before the first user was made.
+        users: Each user, by name.
+    """
+
+    revision: int = 0
+    users: dict[str, User] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may do everything, because no user was ever made."""
+        return self.revision == 0
+
+    def get(self, name: str) -> User | None:
+        """The user of this name, or None."""
+        return self.users.get(name)
+
+    def allows(self, name: str | None, right: Right, bucket: str) -> bool:
+        """Whether a user may do something.
+
+        Args:
+            name: The user; None for somebody who did not log in.
+            right: What is to be done.
+            bucket: The bucket, or `SERVER` for the server itself.
+        """
+        if self.is_open:
+            return True
+        user = None if name is None else self.users.get(name)
+        return user is not None and user.has(right, bucket)
+
+    # Changes. Each makes the next revision.
+
+    def with_user(self, user: User) -> Users:
+        """With one more user.
+
+        Raises:
+            UsersError: The name is taken, or there can be no such user.
+        """
+        if user.name != normalised(user.name, "a user's name"):
+            raise UsersError(f"the user's name {user.name!r} is not in the form NFKC")
+        if user.name in self.users:
+            raise UsersError(f"there is a user {user.name} already")
+        return self._next({**self.users, user.name: user})
+
+    def with_verifier(self, name: str, verifier: Verifier | None) -> Users:
+        """With another password of a user, or with none.
+
+        Raises:
+            UsersError: There is no such user.
+        """
+        user = msgspec.structs.replace(self._user(name), verifier=verifier)
+        return self._next({**self.users, name: user})
+
+    def granting(self, name: str, grants: tuple[Grant, ...]) -> Users:
+        """With more grants of a user; those that the user has already change nothing.
+
+        Raises:
+            UsersError: There is no such user, or there can be no such grant.
+        """
+        user = self._user(name)
+        return self._with_grants(user, {*user.grants, *grants})
+
+    def revoking(self, name: str, grants: tuple[Grant, ...]) -> Users:
+        """Without some grants of a user.
+
+        Raises:
+            UsersError: There is no such user, the user has no such grant, or nobody would be left
+                who may change users.
+        """
+        user = self._user(name)
+        for grant in grants:
+            if grant not in user.grants:
+                raise UsersError(
+                    f"user {name} has no grant of {grant.right.value} on {grant.pattern}; a grant "
+                    "is taken away with the same pattern that it was made with"
+                )
+        return self._with_grants(user, {*user.grants} - {*grants})
+
+    def without(self, name: str) -> Users:
+        """Without a user.
+
+        Raises:
+            UsersError: There is no such user, or nobody would be left who may change users.
+        """
+        self._user(name)
+        return self._next({key: user for key, user in self.users.items() if key != name})
+
+    def _user(self, name: str) -> User:
+        user = self.users.get(name)
+        if user is None:
+            raise UsersError(f"there is no user {name}")
+        return user
+
+    def _with_grants(self, user: User, grants: set[Grant]) -> Users:
+        ordered = tuple(sorted(grants, key=lambda grant: (grant.right.value, grant.pattern)))
+        return self._next({**self.users, user.name: msgspec.structs.replace(user, grants=ordered)})
+
+    def _next(self, users: dict[str, User]) -> Users:
+        changed = Users(self.revision + 1, dict(sorted(users.items())))
+        changed.check()
+        return changed
+
+    def check(self) -> None:
+        """Raises `UsersError` if the users contradict themselves, exceed a limit, or lock everybody
+        out of changing them."""
+        if not 0 <= self.revision <= REVISION_MAX:
+            raise UsersError(f"a revision is 0 to {REVISION_MAX}, not {self.revision}")
+        if len(self.users) > USERS_MAX:
+            raise UsersError(f"a cluster has at most {USERS_MAX} users")
+        for name, user in self.users.items():
+            if name != user.name:
+                raise UsersError(f"the user {user.name!r} stands under the name {name!r}")
+            user.check()
+        if self.is_open:
+            if self.users:
+                raise UsersError("users have a revision of 1 or more")
+        elif not any(user.has(Right.SECURE, SERVER) for user in self.users.values()):
+            raise UsersError(
+                f"nobody would have {Right.SECURE.value} any more, and nobody could change users; "
+                "grant it to somebody first"
+            )
+
+    # As JSON.
+
+    def to_json(self) -> str:
+        """The users as JSON, with the bytes of verifiers in base64. Equal users give equal
+        texts."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, document: str | bytes) -> Users:
+        """The users that `to_json` made `document` of.
+
+        Raises:
+            UsersError: The document is not a cluster's users; the message says where, and shows
+                nothing of a verifier.
+        """
+        try:
+            users = msgspec.json.decode(document, type=cls)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise UsersError(f"not a cluster's users: {error}") from error
+        users.check()
+        return users
+
+
+def normalised(text: str, what: str) -> str:
+    """A name or a password in the one form in which it is compared: NFKC, as SASLprep has it.
+
+    Args:
+        text: The text.
+        what: What it is, for the error. The error does not show the text.
+
+    Raises:
+        UsersError: It is empty, or has a character that no keyboard should make: of control, not
+            assigned, a surrogate, or for private use.
+    """
+    form = unicodedata.normalize("NFKC", text)
+    if not form:
+        raise UsersError(f"{what} is empty")
+    if any(unicodedata.category(character) in _REFUSED for character in form):
+        raise UsersError(f"{what} has a control character, or one that Unicode does not assign")
+    return form
+
+
+_REFUSED: Final = frozenset(("Cc", "Cn", "Cs", "Co"))

@@ -1,0 +1,112 @@
+"""The users of the cluster, as this node has them: in memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+import trio
+
+from upr_protocol.users import Users, UsersError
+from upr_server.storage.api import Store
+from upr_server.storage.calls import LoadUsers, SaveUsers
+from upr_server.storage.errors import CorruptionError
+
+log = structlog.get_logger(__name__)
+
+
+class UserStore:
+    """The users of the cluster.
+
+    Args:
+        store: The disk.
+
+    Attributes:
+        users: The users. They are on disk.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.users = Users()
+        self._store = store
+        self._callbacks: list[Callable[[Users], None]] = []
+        # Changes are made one after the other.
+        self._lock = trio.Lock()
+
+    async def load(self) -> None:
+        """Reads the users from disk, before anything is served.
+
+        Raises:
+            StorageError: They cannot be read. A server that began without them would serve
+                everybody.
+        """
+        document = await self._store.ask(LoadUsers())
+        if document:
+            try:
+                self.users = Users.from_json(document)
+            except UsersError as error:
+                raise CorruptionError(f"the file of users is not readable: {error}") from error
+
+    @contextmanager
+    def subscribed(self, callback: Callable[[Users], None]) -> Iterator[None]:
+        """Has `callback`, which must not raise, called after each change, for as long as the
+        context."""
+        self._callbacks.append(callback)
+        try:
+            yield
+        finally:
+            self._callbacks.remove(callback)
+
+    async def change(self, change: Callable[[Users], Users]) -> Users:
+        """Makes the next revision; it is on disk when this returns. Cancelled, it is made or not,
+        in memory and on disk alike.
+
+        Args:
+            change: Makes the next revision of the present one.
+
+        Returns:
+            The next revision.
+
+        Raises:
+            UsersError: The change is not possible.
+            StorageError: It could not be put on disk; nothing changed.
+        """
+        async with self._lock:
+            users = change(self.users)
+            await self._put(users)
+            return users
+
+    async def adopt(self, users: Users) -> bool:
+        """Takes the users of another node, if they count for more than this node's.
+
+        Of two different values with one revision, made by changes on two nodes at the same moment,
+        all nodes choose the same one. The other change is lost.
+
+        Returns:
+            Whether they were taken.
+
+        Raises:
+            StorageError: They could not be put on disk; nothing changed.
+        """
+        async with self._lock:
+            if _rank(users) <= _rank(self.users):
+                return False
+            if users.revision == self.users.revision:
+                log.warning(
+                    "two nodes changed the users at the same time; the change made here is lost",
+                    revision=users.revision,
+                )
+            await self._put(users)
+            return True
+
+    async def _put(self, users: Users) -> None:
+        # Who asked for it may leave meanwhile. What is on disk must be in memory, too.
+        with trio.CancelScope(shield=True):
+            await self._store.ask(SaveUsers(users.to_json().encode()))
+        self.users = users
+        for callback in list(self._callbacks):
+            callback(users)
+
+
+def _rank(users: Users) -> tuple[int, str]:
+    return users.revision, users.to_json()
