@@ -81,7 +81,7 @@ from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
 from upr_server.storage.online.maintenance import Maintenance
 from upr_server.storage.processes import ProcessStore, open_store
-from upr_server.storage.records import LeaseRecord, unseal
+from upr_server.storage.records import LeaseRecord
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.user_store import UserStore
 
@@ -349,7 +349,7 @@ async def test_the_users(autojump_clock: MockClock) -> None:
 
     def agree() -> None:
         data = directory.users.data
-        on_disk = Users.from_json(unseal(b"users", data)) if data else Users()
+        on_disk = Users.from_json(data) if data else Users()
         assert store.users == on_disk
 
     (await cancelled_at_each_step(change, agree)).check_inside(*USERS)
