@@ -17,7 +17,7 @@ from benchmarks.kit.results import now, write_results
 
 ROWS: Final = (
     *("B1", "B1P", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9"),
-    *("E1", "R1", "S1", "S2", "S3", "SOAK"),
+    *("E1", "R1", "S1", "S2", "S3", "SOAK", "TLS1"),
 )
 """Each is a module of `benchmarks.rows`. B1s is measured with B1, B2s with B2, and B6c with B6."""
 

@@ -16,7 +16,7 @@ from crc32c import crc32c
 
 from benchmarks.kit.commands import Commands
 from upr_protocol.chunk import Chunk
-from upr_protocol.client import ChunkReceived, consume
+from upr_protocol.client import Address, ChunkReceived, consume
 from upr_protocol.wire import HEADER_BYTES
 
 
@@ -49,13 +49,13 @@ class Touch:
         self.nbytes += HEADER_BYTES + chunk.nbytes
 
 
-async def _stream(url: str) -> dict[str, Any]:
+async def _stream(address: Address) -> dict[str, Any]:
     """One fresh consumer, from the beginning to where the server is when it connects.
 
     The clock runs from when it is connected; asking for the streams is part of it.
     """
     touch = Touch()
-    async with consume(url, end="now", identity="bench:consumer") as consumer:
+    async with consume(address, end="now", identity="bench:consumer") as consumer:
         started_at, used = time.monotonic(), time.process_time()
         async for event in consumer:
             if isinstance(event, ChunkReceived):
@@ -78,4 +78,4 @@ def serve(commands: Commands) -> None:
     """Each command streams everything once, with a consumer of its own."""
     commands.answer(ready=True)
     for _ in commands:
-        commands.answer(**trio.run(_stream, commands.arguments["url"]))
+        commands.answer(**trio.run(_stream, commands.target))

@@ -78,7 +78,8 @@ def serve(commands: Commands) -> None:
     arguments say how many keys there are."""
     sharpen_timers()
     arguments = commands.arguments
-    with RawConnection(arguments["port"], arguments["bucket"]) as connection:
+    target = arguments["port"], arguments["bucket"], arguments.get("certificate", "")
+    with RawConnection(*target) as connection:
         publisher = _Publisher(connection, arguments["keys"])
         commands.answer(ready=True)
         for command in commands:

@@ -102,7 +102,7 @@ async def _serve(commands: Commands) -> None:
     async with AsyncExitStack() as stack:
         publishers = [
             await stack.enter_async_context(
-                publisher(arguments["url"], identity="bench:publisher", durability=durability)
+                publisher(commands.target, identity="bench:publisher", durability=durability)
             )
             for _ in range(connections)
         ]

@@ -33,7 +33,8 @@ def _consume(connection: RawConnection, count: int) -> list[int]:
 def serve(commands: Commands) -> None:
     """Each command waits for `count` mutations; those of the first `skip` are not counted."""
     arguments = commands.arguments
-    with RawConnection(arguments["port"], arguments["bucket"]) as connection:
+    target = arguments["port"], arguments["bucket"], arguments.get("certificate", "")
+    with RawConnection(*target) as connection:
         connection.stream()
         commands.answer(ready=True)
         for command in commands:

@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
+from benchmarks.kit.target import target
+from upr_protocol.client import Address
+
 
 class Commands:
     """Commands that come in, a line of JSON each, and the answers that go out.
@@ -22,6 +25,11 @@ class Commands:
         self._incoming = incoming
         self._outgoing = outgoing
         self.arguments: dict[str, Any] = json.loads(incoming.readline())
+
+    @property
+    def target(self) -> Address:
+        """The bucket in the arguments: its `url`, and a `certificate` if it is encrypted."""
+        return target(self.arguments["url"], self.arguments.get("certificate", ""))
 
     def answer(self, **fields: Any) -> None:
         """Answers the oldest command, or says `ready` to the arguments."""

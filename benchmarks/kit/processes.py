@@ -18,6 +18,8 @@ from typing import Any, Final, Self
 from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.machine import ROOT
 from benchmarks.kit.processor import ProcessorClock, adopt, children_of, is_running
+from benchmarks.kit.target import target
+from upr_protocol.client import Address
 
 STOP_TIMEOUT_S: Final = 20.0
 ANSWER_TIMEOUT_S: Final = 600.0
@@ -96,9 +98,11 @@ class UprServer(Process):
         data_dir: Where it keeps its data, left there afterwards; by default a folder of its own.
         node: What partition maps call it.
         events: Whether it has its event bus.
+        is_encrypted: Whether it has a certificate.
 
     Attributes:
         port: Where it listens.
+        certificate: The file with its certificate, which is its own authority; empty for none.
         data_dir: Where its data is.
         writer: The process that writes its disk.
         reader: The process that reads it.
@@ -116,12 +120,15 @@ class UprServer(Process):
         data_dir: Path | None = None,
         node: str = "",
         events: bool = True,
+        is_encrypted: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.data_dir = Path(self._folder.name) / "data" if data_dir is None else data_dir
+        self.certificate = make_certificate(self._folder.name) if is_encrypted else ""
         config = Path(self._folder.name) / "server.toml"
         config.write_text(
             f'listen = "{HOST}:0"\nnode = "{node}"\nlog_level = "warning"\n'
+            f'tls_certificate = "{self.certificate}"\n'
             f'data_dir = "{self.data_dir}"\nevents = {str(events).lower()}\n'
             f'[[buckets]]\nname = "{self.BUCKET}"\n'
             f"partitions = {partitions}\nquota_bytes = {quota_bytes}\n"
@@ -147,7 +154,13 @@ class UprServer(Process):
     @property
     def url(self) -> str:
         """Where its bucket is."""
-        return f"upr://{HOST}:{self.port}/{self.BUCKET}"
+        scheme = "uprs" if self.certificate else "upr"
+        return f"{scheme}://{HOST}:{self.port}/{self.BUCKET}"
+
+    @property
+    def address(self) -> Address:
+        """The same, with the certificate that counts."""
+        return target(self.url, self.certificate)
 
     def lap(self) -> dict[str, float]:
         """The processor time of its processes since the last lap, seconds."""
@@ -265,11 +278,31 @@ def program(name: str) -> str:
     """
     path = shutil.which(name)
     if path is None:
+        package = "openssl" if name == "openssl" else "redis"
+        debian = "redis-server" if package == "redis" else package
         raise CannotMeasureError(
-            f"{name} is missing: install it with `apt-get install redis-server` (Debian, Ubuntu), "
-            "`dnf install redis` (Fedora) or `brew install redis` (macOS)"
+            f"{name} is missing: install it with `apt-get install {debian}` (Debian, Ubuntu), "
+            f"`dnf install {package}` (Fedora) or `brew install {package}` (macOS)"
         )
     return path
+
+
+def make_certificate(folder: str) -> str:
+    """A file in `folder` with a certificate for this machine, and its key."""
+    path = Path(folder) / "server.pem"
+    subprocess.run(
+        [
+            *(program("openssl"), "req", "-x509", "-newkey", "ec", "-nodes", "-days", "1"),
+            *("-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=bench"),
+            *("-addext", f"subjectAltName=IP:{HOST}", "-keyout", path, "-out", f"{path}.cert"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    with path.open("a") as file:
+        file.write(Path(f"{path}.cert").read_text())
+    path.chmod(0o600)
+    return str(path)
 
 
 def free_port() -> int:

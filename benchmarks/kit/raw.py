@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Self
@@ -21,15 +22,26 @@ IDLE_INTERVAL_S = 3600
 class RawConnection:
     """One connection with its bucket open.
 
+    Args:
+        port: Where the server listens.
+        bucket: The bucket.
+        certificate: The file with the server's certificate; empty for a connection in the clear.
+        window_bytes: The window.
+
     Attributes:
         session: The session; what it is told to send goes out with `flush`.
         socket: The socket.
         partition_count: The bucket's.
     """
 
-    def __init__(self, port: int, bucket: str, *, window_bytes: int = 16 << 20) -> None:
+    def __init__(
+        self, port: int, bucket: str, certificate: str = "", *, window_bytes: int = 16 << 20
+    ) -> None:
         self.socket = socket.create_connection((HOST, port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if certificate:
+            context = ssl.create_default_context(cafile=certificate)
+            self.socket = context.wrap_socket(self.socket, server_hostname=HOST)
         self.session = ClientSession(
             "bench:raw",
             window_bytes=window_bytes,

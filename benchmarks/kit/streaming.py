@@ -19,6 +19,7 @@ def filler(server: UprServer, keys: int) -> Worker:
     return Worker(
         "publish",
         url=server.url,
+        certificate=server.certificate,
         connections=1,
         prepare=False,
         seed=1,
@@ -47,7 +48,8 @@ class Consumers:
     def __init__(self, server: UprServer, count: int, stack: ExitStack) -> None:
         self._server = server
         self._workers = [
-            stack.enter_context(Worker("consume", url=server.url)) for _ in range(count)
+            stack.enter_context(Worker("consume", url=server.url, certificate=server.certificate))
+            for _ in range(count)
         ]
         for worker in self._workers:
             worker.answer()

@@ -19,13 +19,13 @@ REST_TIMEOUT_S: Final = 300.0
 
 def statistics(server: UprServer) -> dict[str, Any]:
     """The bucket's."""
-    with BlockingClient(server.url) as client:
+    with BlockingClient(server.address) as client:
         return client.stats(server.BUCKET)
 
 
 def persisted(server: UprServer) -> None:
     """Waits until all that was acknowledged is on disk."""
-    with BlockingClient(server.url) as client:
+    with BlockingClient(server.address) as client:
         deadline = time.monotonic() + REST_TIMEOUT_S
         while any(row.persisted_seq < row.high_seq for row in client.seqnos()):
             if time.monotonic() > deadline:
@@ -42,7 +42,7 @@ def rest(server: UprServer) -> float:
     started_at = moved_at = time.monotonic()
     persisted(server)
     last: object = None
-    with BlockingClient(server.url) as client:
+    with BlockingClient(server.address) as client:
         while time.monotonic() < started_at + REST_TIMEOUT_S:
             stats = client.stats(server.BUCKET)
             now = (stats["disk"], stats["memory"], stats["flusher"])
