@@ -36,6 +36,7 @@ class Status(IntEnum):
     REVISION_CONFLICT = 18
     NOT_DURABLE_YET = 19
     TOO_FEW_REPLICAS = 20
+    NOT_ALLOWED = 21
 
     # An answer about one mutation of a batch.
     EXISTS = 32
@@ -54,6 +55,7 @@ class Status(IntEnum):
     TOO_SLOW = 69
     BUCKET_DELETED = 70
     SHUTTING_DOWN = 71
+    RIGHT_REVOKED = 72
 
     # In an `Error` frame, after which the connection is closed.
     BAD_MAGIC = 128
@@ -98,6 +100,9 @@ ADVICE: Final[dict[Status, str]] = {
         "wait until its sequence number is durable"
     ),
     Status.TOO_FEW_REPLICAS: "add replicas, or ask for fewer copies",
+    Status.NOT_ALLOWED: (
+        "log in as a user who may, or have the right granted: upr user grant USER RIGHT BUCKET"
+    ),
     Status.EXISTS: "use set or replace if the key may exist",
     Status.NOT_FOUND: "use set or add if the key may be missing",
     Status.CAS_MISMATCH: "read the item again and repeat the change with its new CAS",
@@ -112,6 +117,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.TOO_SLOW: "read faster, ask for fewer partitions, and send frames without pauses",
     Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
     Status.SHUTTING_DOWN: "connect again after a pause, to this node or another",
+    Status.RIGHT_REVOKED: "log in as a user who may still read the bucket, or stop",
     Status.BAD_MAGIC: "use the UPR protocol on this port",
     Status.BAD_VERSION: "use a protocol version that the server supports",
     Status.BAD_CHECKSUM: "connect again; if it happens again, check the network and the client",

@@ -43,6 +43,9 @@ class UsersError(UprError, ValueError):
 class Right(Enum):
     """What a user may do with a bucket."""
 
+    # That of `Enum` is a function in Python, and these are looked up for many messages.
+    __hash__ = object.__hash__
+
     READ = "read"
     """Read keys, stream changes, and hold leases."""
     WRITE = "write"
@@ -55,6 +58,9 @@ class Right(Enum):
     """Create and delete buckets, change partition maps, and read all figures."""
     SECURE = "secure"
     """Change users and what they may do. It is for the whole cluster."""
+
+
+EVERY_RIGHT: Final = frozenset(Right)
 
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,9 +150,9 @@ class User(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verifier: Verifier | None = None
     grants: tuple[Grant, ...] = ()
 
-    def has(self, right: Right, bucket: str) -> bool:
-        """Whether the user has a right on a bucket, or on the server. O(grants)."""
-        return any(grant.right is right and grant.matches(bucket) for grant in self.grants)
+    def rights_on(self, bucket: str) -> frozenset[Right]:
+        """What the user may do with a bucket, or with the server. O(grants)."""
+        return frozenset(grant.right for grant in self.grants if grant.matches(bucket))
 
     def check(self) -> None:
         """Raises `UsersError` if there can be no such user."""
@@ -184,18 +190,21 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The user of this name, or None."""
         return self.users.get(name)
 
-    def allows(self, name: str | None, right: Right, bucket: str) -> bool:
-        """Whether a user may do something.
+    def rights_of(self, name: str | None, bucket: str) -> frozenset[Right]:
+        """What a user may do with a bucket. O(grants).
 
         Args:
             name: The user; None for somebody who did not log in.
-            right: What is to be done.
             bucket: The bucket, or `SERVER` for the server itself.
         """
         if self.is_open:
-            return True
+            return EVERY_RIGHT
         user = None if name is None else self.users.get(name)
-        return user is not None and user.has(right, bucket)
+        return frozenset() if user is None else user.rights_on(bucket)
+
+    def allows(self, name: str | None, right: Right, bucket: str) -> bool:
+        """Whether a user has a right on a bucket, or on the server. O(grants)."""
+        return right in self.rights_of(name, bucket)
 
     # Changes. Each makes the next revision.
 
@@ -283,7 +292,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.is_open:
             if self.users:
                 raise UsersError("users have a revision of 1 or more")
-        elif not any(user.has(Right.SECURE, SERVER) for user in self.users.values()):
+        elif not any(Right.SECURE in user.rights_on(SERVER) for user in self.users.values()):
             raise UsersError(
                 f"nobody would have {Right.SECURE.value} any more, and nobody could change users; "
                 "grant it to somebody first"

@@ -27,6 +27,7 @@ from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.maintenance import IDLE_S, REST_S
+from upr_server.user_store import UserStore
 
 UPKEEP_CONSUMER: Final = ".upkeep"
 UPKEEP_TIMEOUT_S: Final = 60.0
@@ -51,6 +52,7 @@ class Server:
         certificates: See above.
         upkeep: Works on the buckets.
         catalog: The buckets.
+        users: The users of the cluster, and what they may do.
         partition_maps: Their partition maps.
         events: The event bus; None for none.
         connections: Serves connections.
@@ -80,12 +82,14 @@ class Server:
             observer=None if bus is None else bus.producer,
             rest_s=IDLE_S if bus is None else REST_S,
         )
+        self.users = UserStore(store)
         self.partition_maps = PartitionMaps(
             self, config.node or identity, system, config.undo_mutations
         )
         self.events = bus
         self.connections = ConnectionServer(
             self.catalog,
+            self.users,
             self.upkeep,
             self.partition_maps,
             bus,
@@ -155,6 +159,7 @@ async def running_server(
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
         server = Server(config, store, system, bus, bound.port, certificates)
         nursery.start_soon(_end_when_failed, store)
+        await server.users.load()
         async with server.recovered():
             # Not before the disk was found to be in order: a start that fails changes nothing. And
             # before any bucket changes, as that has to be counted in the restored queues.

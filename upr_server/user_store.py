@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import structlog
 import trio
@@ -29,7 +28,7 @@ class UserStore:
     def __init__(self, store: Store) -> None:
         self.users = Users()
         self._store = store
-        self._callbacks: list[Callable[[Users], None]] = []
+        self._on_change: list[Callable[[], None]] = []
         # Changes are made one after the other.
         self._lock = trio.Lock()
 
@@ -47,15 +46,9 @@ class UserStore:
             except UsersError as error:
                 raise CorruptionError(f"the file of users is not readable: {error}") from error
 
-    @contextmanager
-    def subscribed(self, callback: Callable[[Users], None]) -> Iterator[None]:
-        """Has `callback`, which must not raise, called after each change, for as long as the
-        context."""
-        self._callbacks.append(callback)
-        try:
-            yield
-        finally:
-            self._callbacks.remove(callback)
+    def call_on_change(self, callback: Callable[[], None]) -> None:
+        """Has `callback`, which must not raise, called after each change."""
+        self._on_change.append(callback)
 
     async def change(self, change: Callable[[Users], Users]) -> Users:
         """Makes the next revision; it is on disk when this returns. Cancelled, it is made or not,
@@ -104,8 +97,8 @@ class UserStore:
         with trio.CancelScope(shield=True):
             await self._store.ask(SaveUsers(users.to_json().encode()))
         self.users = users
-        for callback in list(self._callbacks):
-            callback(users)
+        for callback in self._on_change:
+            callback()
 
 
 def _rank(users: Users) -> tuple[int, str]:

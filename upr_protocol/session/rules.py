@@ -163,7 +163,7 @@ def _check_barrier_reply(context: SessionContext, message: BarrierReply) -> None
 
 _STATUSES: Final = frozenset(Status)
 _REASONS: Final = frozenset(
-    status for status in Status if Status.END_REACHED <= status <= Status.SHUTTING_DOWN
+    status for status in Status if Status.END_REACHED <= status <= Status.RIGHT_REVOKED
 )
 
 

@@ -313,6 +313,7 @@ class AcceptedConnection:
         handler = self._handlers.get(type(message))
         if handler is not None:
             try:
+                self.context.access.check(message)
                 return handler(self.context, message)
             except (ServerError, BucketError) as error:
                 self.context.refuse_for(message, error)
@@ -461,6 +462,15 @@ class AcceptedConnection:
                 identity=session.client_identity,
             )
             session.fail(Status.IDLE, "the peer sent nothing for two idle intervals")
+
+    def apply_rights(self) -> None:
+        """The users have changed: what the client may not have any more ends."""
+        if self.session.state not in (SessionState.READY, SessionState.OPENING, *_CONVERSING):
+            return
+        self.context.apply_rights()
+        if self.context.access.is_lost:
+            self.session.fail(Status.NOT_ALLOWED, "the user of this connection was removed")
+        self.wake()
 
     # The end.
 

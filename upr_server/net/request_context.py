@@ -11,11 +11,14 @@ import structlog
 import trio
 
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.session import ServerSession, SessionState
-from upr_protocol.wire import Message, Refusal, SetFrames, SetResult
+from upr_protocol.users import Right
+from upr_protocol.wire import Message, Refusal, SetFrames, SetResult, Stream, StreamReply
 from upr_server.engine import Bucket, BucketError, Partition
+from upr_server.net.access import Access
 from upr_server.net.backlog import Backlog
 from upr_server.net.credit import PublisherCredit
 from upr_server.net.partition_request_queue import PartitionRequest
@@ -48,6 +51,7 @@ class RequestContext:
 
     Attributes:
         bucket: The bucket that the client opened; None before that, and once it was deleted.
+        access: Who the client is, and what it may do.
         catalog: The buckets.
         partition_maps: The partition maps.
         events: The event bus; None on a server without one.
@@ -70,6 +74,7 @@ class RequestContext:
         wake: Callable[[], None],
     ) -> None:
         self.bucket: Bucket | None = None
+        self.access = Access(resources.users)
         self.catalog = resources.catalog
         self.partition_maps = resources.partition_maps
         self.events = resources.events
@@ -113,11 +118,23 @@ class RequestContext:
         self.bucket = self._disk = None
         self._wake()
 
+    def apply_rights(self) -> None:
+        """The users have changed: streams end that the client may not have any more."""
+        self.access.refresh()
+        rights = self.access.rights
+        if self.bucket is not None:
+            self.streamer.end_where(
+                Status.RIGHT_REVOKED,
+                of_consumers=Right.READ not in rights,
+                of_replicas=Right.REPLICATE not in rights,
+            )
+
     # The bucket and the client.
 
     def open_bucket(self, bucket: Bucket) -> None:
         """The client chose its bucket."""
         self.bucket = bucket
+        self.access.open_bucket(bucket.name)
         self._disk = self.catalog.disks[bucket]
 
     @property
@@ -178,7 +195,23 @@ class RequestContext:
             self._session.send(message)
 
     def refuse(self, request: Message, status: Status, sentence: str) -> None:
-        """Refuses `request`, or what `request` is the answer to."""
+        """Refuses `request`, or what `request` is the answer to. One that is never answered is just
+        dropped."""
+        if isinstance(request, Stream):
+            self.send(
+                StreamReply(
+                    SeqNo(0),
+                    sentence[:_SENTENCE_MAX],
+                    FailoverLog(),
+                    self.map_revision,
+                    partition=request.partition,
+                    opaque=request.opaque,
+                    status=status,
+                )
+            )
+            return
+        if not request.answers:
+            return
         self.send(
             Refusal(
                 sentence[:_SENTENCE_MAX],
@@ -221,7 +254,7 @@ class RequestContext:
 
     def read_sets(self) -> SetFrames | None:
         """The plain `SET`s that come next, if answers to them may be sent now."""
-        if self.bucket is None or self.reply_order:
+        if self.bucket is None or self.reply_order or Right.WRITE not in self.access.rights:
             return None
         return self._session.read_sets(len(self.bucket.partitions))
 

@@ -18,6 +18,7 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
 from upr_server.runtime import TurnTimer
+from upr_server.user_store import UserStore
 
 REPLICATION_TIMEOUT_S: Final = 30.0
 """Long enough for a replica that is being started again; then the publisher is told what is so."""
@@ -86,6 +87,7 @@ class ServerResources:
     Attributes:
         identity: The server's name for itself, told to clients.
         catalog: The buckets.
+        users: The users of the cluster, and what they may do.
         partition_maps: The partition maps.
         events: The event bus; None on a server without one.
         credit_shares: Divides the bytes that publishers may send.
@@ -102,6 +104,7 @@ class ServerResources:
 
     identity: str
     catalog: BucketCatalog
+    users: UserStore
     partition_maps: PartitionMapProvider
     events: Events | None
     credit_shares: CreditShares

@@ -22,6 +22,7 @@ from upr_server.net.credit import CreditShares
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
 from upr_server.runtime import Certificates
+from upr_server.user_store import UserStore
 
 CONNECTIONS_TOLD_MAX: Final = 1000
 BUCKETS_TOLD_MAX: Final = 1000
@@ -47,7 +48,8 @@ class ConnectionServer:
 
     Args:
         catalog: The buckets.
-        upkeep: Works on them.
+        users: The users of the cluster, and what they may do.
+        upkeep: Works on the buckets.
         partition_maps: The partition maps.
         events: The event bus; None on a server without one.
         handlers: How requests are answered, by their kind.
@@ -67,6 +69,7 @@ class ConnectionServer:
     def __init__(
         self,
         catalog: BucketCatalog,
+        users: UserStore,
         upkeep: Upkeep,
         partition_maps: PartitionMapProvider,
         events: Events | None,
@@ -83,6 +86,7 @@ class ConnectionServer:
         self.resources = ServerResources(
             identity,
             catalog,
+            users,
             partition_maps,
             events,
             CreditShares(upkeep),
@@ -98,6 +102,7 @@ class ConnectionServer:
         self._being_refused = 0
         self._started_at = trio.current_time()
         catalog.call_on_delete(self._leave_bucket)
+        users.call_on_change(self._apply_rights)
         upkeep.count_memory(self._memory_bytes)
 
     async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
@@ -170,6 +175,11 @@ class ConnectionServer:
             if connection.context.bucket is bucket:
                 connection.context.leave_bucket()
         self.resources.queues.remove_bucket(bucket)
+
+    def _apply_rights(self) -> None:
+        """The users have changed: what somebody may not do any more ends. O(connections)."""
+        for connection in list(self.connections):
+            connection.apply_rights()
 
     def _memory_bytes(self) -> int:
         """What the connections hold, about."""

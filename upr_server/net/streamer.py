@@ -212,6 +212,12 @@ class Streamer:
                     StreamEnd(partition=partition, opaque=stream.opaque, status=status)
                 )
 
+    def end_where(self, status: Status, *, of_consumers: bool, of_replicas: bool) -> None:
+        """Ends the streams of consumers, those of replicas, or both, and says why."""
+        for partition in list(self._streams):
+            if of_replicas if self.feeds_replica(partition) else of_consumers:
+                self.end(partition, status)
+
     def end_all(self, status: Status) -> None:
         """Ends every stream and says why."""
         for partition in list(self._streams):

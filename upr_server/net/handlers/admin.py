@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 import trio
@@ -18,6 +19,10 @@ from upr_protocol.wire import (
     StatsReply,
 )
 from upr_server.net.request_context import RequestContext, others_after_first
+
+SLICE_BUCKETS: Final = 64
+"""Buckets that are looked at before others have their turn: at some 30 µs each for a user with many
+grants, 2 ms."""
 
 
 def create_bucket(context: RequestContext, request: CreateBucket) -> None:
@@ -46,15 +51,22 @@ def delete_bucket(context: RequestContext, request: DeleteBucket) -> None:
 
 
 def list_buckets(context: RequestContext, request: ListBuckets) -> None:
-    """Lists the buckets, as they are after what the same client asked for before."""
+    """Lists the buckets that the client may know of, as they are after what it asked for
+    before."""
 
     async def answer() -> None:
         await trio.lowlevel.checkpoint()
-        rows = tuple(
+        rows = [
             (bucket.name, len(bucket.partitions), bucket.memory_policy.limit_bytes)
             for bucket in context.catalog.buckets
-        )
-        context.send(ListBucketsReply(rows, opaque=request.opaque))
+        ]
+        known = []
+        for count, row in enumerate(rows, 1):
+            if count % SLICE_BUCKETS == 0:
+                await trio.lowlevel.checkpoint()
+            if context.access.may_use(row[0]):
+                known.append(row)
+        context.send(ListBucketsReply(tuple(known), opaque=request.opaque))
 
     context.reply_in_order(request, answer)
 

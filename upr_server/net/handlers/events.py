@@ -45,7 +45,9 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
             )
         finally:
             context.is_asking_for_events = False
-        context.send(EventsReply(batch, is_everything, bucket_events, opaque=request.opaque))
+        # An answer without events is acknowledged as any other, and the next question follows.
+        known = tuple(event for event in bucket_events if context.access.may_use(event.bucket))
+        context.send(EventsReply(batch, is_everything, known, opaque=request.opaque))
 
     context.reply_later(request, wait)
 

@@ -8,7 +8,7 @@ from typing import Final
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
-from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream, StreamReply
+from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream
 from upr_server.engine import Bucket
 from upr_server.net.request_context import (
     RequestContext,
@@ -73,22 +73,8 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
 
 def stream(context: RequestContext, request: Stream) -> None:
     """Opens a stream, or says why there is none."""
-    try:
-        partition = context.partition(request.partition)
-        _check_replica(context, request)
-    except ServerError as error:
-        context.send(
-            StreamReply(
-                SeqNo(0),
-                error.sentence,
-                FailoverLog(),
-                context.map_revision,
-                partition=request.partition,
-                opaque=request.opaque,
-                status=error.status,
-            )
-        )
-        return
+    partition = context.partition(request.partition)
+    _check_replica(context, request)
     context.streamer.open(context.disk, partition, request, context.map_revision)
 
 

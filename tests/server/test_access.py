@@ -1,0 +1,346 @@
+"""What each message needs, and what becomes of those who may not send it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from tests.protocol.session.kit import SAMPLES
+from tests.server.test_connection import Peer, connected, make_server, sets
+from upr_protocol.chunk import Bundle
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.partition_map import PartitionMap
+from upr_protocol.users import EVERYTHING, SERVER, Grant, Right, User, Users
+from upr_protocol.wire import (
+    MESSAGES,
+    CreateBucket,
+    DeleteBucket,
+    Error,
+    Get,
+    GetMap,
+    GetReply,
+    Go,
+    HelloReply,
+    Join,
+    Lease,
+    LeaseAction,
+    ListBuckets,
+    ListBucketsReply,
+    Message,
+    Mutate,
+    Open,
+    PartitionStart,
+    Refusal,
+    ReplicaAck,
+    Role,
+    SetMap,
+    Stats,
+    StreamEnd,
+)
+from upr_server.app import Server
+from upr_server.net.access import NEEDED, Access
+from upr_server.storage.simulated import SimulatedStore
+from upr_server.user_store import UserStore
+
+OWN, OTHER = "own", "other"
+P0 = PartitionId(0)
+USER = "bob"
+ADMIN = User("ada", None, (Grant(Right.SECURE, EVERYTHING),))
+
+# Every message that a client may send, with the rights of which one is enough, written by hand. A
+# message without a line here fails a test.
+TABLE: Final = """
+    Hello                anybody
+    Noop                 anybody
+    Close                anybody
+    Error                anybody
+    Go                   anybody
+    Ack                  anybody
+    Barrier              anybody
+    CloseStream          anybody
+    ListBuckets          anybody
+    NextEvents           anybody
+    Open                 read write replicate index operate
+    GetMap               read write replicate index operate
+    Seqnos               read write replicate index operate
+    SeqnosAt             read write replicate index operate
+    Await                read write replicate index operate
+    Stream               read
+    Stream/with_answers  replicate
+    ReplicaAck           replicate
+    Get                  read
+    Lease                read
+    Mutate               write
+    CreateBucket         operate
+    DeleteBucket         operate
+    Stats                operate
+    SetMap               operate
+    Join                 replicate operate
+"""
+ANYBODY: Final = "anybody"
+ALLOWED: Final = {
+    name: frozenset(rights)
+    for name, *rights in (line.split() for line in TABLE.split("\n") if line.strip())
+}
+
+
+def sample(name: str, bucket: str) -> Message:
+    """The message of a line, about `bucket` if it names one."""
+    by_name: dict[str, Message] = {
+        "Open": Open(bucket, opaque=1),
+        "GetMap": GetMap(bucket, opaque=1),
+        "CreateBucket": CreateBucket(bucket, opaque=1),
+        "DeleteBucket": DeleteBucket(bucket, opaque=1),
+        "Stats": Stats(bucket, opaque=1),
+        "Join": Join(bucket, "host:1", opaque=1),
+        "SetMap": SetMap(0, PartitionMap.of_one(bucket, 1, "node", "host:1").encode(), opaque=1),
+    }
+    kind, _, variant = name.partition("/")
+    if kind in by_name:
+        return by_name[kind]
+    message = SAMPLES[next(kind_ for kind_ in SAMPLES if kind_.__name__ == kind)]
+    return (
+        msgspec.structs.replace(message, with_answers=bool(variant))
+        if kind == "Stream"
+        else message
+    )
+
+
+def access_of(*grants: Grant, bucket: str = OWN) -> Access:
+    store = UserStore(SimulatedStore())
+    # Not checked: this tries `secure` on one bucket, too, which nobody can be granted.
+    store.users = Users(1, {ADMIN.name: ADMIN, USER: User(USER, None, grants)})
+    access = Access(store)
+    access.user_name = USER
+    access.open_bucket(bucket)
+    return access
+
+
+def is_allowed(access: Access, message: Message) -> bool:
+    try:
+        access.check(message)
+    except ServerError as error:
+        return error.status is not Status.NOT_ALLOWED
+    return True
+
+
+def test_every_message_of_a_client_has_a_line() -> None:
+    kinds = {kind for kind in MESSAGES.values() if kind.sender & Role.CLIENT}
+    assert {name.partition("/")[0] for name in ALLOWED} == {kind.__name__ for kind in kinds}
+    assert set(NEEDED) == kinds
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("right", Right)
+def test_a_message_needs_one_of_its_rights_on_its_bucket(name: str, right: Right) -> None:
+    needed = ALLOWED[name]
+    expected = ANYBODY in needed or right.value in needed
+    message = sample(name, OWN)
+    for pattern in (OWN, "*", "o*"):
+        assert is_allowed(access_of(Grant(right, pattern)), message) == expected
+    # The right on another bucket is worth nothing here.
+    access = access_of(Grant(right, OTHER))
+    assert is_allowed(access, message) == (ANYBODY in needed)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_nobody_may_do_what_is_not_granted(name: str) -> None:
+    message = sample(name, OWN)
+    is_free = ANYBODY in ALLOWED[name]
+    assert is_allowed(access_of(), message) == is_free
+    stranger = access_of(*(Grant(right, EVERYTHING) for right in Right))
+    stranger.user_name = None
+    stranger.refresh()
+    assert is_allowed(stranger, message) == is_free
+    removed = access_of(*(Grant(right, EVERYTHING) for right in Right))
+    removed.user_name = "eve"
+    removed.refresh()
+    assert is_allowed(removed, message) == is_free
+
+
+@pytest.mark.parametrize(
+    "name", ["Open", "GetMap", "CreateBucket", "DeleteBucket", "Stats", "Join", "SetMap"]
+)
+def test_a_message_about_another_bucket_needs_the_right_there(name: str) -> None:
+    for right in Right:
+        access = access_of(Grant(right, OWN))
+        assert not is_allowed(access, sample(name, OTHER))
+
+
+def test_the_figures_of_the_server_are_for_operators_of_everything() -> None:
+    assert not is_allowed(access_of(Grant(Right.OPERATE, OWN)), Stats(SERVER, opaque=1))
+    assert is_allowed(access_of(Grant(Right.OPERATE, EVERYTHING)), Stats(SERVER, opaque=1))
+
+
+def test_every_logged_in_user_may_ask_for_the_name_of_the_node() -> None:
+    assert is_allowed(access_of(), GetMap("", opaque=1))
+
+
+def test_a_map_that_is_none_is_refused_before_anything_is_looked_up() -> None:
+    with pytest.raises(ServerError) as refused:
+        access_of().check(SetMap(0, "{}", opaque=1))
+    assert refused.value.status is Status.BAD_ARGUMENT
+
+
+def test_without_users_everything_is_allowed() -> None:
+    access = Access(UserStore(SimulatedStore()))
+    access.open_bucket(OWN)
+    for name in ALLOWED:
+        assert is_allowed(access, sample(name, OTHER))
+    assert not access.is_lost
+
+
+def test_a_refusal_says_what_is_missing() -> None:
+    with pytest.raises(ServerError) as refused:
+        access_of().check(sample("Mutate", OWN))
+    assert str(refused.value) == (
+        "user bob may not do this: Mutate needs the right write on bucket own: log in as a user "
+        "who may, or have the right granted: upr user grant USER RIGHT BUCKET"
+    )
+
+
+# With a server.
+
+
+@asynccontextmanager
+async def logged_in(*grants: Grant) -> AsyncIterator[tuple[Server, Peer]]:
+    """A server with bucket `b`, and a connection of user bob, who has these grants."""
+    server = make_server()
+    async with connected(server) as peer:
+        await server.users.change(lambda users: users.with_user(ADMIN))
+        await server.users.change(lambda users: users.with_user(User(USER, None, grants)))
+        (connection,) = server.connections.connections
+        connection.context.access.user_name = USER
+        yield server, peer
+
+
+def reading() -> Grant:
+    return Grant(Right.READ, "b")
+
+
+def writing() -> Grant:
+    return Grant(Right.WRITE, "b")
+
+
+async def revoke(server: Server, *grants: Grant) -> None:
+    await server.users.change(lambda users: users.revoking(USER, grants))
+
+
+async def test_a_reader_reads_and_does_not_write() -> None:
+    async with logged_in(reading()) as (_, peer):
+        await peer.open()
+        # Once alone, and once as several that are joined.
+        for count in (1, 3):
+            requests = [
+                Mutate(Bundle.of_one(P0, sets(b"k%d" % number)), opaque=peer.opaque())
+                for number in range(count)
+            ]
+            await peer.say(*requests)
+            for request in requests:
+                refusal = await peer.hear(Refusal)
+                assert (refusal.status, refusal.opaque) == (Status.NOT_ALLOWED, request.opaque)
+        await peer.say(Get((b"k0",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.hear(GetReply)).chunk.mutation(0).seq == 0
+
+
+async def test_a_writer_writes_and_does_not_read() -> None:
+    async with logged_in(writing()) as (_, peer):
+        await peer.open()
+        assert not (await peer.mutate(sets(b"k"))).status
+        for request in (
+            Get((b"k",), partition=P0, opaque=peer.opaque()),
+            Lease(LeaseAction.ACQUIRE, 0, 1, "o", (), opaque=peer.opaque()),
+        ):
+            await peer.say(request)
+            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        assert (await peer.ask()).status == Status.NOT_ALLOWED
+        assert (await peer.ask(with_answers=True)).status == Status.NOT_ALLOWED
+
+
+async def test_a_bucket_that_a_user_may_not_use_is_not_told_from_one_that_is_missing() -> None:
+    async with logged_in(Grant(Right.READ, "c")) as (_, peer):
+        await peer.say()
+        await peer.hear(HelloReply)
+        sentences = set()
+        for name in ("b", "d"):
+            await peer.say(Open(name, opaque=peer.opaque()))
+            refusal = await peer.hear(Refusal)
+            assert refusal.status == Status.NOT_ALLOWED
+            sentences.add(refusal.sentence.replace(f"bucket {name}", "bucket X"))
+        assert len(sentences) == 1
+        await peer.say(ListBuckets(opaque=peer.opaque()))
+        assert not (await peer.hear(ListBucketsReply)).buckets
+
+
+async def test_reports_of_replicas_count_from_replicas_only() -> None:
+    async with logged_in(reading(), writing()) as (server, peer):
+        await peer.open()
+        await peer.mutate(sets(b"k"))
+        await peer.say(ReplicaAck(HistoryId(1), SeqNo(1), SeqNo(1), partition=P0))
+        # It has no answer; the next request is answered as if it had not come.
+        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        await peer.hear(GetReply)
+        partition = server.catalog.bucket("b").partitions[0]
+        assert not len(partition.replicas)
+
+
+async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it() -> None:
+    async with logged_in(reading(), writing()) as (server, peer):
+        await peer.open()
+        await peer.mutate(sets(b"k"))
+        assert not (await peer.ask()).status
+        await peer.say(Go())
+        await peer.hear(PartitionStart)
+        began = trio.current_time()
+        await revoke(server, reading())
+        assert (await peer.hear(StreamEnd)).status == Status.RIGHT_REVOKED
+        assert trio.current_time() - began < 1
+        # The connection goes on with the right that is left.
+        assert not (await peer.mutate(sets(b"k2"))).status
+        await revoke(server, writing())
+        await peer.say(Mutate(Bundle.of_one(P0, sets(b"k3")), opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+
+
+async def test_taking_another_right_leaves_streams_alone() -> None:
+    async with logged_in(reading(), writing()) as (server, peer):
+        await peer.open()
+        assert not (await peer.ask()).status
+        await peer.say(Go())
+        await revoke(server, writing())
+        (connection,) = server.connections.connections
+        assert list(connection.session.streams) == [P0]
+        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        await peer.hear(GetReply)
+        assert not any(isinstance(message, StreamEnd) for message in peer.heard)
+
+
+async def test_a_right_that_is_granted_counts_at_once() -> None:
+    async with logged_in(reading()) as (server, peer):
+        await peer.open()
+        await server.users.change(lambda users: users.granting(USER, (writing(),)))
+        assert not (await peer.mutate(sets(b"k"))).status
+
+
+async def test_the_connections_of_a_removed_user_end() -> None:
+    async with logged_in(reading()) as (server, peer):
+        await peer.open()
+        await server.users.change(lambda users: users.without(USER))
+        error = await peer.hear(Error)
+        assert error.status == Status.NOT_ALLOWED
+        assert await peer.hangs_up()
+
+
+async def test_another_password_leaves_connections_alone() -> None:
+    async with logged_in(reading()) as (server, peer):
+        await peer.open()
+        await server.users.change(lambda users: users.with_verifier(USER, None))
+        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        await peer.hear(GetReply)

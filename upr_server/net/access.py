@@ -1,0 +1,169 @@
+"""What the client of a connection may do: one table for every message that a client may send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.partition_map import PartitionMap, PartitionMapError
+from upr_protocol.users import EVERY_RIGHT, SERVER, Right
+from upr_protocol.wire import (
+    Ack,
+    Await,
+    Barrier,
+    Close,
+    CloseStream,
+    CreateBucket,
+    DeleteBucket,
+    Error,
+    Get,
+    GetMap,
+    Go,
+    Hello,
+    Join,
+    Lease,
+    ListBuckets,
+    Message,
+    Mutate,
+    NextEvents,
+    Noop,
+    Open,
+    ReplicaAck,
+    Seqnos,
+    SeqnosAt,
+    SetMap,
+    Stats,
+    Stream,
+)
+from upr_server.user_store import UserStore
+
+Rights = frozenset[Right]
+
+READ: Final = frozenset({Right.READ})
+WRITE: Final = frozenset({Right.WRITE})
+REPLICATE: Final = frozenset({Right.REPLICATE})
+OPERATE: Final = frozenset({Right.OPERATE})
+JOIN: Final = REPLICATE | OPERATE
+"""Nodes and operators have a node take a map that another node has already."""
+USE: Final = EVERY_RIGHT - {Right.SECURE}
+"""Whoever has any of these on a bucket may know that it is there, and how far it has come."""
+
+
+class Access:
+    """What the client of one connection may do.
+
+    Args:
+        users: The users of the cluster.
+
+    Attributes:
+        user_name: The user who logged in; None before that.
+        rights: What the client may do with the bucket that it opened.
+    """
+
+    __slots__ = ("_bucket_name", "_users", "rights", "user_name")
+
+    def __init__(self, users: UserStore) -> None:
+        self.user_name: str | None = None
+        self.rights: Rights = frozenset()
+        self._bucket_name = SERVER
+        self._users = users
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the users say that nobody like the client is connected: its user was removed, or
+        it never logged in."""
+        users = self._users.users
+        return not users.is_open and (self.user_name is None or users.get(self.user_name) is None)
+
+    def open_bucket(self, name: str) -> None:
+        """The client opens a bucket."""
+        self._bucket_name = name
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks up anew what the client may do with its bucket. O(grants)."""
+        self.rights = self.rights_on(self._bucket_name)
+
+    def rights_on(self, bucket: str) -> Rights:
+        """What the client may do with a bucket, or with the server. O(grants)."""
+        return self._users.users.rights_of(self.user_name, bucket)
+
+    def may_use(self, bucket: str) -> bool:
+        """Whether the client may know of a bucket. O(grants)."""
+        return not USE.isdisjoint(self.rights_on(bucket))
+
+    def check(self, message: Message) -> None:
+        """Checks what the client asks for. O(1), for messages about the bucket that it opened.
+
+        Raises:
+            ServerError: `NOT_ALLOWED`: the client may not do it.
+        """
+        needed = NEEDED[type(message)]
+        if isinstance(message, Stream) and message.with_answers:
+            needed = REPLICATE
+        if isinstance(needed, frozenset):
+            # These are nearly all the messages that there are.
+            if needed.isdisjoint(self.rights):
+                raise self._refusal(message, needed, self._bucket_name)
+        elif needed is not None:
+            rights, bucket = needed(message)
+            if bucket is not None and rights.isdisjoint(self.rights_on(bucket)):
+                raise self._refusal(message, rights, bucket)
+
+    def _refusal(self, message: Message, needed: Rights, bucket: str) -> ServerError:
+        names = " or ".join(right.value for right in Right if right in needed)
+        who = "somebody who did not log in" if self.user_name is None else f"user {self.user_name}"
+        where = f"bucket {bucket}" if bucket else "the server itself (*)"
+        return ServerError(
+            Status.NOT_ALLOWED,
+            f"{who} may not do this: {type(message).__name__} needs the right {names} on {where}",
+        )
+
+
+def _of_map(message: SetMap) -> tuple[Rights, str]:
+    try:
+        return OPERATE, PartitionMap.decode(message.document).bucket
+    except PartitionMapError as error:
+        raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
+
+
+Need = Rights | Callable[[Any], tuple[Rights, str | None]] | None
+"""Rights on the bucket that the client opened, of which one is enough; or a function of the message
+that gives such rights, and the name of the bucket, or `SERVER`. None in the place of either for a
+message that needs no right."""
+
+NEEDED: Final[Mapping[type[Message], Need]] = {
+    # These say nothing about a bucket, and change nothing.
+    Hello: None,
+    Noop: None,
+    Close: None,
+    Error: None,
+    # These concern streams that were opened before: without one they do nothing.
+    Go: None,
+    Ack: None,
+    Barrier: None,
+    CloseStream: None,
+    # These answer with what the client may know.
+    ListBuckets: None,
+    NextEvents: None,
+    # These name what they are about.
+    Open: lambda message: (USE, message.bucket),
+    CreateBucket: lambda message: (OPERATE, message.name),
+    DeleteBucket: lambda message: (OPERATE, message.name),
+    Stats: lambda message: (OPERATE, message.bucket),
+    # Without a bucket it asks for the node's name, which every map tells.
+    GetMap: lambda message: (USE, message.bucket or None),
+    SetMap: _of_map,
+    Join: lambda message: (JOIN, message.bucket),
+    # These are about the bucket that the client opened.
+    Stream: READ,
+    ReplicaAck: REPLICATE,
+    Mutate: WRITE,
+    Get: READ,
+    Lease: READ,
+    Seqnos: USE,
+    SeqnosAt: USE,
+    Await: USE,
+}
+"""For every message that a client may send, what it needs."""
