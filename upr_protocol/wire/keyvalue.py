@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum, unique
 from struct import Struct
 from struct import error as StructError
@@ -18,26 +17,6 @@ from upr_protocol.wire.message import DATA, Message, Role, check_end
 
 _GET_REPLY: Final = Struct("<QI4x")
 _GET: Final = Struct("<QH")
-_SEQNOS_ROW: Final = Struct("<HQQQQ")
-_SEQNOS_AT_ROW: Final = Struct("<HQQ")
-_U16: Final = Struct("<H")
-
-# By the layout, a row for each of 1,024 partitions holds the loop for 9 ms.
-
-
-def _pack_rows(row_struct: Struct, rows: Sequence[tuple[int, ...]]) -> bytes:
-    return b"".join([_U16.pack(len(rows)), *[row_struct.pack(*values) for values in rows]])
-
-
-def _unpack_rows(row_struct: Struct, body: Buffer) -> tuple[tuple[int, ...], ...]:
-    data = memoryview(body)
-    (count,) = _U16.unpack_from(data)
-    end = _U16.size + count * row_struct.size
-    rows = tuple(row_struct.iter_unpack(data[_U16.size : end]))
-    if len(rows) < count:
-        raise StructError
-    check_end(body, end)
-    return rows
 
 
 class GetReply(Message, frozen=True):
@@ -138,13 +117,6 @@ class SeqnosReply(Message, frozen=True):
 
     rows: tuple[tuple[int, int, int, int, int], ...]
 
-    def body(self) -> tuple[Buffer, ...]:
-        return (_pack_rows(_SEQNOS_ROW, self.rows),)
-
-    @classmethod
-    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        return (_unpack_rows(_SEQNOS_ROW, body),)
-
 
 class Seqnos(Message, frozen=True):
     """Asks for partitions' sequence numbers; an empty list for all. Refused with `NOT_MY_PARTITION`
@@ -178,13 +150,6 @@ class SeqnosAtReply(Message, frozen=True):
     )
 
     rows: tuple[tuple[int, int, int], ...]
-
-    def body(self) -> tuple[Buffer, ...]:
-        return (_pack_rows(_SEQNOS_AT_ROW, self.rows),)
-
-    @classmethod
-    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        return (_unpack_rows(_SEQNOS_AT_ROW, body),)
 
 
 class SeqnosAt(Message, frozen=True):
