@@ -80,7 +80,7 @@ from upr_server.engine.operations import (
 from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
 from upr_server.net.handlers.publishing import EVALUATED_BYTES_MAX
 from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
-from upr_server.storage.online.leases import LAPSED_RANGES_MAX, LAPSED_S
+from upr_server.storage.online.leases import LAPSED_S
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}
 """Messages that carry the opaque of the `Stream` that opened theirs."""
@@ -839,7 +839,9 @@ def blocks() -> dict[str, str]:
         "answers_bytes_max": size(ANSWERS_BYTES_MAX),
         "dead_after_intervals": number(DEAD_AFTER_INTERVALS),
         "lapsed_days": number(int(LAPSED_S) // (24 * 3600)),
-        "lapsed_ranges_max": number(LAPSED_RANGES_MAX),
+        "leased_ranges_max": number(limits.LEASED_RANGES_MAX),
+        "leases_max": number(limits.LEASES_MAX),
+        "lease_owner_bytes_max": number(limits.LEASE_OWNER_BYTES_MAX),
         "connections_told_max": number(CONNECTIONS_TOLD_MAX),
         "buckets_told_max": number(BUCKETS_TOLD_MAX),
         "map_fields": map_fields(),

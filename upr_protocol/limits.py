@@ -84,6 +84,13 @@ LEASES_MAX: Final = 1024
 LEASE_RANGES_MAX: Final = 1024
 """Ranges of one lease: one a partition."""
 
+LEASED_RANGES_MAX: Final = 64 * 1024
+"""Ranges of all leases on one bucket: every step of a compaction looks at each of them, which takes
+the server's loop 3 ms."""
+
+LEASE_OWNER_BYTES_MAX: Final = 200
+"""As long as an identity."""
+
 LEASE_TIME_TO_LIVE_S_MAX: Final = 24 * 3600
 """A client that needs a range for longer renews its lease: a leased range costs disk, and the
 client may be dead."""

@@ -32,6 +32,7 @@ from upr_protocol.transport import dial_tcp
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.storage import bucket_storage
+from upr_server.storage.online import leases
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 PARTITIONS = 4
@@ -313,6 +314,40 @@ async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) 
             await client.renew_lease(2, time_to_live_s=60)
         for lease_id in (1, 3):
             await client.renew_lease(lease_id, time_to_live_s=60)
+
+
+async def test_lapsed_leases_give_up_their_ranges_to_others(
+    server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASED_RANGES_MAX", 9)
+    async with connect(server.url("b")) as client:
+
+        async def acquire(lease_id: int) -> None:
+            await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=lease_id)
+
+        for lease_id in (1, 2):
+            await acquire(lease_id)
+            clock.now += 1
+        with pytest.raises(ServerError, match="release one first") as refused:
+            await acquire(3)
+        assert refused.value.status is Status.LIMIT_REACHED
+        clock.now += 59
+        await acquire(3)
+        with pytest.raises(ServerError):
+            await client.renew_lease(1, time_to_live_s=60)
+        await client.renew_lease(2, time_to_live_s=60)
+
+
+async def test_a_long_or_unprintable_owner_is_refused(server: Server) -> None:
+    async with connect(server.url("b")) as client:
+        for owner in ("x" * 201, "\x01", "two\nlines"):
+            with pytest.raises(ServerError, match="200 bytes") as refused:
+                await client.acquire_lease(ALL, time_to_live_s=60, owner=owner)
+            assert refused.value.status is Status.BAD_ARGUMENT
+        await client.acquire_lease(ALL, time_to_live_s=60, owner="x" * 200)
+        (listed,) = (await client.stats("b"))["leases"]["leases"]
+        assert listed["owner"] == "x" * 200
+        assert "leases" not in (await client.stats())["buckets"]["b"]["leases"]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -26,7 +26,12 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
-from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, GET_KEYS_MAX, LEASE_TIME_TO_LIVE_S_MAX
+from upr_protocol.limits import (
+    BUNDLE_MUTATIONS_MAX,
+    GET_KEYS_MAX,
+    LEASE_OWNER_BYTES_MAX,
+    LEASE_TIME_TO_LIVE_S_MAX,
+)
 from upr_protocol.wire import (
     VERSION,
     Ack,
@@ -489,8 +494,9 @@ def _add_requests(topic: Topic) -> None:
         action: LeaseAction = LeaseAction.ACQUIRE,
         *ranges: tuple[int, int, int],
         seconds: int = 1,
+        owner: str = "conformance",
     ) -> Lease:
-        return Lease(action, 7, seconds, "conformance", ranges, opaque=OPAQUE)
+        return Lease(action, 7, seconds, owner, ranges, opaque=OPAQUE)
 
     acquire = LeaseAction.ACQUIRE
     case("no range", lease(), refused, bad)
@@ -498,6 +504,8 @@ def _add_requests(topic: Topic) -> None:
     case("a time to live of 0 s", lease(acquire, (0, 0, 0), seconds=0), refused, bad)
     too_long = lease(acquire, (0, 0, 0), seconds=LEASE_TIME_TO_LIVE_S_MAX + 1)
     case(f"a time to live of {LEASE_TIME_TO_LIVE_S_MAX + 1:,} s", too_long, refused, bad)
+    long_name = lease(acquire, (0, 0, 0), owner="x" * (LEASE_OWNER_BYTES_MAX + 1))
+    case(f"an owner's name of {LEASE_OWNER_BYTES_MAX + 1} bytes", long_name, refused, bad)
     case("a range that is not on disk", lease(acquire, (0, 0, 1 << 40)), refused, bad)
     case("`RENEW` of a lease that there is not", lease(LeaseAction.RENEW), refused, gone)
     case("`RELEASE` of a lease that there is not", lease(LeaseAction.RELEASE), refused, bad)

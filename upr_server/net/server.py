@@ -205,10 +205,12 @@ class ConnectionServer:
         resources, catalog = self.resources, self.resources.catalog
         if bucket_name:
             bucket = catalog.bucket(bucket_name)
+            disk = catalog.disks[bucket]
             return {
                 "bucket": bucket_name,
                 **bucket.statistics(),
-                **catalog.disks[bucket].statistics(),
+                **disk.statistics(),
+                "leases": {**disk.leases.statistics(), "leases": disk.leases.list_held()},
                 **resources.partition_maps.statistics(bucket_name),
             }
         figures: dict[str, object] = {
