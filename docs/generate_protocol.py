@@ -53,6 +53,7 @@ from upr_protocol.wire import (
     Error,
     FrameBuffer,
     Header,
+    HelloReply,
     LeaseAction,
     Message,
     Refusal,
@@ -79,6 +80,7 @@ from upr_server.engine.operations import (
 )
 from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
 from upr_server.net.handlers.publishing import EVALUATED_BYTES_MAX
+from upr_server.net.log_in import FAILURES_MAX
 from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
 from upr_server.storage.online.leases import LAPSED_S
 
@@ -291,6 +293,8 @@ def session_diagram() -> str:
         for kind, target in row.items():
             if target is not state and kind is not Error:
                 edges.setdefault(target, []).append(kind.__name__)
+            if kind is HelloReply:
+                edges[SessionState.UNAUTHENTICATED] = ["HelloReply with mechanisms"]
         lines += [f"    {state.name} --> {to.name}: {', '.join(on)}" for to, on in edges.items()]
     lines.append(f"    {SessionState.CLOSED.name} --> [*]")
     return fenced("\n".join(lines), "mermaid")
@@ -318,6 +322,8 @@ def state_rows() -> list[list[str]]:
                 for kind, to in row.items()
                 if kind.sender & side and kind is not Error
             ]
+            if state is SessionState.GREETED and side is Role.SERVER:
+                said.append(f"with mechanisms → `{SessionState.UNAUTHENTICATED.name}`")
             cells.append(", ".join(said) or "–")
         rows.append(cells)
     return rows
@@ -843,6 +849,7 @@ def blocks() -> dict[str, str]:
         "leases_max": number(limits.LEASES_MAX),
         "lease_owner_bytes_max": number(limits.LEASE_OWNER_BYTES_MAX),
         "connections_told_max": number(CONNECTIONS_TOLD_MAX),
+        "failures_max": number(FAILURES_MAX),
         "buckets_told_max": number(BUCKETS_TOLD_MAX),
         "map_fields": map_fields(),
         "map_example": map_example(),

@@ -81,6 +81,10 @@ from upr_protocol.wire import (
     LeaseReply,
     ListBuckets,
     ListBucketsReply,
+    LoggedIn,
+    LogIn,
+    LogInChallenge,
+    LogInResponse,
     MapReply,
     Message,
     Mutate,
@@ -229,7 +233,16 @@ _ASK: Final[dict[str, Any]] = {"opaque": 78}
 
 SAMPLES: Final[tuple[Message, ...]] = (
     Hello("indexer:node-7", (1, 2), 0, 1 << 20, 20),
-    HelloReply(1, 0, 20, 32 << 20, 64, 4096, "node-a", ("PLAIN",)),
+    HelloReply(1, 0, 20, 32 << 20, 64, 4096, "node-a", ("SCRAM-SHA-256",)),
+    LogIn("SCRAM-SHA-256", b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO"),
+    LogInChallenge(
+        b"r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,s=W22ZaJ0SNY7soEsUEjb6gQ==,i=4096"
+    ),
+    LogInResponse(
+        b"c=biws,r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,"
+        b"p=dHzbZapWIk4jUhN+Ute9ytag9zjfMHgsqmmiz7AndVQ="
+    ),
+    LoggedIn(b"v=6rriTRBi23WpRR/wtup+mMhUZUn/dB5nLTJRsjl95G4="),
     Error("what happened", "what to do", status=Status.MALFORMED),
     Open("flights", (5, 9), **_ASK),
     Opened(64, 7, **_ASK),

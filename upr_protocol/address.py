@@ -7,6 +7,7 @@ them, `upr://host:port,host:port/bucket`, so that one that is away does not matt
 
 from __future__ import annotations
 
+import re
 from typing import Final, Self
 from urllib.parse import unquote, urlsplit
 
@@ -67,7 +68,13 @@ class Address:
             raise _wrong(
                 url, "a connection with certificates is encrypted, and begins with uprs://"
             )
-        if "@" in parts.netloc or parts.query or parts.fragment:
+        if "@" in parts.netloc:
+            raise _wrong(
+                url,
+                "users and passwords do not belong into URLs, which logs show; name the user with "
+                "--user or UPR_USER, and give the password with UPR_PASSWORD or --password-file",
+            )
+        if parts.query or parts.fragment:
             raise _wrong(url, "it has only a host, a port and a bucket")
         first, *others = [_node(url, text) for text in parts.netloc.split(",")]
         bucket = unquote(parts.path.strip("/"))
@@ -134,6 +141,8 @@ def _node_text(host: str, port: int) -> str:
 
 
 def _wrong(url: str, why: str) -> AddressError:
+    # What may be a password is not shown.
+    shown = re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", url))
     return AddressError(
-        f"{url!r} is not a valid address: {why} (example: upr://127.0.0.1:12000/flights)"
+        f"{shown!r} is not a valid address: {why} (example: upr://127.0.0.1:12000/flights)"
     )

@@ -71,6 +71,8 @@ class Status(IntEnum):
     TOO_MANY = 138
     INTERNAL = 139
     COOKIE_IN_USE = 140
+    LOG_IN_NEEDED = 141
+    LOG_IN_FAILED = 142
 
 
 ADVICE: Final[dict[Status, str]] = {
@@ -130,6 +132,11 @@ ADVICE: Final[dict[Status, str]] = {
     Status.FLOW_CONTROL: "stay within the granted window and credit",
     Status.IDLE: "send Hello at once, and Noop when silent for the idle interval",
     Status.TOO_MANY: "stay within the counts in `HelloReply`",
+    Status.LOG_IN_NEEDED: (
+        "name a user with --user or UPR_USER, and give the password with UPR_PASSWORD or "
+        "--password-file; or show a certificate with the user's name"
+    ),
+    Status.LOG_IN_FAILED: "check the user's name and the password, or the certificate",
     Status.INTERNAL: "the server failed unexpectedly; read its log",
 }
 

@@ -70,7 +70,18 @@ IDLE_INTERVAL_S_MIN: Final = 1
 IDLE_INTERVAL_S_MAX: Final = 3600
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""The server closes a connection that has not sent `Hello` by then."""
+"""The server closes a connection that has not sent `Hello` by then, and logged in where that is
+needed."""
+
+SCRAM_ITERATIONS_MIN: Final = 4096
+"""What RFC 7677 asks for. A client accepts no less: somebody who plays the server could then try
+passwords quickly with what the client answers."""
+
+SCRAM_ITERATIONS_DEFAULT: Final = 32 * 1024
+"""Iterations of new passwords: some 20 ms at a client's first log-in, and nothing on the server."""
+
+SCRAM_ITERATIONS_MAX: Final = 1_000_000
+"""A second of the client's time: somebody who plays the server cannot take more."""
 
 SEND_TIMEOUT_S: Final = 60.0
 """A peer that takes not one byte for this long is gone, not slow."""

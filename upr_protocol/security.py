@@ -30,14 +30,30 @@ class TlsSettings:
 
 
 @attrs.frozen
+class Credentials:
+    """Who somebody is, and the password that proves it.
+
+    Attributes:
+        user: The user's name.
+        password: The password. What shows this value does not show it.
+    """
+
+    user: str
+    password: str = attrs.field(repr=False)
+
+
+@attrs.frozen
 class Security:
     """How a link is protected.
 
     Attributes:
         tls: How it is encrypted; None if it is not.
+        credentials: How to log in, if the server wants it; None to do so by the certificate in
+            `tls`, or not at all.
     """
 
     tls: TlsSettings | None = None
+    credentials: Credentials | None = None
 
 
 UNPROTECTED: Final = Security()

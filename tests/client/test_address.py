@@ -38,13 +38,13 @@ def test_valid_and_invalid_addresses(url: str, address: Address) -> None:
         ("upr://a,/b", "the host is missing"),
         ("upr://,a/b", "the host is missing"),
         ("upr://a:1,b:0/b", "the port is 1 to 65535"),
-        ("upr://a:1,me@b/b", "only a host, a port and a bucket"),
+        ("upr://a:1,me@b/b", "users and passwords do not belong"),
         ("upr://:12/b", "the host is missing"),
         ("upr://host:0/b", "the port is 1 to 65535"),
         ("upr://host:65536/b", "Port out of range"),
         ("upr://host:x/b", "Port could not be cast"),
         ("upr://[::1/b", "Invalid IPv6"),
-        ("upr://me@host/b", "only a host, a port and a bucket"),
+        ("upr://me@host/b", "users and passwords do not belong"),
         ("upr://host/b?x=1", "only a host, a port and a bucket"),
         ("upr://host/b#x", "only a host, a port and a bucket"),
         ("upr://host/b/c", "no slash"),
@@ -55,6 +55,23 @@ def test_an_invalid_url_raises_an_error_that_says_why(url: str, why: str) -> Non
     with pytest.raises(AddressError, match=why) as caught:
         Address.parse(url)
     assert "example: upr://127.0.0.1:12000/flights" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "upr://me:pencil@host/b",
+        "upr://me:pen/cil@host/b",
+        "upr://me:pen@cil@host/b",
+        "http://me:pencil@host/b",
+        "upr://host/b?password=pencil",
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(AddressError) as caught:
+        Address.parse(url)
+    assert "cil" not in str(caught.value)
+    assert "***" in str(caught.value)
 
 
 def test_a_bucket_can_be_asked_for() -> None:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from tests.fuzz.frames import MENDED
-from tests.fuzz.sessions import LATE
+from tests.fuzz.sessions import CHALLENGE, FIRST, LATE, LOG_IN, PROOF, RESPONSE
 from tests.protocol.session.kit import (
     SAMPLES,
     chunk,
@@ -45,6 +45,7 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_protocol.partition_map import Assignment, PartitionMap
+from upr_protocol.scram import EXTERNAL, SCRAM
 from upr_protocol.wire import (
     Ack,
     Barrier,
@@ -52,6 +53,9 @@ from upr_protocol.wire import (
     Close,
     CycleEnd,
     Go,
+    LoggedIn,
+    LogIn,
+    LogInResponse,
     Message,
     Noop,
     Open,
@@ -105,7 +109,8 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     yield "Stream-cut", encoded(stream(3, 9, cut))
 
 
-# The second byte: 0 behind nothing, 1 `Hello`, 2 `Open`, 3 streams, 4 `Go`.
+# The second byte: 0 behind nothing, 1 `Hello`, 2 `Open`, 3 streams, 4 `Go`. With users: `LOG_IN`
+# behind nothing, 1 more behind `Hello`, 2 more behind `LogIn`, or `LogInChallenge`.
 
 
 def _server() -> Iterator[tuple[str, bytes]]:
@@ -118,6 +123,9 @@ def _server() -> Iterator[tuple[str, bytes]]:
     flow = [stream(5, 8), Barrier(b"a"), close_stream(3, 6), Ack(10), Barrier(b"b")]
     for name, behind, messages in (
         ("handshake", 0, [hello(), Open("bucket", (3,)), stream(3, 6), Go(), Close()]),
+        ("log-in", LOG_IN, [hello(), FIRST, RESPONSE, Open("bucket", (3,))]),
+        ("log-in-wrong", LOG_IN + 2, [LogInResponse(RESPONSE.data[:-4] + b"AAA=")]),
+        ("log-in-external", LOG_IN + 1, [LogIn(EXTERNAL)]),
         ("management", 1, requests[:4]),
         ("requests", 2, requests),
         ("streams", 2, [stream(3, 6), stream(4, 7), Go(), *flow]),
@@ -153,6 +161,12 @@ def _client() -> Iterator[tuple[str, bytes]]:
             0,
             [hello_reply(), partition_log(3, Open.opcode), Opened(64, 1, opaque=Open.opcode)],
         ),
+        (
+            "log-in",
+            LOG_IN,
+            [hello_reply(mechanisms=(SCRAM,)), CHALLENGE, PROOF, Opened(64, 1, opaque=Open.opcode)],
+        ),
+        ("log-in-wrong", LOG_IN + 2, [LoggedIn(b"v=AAAA")]),
         ("answers", 3, answers),
         ("refusals", 3, refusals),
         ("streams", 3, [*first, *whole, *dropped, Noop(), stream_end(3, opaque)]),

@@ -6,7 +6,9 @@ arrives (see `pieces`), with or without its checksums put right; the second says
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -27,11 +29,23 @@ from tests.protocol.session.kit import (
     taken,
 )
 from upr_protocol.chunk import Chunk
-from upr_protocol.errors import LocalProtocolError, RemoteProtocolError
+from upr_protocol.client.core.log_in import ClientLogIn
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.failover import PartialSnapshot, Position
 from upr_protocol.ids import PartitionId, SeqNo, SnapshotKind
-from upr_protocol.limits import FRAME_BODY_BYTES_MAX, HANDSHAKE_BODY_BYTES_MAX
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX, HANDSHAKE_BODY_BYTES_MAX, SCRAM_ITERATIONS_MIN
+from upr_protocol.scram import (
+    EXTERNAL,
+    SCRAM,
+    FirstMessage,
+    ScramClient,
+    ScramError,
+    ScramServer,
+    new_verifier,
+)
+from upr_protocol.security import Credentials
 from upr_protocol.session import ClientSession, ServerSession, Session, SessionState
+from upr_protocol.users import UsersError
 from upr_protocol.wire import (
     HEADER_BYTES,
     Ack,
@@ -43,6 +57,10 @@ from upr_protocol.wire import (
     Error,
     Go,
     HelloReply,
+    LoggedIn,
+    LogIn,
+    LogInChallenge,
+    LogInResponse,
     Message,
     Mutate,
     Open,
@@ -78,20 +96,69 @@ _CLIENT_HEARD: Final[Sequence[Sequence[Message]]] = (
 )
 
 
+# A log-in, in which everything is known: so the reactions need to keep nothing.
+
+LOG_IN: Final = 0x80
+"""In a second byte: the server has users."""
+
+_CREDENTIALS: Final = Credentials("user", "pencil")
+_VERIFIER: Final = new_verifier("pencil", b"sixteen bytes...", SCRAM_ITERATIONS_MIN)
+_FIRST: Final = ScramClient("user", "pencil", "client").first()
+_LAST: Final = 2
+"""Bytes in base64 whose last bits nobody looks at."""
+
+_ITERATIONS: Final = re.compile(rb"i=(\d{5,})")
+
+
+def scram_server(first: bytes = _FIRST) -> ScramServer:
+    """The server's side, behind the client's first message."""
+    message = FirstMessage.read(SCRAM, first, offers_binding=False)
+    return ScramServer(message, _VERIFIER, "server")
+
+
+def _client_log_in() -> tuple[ClientLogIn, LogIn]:
+    log_in = ClientLogIn(_CREDENTIALS, "client")
+    return log_in, log_in.begin((SCRAM,))
+
+
+def _response() -> LogInResponse:
+    log_in, _ = _client_log_in()
+    return log_in.respond(CHALLENGE)
+
+
+FIRST: Final = LogIn(SCRAM, _FIRST)
+CHALLENGE: Final = LogInChallenge(scram_server().challenge())
+RESPONSE: Final = _response()
+PROOF: Final = LoggedIn(scram_server().outcome(RESPONSE.data) or b"")
+
+_SERVER_LOGS_IN: Final[Sequence[Sequence[Message]]] = ((), (hello(),), (FIRST,))
+_CLIENT_LOGS_IN: Final[Sequence[Sequence[Message]]] = (
+    (),
+    (hello_reply(mechanisms=(SCRAM, EXTERNAL)),),
+    (CHALLENGE,),
+)
+
+
 def heard_before(beginnings: Sequence[Sequence[Message]], second: int) -> bytes:
     """What was said before the fuzzed bytes: more or less of a handshake."""
-    count = second % len(beginnings) + 1
+    count = second % LOG_IN % len(beginnings) + 1
     return b"".join(encoded(*said) for said in beginnings[:count])
 
 
 def server(data: bytes) -> None:
     """A server's session: any bytes behind a handshake, or behind the front of one."""
-    _converse(ServerSession("fuzz:server", now=0.0), _SERVER_HEARD, data, _serve)
+    has_users = bool(data[1:2] >= bytes([LOG_IN]))
+    session = ServerSession(
+        "fuzz:server", now=0.0, mechanisms=lambda: (SCRAM, EXTERNAL) if has_users else ()
+    )
+    _converse(session, _SERVER_LOGS_IN if has_users else _SERVER_HEARD, data, _serve)
 
 
 def client(data: bytes) -> None:
     """A client's session, which asks for everything there is as soon as it may."""
-    _converse(ClientSession("fuzz:client", now=0.0), _CLIENT_HEARD, data, _follow)
+    has_users = bool(data[1:2] >= bytes([LOG_IN]))
+    beginnings = _CLIENT_LOGS_IN if has_users else _CLIENT_HEARD
+    _converse(ClientSession("fuzz:client", now=0.0), beginnings, data, _follow)
 
 
 def _converse(
@@ -160,6 +227,9 @@ def _serve(session: Session, message: Message) -> None:
         position = message.position
         session.send(stream_reply(message.partition, message.opaque, position.highest_received))
         session.ready(message.partition)
+    elif isinstance(message, LogIn | LogInResponse):
+        _log_in(session, message)
+        return
     elif type(message).answers:
         session.send(_answer(message))
     if isinstance(message, Open | Mutate):
@@ -173,6 +243,25 @@ def _serve(session: Session, message: Message) -> None:
     if session.window.open and (turn := session.next_partition()) is not None:
         _snapshot(session, turn)
         session.end_turn()
+
+
+def _log_in(session: ServerSession, message: LogIn | LogInResponse) -> None:
+    """Nothing but the one right proof lets in."""
+    try:
+        if isinstance(message, LogInResponse):
+            outcome = scram_server().outcome(message.data)
+            assert outcome is None or message.data[:-_LAST] == RESPONSE.data[:-_LAST]
+            answer: Message | None = None if outcome is None else LoggedIn(outcome)
+        elif message.mechanism == EXTERNAL:
+            answer = None
+        else:
+            answer = LogInChallenge(scram_server(message.data).challenge())
+    except (ScramError, UsersError):
+        answer = None
+    if answer is None:
+        session.fail(Status.LOG_IN_FAILED, "no")
+    else:
+        session.send(answer)
 
 
 def _snapshot(session: ServerSession, partition: PartitionId) -> None:
@@ -193,11 +282,36 @@ _REQUESTS: Final = tuple(
 )
 
 
+def _follow_log_in(session: ClientSession, message: HelloReply | LogInChallenge | LoggedIn) -> None:
+    """Logs in, and opens the bucket."""
+    if isinstance(message, LogInChallenge):
+        # More iterations cost a second, and that is all that they do.
+        if not _ITERATIONS.search(message.data):
+            with suppress(RemoteProtocolError):
+                _say(session, _client_log_in()[0].respond(message))
+    elif isinstance(message, HelloReply) and message.mechanisms:
+        if SCRAM in message.mechanisms:
+            _say(session, FIRST)
+    elif isinstance(message, LoggedIn):
+        log_in, _ = _client_log_in()
+        log_in.respond(CHALLENGE)
+        try:
+            log_in.check(message)
+        except RemoteProtocolError:
+            session.fail(Status.LOG_IN_FAILED, "no")
+        else:
+            # Nothing but the one right proof is taken for the server.
+            assert message.data.startswith(PROOF.data[:-_LAST])
+            _say(session, Open("bucket", opaque=Open.opcode))
+    else:
+        _say(session, Open("bucket", opaque=Open.opcode))
+
+
 def _follow(session: Session, message: Message) -> None:
     """Asks for everything, deals with what comes, and asks again."""
     assert isinstance(session, ClientSession)
-    if isinstance(message, HelloReply):
-        _say(session, Open("bucket", opaque=Open.opcode))
+    if isinstance(message, HelloReply | LogInChallenge | LoggedIn):
+        _follow_log_in(session, message)
     elif isinstance(message, Opened):
         for request in (*_REQUESTS, Go(), Barrier(b"cookie")):
             _say(session, request)

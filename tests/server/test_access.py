@@ -58,6 +58,8 @@ ADMIN = User("ada", None, (Grant(Right.SECURE, EVERYTHING),))
 # message without a line here fails a test.
 TABLE: Final = """
     Hello                anybody
+    LogIn                anybody
+    LogInResponse        anybody
     Noop                 anybody
     Close                anybody
     Error                anybody
@@ -214,10 +216,13 @@ async def logged_in(*grants: Grant) -> AsyncIterator[tuple[Server, Peer]]:
     """A server with bucket `b`, and a connection of user bob, who has these grants."""
     server = make_server()
     async with connected(server) as peer:
-        await server.users.change(lambda users: users.with_user(ADMIN))
-        await server.users.change(lambda users: users.with_user(User(USER, None, grants)))
+        # Before there are users, nobody has to log in.
+        await peer.say()
+        peer.heard.insert(0, await peer.hear(HelloReply))
         (connection,) = server.connections.connections
         connection.context.access.user_name = USER
+        bob = User(USER, None, grants)
+        await server.users.change(lambda users: users.with_user(ADMIN).with_user(bob))
         yield server, peer
 
 

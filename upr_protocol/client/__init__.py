@@ -85,7 +85,7 @@ from upr_protocol.client.trio.publisher import (
     publisher,
 )
 from upr_protocol.client.trio.replica_consumer import ReplicaConsumer, consume_as_replica
-from upr_protocol.security import Security, TlsSettings
+from upr_protocol.security import Credentials, Security, TlsSettings
 
 __all__ = [
     "Address",
@@ -108,6 +108,7 @@ __all__ = [
     "ConnectOptions",
     "Consumer",
     "ConsumerStatistics",
+    "Credentials",
     "DurabilityOptions",
     "Event",
     "EventFeed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Final
 
 import attrs
@@ -11,6 +12,7 @@ from upr_protocol.limits import (
     IDLE_INTERVAL_S_DEFAULT,
     WINDOW_BYTES_DEFAULT,
 )
+from upr_protocol.scram import NONCE_BYTES
 from upr_protocol.session import ClientSession
 from upr_protocol.transport import FrameMemory
 
@@ -18,6 +20,11 @@ IDENTITY_DEFAULT: Final = "client:python"
 
 CREDIT_TIMEOUT_S_DEFAULT: Final = 30.0
 """How long to wait for a server that grants no credit."""
+
+
+def new_nonce() -> str:
+    """A text for one log-in, which nobody can guess."""
+    return secrets.token_urlsafe(NONCE_BYTES)
 
 
 @attrs.frozen

@@ -33,6 +33,7 @@ from upr_protocol.wire import (
     Credit,
     Hello,
     HelloReply,
+    LogIn,
     Message,
     Mutate,
     PartitionChunk,
@@ -99,6 +100,15 @@ def _check_hello_reply(context: SessionContext, message: HelloReply) -> None:
     if not (message.open_barriers_max and message.requests_open_max):
         raise ProtocolError(
             "HelloReply: open_barriers_max and requests_open_max must be at least 1"
+        )
+
+
+def _check_log_in(context: SessionContext, message: LogIn) -> None:
+    if message.mechanism not in context.agreed.mechanisms:
+        raise ProtocolError(
+            f"LogIn: the mechanism {message.mechanism!r} is not among "
+            f"{', '.join(context.agreed.mechanisms)}",
+            Status.LOG_IN_FAILED,
         )
 
 
@@ -188,6 +198,7 @@ def _check_stream_end(_context: SessionContext, message: StreamEnd) -> None:
 CHECKS: Final[Mapping[type[Message], Callable[[SessionContext, Any], None]]] = {
     Hello: _check_hello,
     HelloReply: _check_hello_reply,
+    LogIn: _check_log_in,
     Stream: _check_stream,
     Mutate: _check_mutate,
     PartitionChunk: _check_chunk,

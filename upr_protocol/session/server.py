@@ -68,16 +68,24 @@ class ServerSession(Session):
         identity: The server's own.
         now: The time.
         allocate: Gives so many writable bytes for a body; see `FrameBuffer`.
+        mechanisms: Gives the ways to log in when the client has said `Hello`; none if there is no
+            need to.
     """
 
     role: ClassVar[Role] = Role.SERVER
     peer: ClassVar[Role] = Role.CLIENT
 
     def __init__(
-        self, identity: str, *, now: float, allocate: Callable[[int], Buffer] = bytearray
+        self,
+        identity: str,
+        *,
+        now: float,
+        allocate: Callable[[int], Buffer] = bytearray,
+        mechanisms: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         super().__init__(now, allocate)
         self._identity = identity
+        self._mechanisms = mechanisms
         self._cycle = PartitionCycle()
         self._barrier_queue = BarrierQueue()
 
@@ -253,6 +261,7 @@ class ServerSession(Session):
                 OPEN_BARRIERS_MAX,
                 REQUESTS_OPEN_MAX,
                 self._identity,
+                self._mechanisms(),
             )
         )
 

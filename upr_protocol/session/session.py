@@ -20,15 +20,17 @@ from upr_protocol.errors import (
 from upr_protocol.ids import PartitionId
 from upr_protocol.session.context import SessionContext
 from upr_protocol.session.rules import RULES
-from upr_protocol.session.states import SESSION, SNAPSHOT_MESSAGES, StreamState
+from upr_protocol.session.states import SESSION, SNAPSHOT_MESSAGES, StreamState, state_after_hello
 from upr_protocol.session.stream import StreamRecord, out_of_turn
 from upr_protocol.wire import (
+    BEFORE_READY,
     HEADER_BYTES,
     MESSAGES,
     CloseStream,
     Error,
     FrameBuffer,
     Header,
+    HelloReply,
     Message,
     Noop,
     Open,
@@ -182,7 +184,7 @@ class Session(SessionContext):
         Returns:
             Whether the peer may still be alive.
         """
-        if self.state in (SessionState.GREETING, SessionState.GREETED, SessionState.CLOSED):
+        if self.state in BEFORE_READY or self.state is SessionState.CLOSED:
             return True
         if self.keep_alive.dead(now):
             return False
@@ -241,6 +243,8 @@ class Session(SessionContext):
             self._follow(message)
         if rule.effect is not None:
             rule.effect(self, message, frame_bytes)
+        if isinstance(message, HelloReply):
+            state = state_after_hello(message)
         if rule.is_request:
             self._requests[message.opaque] = kind
         # A stream that was accepted keeps its request's opaque in use until `StreamEnd`.

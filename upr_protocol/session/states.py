@@ -4,7 +4,9 @@ The conversation goes one way: the client introduces itself, chooses a bucket an
 partitions' histories, asks for streams, and sends `Go`. Each message declares in which states of
 the session it is allowed, and where it leads; `SESSION` is the same by state. A message that is not
 in a state's row is out of turn, whoever sends it; its declaration says which side may send it.
-Authentication will have its place between `GREETED` and `READY`.
+Where users must log in, that comes between `GREETED` and `READY`: until it is done, nothing but the
+log-in is allowed. Only the content of `HelloReply` tells whether it is needed, so its row in the
+table is the one that does not say all: see `state_after_hello`.
 
 The two sides are not in the same state at the same time: each moves when it sends or receives. That
 does no harm, because only the client moves the conversation on, and it waits for the answer
@@ -29,6 +31,7 @@ from upr_protocol.errors import Status
 from upr_protocol.wire import (
     MESSAGES,
     CloseStream,
+    HelloReply,
     Message,
     PartitionAnswers,
     PartitionChunk,
@@ -46,6 +49,11 @@ SESSION: Final[Mapping[SessionState, Mapping[type[Message], SessionState]]] = {
     for state in SessionState
 }
 """For each state of a session, what is allowed and where it leads."""
+
+
+def state_after_hello(reply: HelloReply) -> SessionState:
+    """The state that `HelloReply` leads to: the log-in, if it names ways to log in."""
+    return SessionState.UNAUTHENTICATED if reply.mechanisms else SessionState.READY
 
 
 @unique

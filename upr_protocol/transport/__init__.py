@@ -4,6 +4,7 @@ The client's and the server's connections both stand on this. Nothing here knows
 means.
 """
 
+from upr_protocol.transport.end_point import end_point_of_file
 from upr_protocol.transport.frame_memory import FrameMemory, new_memory
 from upr_protocol.transport.socket_io import (
     SCRATCH_BYTES,
@@ -51,6 +52,7 @@ __all__ = [
     "dial_socket",
     "dial_tcp",
     "encrypted_to_server",
+    "end_point_of_file",
     "explained",
     "file_stamp",
     "load_authorities",

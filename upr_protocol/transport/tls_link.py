@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import TlsError
 from upr_protocol.session import Session
+from upr_protocol.transport.end_point import end_point
 from upr_protocol.transport.socket_io import read_spaces, unsent
 from upr_protocol.transport.tls_errors import explained
 
@@ -22,8 +23,8 @@ HANDSHAKE_BYTES_MAX: Final = 64 * 1024
 certificates that is in use. The memory of a stranger is bounded by it."""
 
 STRANGER_READ_BYTES: Final = 16 * 1024
-"""What is read at a time of a peer that has not said `Hello` yet: OpenSSL's buffers keep the size
-that they once had."""
+"""What is read at a time of a peer that has not said `Hello`, and logged in where there are users:
+OpenSSL's buffers keep the size that they once had."""
 
 READ_BYTES: Final = 256 * 1024
 SERVER_READ_BYTES: Final = 64 * 1024
@@ -61,6 +62,7 @@ class TlsLink:
     Args:
         context: OpenSSL's settings.
         server_name: Whom the certificate of the other side must name; None on the server's side.
+        own_end_point: On the server's side, the hash of its certificate; see `end_point`.
 
     Attributes:
         is_established: Whether the handshake is done.
@@ -68,7 +70,10 @@ class TlsLink:
         has_undecrypted: Whether the next `read` may give something though nothing more was fed.
     """
 
-    def __init__(self, context: ssl.SSLContext, server_name: str | None) -> None:
+    def __init__(
+        self, context: ssl.SSLContext, server_name: str | None, own_end_point: bytes = b""
+    ) -> None:
+        self._own_end_point = own_end_point
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._is_server = server_name is None
         self._object = context.wrap_bio(
@@ -114,12 +119,21 @@ class TlsLink:
 
     @property
     def peer_name(self) -> str:
-        """The common name in the other side's certificate, which was verified; empty if it has
-        shown none."""
+        """The common name in the other side's certificate, which was verified; if it has none, the
+        first DNS name. Empty if the other side has shown no certificate."""
         certificate: dict[str, Any] = self._object.getpeercert() or {}
         subject = certificate.get("subject", ())
         names = [value for part in subject for field, value in part if field == "commonName"]
-        return names[-1] if names else ""
+        if names:
+            return str(names[-1])
+        alternatives = certificate.get("subjectAltName", ())
+        return next((str(value) for kind, value in alternatives if kind == "DNS"), "")
+
+    @property
+    def end_point(self) -> bytes:
+        """The hash of the server's certificate, for channel binding: the same on both sides, unless
+        somebody is in between. Empty if there is none for this certificate."""
+        return self._own_end_point if self._is_server else end_point(self.peer_certificate)
 
     @property
     def version(self) -> str:

@@ -18,7 +18,7 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.security import TlsSettings
-from upr_protocol.session import Session, SessionState
+from upr_protocol.session import Session
 from upr_protocol.transport.socket_io import read_available, receive_available, write_available
 from upr_protocol.transport.tls_context import client_context
 from upr_protocol.transport.tls_link import (
@@ -27,12 +27,10 @@ from upr_protocol.transport.tls_link import (
     TlsLink,
     new_tls_scratch,
 )
+from upr_protocol.wire import BEFORE_READY
 
 _SEND_BYTES: Final = 1024 * 1024
 """How much is written at a time where the stream is not a socket, so that progress shows."""
-
-_STRANGE: Final = (SessionState.GREETING, SessionState.GREETED)
-"""The states of a session whose other side has not said enough yet to be worth much memory."""
 
 _LAST_WORD_TIMEOUT_S: Final = 2.0
 """How long a peer may take to hear why its handshake failed."""
@@ -276,7 +274,7 @@ class TlsStream(trio.abc.HalfCloseableStream):
                 await trio.lowlevel.checkpoint()
             else:
                 space = self._scratch
-                if session.state in _STRANGE:
+                if session.state in BEFORE_READY:
                     space = space[:STRANGER_READ_BYTES]
                 self.link.feed(await _receive(self.transport, space))
             count = self._decrypt(session, scratch)

@@ -29,6 +29,10 @@ from upr_protocol.wire.handshake import (
     Go,
     Hello,
     HelloReply,
+    LoggedIn,
+    LogIn,
+    LogInChallenge,
+    LogInResponse,
     Open,
     Opened,
     PartitionLog,
@@ -48,7 +52,7 @@ from upr_protocol.wire.keyvalue import (
     SeqnosAtReply,
     SeqnosReply,
 )
-from upr_protocol.wire.message import Message, Role, SessionState
+from upr_protocol.wire.message import BEFORE_READY, Message, Role, SessionState
 from upr_protocol.wire.publishing import Credit, Mutate, MutateReply, RunResult
 from upr_protocol.wire.set_frames import (
     SetFrames,
@@ -98,6 +102,7 @@ def decode(header: Header, body: Buffer) -> Message:
 
 
 __all__ = [
+    "BEFORE_READY",
     "HEADER_BYTES",
     "MESSAGES",
     "VERSION",
@@ -129,6 +134,10 @@ __all__ = [
     "LeaseReply",
     "ListBuckets",
     "ListBucketsReply",
+    "LogIn",
+    "LogInChallenge",
+    "LogInResponse",
+    "LoggedIn",
     "MapReply",
     "Message",
     "Mutate",

@@ -15,6 +15,7 @@ from upr_protocol.wire.columns import (
     POSITION,
     member,
     member_of,
+    octets,
     pack_log,
     pack_position,
     pack_text,
@@ -87,7 +88,9 @@ class Hello(Message, frozen=True):
 
 
 class HelloReply(Message, frozen=True):
-    """The server's answer: what was agreed, and the limits it holds its peers to."""
+    """The server's answer: what was agreed, and the limits it holds its peers to. If it names ways
+    to log in, the client must log in before anything else is answered, and the session is then
+    `UNAUTHENTICATED`, not `READY`."""
 
     opcode = 0x81
     sender = Role.SERVER
@@ -100,7 +103,7 @@ class HelloReply(Message, frozen=True):
         "open_barriers_max" / cs.Int16ul * "barriers that may be open at a time",
         "requests_open_max" / cs.Int16ul * "requests that may be open at a time",
         "identity" / text() * "the server's own, of the same form",
-        "mechanisms" / tuple_of(text(), cs.Int8ul) * "ways to authenticate; none: not needed",
+        "mechanisms" / tuple_of(text(), cs.Int8ul) * "ways to log in; none: not needed",
     )
 
     version: int
@@ -142,6 +145,55 @@ class HelloReply(Message, frozen=True):
             identity,
             tuple(mechanisms),
         )
+
+
+class LogIn(Message, frozen=True):
+    """Begins the log-in. There is one attempt for each connection: after one that fails, the server
+    says `Error` and closes the connection."""
+
+    opcode = 0x1D
+    sender = Role.CLIENT
+    states = allowed_in(SessionState.UNAUTHENTICATED, leads_to=SessionState.AUTHENTICATING)
+    layout = cs.Struct(
+        "mechanism" / text() * "one of those that `HelloReply` names",
+        "data" / octets() * "the mechanism's first message; empty for `EXTERNAL`",
+    )
+
+    mechanism: str
+    data: bytes = b""
+
+
+class LogInChallenge(Message, frozen=True):
+    """What the client must answer, to prove that it is who it says."""
+
+    opcode = 0x9D
+    sender = Role.SERVER
+    states = allowed_in(SessionState.AUTHENTICATING, leads_to=SessionState.CHALLENGED)
+    layout = cs.Struct("data" / octets() * "the mechanism's message")
+
+    data: bytes
+
+
+class LogInResponse(Message, frozen=True):
+    """The answer to `LogInChallenge`."""
+
+    opcode = 0x1E
+    sender = Role.CLIENT
+    states = allowed_in(SessionState.CHALLENGED, leads_to=SessionState.AUTHENTICATING)
+    layout = cs.Struct("data" / octets() * "the mechanism's message")
+
+    data: bytes
+
+
+class LoggedIn(Message, frozen=True):
+    """The client is who it says. The server proves the same of itself, if the mechanism does."""
+
+    opcode = 0x9E
+    sender = Role.SERVER
+    states = allowed_in(SessionState.AUTHENTICATING, leads_to=SessionState.READY)
+    layout = cs.Struct("data" / octets() * "the mechanism's last message")
+
+    data: bytes = b""
 
 
 class Error(Message, frozen=True):

@@ -59,6 +59,9 @@ class SessionState(Enum):
 
     GREETING = "waiting for the client's `Hello`"
     GREETED = "waiting for the server's answer to `Hello`"
+    UNAUTHENTICATED = "waiting for the client's `LogIn`"
+    AUTHENTICATING = "waiting for the server's answer to `LogIn` or `LogInResponse`"
+    CHALLENGED = "waiting for the client's `LogInResponse`"
     READY = "the handshake is done; the client may manage buckets, or open one"
     OPENING = "the client has chosen a bucket; the server sends its partitions' histories"
     OPEN = "the client may publish, read, and ask for streams"
@@ -77,6 +80,17 @@ def allowed_in(
     By default the session stays where it is."""
     return {state: leads_to or state for state in states}
 
+
+BEFORE_READY: Final = frozenset(
+    {
+        SessionState.GREETING,
+        SessionState.GREETED,
+        SessionState.UNAUTHENTICATED,
+        SessionState.AUTHENTICATING,
+        SessionState.CHALLENGED,
+    }
+)
+"""The states in which the other side of a server is a stranger."""
 
 NOT_CLOSED: Final = allowed_in(
     *(state for state in SessionState if state is not SessionState.CLOSED)

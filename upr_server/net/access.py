@@ -24,6 +24,8 @@ from upr_protocol.wire import (
     Join,
     Lease,
     ListBuckets,
+    LogIn,
+    LogInResponse,
     Message,
     Mutate,
     NextEvents,
@@ -136,6 +138,8 @@ message that needs no right."""
 NEEDED: Final[Mapping[type[Message], Need]] = {
     # These say nothing about a bucket, and change nothing.
     Hello: None,
+    LogIn: None,
+    LogInResponse: None,
     Noop: None,
     Close: None,
     Error: None,

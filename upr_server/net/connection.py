@@ -24,10 +24,11 @@ from upr_protocol.transport import (
     write_now,
     write_rest,
 )
-from upr_protocol.wire import CloseStream, Error, Message, Mutate
+from upr_protocol.wire import BEFORE_READY, CloseStream, Error, Message, Mutate
 from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
 from upr_server.net.handlers.single_sets import apply_sets
+from upr_server.net.log_in import offered_mechanisms
 from upr_server.net.request_context import Handler, RequestContext, others_after_first
 from upr_server.net.resources import ServerResources
 
@@ -42,8 +43,6 @@ BUSY_S: Final = 0.25
 
 CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
-
-_UNGREETED: Final = (SessionState.GREETING, SessionState.GREETED)
 
 _CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
 
@@ -82,17 +81,20 @@ class AcceptedConnection:
     ) -> None:
         self.peer = peer
         self.session = ServerSession(
-            resources.identity, now=trio.current_time(), allocate=new_memory
+            resources.identity,
+            now=trio.current_time(),
+            allocate=new_memory,
+            mechanisms=partial(offered_mechanisms, resources.log_ins, stream),
         )
         self._to_send = Notifier()
         # Not the connection's own `wake`, which would be a reference cycle: what a connection held
         # is freed when the connection ends, not when Python's collector comes by.
         wake = resources.step_writes.waker(self)
-        self.context = RequestContext(resources, self.session, peer, wake)
+        self.context = RequestContext(resources, self.session, stream, peer, wake)
         self._resources = resources
         self._handlers = handlers
         self._stream = stream
-        self._greeted = trio.Event()
+        self._known = trio.Event()
         self._is_idle = False
         """Whether the writer waits for something to write."""
         self._unwritten: Sequence[Buffer] = ()
@@ -232,8 +234,8 @@ class AcceptedConnection:
                 status=error.status.name,
                 error=str(error),
             )
-        if self.session.state not in _UNGREETED:
-            self._greeted.set()
+        if self.session.state not in BEFORE_READY:
+            self._known.set()
         return self._handled_count > handled_before
 
     def _handle_in_step(self, events: Iterator[Message]) -> Continuation | None:
@@ -430,9 +432,10 @@ class AcceptedConnection:
         """Says or does something about silence when it is time, until the conversation is over."""
         session = self.session
         with trio.move_on_at(self._opened_at + HANDSHAKE_TIMEOUT_S):
-            await self._greeted.wait()
-        if not self._greeted.is_set():
-            session.fail(Status.IDLE, f"no Hello within {HANDSHAKE_TIMEOUT_S:.0f} seconds")
+            await self._known.wait()
+        if not self._known.is_set():
+            awaited = "log-in" if session.client_identity else "Hello"
+            session.fail(Status.IDLE, f"no {awaited} within {HANDSHAKE_TIMEOUT_S:.0f} seconds")
             self.wake()
         while session.state is not SessionState.CLOSED:
             # Whatever was said or heard meanwhile has moved it on.
@@ -465,7 +468,7 @@ class AcceptedConnection:
 
     def apply_rights(self) -> None:
         """The users have changed: what the client may not have any more ends."""
-        if self.session.state not in (SessionState.READY, SessionState.OPENING, *_CONVERSING):
+        if self.session.state in BEFORE_READY:
             return
         self.context.apply_rights()
         if self.context.access.is_lost:
@@ -486,6 +489,7 @@ class AcceptedConnection:
         return {
             "peer": self.peer,
             "identity": self.session.client_identity,
+            "user": self.context.access.user_name or "",
             "bucket": "" if bucket is None else bucket.name,
             "state": session.state.name.lower(),
             "streams": session.streams,

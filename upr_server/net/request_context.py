@@ -21,6 +21,7 @@ from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.access import Access
 from upr_server.net.backlog import Backlog
 from upr_server.net.credit import PublisherCredit
+from upr_server.net.log_in import LogInExchange
 from upr_server.net.partition_request_queue import PartitionRequest
 from upr_server.net.replies import ReplyOrder
 from upr_server.net.resources import ServerResources
@@ -46,12 +47,14 @@ class RequestContext:
     Args:
         resources: What all connections share.
         session: The connection's session.
+        stream: The connection.
         peer: The other end's address, for logs and statistics.
         wake: Has what is in the session sent.
 
     Attributes:
         bucket: The bucket that the client opened; None before that, and once it was deleted.
         access: Who the client is, and what it may do.
+        log_in: How the client proves who it is.
         catalog: The buckets.
         partition_maps: The partition maps.
         events: The event bus; None on a server without one.
@@ -70,11 +73,13 @@ class RequestContext:
         self,
         resources: ServerResources,
         session: ServerSession,
+        stream: trio.abc.Stream,
         peer: str,
         wake: Callable[[], None],
     ) -> None:
         self.bucket: Bucket | None = None
         self.access = Access(resources.users)
+        self.log_in = LogInExchange(resources.log_ins, session, stream, peer, self.access, wake)
         self.catalog = resources.catalog
         self.partition_maps = resources.partition_maps
         self.events = resources.events

@@ -15,6 +15,7 @@ from upr_protocol.transport import new_scratch
 from upr_server.buckets import BucketCatalog
 from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
+from upr_server.net.log_in import LogIns
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
 from upr_server.runtime import TurnTimer
@@ -88,6 +89,7 @@ class ServerResources:
         identity: The server's name for itself, told to clients.
         catalog: The buckets.
         users: The users of the cluster, and what they may do.
+        log_ins: How clients prove who they are.
         partition_maps: The partition maps.
         events: The event bus; None on a server without one.
         credit_shares: Divides the bytes that publishers may send.
@@ -105,6 +107,7 @@ class ServerResources:
     identity: str
     catalog: BucketCatalog
     users: UserStore
+    log_ins: LogIns
     partition_maps: PartitionMapProvider
     events: Events | None
     credit_shares: CreditShares

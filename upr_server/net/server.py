@@ -19,6 +19,7 @@ from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
 from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CreditShares
+from upr_server.net.log_in import LogIns
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
 from upr_server.runtime import Certificates
@@ -87,6 +88,7 @@ class ConnectionServer:
             identity,
             catalog,
             users,
+            LogIns(users),
             partition_maps,
             events,
             CreditShares(upkeep),
@@ -219,6 +221,8 @@ class ConnectionServer:
                 "uptime_s": trio.current_time() - self._started_at,
                 "connections": len(self.connections),
                 "connections_refused": self._refused,
+                "log_ins_failed": resources.log_ins.failures.failed,
+                "log_ins_refused": resources.log_ins.failures.refused,
                 "longest_turn_s": round(resources.turn_timer.longest_turn_s, 6),
                 "longest_step_s": round(resources.turn_timer.longest_step_s, 6),
                 "longest_step_task": resources.turn_timer.longest_step_task,

@@ -24,6 +24,7 @@ from upr_protocol.limits import WINDOW_BYTES_DEFAULT
 from upr_protocol.session import ClientSession, ServerSession, Session, SessionState
 from upr_protocol.session.states import STREAM_INPUTS
 from upr_protocol.wire import (
+    BEFORE_READY,
     MESSAGES,
     Ack,
     Await,
@@ -52,6 +53,10 @@ from upr_protocol.wire import (
     LeaseReply,
     ListBuckets,
     ListBucketsReply,
+    LoggedIn,
+    LogIn,
+    LogInChallenge,
+    LogInResponse,
     MapReply,
     Message,
     Mutate,
@@ -224,6 +229,10 @@ SAMPLES: Final[dict[type[Message], Message]] = {
     for message in (
         hello(),
         hello_reply(),
+        LogIn("SCRAM-SHA-256", b"first"),
+        LogInChallenge(b"challenge"),
+        LogInResponse(b"response"),
+        LoggedIn(b"proof"),
         Error("something", "do something", status=134),
         Open("bucket", (3,), opaque=OPAQUE),
         partition_log(3, OPAQUE),
@@ -298,6 +307,9 @@ def taken(session: Session, now: float = 0.0) -> bytes:
     return b"".join(map(bytes, session.take_outgoing(now)))
 
 
+LOG_IN_STATES: Final = BEFORE_READY - {SessionState.GREETING, SessionState.GREETED}
+
+
 class Pair:
     """A client and a server, and the bytes between them.
 
@@ -310,12 +322,17 @@ class Pair:
     """
 
     def __init__(
-        self, *, window_bytes: int = WINDOW_BYTES_DEFAULT, interval_s: int = 20, cut: Cut = whole
+        self,
+        *,
+        window_bytes: int = WINDOW_BYTES_DEFAULT,
+        interval_s: int = 20,
+        cut: Cut = whole,
+        mechanisms: tuple[str, ...] = (),
     ) -> None:
         self.client = ClientSession(
             "test:client", window_bytes=window_bytes, idle_interval_s=interval_s, now=0.0
         )
-        self.server = ServerSession("test:server", now=0.0)
+        self.server = ServerSession("test:server", now=0.0, mechanisms=lambda: mechanisms)
         self.said: list[tuple[str, Message]] = []
         self.heard: list[tuple[str, Message]] = []
         self.now = 0.0
@@ -370,7 +387,17 @@ class Pair:
     def in_state(cls, state: SessionState, **options: Any) -> Pair:
         """A pair of which both sides are in `state`. Of the handshake, only one side ever is: the
         client begins in GREETED, and the server leaves it as soon as it enters."""
+        if state in LOG_IN_STATES:
+            options.setdefault("mechanisms", ("SCRAM-SHA-256",))
         pair = cls(**options)
+        if state in LOG_IN_STATES:
+            pair.deliver()
+            if state is not SessionState.UNAUTHENTICATED:
+                pair.client_says(SAMPLES[LogIn])
+            if state is SessionState.CHALLENGED:
+                pair.server_says(SAMPLES[LogInChallenge])
+            assert pair.client.state is pair.server.state is state
+            return pair
         if state is SessionState.GREETING:
             taken(pair.client)
             pair.client.state = SessionState.GREETING

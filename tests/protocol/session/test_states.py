@@ -42,6 +42,9 @@ STATES: Final = [state for state in SessionState if state is not SessionState.CL
 MESSAGES_SAID: Final = {
     SessionState.GREETING: {"client": 2, "server": 1},
     SessionState.GREETED: {"client": 1, "server": 2},
+    SessionState.UNAUTHENTICATED: {"client": 2, "server": 1},
+    SessionState.AUTHENTICATING: {"client": 1, "server": 3},
+    SessionState.CHALLENGED: {"client": 2, "server": 1},
     SessionState.READY: {"client": 11, "server": 8},
     SessionState.OPENING: {"client": 3, "server": 5},
     SessionState.OPEN: {"client": 21, "server": 17},
@@ -52,6 +55,10 @@ MESSAGES_SAID: Final = {
 MOVES: Final = """
     GREETING  Hello      GREETED
     GREETED   HelloReply READY
+    UNAUTHENTICATED LogIn          AUTHENTICATING
+    AUTHENTICATING  LogInChallenge CHALLENGED
+    AUTHENTICATING  LoggedIn       READY
+    CHALLENGED      LogInResponse  AUTHENTICATING
     READY     Open       OPENING
     OPENING   Opened     OPEN
     OPENING   Refusal    READY
@@ -62,6 +69,9 @@ MOVES: Final = """
     STREAMING Close      CLOSED
     GREETING  Error      CLOSED
     GREETED   Error      CLOSED
+    UNAUTHENTICATED Error          CLOSED
+    AUTHENTICATING  Error          CLOSED
+    CHALLENGED      Error          CLOSED
     READY     Error      CLOSED
     OPENING   Error      CLOSED
     OPEN      Error      CLOSED

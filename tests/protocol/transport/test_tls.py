@@ -21,6 +21,7 @@ from upr_protocol.transport import (
     TlsLink,
     TlsStream,
     client_context,
+    end_point_of_file,
     load_certificate,
     new_scratch,
     new_tls_scratch,
@@ -45,7 +46,8 @@ def contexts(certificates: Certificates) -> tuple[ssl.SSLContext, ssl.SSLContext
 def linked(certificates: Certificates) -> tuple[TlsLink, TlsLink]:
     """A client and a server whose handshake is done."""
     client_side, server_side = contexts(certificates)
-    client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
+    client = TlsLink(client_side, "localhost")
+    server = TlsLink(server_side, None, end_point_of_file(str(certificates.server.cert)))
     while not (client.is_established and server.is_established):
         for link, other in ((client, server), (server, client)):
             if not link.is_established:

@@ -14,8 +14,9 @@ import attrs
 from upr_protocol.address import Address
 from upr_protocol.chunk import Buffer
 from upr_protocol.client.core.handshake import Handshake
+from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
-from upr_protocol.client.options import ConnectionOptions
+from upr_protocol.client.options import ConnectionOptions, new_nonce
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -75,8 +76,8 @@ class BlockingConnection:
 
     Raises:
         BrokenError: It could not connect, or the connection broke during the handshake.
-        ServerError: The server refused the bucket.
-        RemoteProtocolError: The peer does not speak the protocol.
+        ServerError: The server refused the user or the bucket.
+        RemoteProtocolError: The peer does not speak the protocol, or does not know the user.
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:
@@ -96,7 +97,9 @@ class BlockingConnection:
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
         self.session = options.session(self._clock())
-        self.handshake = Handshake(self.session, address.bucket)
+        binding = b"" if self._tls is None else self._tls.link.end_point
+        log_in = ClientLogIn(address.security.credentials, new_nonce(), binding)
+        self.handshake = Handshake(self.session, address.bucket, log_in=log_in)
         try:
             while not self.handshake.done:
                 if self._clock() >= deadline:

@@ -1,12 +1,23 @@
-"""The first messages of every connection: the client's identity, and the bucket it opens."""
+"""The first messages of every connection: the client's identity, the log-in where there are users,
+and the bucket it opens."""
 
 from __future__ import annotations
 
+from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
 from upr_protocol.errors import ServerError
 from upr_protocol.ids import PartitionId
 from upr_protocol.session import ClientSession
-from upr_protocol.wire import HelloReply, Message, Open, Opened, PartitionLog, Refusal
+from upr_protocol.wire import (
+    HelloReply,
+    LoggedIn,
+    LogInChallenge,
+    Message,
+    Open,
+    Opened,
+    PartitionLog,
+    Refusal,
+)
 
 
 class Handshake:
@@ -16,6 +27,7 @@ class Handshake:
         session: The session; it has queued its `Hello`.
         bucket: The bucket to open; empty for none.
         partitions: The partitions whose histories the client needs; empty for all.
+        log_in: How to log in, if the server wants it.
 
     Attributes:
         done: Whether requests may be sent.
@@ -24,14 +36,28 @@ class Handshake:
         opened: The end of that answer; None before it.
     """
 
-    __slots__ = ("_bucket", "_partitions", "_session", "done", "logs", "opened", "server")
+    __slots__ = (
+        "_bucket",
+        "_log_in",
+        "_partitions",
+        "_session",
+        "done",
+        "logs",
+        "opened",
+        "server",
+    )
 
     def __init__(
-        self, session: ClientSession, bucket: str, partitions: tuple[PartitionId, ...] = ()
+        self,
+        session: ClientSession,
+        bucket: str,
+        partitions: tuple[PartitionId, ...] = (),
+        log_in: ClientLogIn | None = None,
     ) -> None:
         self._session = session
         self._bucket = bucket
         self._partitions = partitions
+        self._log_in = log_in or ClientLogIn()
         self.done = False
         self.server: HelloReply | None = None
         self.logs: dict[PartitionId, PartitionLog] = {}
@@ -41,15 +67,21 @@ class Handshake:
         """Takes in a message of the server, and sends the next one.
 
         Raises:
-            ServerError: The server refused the bucket.
+            ServerError: The server refused the bucket, or there is nothing to log in with.
+            RemoteProtocolError: The server does not prove that it knows the user.
+            UsersError: The user's name or the password is empty, or has a control character.
         """
         if isinstance(message, HelloReply):
             self.server = message
-            if self._bucket:
-                opaque = self._session.new_opaque()
-                self._session.send(Open(self._bucket, self._partitions, opaque=opaque))
+            if message.mechanisms:
+                self._session.send(self._log_in.begin(message.mechanisms))
             else:
-                self.done = True
+                self._open()
+        elif isinstance(message, LogInChallenge):
+            self._session.send(self._log_in.respond(message))
+        elif isinstance(message, LoggedIn):
+            self._log_in.check(message)
+            self._open()
         elif isinstance(message, PartitionLog):
             self.logs[message.partition] = message
         elif isinstance(message, Opened):
@@ -57,6 +89,13 @@ class Handshake:
             self.done = True
         elif isinstance(message, Refusal):
             raise ServerError(status_of(message.status), message.sentence)
+
+    def _open(self) -> None:
+        if self._bucket:
+            opaque = self._session.new_opaque()
+            self._session.send(Open(self._bucket, self._partitions, opaque=opaque))
+        else:
+            self.done = True
 
     @property
     def partition_count(self) -> int:

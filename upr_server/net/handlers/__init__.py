@@ -19,6 +19,8 @@ from upr_protocol.wire import (
     Join,
     Lease,
     ListBuckets,
+    LogIn,
+    LogInResponse,
     Message,
     Mutate,
     NextEvents,
@@ -30,10 +32,21 @@ from upr_protocol.wire import (
     Stats,
     Stream,
 )
-from upr_server.net.handlers import admin, data, events, leases, partition_map, publishing, streams
+from upr_server.net.handlers import (
+    admin,
+    data,
+    events,
+    leases,
+    log_in,
+    partition_map,
+    publishing,
+    streams,
+)
 from upr_server.net.request_context import Handler
 
 HANDLERS: Final[Mapping[type[Message], Handler]] = {
+    LogIn: log_in.log_in,
+    LogInResponse: log_in.log_in_response,
     Open: streams.open_bucket,
     Stream: streams.stream,
     ReplicaAck: streams.replica_ack,

@@ -1,0 +1,376 @@
+"""Logging in: by a password, by a certificate, and what strangers hear."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.kit.certificates import Certificates
+from tests.kit.peer import Peer
+from upr_protocol.client import Address, BlockingClient, connect, consume, publisher
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
+from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
+from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient, new_verifier
+from upr_protocol.security import Credentials, Security
+from upr_protocol.users import Grant, Right, User, Users, UsersError
+from upr_protocol.wire import (
+    CreateBucket,
+    Error,
+    ListBuckets,
+    LoggedIn,
+    LogIn,
+    LogInChallenge,
+    LogInResponse,
+    Noop,
+    Open,
+    Stats,
+)
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, ServerConfig
+from upr_server.net.log_in import (
+    FAILURE_DELAY_S,
+    FAILURES_MAX,
+    HOSTS_MAX,
+    FailedLogIns,
+    _network,
+)
+from upr_server.storage.simulated import SimulatedStore
+
+RIGHTS: Final = tuple(Grant(right, "*") for right in Right)
+VERIFIER: Final = new_verifier("pencil", b"sixteen bytes...", SCRAM_ITERATIONS_DEFAULT)
+USERS: Final = Users(
+    1,
+    {
+        "alice": User("alice", None, RIGHTS),
+        "bob": User("bob", VERIFIER, RIGHTS),
+    },
+)
+BOB: Final = Credentials("bob", "pencil")
+
+
+@asynccontextmanager
+async def server_with_users(users: Users = USERS, **settings: Any) -> AsyncIterator[Server]:
+    config = ServerConfig(
+        listen="127.0.0.1:0", buckets=(BucketConfig("b", 4),), shutdown_deadline_s=0.5, **settings
+    )
+    async with running_server(config, SimulatedStore()) as server:
+        server.users.users = users
+        server.connections.resources.log_ins.failure_delay_s = 0.01
+        yield server
+
+
+def address_of(server: Server, credentials: Credentials | None = BOB) -> Address:
+    return Address.parse(server.url("b"), Security(credentials=credentials))
+
+
+def user_names(server: Server) -> list[str | None]:
+    return [connection.context.access.user_name for connection in server.connections.connections]
+
+
+# Who gets in.
+
+
+async def test_all_kinds_of_clients_log_in() -> None:
+    async with server_with_users() as server:
+        address = address_of(server)
+        async with connect(address) as client:
+            await client.set("k", "v")
+            assert user_names(server) == ["bob"]
+            statistics = await client.stats()
+            assert [row["user"] for row in statistics["connections"]] == ["bob"]
+        async with publisher(address) as sink:
+            await sink.set("k2", "v")
+        async with consume(address, end="now") as consumer:
+            async for _ in consumer:
+                pass
+
+        def block() -> None:
+            with BlockingClient(address) as client:
+                item = client.get("k")
+                assert item is not None
+                assert item.value == b"v"
+
+        await trio.to_thread.run_sync(block)
+
+
+async def test_without_users_nobody_needs_to_log_in() -> None:
+    async with server_with_users(Users()) as server:
+        for credentials in (None, BOB):
+            async with connect(address_of(server, credentials)) as client:
+                await client.set("k", "v")
+                assert user_names(server) == [None]
+
+
+async def test_a_certificate_or_a_password_bound_to_the_connection(
+    certificates: Certificates,
+) -> None:
+    settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
+    async with server_with_users(**certificates.server_settings(), **settings) as server:
+        for credentials, mechanism in ((None, EXTERNAL), (BOB, SCRAM_PLUS)):
+            tls = certificates.security_of(certificates.client).tls
+            address = Address.parse(server.url("b"), Security(tls, credentials))
+            async with connect(address) as client:
+                await client.set("k", "v")
+                (connection,) = server.connections.connections
+                assert connection.session.agreed.mechanisms == (EXTERNAL, SCRAM_PLUS, SCRAM)
+                assert connection.context.access.user_name == (
+                    "alice" if mechanism == EXTERNAL else "bob"
+                )
+
+            def block(address: Address) -> None:
+                with BlockingClient(address) as client:
+                    assert client.get("k") is not None
+
+            await trio.to_thread.run_sync(block, address)
+
+
+# Who does not.
+
+
+async def both_refused(address: Address) -> list[tuple[type[UprError], str]]:
+    """What the two kinds of clients raise."""
+
+    def block() -> UprError:
+        with pytest.raises(UprError) as caught, BlockingClient(address):
+            pass
+        return caught.value
+
+    with pytest.raises(UprError) as caught:
+        async with connect(address):
+            pass
+    errors = [caught.value, await trio.to_thread.run_sync(block)]
+    return [(type(error), str(error)) for error in errors]
+
+
+@pytest.mark.parametrize(
+    ("credentials", "kind", "sentence"),
+    [
+        (None, ServerError, "the server wants its clients to log in: name a user with --user"),
+        (Credentials("bob", "pen"), ServerError, "the user's name or the password is wrong: check"),
+        (Credentials("eve", "pen"), ServerError, "the user's name or the password is wrong: check"),
+        (Credentials("alice", "x"), ServerError, "the user's name or the password is wrong: check"),
+        (Credentials("", "x"), UsersError, "the user's name is empty"),
+        (Credentials("bob", "a\nb"), UsersError, "the password has a control character"),
+    ],
+)
+async def test_who_is_refused(
+    credentials: Credentials | None, kind: type[UprError], sentence: str
+) -> None:
+    async with server_with_users() as server:
+        for error_kind, said in await both_refused(address_of(server, credentials)):
+            assert error_kind is kind
+            assert said.startswith(sentence)
+        assert user_names(server) in ([], [None], [None, None])
+
+
+async def test_a_publisher_and_a_consumer_do_not_go_on_trying() -> None:
+    async with server_with_users() as server:
+        address = address_of(server, Credentials("bob", "pen"))
+        with pytest.raises(ServerError) as caught:
+            async with publisher(address) as sink:
+                await sink.set("k", "v")
+        assert caught.value.status is Status.LOG_IN_FAILED
+        with pytest.raises(ServerError) as caught:
+            async with consume(address):
+                await trio.sleep_forever()
+        assert caught.value.status is Status.LOG_IN_FAILED
+        assert server.connections.resources.log_ins.failures.failed == 2
+
+
+async def test_a_certificate_of_nobody(certificates: Certificates) -> None:
+    settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
+    async with server_with_users(**certificates.server_settings(), **settings) as server:
+        address = Address.parse(server.url("b"), certificates.security_of(certificates.server))
+        with pytest.raises(ServerError, match=r"no user has the name in .* 'localhost'"):
+            async with connect(address):
+                pass
+
+
+async def test_a_server_that_only_claims_to_know_the_user() -> None:
+    """It lets everybody in, to hear what they write."""
+    pretended = msgspec.structs.replace(VERIFIER, server_key=bytes(32))
+    async with server_with_users(Users(1, {"bob": User("bob", pretended)})) as server:
+        for kind, said in await both_refused(address_of(server)):
+            assert kind is RemoteProtocolError
+            assert "the server does not prove that it knows this user" in said
+
+
+# What strangers hear.
+
+Step = Callable[[Peer], Any]
+
+
+@asynccontextmanager
+async def stranger(server: Server) -> AsyncIterator[Peer]:
+    """Somebody who has said `Hello`."""
+    stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+    async with stream:
+        peer = Peer(stream)
+        reply = await peer.greet()
+        assert reply.mechanisms == (SCRAM,)
+        yield peer
+
+
+async def challenged(peer: Peer, name: str, password: str = "x") -> tuple[ScramClient, bytes]:
+    client = ScramClient(name, password, "nonce")
+    await peer.send(LogIn(SCRAM, client.first()))
+    return client, (await peer.expect(LogInChallenge)).data
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Open("b"), ListBuckets(), Stats(), CreateBucket("c"), Noop(), LogInResponse(b""), LoggedIn()],
+)
+async def test_nothing_is_answered_before_the_log_in(message: Any) -> None:
+    async with server_with_users() as server:
+        async with stranger(server) as peer:
+            await peer.send(message)
+            await peer.expect_error(Status.OUT_OF_TURN)
+        async with stranger(server) as peer:
+            await challenged(peer, "bob")
+            await peer.send(message)
+            expected = Status.MALFORMED if isinstance(message, LogInResponse) else None
+            await peer.expect_error(expected or Status.OUT_OF_TURN)
+
+
+async def test_a_stranger_does_not_learn_who_exists() -> None:
+    async with server_with_users() as server:
+        heard: dict[str, tuple[dict[str, int], str]] = {}
+        salts: dict[str, set[bytes]] = {"bob": set(), "alice": set(), "eve": set()}
+        for name in ("bob", "alice", "eve") * 2:
+            async with stranger(server) as peer:
+                client, challenge = await challenged(peer, name)
+                parts = dict(part.split(b"=", 1) for part in challenge.split(b","))
+                salts[name].add(parts[b"s"])
+                await peer.send(LogInResponse(client.final(challenge)))
+                error = await peer.expect_error(Status.LOG_IN_FAILED)
+                lengths = {key.decode(): len(value) for key, value in parts.items()}
+                lengths["iterations"] = int(parts[b"i"])
+                heard[name] = lengths, error.sentence
+        assert heard["bob"] == heard["alice"] == heard["eve"]
+        # The salt is the same each time, and another for each name.
+        assert all(len(each) == 1 for each in salts.values())
+        assert len(set.union(*salts.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "data", "status"),
+    [
+        ("PLAIN", b"\0bob\0pencil", Status.LOG_IN_FAILED),
+        (EXTERNAL, b"", Status.LOG_IN_FAILED),
+        (SCRAM_PLUS, b"p=tls-server-end-point,,n=bob,r=n", Status.LOG_IN_FAILED),
+        (SCRAM, b"", Status.MALFORMED),
+        (SCRAM, b"n,,n=bob\x00,r=n", Status.MALFORMED),
+    ],
+)
+async def test_a_first_message_without_sense(mechanism: str, data: bytes, status: Status) -> None:
+    async with server_with_users() as server, stranger(server) as peer:
+        await peer.send(LogIn(mechanism, data))
+        await peer.expect_error(status)
+
+
+async def test_a_user_who_is_removed_during_the_log_in() -> None:
+    async with server_with_users() as server, stranger(server) as peer:
+        client, challenge = await challenged(peer, "bob", "pencil")
+        server.users.users = Users(2, {"x": User("x")})
+        await peer.send(LogInResponse(client.final(challenge)))
+        await peer.expect_error(Status.LOG_IN_FAILED)
+
+
+async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) -> None:
+    async with server_with_users() as server:
+        failures = server.connections.resources.log_ins.failures
+
+        async def attempt(password: str) -> Error | LoggedIn:
+            async with stranger(server) as peer:
+                client, challenge = await challenged(peer, "bob", password)
+                return await answer(peer, client, challenge)
+
+        async def answer(peer: Peer, client: ScramClient, challenge: bytes) -> Error | LoggedIn:
+            await peer.send(LogInResponse(client.final(challenge)))
+            message = await peer.receive()
+            assert isinstance(message, Error | LoggedIn)
+            return message
+
+        # All get their challenges before the first of them fails.
+        waiting = 0
+        ready = trio.Event()
+        statuses: list[int] = []
+
+        async def one_of_many() -> None:
+            nonlocal waiting
+            async with stranger(server) as peer:
+                client, challenge = await challenged(peer, "bob", "pen")
+                waiting += 1
+                if waiting == FAILURES_MAX + 5:
+                    ready.set()
+                await ready.wait()
+                statuses.append((await answer(peer, client, challenge)).status)
+
+        server.connections.resources.log_ins.failure_delay_s = FAILURE_DELAY_S
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(FAILURES_MAX + 5):
+                nursery.start_soon(one_of_many)
+        assert sorted(statuses) == [Status.TOO_MANY] * 5 + [Status.LOG_IN_FAILED] * FAILURES_MAX
+        assert trio.current_time() - began >= FAILURE_DELAY_S
+        assert (failures.failed, failures.refused) == (FAILURES_MAX, 5)
+
+
+def test_failures_are_forgotten_with_time() -> None:
+    failures = FailedLogIns()
+    for _ in range(FAILURES_MAX):
+        assert not failures.is_limited("a", 100.0)
+        failures.count("a", 100.0)
+    assert failures.is_limited("a", 100.0)
+    assert not failures.is_limited("b", 100.0)
+    assert not failures.is_limited("a", 100.0 + FAILURE_DELAY_S)
+    failures.count("a", 100.0 + FAILURE_DELAY_S)
+    assert failures.is_limited("a", 100.0 + FAILURE_DELAY_S)
+    assert not failures.is_limited("a", 1000.0)
+    assert failures.refused == 2
+
+
+def test_hosts_that_failed_take_bounded_memory() -> None:
+    failures = FailedLogIns()
+    for number in range(HOSTS_MAX + 10):
+        failures.count(str(number), 0.0)
+    assert len(failures._free_at) == HOSTS_MAX
+    assert str(HOSTS_MAX + 9) in failures._free_at
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        ("127.0.0.1:4000", "127.0.0.1"),
+        ("[2001:db8:1:2:3:4:5:6]:4000", "2001:db8:1:2::/64"),
+        ("[2001:db8:1:2:ffff::1]:1", "2001:db8:1:2::/64"),
+        ("[::ffff:10.0.0.1]:1", "::ffff:10.0.0.1"),
+        ("[fe80::1%eth0]:1", "fe80::/64"),
+        ("no socket", "no socket"),
+    ],
+)
+def test_whose_failures_count_together(peer: str, network: str) -> None:
+    assert _network(peer) == network
+
+
+async def test_who_does_not_log_in_is_let_go(autojump_clock: MockClock) -> None:
+    async with server_with_users() as server:
+        async with stranger(server) as peer:
+            await peer.expect_error(Status.IDLE)
+        async with stranger(server) as peer:
+            await challenged(peer, "bob")
+            error = await peer.expect_error(Status.IDLE)
+            assert error.sentence == "no log-in within 10 seconds"
+
+
+def test_what_shows_credentials_does_not_show_the_password() -> None:
+    address = Address.parse("upr://host/b", Security(credentials=Credentials("bob", "pencil")))
+    for text in (repr(address), str(address), repr(address.security), f"{BOB}"):
+        assert "pencil" not in text

@@ -1,0 +1,82 @@
+"""The client's side of a log-in."""
+
+from __future__ import annotations
+
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status
+from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient, ScramError
+from upr_protocol.security import Credentials
+from upr_protocol.wire import LoggedIn, LogIn, LogInChallenge, LogInResponse
+
+
+class ClientLogIn:
+    """One log-in, with the way that fits the server and the credentials.
+
+    Args:
+        credentials: The user and the password; None to log in with the certificate that was shown.
+        nonce: A text that was never used, of printable ASCII without a comma.
+        binding: The hash of the server's certificate; empty for a connection without one.
+    """
+
+    __slots__ = ("_binding", "_credentials", "_nonce", "_scram")
+
+    def __init__(
+        self, credentials: Credentials | None = None, nonce: str = "", binding: bytes = b""
+    ) -> None:
+        self._credentials = credentials
+        self._nonce = nonce
+        self._binding = binding
+        self._scram: ScramClient | None = None
+
+    def begin(self, mechanisms: tuple[str, ...]) -> LogIn:
+        """The first message. Its answer to the challenge
+        takes some 20 ms the first time.
+
+        Args:
+            mechanisms: The ways to log in that the server offers.
+
+        Raises:
+            ServerError: There is nothing to log in with, or the server offers no way that fits.
+            UsersError: The user's name or the password is empty, or has a control character.
+        """
+        if self._credentials is None:
+            if EXTERNAL in mechanisms:
+                return LogIn(EXTERNAL)
+            raise ServerError(Status.LOG_IN_NEEDED, "the server wants its clients to log in")
+        self._scram = ScramClient(
+            self._credentials.user,
+            self._credentials.password,
+            self._nonce,
+            self._binding,
+            server_offers_binding=SCRAM_PLUS in mechanisms,
+        )
+        if self._scram.mechanism not in mechanisms:
+            raise ServerError(
+                Status.LOG_IN_NEEDED,
+                f"the server takes no passwords by {SCRAM}; it takes {', '.join(mechanisms)}",
+            )
+        return LogIn(self._scram.mechanism, self._scram.first())
+
+    def respond(self, challenge: LogInChallenge) -> LogInResponse:
+        """The answer to the server's challenge.
+
+        Raises:
+            RemoteProtocolError: It is not a challenge for this log-in.
+        """
+        if self._scram is None:
+            raise RemoteProtocolError("LogInChallenge: a certificate has nothing to answer")
+        try:
+            return LogInResponse(self._scram.final(challenge.data))
+        except ScramError as error:
+            raise RemoteProtocolError(f"LogInChallenge: {error}") from error
+
+    def check(self, outcome: LoggedIn) -> None:
+        """Checks that the server knows the user, if it was asked to prove it.
+
+        Raises:
+            RemoteProtocolError: It does not.
+        """
+        if self._scram is not None:
+            try:
+                self._scram.check(outcome.data)
+            except ScramError as error:
+                raise RemoteProtocolError(f"LoggedIn: {error}") from error

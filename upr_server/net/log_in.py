@@ -1,0 +1,243 @@
+"""How clients prove who they are, before anything else is answered.
+
+What a stranger hears does not tell whether a user exists: the steps, the salt's length and
+constancy, the number of iterations and the sentence are the same. A failed attempt is answered
+late. Each host has a number of attempts that may fail, which comes back with time. While it has
+none left, nothing that it sends is tried at all; so more connections do not help it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from ipaddress import IPv6Address, ip_address
+from typing import Final
+
+import attrs
+import structlog
+import trio
+
+from upr_protocol.errors import Status
+from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
+from upr_protocol.scram import (
+    EXTERNAL,
+    NONCE_BYTES,
+    SCRAM,
+    SCRAM_PLUS,
+    FirstMessage,
+    ScramError,
+    ScramServer,
+    made_up_verifier,
+)
+from upr_protocol.session import ServerSession, SessionState
+from upr_protocol.transport import TlsStream
+from upr_protocol.users import UsersError, Verifier
+from upr_protocol.wire import LoggedIn, LogIn, LogInChallenge, LogInResponse
+from upr_server.net.access import Access
+from upr_server.user_store import UserStore
+
+FAILURE_DELAY_S: Final = 1.0
+"""How late a failed attempt is answered. A person does not mind; and connections wait, which are
+counted and end by themselves."""
+
+FAILURES_MAX: Final = 10
+"""Attempts of one host that may fail at once; each comes back after `FAILURE_DELAY_S`."""
+
+HOSTS_MAX: Final = 10_000
+"""Hosts whose failures are counted. Of more, the one that failed longest ago is forgotten."""
+
+_WRONG: Final = "the user's name or the password is wrong"
+
+LateAnswer = Callable[[], Awaitable[None]]
+"""Answers an attempt that failed, after a while."""
+
+log = structlog.get_logger(__name__)
+
+
+class FailedLogIns:
+    """Counts attempts that failed, and says who must wait before the next one.
+
+    Attributes:
+        failed: Attempts that failed.
+        refused: Attempts that were not tried, because too many of the same host had failed.
+    """
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self.refused = 0
+        self._free_at: OrderedDict[str, float] = OrderedDict()
+        """For each host, when none of its failures counts any more; the oldest first."""
+
+    def is_limited(self, host: str, now: float) -> bool:
+        """Whether the host has failed so often that it must wait; counts the attempt if so."""
+        limited = self._free_at.get(host, now) - now > (FAILURES_MAX - 1) * FAILURE_DELAY_S
+        self.refused += limited
+        return limited
+
+    def count(self, host: str, now: float) -> None:
+        """An attempt of the host has failed."""
+        self.failed += 1
+        self._free_at[host] = max(self._free_at.get(host, now), now) + FAILURE_DELAY_S
+        self._free_at.move_to_end(host)
+        if len(self._free_at) > HOSTS_MAX:
+            self._free_at.popitem(last=False)
+
+
+@attrs.define(eq=False)
+class LogIns:
+    """What the log-ins of all connections share.
+
+    Attributes:
+        users: The users of the cluster.
+        secret: What the salts of users who do not exist are made of.
+        failures: The attempts that failed.
+        failure_delay_s: How late a failed attempt is answered.
+    """
+
+    users: UserStore
+    secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
+    failures: FailedLogIns = attrs.field(factory=FailedLogIns)
+    failure_delay_s: float = FAILURE_DELAY_S
+
+
+def offered_mechanisms(log_ins: LogIns, stream: trio.abc.Stream) -> tuple[str, ...]:
+    """The ways to log in that the client of a connection is offered; none if there is no need to
+    log in."""
+    if log_ins.users.users.is_open:
+        return ()
+    external = (EXTERNAL,) if _certificate_name(stream) else ()
+    return (*external, SCRAM_PLUS, SCRAM) if _binding(stream) else (*external, SCRAM)
+
+
+def _certificate_name(stream: trio.abc.Stream) -> str:
+    return stream.link.peer_name if isinstance(stream, TlsStream) else ""
+
+
+def _binding(stream: trio.abc.Stream) -> bytes:
+    return stream.link.end_point if isinstance(stream, TlsStream) else b""
+
+
+class LogInExchange:
+    """The log-in of one connection.
+
+    Args:
+        log_ins: What all share.
+        session: The connection's session.
+        stream: The connection.
+        peer: The other end's address, for logs.
+        access: What the client may do; its user is set by the log-in.
+        wake: Has what is in the session sent.
+    """
+
+    def __init__(
+        self,
+        log_ins: LogIns,
+        session: ServerSession,
+        stream: trio.abc.Stream,
+        peer: str,
+        access: Access,
+        wake: Callable[[], None],
+    ) -> None:
+        self._log_ins = log_ins
+        self._session = session
+        self._stream = stream
+        self._peer = peer
+        self._host = _network(peer)
+        self._access = access
+        self._wake = wake
+        self._exchange: tuple[str, Verifier, ScramServer] | None = None
+
+    def begin(self, request: LogIn) -> LateAnswer | None:
+        """The client names its mechanism, and says the first message. What is returned is to be
+        run for as long as the connection lasts."""
+        if self._is_limited():
+            return None
+        if request.mechanism == EXTERNAL:
+            return self._use_certificate(request)
+        self._challenge(request)
+        return None
+
+    def _is_limited(self) -> bool:
+        """Whether nothing that comes from this host is tried now; the client is told so."""
+        if not self._log_ins.failures.is_limited(self._host, trio.current_time()):
+            return False
+        self._session.fail(
+            Status.TOO_MANY,
+            f"too many attempts to log in from {self._host} have failed; wait a few seconds",
+        )
+        return True
+
+    def _use_certificate(self, request: LogIn) -> LateAnswer | None:
+        name = _certificate_name(self._stream)
+        if request.data:
+            self._session.fail(Status.MALFORMED, "LogIn: EXTERNAL has no data")
+        elif self._log_ins.users.users.get(name) is None:
+            return self._refuse(name, f"no user has the name in the client's certificate, {name!r}")
+        else:
+            self._accept(name, EXTERNAL, b"")
+        return None
+
+    def _challenge(self, request: LogIn) -> None:
+        binding = _binding(self._stream)
+        try:
+            first = FirstMessage.read(request.mechanism, request.data, offers_binding=bool(binding))
+        except (ScramError, UsersError) as error:
+            self._session.fail(Status.MALFORMED, f"LogIn: {error}")
+            return
+        user = self._log_ins.users.users.get(first.name)
+        made_up = made_up_verifier(self._log_ins.secret, first.name, SCRAM_ITERATIONS_DEFAULT)
+        verifier = made_up if user is None or user.verifier is None else user.verifier
+        exchange = ScramServer(first, verifier, secrets.token_urlsafe(NONCE_BYTES), binding)
+        self._exchange = first.name, verifier, exchange
+        self._session.send(LogInChallenge(exchange.challenge()))
+
+    def go_on(self, response: LogInResponse) -> LateAnswer | None:
+        """The client answers the challenge; as `begin`."""
+        assert self._exchange is not None, "the table lets it come only after a challenge"
+        name, verifier, exchange = self._exchange
+        self._exchange = None
+        # Many connections may have got their challenges before the first of them failed.
+        if self._is_limited():
+            return None
+        try:
+            outcome = exchange.outcome(response.data)
+        except ScramError as error:
+            self._session.fail(Status.MALFORMED, f"LogInResponse: {error}")
+            return None
+        # Since the challenge, the user may have been removed, or have got another password.
+        user = self._log_ins.users.users.get(name)
+        if outcome is None or user is None or user.verifier != verifier:
+            return self._refuse(name, _WRONG)
+        self._accept(name, SCRAM, outcome)
+        return None
+
+    def _accept(self, name: str, mechanism: str, outcome: bytes) -> None:
+        self._access.user_name = name
+        log.debug("logged in", peer=self._peer, user=name, mechanism=mechanism)
+        self._session.send(LoggedIn(outcome))
+
+    def _refuse(self, name: str, sentence: str) -> LateAnswer:
+        self._log_ins.failures.count(self._host, trio.current_time())
+        log.warning("log-in failed", peer=self._peer, user=name, reason=sentence)
+
+        async def answer() -> None:
+            await trio.sleep(self._log_ins.failure_delay_s)
+            if self._session.state is not SessionState.CLOSED:
+                self._session.fail(Status.LOG_IN_FAILED, sentence)
+                self._wake()
+
+        return answer
+
+
+def _network(peer: str) -> str:
+    """Whose failures count together: an address, or all those that begin like an IPv6 address, of
+    which everybody has more than can be counted."""
+    host = peer.rpartition(":")[0].strip("[]") or peer
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+        return f"{IPv6Address(int(address) >> 64 << 64)}/64"
+    return host
