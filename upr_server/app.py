@@ -248,5 +248,6 @@ async def _accepting(
             await nursery.start(accept, server.connections.serve, bound.listeners)
             yield
             nursery.cancel_scope.cancel()
-        server.connections.shut_down()
         handlers.cancel_scope.deadline = trio.current_time() + config.shutdown_deadline_s
+        for _ in server.connections.shut_down():
+            await trio.lowlevel.checkpoint()

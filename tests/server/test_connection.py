@@ -86,6 +86,7 @@ from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
 from upr_server.net.handlers.streams import SLICE_PARTITIONS
 from upr_server.net.server import CONNECTIONS_TOLD_MAX
+from upr_server.net.streamer import STEP_STREAMS
 from upr_server.runtime import System
 from upr_server.storage.api import Store
 from upr_server.storage.simulated import SimulatedStore
@@ -694,6 +695,33 @@ async def test_deleting_the_bucket_ends_its_streams() -> None:
         assert (await peer.hear(Refusal)).status == Status.NO_BUCKET
 
 
+async def test_the_streams_of_many_partitions_end_in_steps() -> None:
+    """A step ends some of them; requests are refused from the first step on."""
+    partition_count = 3 * STEP_STREAMS
+    server = make_server()
+    async with connected(server) as peer:
+        await server.catalog.create_bucket("wide", partition_count, 8 * 1024 * 1024)
+        await peer.open("wide")
+        for partition in range(partition_count):
+            request = Stream(
+                PartitionState.ACTIVE,
+                NOTHING_YET,
+                partition=PartitionId(partition),
+                opaque=peer.opaque(),
+            )
+            await peer.say(request)
+            await peer.hear(StreamReply)
+        (connection,) = server.connections.connections
+        for steps in (connection.shut_down(), connection.context.leave_bucket()):
+            count_before = len(connection.session.streams)
+            assert next(steps, "over") is None
+            assert len(connection.session.streams) == count_before - STEP_STREAMS
+        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        while not isinstance(answer := await peer.hear(Message), Refusal):
+            assert isinstance(answer, StreamEnd)
+        assert answer.status == Status.NO_BUCKET
+
+
 async def test_credit_is_topped_up_and_withheld_above_the_quota(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -928,7 +956,8 @@ async def test_a_shutdown_ends_every_stream_and_connection_with_the_reason() -> 
         await peer.ask()
         await peer.say(Go())
         await peer.hear(CycleEnd)
-        server.connections.shut_down()
+        for _ in server.connections.shut_down():
+            pass
         assert (await peer.hear(StreamEnd)).status == Status.SHUTTING_DOWN
         assert (await peer.hear(Error)).status == Status.SHUTTING_DOWN
         assert await peer.hangs_up()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
@@ -101,7 +101,7 @@ class BucketCatalog:
         self._rest_s = rest_s
         self._maps: MapLifecycle
         self._nursery: trio.Nursery
-        self._on_delete: list[Callable[[Bucket], None]] = []
+        self._on_delete: list[Callable[[Bucket], Iterator[None]]] = []
         # Buckets are created and deleted one after the other.
         self._lock = trio.Lock()
 
@@ -262,8 +262,9 @@ class BucketCatalog:
         self._upkeep.add_bucket(disk)
         return disk
 
-    def call_on_delete(self, callback: Callable[[Bucket], None]) -> None:
-        """Has `callback` called with each bucket that is deleted, before its disk is given up."""
+    def call_on_delete(self, callback: Callable[[Bucket], Iterator[None]]) -> None:
+        """Has `callback` called with each bucket that is deleted, and its steps made before the
+        bucket's disk is given up; others have their turn between them."""
         self._on_delete.append(callback)
 
     async def delete_bucket(self, name: str) -> None:
@@ -278,9 +279,10 @@ class BucketCatalog:
             bucket = self.buckets.delete(name)
             self._maps.drop_bucket(name)
             self._upkeep.remove_bucket(bucket)
-            for callback in self._on_delete:
-                callback(bucket)
             with trio.CancelScope(shield=True):
+                for callback in self._on_delete:
+                    for _ in callback(bucket):
+                        await trio.lowlevel.checkpoint()
                 await self.disks.pop(bucket).abandon()
                 await self._store.ask(DeleteBucketFiles(name))
                 for _ in bucket.release_partitions():

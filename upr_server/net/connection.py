@@ -477,9 +477,10 @@ class AcceptedConnection:
 
     # The end.
 
-    def shut_down(self) -> None:
-        """The server stops: every stream ends with that reason, and then the session."""
-        self.context.streamer.end_all(Status.SHUTTING_DOWN)
+    def shut_down(self) -> Iterator[None]:
+        """The server stops: every stream ends with that reason, some in each step, and then the
+        session."""
+        yield from self.context.streamer.end_all(Status.SHUTTING_DOWN)
         self.session.fail(Status.SHUTTING_DOWN, "the server is stopping")
         self.wake()
 

@@ -116,11 +116,12 @@ class RequestContext:
         self._replicas.clear()
         self._nursery = None
 
-    def leave_bucket(self) -> None:
-        """The bucket was deleted: its streams end, and requests about it are refused."""
-        self.streamer.end_all(Status.BUCKET_DELETED)
+    def leave_bucket(self) -> Iterator[None]:
+        """The bucket was deleted: requests about it are refused from the first step on, and its
+        streams end, some in each step."""
         self.credit.leave_bucket()
         self.bucket = self._disk = None
+        yield from self.streamer.end_all(Status.BUCKET_DELETED)
         self._wake()
 
     def apply_rights(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Final
@@ -171,11 +171,13 @@ class ConnectionServer:
                     connection.context.streamer.end(partition, status)
                 connection.wake()
 
-    def _leave_bucket(self, bucket: Bucket) -> None:
-        self.resources.credit_shares.remove_bucket(bucket)
-        for connection in self.connections:
+    def _leave_bucket(self, bucket: Bucket) -> Iterator[None]:
+        # None can open it any more. Until its step comes, a connection goes on as before.
+        for connection in list(self.connections):
             if connection.context.bucket is bucket:
-                connection.context.leave_bucket()
+                yield from connection.context.leave_bucket()
+                yield
+        self.resources.credit_shares.remove_bucket(bucket)
         self.resources.queues.remove_bucket(bucket)
 
     def _apply_rights(self) -> None:
@@ -192,10 +194,12 @@ class ConnectionServer:
             + self.resources.frame_budget.used
         )
 
-    def shut_down(self) -> None:
-        """Ends every connection with a reason; each closes once its peer took what is queued."""
-        for connection in self.connections:
-            connection.shut_down()
+    def shut_down(self) -> Iterator[None]:
+        """Ends every connection with a reason; each closes once its peer took what is queued. In
+        steps, between which others may have their turn."""
+        for connection in list(self.connections):
+            yield from connection.shut_down()
+            yield
 
     def statistics(self, bucket_name: str = "") -> Generator[None, None, dict[str, object]]:
         """The figures of a bucket, or of the server; sizes in bytes, times in seconds. In steps,
