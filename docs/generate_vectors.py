@@ -61,6 +61,7 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     BucketDone,
+    ChangeUsers,
     Close,
     CloseStream,
     CreateBucket,
@@ -72,6 +73,7 @@ from upr_protocol.wire import (
     Get,
     GetMap,
     GetReply,
+    GetUsers,
     Go,
     Hello,
     HelloReply,
@@ -81,6 +83,7 @@ from upr_protocol.wire import (
     LeaseReply,
     ListBuckets,
     ListBucketsReply,
+    ListUsers,
     LoggedIn,
     LogIn,
     LogInChallenge,
@@ -112,6 +115,7 @@ from upr_protocol.wire import (
     Stream,
     StreamEnd,
     StreamReply,
+    UsersReply,
 )
 from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_server.conformance import WRONG_INPUTS
@@ -308,6 +312,10 @@ SAMPLES: Final[tuple[Message, ...]] = (
     MapReply(7, EXAMPLE_MAP.encode(), "a", **_ASK),
     SetMap(6, EXAMPLE_MAP.encode(), **_ASK),
     Join("flights", "10.0.0.1:12000", **_ASK),
+    ListUsers(**_ASK),
+    UsersReply(7, '{"revision":7,"users":[]}', **_ASK),
+    ChangeUsers('{"type":"RemoveUser","name":"bob"}', **_ASK),
+    GetUsers(7, bytes(range(32)), **_ASK),
     PartitionAnswers(((b"writer of docs!!", 7, SeqNo(44), b"\x01\x02"),), **_OF),
     NextEvents("c", 4, 60, 1000, EventKind.CREATED | EventKind.UPDATED, "fl*", **_ASK),
     EventsReply(

@@ -7,6 +7,7 @@ grant allows. Only before the first user was made, at revision 0, everybody may 
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
 from enum import Enum, unique
 from typing import Final
@@ -20,7 +21,10 @@ USER_NAME_BYTES_MAX: Final = 128
 """Fits into a log's line and into a frame of the handshake."""
 
 USERS_MAX: Final = 1000
-"""Users of a cluster: with all their grants they fit into one frame."""
+"""Users of a cluster: nodes have them all in memory, and send them to each other as one text."""
+
+USERS_BYTES_MAX: Final = 1024 * 1024
+"""All of them as JSON, in one frame."""
 
 GRANTS_MAX: Final = 64
 """Grants of one user: a decision may look at each of them."""
@@ -289,6 +293,12 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name != user.name:
                 raise UsersError(f"the user {user.name!r} stands under the name {name!r}")
             user.check()
+        nbytes = len(msgspec.json.encode(self))
+        if nbytes > USERS_BYTES_MAX:
+            raise UsersError(
+                f"the users would take {nbytes:,} bytes, and {USERS_BYTES_MAX:,} are possible; use "
+                "patterns in place of many grants"
+            )
         if self.is_open:
             if self.users:
                 raise UsersError("users have a revision of 1 or more")
@@ -299,6 +309,21 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     # As JSON.
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes, by which users can be compared that have the same revision."""
+        return hashlib.sha256(self.to_json().encode()).digest()
+
+    def listing(self) -> UserListing:
+        """The users without what proves who they are."""
+        return UserListing(
+            self.revision,
+            tuple(
+                UserInfo(user.name, user.verifier is not None, user.grants)
+                for user in self.users.values()
+            ),
+        )
 
     def to_json(self) -> str:
         """The users as JSON, with the bytes of verifiers in base64. Equal users give equal
@@ -319,6 +344,155 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsersError(f"not a cluster's users: {error}") from error
         users.check()
         return users
+
+
+class UserInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A user, as operators see it.
+
+    Attributes:
+        name: The name.
+        has_password: Whether the user can log in with a password, and not with a certificate alone.
+        grants: What the user may do.
+    """
+
+    name: str
+    has_password: bool
+    grants: tuple[Grant, ...]
+
+
+class UserListing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The users of a cluster, as operators see them.
+
+    Attributes:
+        revision: The revision of the users.
+        users: The users, by name.
+    """
+
+    revision: int
+    users: tuple[UserInfo, ...]
+
+    def to_json(self) -> str:
+        """The listing as JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, document: str) -> UserListing:
+        """The listing that `to_json` made `document` of.
+
+        Raises:
+            UsersError: The document is not a listing.
+        """
+        try:
+            return msgspec.json.decode(document, type=cls)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise UsersError(f"not a listing of users: {error}") from error
+
+
+# A change of the users, as a value that an operator sends to a node.
+
+
+class UserChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """A change of one user.
+
+    Attributes:
+        name: The user.
+    """
+
+    name: str
+
+    def apply(self, users: Users) -> Users:
+        """The next revision of the users.
+
+        Raises:
+            UsersError: The change is not possible.
+        """
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """The change as JSON."""
+        return msgspec.json.encode(self).decode()
+
+
+class AddUser(UserChange, frozen=True):
+    """Makes a user.
+
+    Attributes:
+        verifier: Checks the password; None for a user who shows a certificate.
+        grants: What the user may do.
+    """
+
+    verifier: Verifier | None = None
+    grants: tuple[Grant, ...] = ()
+
+    def apply(self, users: Users) -> Users:
+        """With one more user."""
+        return users.with_user(User(self.name, self.verifier, self.grants))
+
+
+class SetPassword(UserChange, frozen=True):
+    """Replaces a user's password.
+
+    Attributes:
+        verifier: Checks the new password; None to have none.
+    """
+
+    verifier: Verifier | None = None
+
+    def apply(self, users: Users) -> Users:
+        """With another password."""
+        return users.with_verifier(self.name, self.verifier)
+
+
+class GrantRights(UserChange, frozen=True):
+    """Grants rights to a user.
+
+    Attributes:
+        grants: What the user may do from now on, too.
+    """
+
+    grants: tuple[Grant, ...]
+
+    def apply(self, users: Users) -> Users:
+        """With more grants."""
+        return users.granting(self.name, self.grants)
+
+
+class RevokeRights(UserChange, frozen=True):
+    """Takes rights from a user.
+
+    Attributes:
+        grants: What the user may not do any more.
+    """
+
+    grants: tuple[Grant, ...]
+
+    def apply(self, users: Users) -> Users:
+        """Without these grants."""
+        return users.revoking(self.name, self.grants)
+
+
+class RemoveUser(UserChange, frozen=True):
+    """Removes a user."""
+
+    def apply(self, users: Users) -> Users:
+        """Without the user."""
+        return users.without(self.name)
+
+
+AnyUserChange = AddUser | SetPassword | GrantRights | RevokeRights | RemoveUser
+
+
+def user_change_from_json(document: str) -> AnyUserChange:
+    """The change that `to_json` made `document` of.
+
+    Raises:
+        UsersError: The document is not a change of users. The message shows nothing of a verifier.
+    """
+    try:
+        change: AnyUserChange = msgspec.json.decode(document, type=AnyUserChange)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise UsersError(f"not a change of users: {error}") from error
+    return change
 
 
 def normalised(text: str, what: str) -> str:

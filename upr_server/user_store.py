@@ -23,10 +23,12 @@ class UserStore:
 
     Attributes:
         users: The users. They are on disk.
+        digest: That of the users.
     """
 
     def __init__(self, store: Store) -> None:
         self.users = Users()
+        self.digest = self.users.digest
         self._store = store
         self._on_change: list[Callable[[], None]] = []
         # Changes are made one after the other.
@@ -42,7 +44,7 @@ class UserStore:
         document = await self._store.ask(LoadUsers())
         if document:
             try:
-                self.users = Users.from_json(document)
+                self._set(Users.from_json(document))
             except UsersError as error:
                 raise CorruptionError(f"the file of users is not readable: {error}") from error
 
@@ -96,9 +98,12 @@ class UserStore:
         # Who asked for it may leave meanwhile. What is on disk must be in memory, too.
         with trio.CancelScope(shield=True):
             await self._store.ask(SaveUsers(users.to_json().encode()))
-        self.users = users
+        self._set(users)
         for callback in self._on_change:
             callback()
+
+    def _set(self, users: Users) -> None:
+        self.users, self.digest = users, users.digest
 
 
 def _rank(users: Users) -> tuple[int, str]:

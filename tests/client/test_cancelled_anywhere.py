@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -64,6 +64,7 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.transport import dial_tcp
+from upr_protocol.users import RemoveUser
 from upr_server.app import Server
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 
@@ -146,6 +147,12 @@ async def _get_from(client: Client, suffix: int) -> None:
     await client.get_from(0, OF_FIRST, client.partitions()[0].log.current)
 
 
+async def _change_users(client: Client, suffix: int) -> None:
+    # A server without users refuses it.
+    with suppress(ServerError):
+        await client.change_users(RemoveUser("bob"))
+
+
 KEY_OPERATIONS: Final = {
     function for name, function in vars(KeyOperations).items() if not name.startswith("_")
 }
@@ -168,6 +175,8 @@ CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
     Client.delete_bucket: _delete_bucket,
     Client.list_buckets: lambda client, _: client.list_buckets(),
     Client.stats: lambda client, _: client.stats("b"),
+    Client.list_users: lambda client, _: client.list_users(),
+    Client.change_users: _change_users,
     Client.seqnos: lambda client, _: client.seqnos(),
     Client.seqnos_at: lambda client, _: client.seqnos_at(0),
     Client.resume_state_at: lambda client, _: client.resume_state_at(0),

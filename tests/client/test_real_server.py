@@ -31,6 +31,7 @@ from upr_protocol.client import (
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.limits import WINDOW_BYTES_MIN
+from upr_protocol.users import RemoveUser, UserListing
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.storage.simulated import SimulatedStore
@@ -130,6 +131,13 @@ async def test_buckets(server: Server) -> None:
             assert client.partition_count == 16
             assert len(client.partitions()) == len(await client.seqnos()) == 16
         await admin.delete_bucket("c")
+
+
+async def test_a_server_without_users_lists_none_and_makes_none(server: Server) -> None:
+    async with connect(server.url()) as admin:
+        assert await admin.list_users() == UserListing(0, ())
+        with pytest.raises(ServerError, match="upr-server init"):
+            await admin.change_users(RemoveUser("bob"))
 
 
 async def test_a_consumer_starts_at_a_time(server: Server) -> None:
@@ -318,6 +326,9 @@ def test_the_blocking_client() -> None:
             )
             assert not any(isinstance(result, Failure) for result in results)
             assert client.get_many(["7"])[0] is not None
+            assert not client.list_users().users
+            with pytest.raises(ServerError, match="upr-server init"):
+                client.change_users(RemoveUser("bob"))
             mirror = Mirror()
             with client.read_stream(end="now") as stream:
                 for event in stream:

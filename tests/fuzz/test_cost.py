@@ -22,6 +22,7 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
     Ack,
     BarrierReply,
+    ChangeUsers,
     EventsReply,
     Get,
     LeaseReply,
@@ -36,6 +37,7 @@ from upr_protocol.wire import (
     SeqnosAtReply,
     SeqnosReply,
     StatsReply,
+    UsersReply,
 )
 
 _BYTEWISE: Final = bytes([MENDED])
@@ -93,6 +95,8 @@ LISTS: Final[dict[str, Callable[[int], Message]]] = {
         1, events=(BucketEvent("b", 1, BucketFate.NONE, 1, (b"key",) * 3),) * count
     ),
     "StatsReply": lambda count: StatsReply("é" * count),
+    "UsersReply": lambda count: UsersReply(1, "é" * count),
+    "ChangeUsers": lambda count: ChangeUsers("é" * count),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
+from typing import Final
 
 import msgspec
 import pytest
@@ -15,13 +16,22 @@ from upr_protocol.users import (
     GRANTS_MAX,
     SERVER,
     USERS_MAX,
+    AddUser,
+    AnyUserChange,
     Grant,
+    GrantRights,
+    RemoveUser,
+    RevokeRights,
     Right,
+    SetPassword,
     User,
+    UserChange,
+    UserListing,
     Users,
     UsersError,
     Verifier,
     normalised,
+    user_change_from_json,
 )
 
 VERIFIER = Verifier(b"s" * 16, 4096, b"k" * 32, b"v" * 32)
@@ -217,3 +227,71 @@ def test_another_version_of_unicode_does_not_refuse_a_user() -> None:
         with_reader("a"), users={ADMIN.name: ADMIN, "\u0378": User("\u0378")}
     )
     assert Users.from_json(users.to_json()) == users
+
+
+GRANTS = (Grant(Right.READ, "a"),)
+
+
+CHANGES: Final[list[tuple[AnyUserChange, User | None]]] = [
+    (AddUser("eve", VERIFIER, GRANTS), User("eve", VERIFIER, GRANTS)),
+    (SetPassword("bob", VERIFIER), User("bob", VERIFIER, GRANTS)),
+    (SetPassword("bob"), User("bob", None, GRANTS)),
+    (GrantRights("bob", (Grant(Right.WRITE, "b"),)), None),
+    (RevokeRights("bob", GRANTS), User("bob")),
+    (RemoveUser("bob"), None),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), CHANGES)
+def test_a_change_comes_through_json_and_is_made(
+    change: AnyUserChange, expected: User | None
+) -> None:
+    users = with_reader("a")
+    sent = user_change_from_json(change.to_json())
+    assert sent == change
+    changed = sent.apply(users)
+    assert changed.revision == users.revision + 1
+    if expected is not None:
+        assert changed.users[expected.name] == expected
+    assert changed.digest != users.digest
+
+
+def test_a_change_of_every_kind_is_tried() -> None:
+    assert {type(change) for change, _ in CHANGES} == set(UserChange.__subclasses__())
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "",
+        "{}",
+        '{"type":"Fly","name":"bob"}',
+        '{"type":"RemoveUser"}',
+        "[" * 100_000,
+        '{"type":"SetPassword","name":"bob","verifier":{"salt":"?"}}',
+    ],
+)
+def test_what_is_no_change_is_refused(document: str) -> None:
+    with pytest.raises(UsersError, match="not a change of users"):
+        user_change_from_json(document)
+
+
+def test_a_listing_has_nothing_that_a_password_can_be_tried_against() -> None:
+    listing = with_reader("a").listing()
+    text = listing.to_json()
+    assert UserListing.from_json(text) == listing
+    assert "salt" not in text
+    assert [(user.name, user.has_password) for user in listing.users] == [
+        ("ada", True),
+        ("bob", False),
+    ]
+    with pytest.raises(UsersError):
+        UserListing.from_json("{}")
+
+
+def test_all_users_fit_one_frame() -> None:
+    grants = tuple(Grant(Right.READ, f"{number:0100}") for number in range(GRANTS_MAX))
+    names = [f"user{number}" for number in range(USERS_MAX - 1)]
+    users = Users(1, {ADMIN.name: ADMIN, **{name: User(name, None, grants) for name in names}})
+    with pytest.raises(UsersError, match="1,048,576 are possible"):
+        users.check()

@@ -17,15 +17,28 @@ from upr_protocol.chunk import Bundle
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.partition_map import PartitionMap
-from upr_protocol.users import EVERYTHING, SERVER, Grant, Right, User, Users
+from upr_protocol.users import (
+    EVERYTHING,
+    SERVER,
+    AddUser,
+    Grant,
+    RemoveUser,
+    RevokeRights,
+    Right,
+    User,
+    UserListing,
+    Users,
+)
 from upr_protocol.wire import (
     MESSAGES,
+    ChangeUsers,
     CreateBucket,
     DeleteBucket,
     Error,
     Get,
     GetMap,
     GetReply,
+    GetUsers,
     Go,
     HelloReply,
     Join,
@@ -33,6 +46,7 @@ from upr_protocol.wire import (
     LeaseAction,
     ListBuckets,
     ListBucketsReply,
+    ListUsers,
     Message,
     Mutate,
     Open,
@@ -43,6 +57,7 @@ from upr_protocol.wire import (
     SetMap,
     Stats,
     StreamEnd,
+    UsersReply,
 )
 from upr_server.app import Server
 from upr_server.net.access import NEEDED, Access
@@ -85,7 +100,11 @@ TABLE: Final = """
     Stats                operate
     SetMap               operate
     Join                 replicate operate
+    ListUsers            secure
+    ChangeUsers          secure
+    GetUsers             replicate
 """
+OF_CLUSTER: Final = ("ListUsers", "ChangeUsers", "GetUsers")
 ANYBODY: Final = "anybody"
 ALLOWED: Final = {
     name: frozenset(rights)
@@ -145,7 +164,8 @@ def test_a_message_needs_one_of_its_rights_on_its_bucket(name: str, right: Right
     needed = ALLOWED[name]
     expected = ANYBODY in needed or right.value in needed
     message = sample(name, OWN)
-    for pattern in (OWN, "*", "o*"):
+    # What is about the whole cluster needs the right on everything.
+    for pattern in (EVERYTHING,) if name in OF_CLUSTER else (OWN, EVERYTHING, "o*"):
         assert is_allowed(access_of(Grant(right, pattern)), message) == expected
     # The right on another bucket is worth nothing here.
     access = access_of(Grant(right, OTHER))
@@ -174,6 +194,11 @@ def test_a_message_about_another_bucket_needs_the_right_there(name: str) -> None
     for right in Right:
         access = access_of(Grant(right, OWN))
         assert not is_allowed(access, sample(name, OTHER))
+
+
+@pytest.mark.parametrize("name", OF_CLUSTER)
+def test_users_are_of_the_whole_cluster(name: str) -> None:
+    assert not is_allowed(access_of(*(Grant(right, "o*") for right in Right)), sample(name, OWN))
 
 
 def test_the_figures_of_the_server_are_for_operators_of_everything() -> None:
@@ -349,3 +374,64 @@ async def test_another_password_leaves_connections_alone() -> None:
         await server.users.change(lambda users: users.with_verifier(USER, None))
         await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
         await peer.hear(GetReply)
+
+
+# The requests about users.
+
+
+async def test_users_are_changed_and_listed() -> None:
+    async with logged_in(Grant(Right.SECURE, EVERYTHING)) as (server, peer):
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(ChangeUsers(AddUser("eve").to_json(), opaque=peer.opaque()))
+        reply = await peer.hear(UsersReply)
+        assert (reply.revision, reply.document) == (3, "")
+        assert server.users.users.get("eve") is not None
+        await peer.say(ListUsers(opaque=peer.opaque()))
+        listing = UserListing.from_json((await peer.hear(UsersReply)).document)
+        assert listing == server.users.users.listing()
+        for change, sentence in (
+            ("{}", "not a change of users"),
+            (AddUser("eve").to_json(), "there is a user eve already"),
+            (RemoveUser("joe").to_json(), "there is no user joe"),
+        ):
+            await peer.say(ChangeUsers(change, opaque=peer.opaque()))
+            refusal = await peer.hear(Refusal)
+            assert refusal.status == Status.BAD_ARGUMENT
+            assert sentence in refusal.sentence
+        assert server.users.users.revision == 3
+
+
+async def test_a_user_may_take_the_right_to_change_users_from_itself() -> None:
+    grant = Grant(Right.SECURE, EVERYTHING)
+    async with logged_in(grant) as (_, peer):
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(ChangeUsers(RevokeRights(USER, (grant,)).to_json(), opaque=peer.opaque()))
+        await peer.hear(UsersReply)
+        await peer.say(ListUsers(opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+
+
+async def test_nobody_makes_the_first_user_over_the_network() -> None:
+    async with connected(make_server()) as peer:
+        await peer.say()
+        await peer.hear(HelloReply)
+        change = AddUser(USER, None, (Grant(Right.SECURE, EVERYTHING),))
+        await peer.say(ChangeUsers(change.to_json(), opaque=peer.opaque()))
+        refusal = await peer.hear(Refusal)
+        assert refusal.status == Status.BAD_ARGUMENT
+        assert "upr-server init" in refusal.sentence
+
+
+async def test_a_node_is_told_the_users_that_it_does_not_have() -> None:
+    async with logged_in(Grant(Right.REPLICATE, EVERYTHING)) as (server, peer):
+        await peer.say()
+        await peer.hear(HelloReply)
+        users = server.users.users
+        for revision, digest in ((0, b""), (users.revision, bytes(32)), (1, users.digest)):
+            await peer.say(GetUsers(revision, digest, opaque=peer.opaque()))
+            assert Users.from_json((await peer.hear(UsersReply)).document) == users
+        await peer.say(GetUsers(users.revision, users.digest, opaque=peer.opaque()))
+        reply = await peer.hear(UsersReply)
+        assert (reply.revision, reply.document) == (users.revision, "")

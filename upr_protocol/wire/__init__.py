@@ -74,6 +74,7 @@ from upr_protocol.wire.streaming import (
     PartitionStart,
     StreamEnd,
 )
+from upr_protocol.wire.users import ChangeUsers, GetUsers, ListUsers, UsersReply
 
 
 def _declared(base: type[Message]) -> Iterator[type[Message]]:
@@ -112,6 +113,7 @@ __all__ = [
     "Barrier",
     "BarrierReply",
     "BucketDone",
+    "ChangeUsers",
     "Close",
     "CloseStream",
     "CreateBucket",
@@ -124,6 +126,7 @@ __all__ = [
     "Get",
     "GetMap",
     "GetReply",
+    "GetUsers",
     "Go",
     "Header",
     "Hello",
@@ -134,6 +137,7 @@ __all__ = [
     "LeaseReply",
     "ListBuckets",
     "ListBucketsReply",
+    "ListUsers",
     "LogIn",
     "LogInChallenge",
     "LogInResponse",
@@ -169,6 +173,7 @@ __all__ = [
     "Stream",
     "StreamEnd",
     "StreamReply",
+    "UsersReply",
     "decode",
     "encode_set_replies",
     "read_sets",

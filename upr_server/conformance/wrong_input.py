@@ -37,6 +37,7 @@ from upr_protocol.wire import (
     Ack,
     Await,
     Barrier,
+    ChangeUsers,
     CreateBucket,
     DeleteBucket,
     Get,
@@ -527,6 +528,7 @@ def _add_requests(topic: Topic) -> None:
     case("`Stats` of an unknown bucket", Stats("nowhere", opaque=OPAQUE), refused, no_bucket)
     case("`GetMap` of an unknown bucket", GetMap("nowhere", opaque=OPAQUE), refused, no_bucket)
     case("`Join` with an address that does not answer", None, refused, bad)
+    case("`ChangeUsers` without a change", ChangeUsers("{}", opaque=OPAQUE), refused, bad)
     case = topic("buckets and maps", Progress.OPENED)
     case("`SetMap` of bytes that are not a map", SetMap(0, "{}", opaque=OPAQUE), refused, bad)
     case("`SetMap` in place of another revision", None, refused, Status.REVISION_CONFLICT)

@@ -12,6 +12,7 @@ from upr_protocol.wire import (
     Ack,
     Await,
     Barrier,
+    ChangeUsers,
     Close,
     CloseStream,
     CreateBucket,
@@ -19,11 +20,13 @@ from upr_protocol.wire import (
     Error,
     Get,
     GetMap,
+    GetUsers,
     Go,
     Hello,
     Join,
     Lease,
     ListBuckets,
+    ListUsers,
     LogIn,
     LogInResponse,
     Message,
@@ -46,6 +49,7 @@ READ: Final = frozenset({Right.READ})
 WRITE: Final = frozenset({Right.WRITE})
 REPLICATE: Final = frozenset({Right.REPLICATE})
 OPERATE: Final = frozenset({Right.OPERATE})
+SECURE: Final = frozenset({Right.SECURE})
 JOIN: Final = REPLICATE | OPERATE
 """Nodes and operators have a node take a map that another node has already."""
 USE: Final = EVERY_RIGHT - {Right.SECURE}
@@ -160,6 +164,10 @@ NEEDED: Final[Mapping[type[Message], Need]] = {
     GetMap: lambda message: (USE, message.bucket or None),
     SetMap: _of_map,
     Join: lambda message: (JOIN, message.bucket),
+    # These are about the whole cluster.
+    ListUsers: lambda _: (SECURE, SERVER),
+    ChangeUsers: lambda _: (SECURE, SERVER),
+    GetUsers: lambda _: (REPLICATE, SERVER),
     # These are about the bucket that the client opened.
     Stream: READ,
     ReplicaAck: REPLICATE,

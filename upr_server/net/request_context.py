@@ -56,6 +56,7 @@ class RequestContext:
         access: Who the client is, and what it may do.
         log_in: How the client proves who it is.
         catalog: The buckets.
+        users: The users of the cluster.
         partition_maps: The partition maps.
         events: The event bus; None on a server without one.
         time: Seconds since 1970.
@@ -81,6 +82,7 @@ class RequestContext:
         self.access = Access(resources.users)
         self.log_in = LogInExchange(resources.log_ins, session, stream, peer, self.access, wake)
         self.catalog = resources.catalog
+        self.users = resources.users
         self.partition_maps = resources.partition_maps
         self.events = resources.events
         self.time = resources.time

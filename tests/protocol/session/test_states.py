@@ -45,10 +45,10 @@ MESSAGES_SAID: Final = {
     SessionState.UNAUTHENTICATED: {"client": 2, "server": 1},
     SessionState.AUTHENTICATING: {"client": 1, "server": 3},
     SessionState.CHALLENGED: {"client": 2, "server": 1},
-    SessionState.READY: {"client": 11, "server": 8},
+    SessionState.READY: {"client": 14, "server": 9},
     SessionState.OPENING: {"client": 3, "server": 5},
-    SessionState.OPEN: {"client": 21, "server": 17},
-    SessionState.STREAMING: {"client": 22, "server": 24},
+    SessionState.OPEN: {"client": 24, "server": 18},
+    SessionState.STREAMING: {"client": 25, "server": 25},
     SessionState.CLOSED: {"client": 0, "server": 0},
 }
 

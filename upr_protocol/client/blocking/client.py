@@ -51,6 +51,7 @@ from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.timestamps import nanoseconds
 from upr_protocol.transport import SocketDial, dial_socket
+from upr_protocol.users import UserChange, UserListing
 from upr_protocol.wire import LeaseAction
 
 T = TypeVar("T")
@@ -223,6 +224,14 @@ class BlockingClient(KeyOperations[WriteResult]):
     def stats(self, bucket: str = "") -> dict[str, Any]:
         """Statistics of `bucket`, or of the server."""
         return self.ask(calls.stats(bucket))
+
+    def list_users(self) -> UserListing:
+        """The users of the cluster, as this node has them."""
+        return self.ask(calls.list_users())
+
+    def change_users(self, change: UserChange) -> int:
+        """Changes a user; see `Client.change_users`."""
+        return self.ask(calls.change_users(change))
 
     def partitions(self) -> list[PartitionInfo]:
         """The bucket's partitions, as the servers told them when they were connected to."""

@@ -24,8 +24,10 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import Durability, HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.users import UserChange, UserListing, UsersError
 from upr_protocol.wire import (
     Await,
+    ChangeUsers,
     CreateBucket,
     DeleteBucket,
     EventsReply,
@@ -35,6 +37,7 @@ from upr_protocol.wire import (
     LeaseReply,
     ListBuckets,
     ListBucketsReply,
+    ListUsers,
     Message,
     NextEvents,
     PartitionLog,
@@ -45,6 +48,7 @@ from upr_protocol.wire import (
     SeqnosReply,
     Stats,
     StatsReply,
+    UsersReply,
 )
 
 T = TypeVar("T")
@@ -230,6 +234,27 @@ def stats(bucket: str) -> Call[dict[str, Any]]:
             raise RemoteProtocolError(f"the statistics cannot be read: {error}") from error
 
     return Call(partial(Stats, bucket), result)
+
+
+def list_users() -> Call[UserListing]:
+    """The users of the cluster."""
+
+    def result(reply: UsersReply) -> UserListing:
+        try:
+            return UserListing.from_json(reply.document)
+        except UsersError as error:
+            raise RemoteProtocolError(str(error)) from error
+
+    return Call(ListUsers, result)
+
+
+def change_users(change: UserChange) -> Call[int]:
+    """Changes a user; the revision of the users after it."""
+
+    def result(reply: UsersReply) -> int:
+        return reply.revision
+
+    return Call(partial(ChangeUsers, change.to_json()), result)
 
 
 def next_events(

@@ -42,6 +42,7 @@ from upr_protocol.concurrency import background
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import GET_KEYS_MAX
 from upr_protocol.timestamps import nanoseconds
+from upr_protocol.users import UserChange, UserListing
 from upr_protocol.wire import LeaseAction
 
 
@@ -168,6 +169,22 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     async def stats(self, bucket: str = "") -> dict[str, Any]:
         """Statistics of `bucket`, or of the server."""
         return await self._dispatcher.ask(calls.stats(bucket))
+
+    async def list_users(self) -> UserListing:
+        """The users of the cluster, as this node has them."""
+        return await self._dispatcher.ask(calls.list_users())
+
+    async def change_users(self, change: UserChange) -> int:
+        """Changes a user. This node has the change on disk when it returns; the others take it from
+        this one.
+
+        Returns:
+            The revision of the users after it.
+
+        Raises:
+            ServerError: `NOT_ALLOWED`, or `BAD_ARGUMENT` if the change is not possible.
+        """
+        return await self._dispatcher.ask(calls.change_users(change))
 
     # Partitions.
 

@@ -12,13 +12,16 @@ from typing import Final
 
 from upr_protocol.wire import (
     Await,
+    ChangeUsers,
     CreateBucket,
     DeleteBucket,
     Get,
     GetMap,
+    GetUsers,
     Join,
     Lease,
     ListBuckets,
+    ListUsers,
     LogIn,
     LogInResponse,
     Message,
@@ -41,6 +44,7 @@ from upr_server.net.handlers import (
     partition_map,
     publishing,
     streams,
+    users,
 )
 from upr_server.net.request_context import Handler
 
@@ -64,5 +68,8 @@ HANDLERS: Final[Mapping[type[Message], Handler]] = {
     SetMap: partition_map.set_map,
     Join: partition_map.join,
     NextEvents: events.next_events,
+    ListUsers: users.list_users,
+    ChangeUsers: users.change_users,
+    GetUsers: users.get_users,
 }
 """By the kind of request."""
