@@ -198,3 +198,7 @@ class BrokenError(UprError):
 class TlsError(UprError):
     """The two sides cannot agree on an encrypted connection: a certificate is not accepted, a file
     cannot be used, or one side does not speak TLS. To try again does not help."""
+
+
+class CredentialsError(UprError):
+    """A password is not to be had: its file cannot be read, or others can read it."""

@@ -35,11 +35,14 @@ class Credentials:
 
     Attributes:
         user: The user's name.
-        password: The password. What shows this value does not show it.
+        password: The password, if there is no file. What shows this value does not show it.
+        password_file: The file with the password in its first line. Clients read it at each new
+            connection, so that they learn of another password.
     """
 
     user: str
-    password: str = attrs.field(repr=False)
+    password: str = attrs.field(default="", repr=False)
+    password_file: str = ""
 
 
 @attrs.frozen

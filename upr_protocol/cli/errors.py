@@ -18,6 +18,7 @@ from upr_protocol.client.operator import NotDoneError
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
+    CredentialsError,
     LocalProtocolError,
     RemoteProtocolError,
     ServerError,
@@ -25,6 +26,7 @@ from upr_protocol.errors import (
     TlsError,
     UprError,
 )
+from upr_protocol.users import UsersError
 
 INCOMPLETE: Final = 1
 """The command did part of its work: a key is missing, or rows could not be read."""
@@ -107,7 +109,8 @@ def errors_as_exits() -> Iterator[None]:
 
 def _failure(cause: BaseException) -> FailedError | None:
     """The sentence and exit code for `cause`; None for a bug of the command."""
-    if isinstance(cause, AddressError | ResumeStateError | LocalCopyError):
+    bad_input = AddressError | CredentialsError | ResumeStateError | LocalCopyError | UsersError
+    if isinstance(cause, bad_input):
         return BadInputError(str(cause))
     if isinstance(cause, ServerError):
         if cause.status in _CONNECTION_STATUSES:

@@ -1,13 +1,15 @@
-"""The options that say how a command's links are protected."""
+"""The options that say how a command's links are protected, and who gives the command."""
 
 from __future__ import annotations
 
+import getpass
+import os
 from typing import Any, Final
 
 import click
 
 from upr_protocol.cli.errors import say
-from upr_protocol.client import Security, TlsSettings
+from upr_protocol.client import Credentials, Security, TlsSettings
 
 _META: Final = "upr.tls"
 """Where click's context keeps what the options say."""
@@ -60,11 +62,27 @@ def security_options() -> list[click.Option]:
             help="Do not verify the server's certificate. Anybody between you and the server can "
             "then read and change everything.",
         ),
+        _option(
+            "--user",
+            metavar="NAME",
+            default="",
+            envvar="UPR_USER",
+            help="The user to log in as. The password comes from --password-file, from "
+            "UPR_PASSWORD, or is asked for.  [default: UPR_USER, or the name in your certificate]",
+        ),
+        _option(
+            "--password-file",
+            metavar="FILE",
+            default="",
+            envvar="UPR_PASSWORD_FILE",
+            help="The file with the user's password in its first line; others must have no right "
+            "to it.  [default: UPR_PASSWORD_FILE]",
+        ),
     ]
 
 
 class SecurityCommand(click.Command):
-    """A command with the options of encrypted connections."""
+    """A command with the options of encrypted connections and of the log-in."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -86,4 +104,28 @@ def security_of(ctx: click.Context) -> Security:
             "WARNING: the server's certificate is not verified (--tls-insecure): anybody between "
             "here and the server can read and change everything"
         )
-    return Security(None if tls == TlsSettings() else tls)
+    return Security(None if tls == TlsSettings() else tls, _credentials(chosen))
+
+
+def _credentials(chosen: dict[str, Any]) -> Credentials | None:
+    user, password_file = chosen["user"], chosen["password_file"]
+    if not user:
+        if password_file:
+            raise click.UsageError("--password-file needs a user: name one with --user or UPR_USER")
+        return None
+    if password_file:
+        return Credentials(user, password_file=password_file)
+    return Credentials(user, os.environ.get("UPR_PASSWORD") or _asked_for(user))
+
+
+def _asked_for(user: str) -> str:
+    """The password that somebody types. It is asked for on the terminal, also if the command reads
+    a file from standard input."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        raise click.UsageError(
+            f"the password of {user} is missing, and there is no terminal to ask for it: set "
+            "UPR_PASSWORD, or name a file with --password-file"
+        ) from None
+    return getpass.getpass(f"Password of {user}: ")

@@ -54,6 +54,7 @@ from upr_protocol.client.core.results import BatchResult, Failure, NotDurableErr
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WriterIdentity
+from upr_protocol.client.credentials import read_password
 from upr_protocol.client.index_client import (
     IndexClient,
     IndexEntry,
@@ -168,4 +169,5 @@ __all__ = [
     "keep_local_copy",
     "open_node",
     "publisher",
+    "read_password",
 ]

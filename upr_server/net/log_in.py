@@ -175,7 +175,7 @@ class LogInExchange:
         elif self._log_ins.users.users.get(name) is None:
             return self._refuse(name, f"no user has the name in the client's certificate, {name!r}")
         else:
-            self._accept(name, EXTERNAL, b"")
+            self._accept(name, b"")
         return None
 
     def _challenge(self, request: LogIn) -> None:
@@ -209,12 +209,11 @@ class LogInExchange:
         user = self._log_ins.users.users.get(name)
         if outcome is None or user is None or user.verifier != verifier:
             return self._refuse(name, _WRONG)
-        self._accept(name, SCRAM, outcome)
+        self._accept(name, outcome)
         return None
 
-    def _accept(self, name: str, mechanism: str, outcome: bytes) -> None:
+    def _accept(self, name: str, outcome: bytes) -> None:
         self._access.user_name = name
-        log.debug("logged in", peer=self._peer, user=name, mechanism=mechanism)
         self._session.send(LoggedIn(outcome))
 
     def _refuse(self, name: str, sentence: str) -> LateAnswer:

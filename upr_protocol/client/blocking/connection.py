@@ -16,6 +16,7 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
+from upr_protocol.client.credentials import with_password
 from upr_protocol.client.options import ConnectionOptions, new_nonce
 from upr_protocol.errors import (
     BrokenError,
@@ -76,11 +77,13 @@ class BlockingConnection:
 
     Raises:
         BrokenError: It could not connect, or the connection broke during the handshake.
+        CredentialsError: The password is not to be had.
         ServerError: The server refused the user or the bucket.
         RemoteProtocolError: The peer does not speak the protocol, or does not know the user.
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:
+        credentials = with_password(address.security.credentials)
         self._clock = options.clock
         deadline = self._clock() + options.connect_timeout_s
         try:
@@ -98,7 +101,7 @@ class BlockingConnection:
         self.failure: UprError | None = None
         self.session = options.session(self._clock())
         binding = b"" if self._tls is None else self._tls.link.end_point
-        log_in = ClientLogIn(address.security.credentials, new_nonce(), binding)
+        log_in = ClientLogIn(credentials, new_nonce(), binding)
         self.handshake = Handshake(self.session, address.bucket, log_in=log_in)
         try:
             while not self.handshake.done:

@@ -16,6 +16,7 @@ from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
+from upr_protocol.client.credentials import with_password
 from upr_protocol.client.options import ConnectionOptions, new_nonce
 from upr_protocol.concurrency import Notifier, background, without_traceback
 from upr_protocol.errors import (
@@ -305,14 +306,16 @@ async def open_connection(
 
     Raises:
         BrokenError: It could not connect, or the connection broke during the handshake.
+        CredentialsError: The password is not to be had.
         ServerError: The server refused the user or the bucket.
         RemoteProtocolError: The peer does not speak the protocol, or does not know the user.
     """
+    credentials = with_password(address.security.credentials)
     deadline = trio.current_time() + options.connect_timeout_s
     stream = await _dial(address, options, deadline)
     session = options.session(trio.current_time())
     binding = stream.link.end_point if isinstance(stream, TlsStream) else b""
-    log_in = ClientLogIn(address.security.credentials, new_nonce(), binding)
+    log_in = ClientLogIn(credentials, new_nonce(), binding)
     handshake = Handshake(session, address.bucket, partitions, log_in)
     connection = TrioConnection(address, stream, session, handshake, handler)
     try:

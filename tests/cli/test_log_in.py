@@ -1,0 +1,200 @@
+"""The options of the log-in: where the user and the password come from, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import pytest
+import trio
+
+from tests.cli.conftest import Run
+from tests.kit.process import ROOT, UPR, environment
+from tests.kit.threaded import trio_thread
+from tests.server.test_log_in import server_with_users
+from upr_protocol.client import Address, BlockingClient, Credentials, Security
+from upr_protocol.errors import CredentialsError
+
+
+@pytest.fixture(scope="module")
+def secured() -> Iterator[str]:
+    """The URL of a bucket of a server that has the users alice and bob; bob has a password."""
+
+    async def serve(*, task_status: trio.TaskStatus[str]) -> None:
+        async with server_with_users() as server:
+            task_status.started(server.url("b"))
+            await trio.sleep_forever()
+
+    with trio_thread() as thread:
+
+        async def started() -> str:
+            url: str = await thread.nursery.start(serve)
+            return url
+
+        yield thread.run(started)
+
+
+@pytest.fixture(autouse=True)
+def _no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UPR_USER", "UPR_PASSWORD", "UPR_PASSWORD_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def password_file(tmp_path: Path) -> Path:
+    path = tmp_path / "password"
+    path.write_text("pencil\nwhat follows does not matter\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_the_password_comes_from_a_file_or_the_environment(
+    secured: str, run: Run, password_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_bob = ("--user", "bob", "--password-file", str(password_file))
+    run("set", secured, "k", "v", *of_bob)
+    assert run("get", secured, "k", "--raw", *of_bob).stdout == "v"
+    monkeypatch.setenv("UPR_USER", "bob")
+    monkeypatch.setenv("UPR_PASSWORD", "pencil")
+    assert run("get", secured, "k", "--raw").stdout == "v"
+    # The file is the more particular of the two.
+    monkeypatch.setenv("UPR_PASSWORD", "wrong")
+    monkeypatch.setenv("UPR_PASSWORD_FILE", str(password_file))
+    assert run("get", secured, "k", "--raw").stdout == "v"
+
+
+@pytest.mark.parametrize(
+    ("options", "password", "code", "sentence"),
+    [
+        ([], "", 3, "upr: the server wants its clients to log in: name a user with --user"),
+        (["--user", "bob"], "pen", 3, "upr: the user's name or the password is wrong: check"),
+        (["--user", "eve"], "pen", 3, "upr: the user's name or the password is wrong: check"),
+        (["--user", "b\x07b"], "pen", 2, "upr: the user's name has a control character"),
+        (["--password-file", "f"], "", 2, "--password-file needs a user"),
+        (["--user", "bob", "--password-file", "/nowhere"], "", 2, "/nowhere, cannot be read"),
+    ],
+)
+def test_who_is_refused(
+    secured: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    password: str,
+    code: int,
+    sentence: str,
+) -> None:
+    monkeypatch.setenv("UPR_PASSWORD", password)
+    refused = run("get", secured, "k", *options, code=code)
+    assert sentence in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_password_in_a_url_is_not_shown(run: Run) -> None:
+    refused = run("get", "upr://bob:pencil@127.0.0.1:1/b", "k", code=2)
+    assert "users and passwords do not belong into URLs" in refused.stderr
+    assert "pencil" not in refused.stderr
+
+
+_IN_TERMINAL: Final = """
+import fcntl, os, sys, termios
+fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Runs Python in a session whose terminal is that of standard error."""
+
+
+@contextmanager
+def in_terminal(*args: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`upr` with a terminal, whose other side is a descriptor; its standard input is a file."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", _IN_TERMINAL, "-m", "upr_protocol.cli", *args]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        with process:
+            yield process, ours
+    finally:
+        process.kill()
+        os.close(ours)
+
+
+def shown_until(terminal: int, text: bytes) -> bytes:
+    shown = b""
+    while text not in shown:
+        shown += os.read(terminal, 1024)
+    return shown
+
+
+def rest_of(terminal: int) -> bytes:
+    """What is still shown when the program has ended."""
+    shown = b""
+    with suppress(OSError):  # the terminal's other side is gone
+        while data := os.read(terminal, 1024):
+            shown += data
+    return shown
+
+
+def test_the_password_is_asked_for_on_the_terminal(secured: str) -> None:
+    with in_terminal("set", secured, "typed", "v", "--user", "bob") as (process, terminal):
+        shown_until(terminal, b"Password of bob: ")
+        os.write(terminal, b"pencil\n")
+        assert b"pencil" not in rest_of(terminal)
+        assert process.wait(60) == 0
+
+
+def test_ctrl_c_at_the_prompt_ends_the_command(secured: str) -> None:
+    with in_terminal("get", secured, "typed", "--user", "bob") as (process, terminal):
+        shown_until(terminal, b"Password of bob: ")
+        os.write(terminal, b"\x03")
+        assert b"Traceback" not in rest_of(terminal)
+        assert process.wait(60) == 130
+
+
+def test_without_a_terminal_nothing_is_asked(secured: str) -> None:
+    ended = subprocess.run(
+        [*UPR, "get", secured, "k", "--user", "bob"],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+    )
+    assert ended.returncode == 2
+    assert b"the password of bob is missing, and there is no terminal" in ended.stderr
+
+
+def test_a_password_that_others_can_read_is_refused(
+    secured: str, run: Run, password_file: Path
+) -> None:
+    password_file.chmod(0o644)
+    of_bob = ("--user", "bob", "--password-file", str(password_file))
+    refused = run("get", secured, "k", *of_bob, code=2)
+    assert f"others can use the password in {password_file}: take that right" in refused.stderr
+
+
+def test_a_file_is_read_at_each_connection(secured: str, password_file: Path) -> None:
+    credentials = Credentials("bob", password_file=str(password_file))
+    address = Address.parse(secured, Security(credentials=credentials))
+    with BlockingClient(address) as client:
+        client.set("k", "v")
+    for content, sentence in ((b"\npencil", "is empty"), (b"\xff\n", "not UTF-8")):
+        password_file.write_bytes(content)
+        with pytest.raises(CredentialsError, match=sentence), BlockingClient(address):
+            pass
+    password_file.write_bytes(b"pencil\r\n")
+    with BlockingClient(address) as client:
+        assert client.get("k") is not None
