@@ -76,6 +76,7 @@ class Server:
             store,
             self.upkeep,
             quota_bytes_default=config.quota_bytes,
+            partitions_max=config.partitions_max,
             time=system.time,
             new_id=system.new_id,
             purge_age_s=config.purge_age_s,

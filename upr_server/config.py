@@ -54,6 +54,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         node: What partition maps call this server; empty takes `identity`.
         quota_bytes: The memory quota of a bucket that is created without one.
         connections_max: How many connections may be open at a time.
+        partitions_max: How many partitions all buckets may have together; an empty one takes
+            4.3 KiB of memory.
         send_timeout_s: How long a peer may take no bytes that wait for it.
         replication_timeout_s: How long replicas may take to have a batch that its publisher wants
             replicated. Then the publisher is told that they do not have it yet.
@@ -89,6 +91,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: str = ""
     quota_bytes: Annotated[int, msgspec.Meta(ge=QUOTA_BYTES_MIN)] = 1024 * 1024 * 1024
     connections_max: _Count = 10_000
+    partitions_max: _Count = 128 * 1024
     send_timeout_s: _Seconds = SEND_TIMEOUT_S
     replication_timeout_s: _Seconds = 30.0
     undo_mutations: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024

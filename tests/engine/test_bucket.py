@@ -12,6 +12,7 @@ from upr_protocol.chunk import CounterDelta, plain_chunk
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import (
+    STEP_PARTITIONS,
     BackfillNeeded,
     Bucket,
     BucketError,
@@ -218,6 +219,20 @@ def test_the_observer_of_collapsible_buckets_hears_of_each_once() -> None:
             put(partition, b"k")
             read(partition, partition.snapshot_end)
     assert names == ["b"]
+
+
+def test_a_bucket_that_is_made_in_steps_is_found_at_its_end() -> None:
+    buckets = new_buckets()
+    bucket = buckets.begin("b", 2 * STEP_PARTITIONS, QUOTA_BYTES_MIN, None, incarnation=1)
+    steps = bucket.make_partitions()
+    next(steps)
+    assert not bucket.partitions
+    assert "b" not in buckets
+    assert list(steps) == [None]
+    buckets.add(bucket, is_new=True)
+    assert buckets.get("b") is bucket
+    assert len(bucket.partitions) == 2 * STEP_PARTITIONS
+    bucket.check_invariants()
 
 
 def test_a_deleted_bucket_has_nothing_to_collapse() -> None:

@@ -13,6 +13,7 @@ import trio.testing
 from tests.server.test_bucket_disk import batch
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import connect
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionState
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, ServerConfig
@@ -79,6 +80,16 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
             await trio.sleep(REST_S / 2)
             assert looks.count("updated") in range(12, 16)
             assert looks.count("idle") in range(9, 12)
+
+
+async def test_more_partitions_than_allowed_are_refused() -> None:
+    config = ServerConfig(listen="127.0.0.1:0", partitions_max=5)
+    async with running_server(config, SimulatedStore()) as server, connect(server.url()) as client:
+        await client.create_bucket("a", 3)
+        with pytest.raises(ServerError, match="have 3 partitions, and may have 5") as refused:
+            await client.create_bucket("b", 3)
+        assert refused.value.status is Status.LIMIT_REACHED
+        await client.create_bucket("b", 2)
 
 
 async def test_the_memory_of_a_deleted_bucket_is_free_soon(

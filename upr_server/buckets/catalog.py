@@ -13,7 +13,15 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_server.buckets.upkeep import Upkeep
-from upr_server.engine import Bucket, BucketObserver, Buckets, PartitionImage, check_bucket
+from upr_server.engine import (
+    STEP_PARTITIONS,
+    Bucket,
+    BucketError,
+    BucketObserver,
+    Buckets,
+    PartitionImage,
+    check_bucket,
+)
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     CreateBucketFiles,
@@ -65,6 +73,8 @@ class BucketCatalog:
         store: The disk.
         upkeep: Works on the buckets.
         quota_bytes_default: The memory quota of a bucket that is created without one.
+        partitions_max: How many partitions all buckets may have together, for one more bucket to be
+            created.
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number.
         purge_age_s: How old a tombstone must be to be forgotten.
@@ -84,6 +94,7 @@ class BucketCatalog:
         upkeep: Upkeep,
         *,
         quota_bytes_default: int,
+        partitions_max: int,
         time: Callable[[], float],
         new_id: Callable[[], HistoryId],
         purge_age_s: float = PURGE_AGE_S,
@@ -98,6 +109,7 @@ class BucketCatalog:
         self._time = time
         self._new_id = new_id
         self._purge_age_s = purge_age_s
+        self._partitions_max = partitions_max
         self._rest_s = rest_s
         self._maps: MapLifecycle
         self._nursery: trio.Nursery
@@ -203,7 +215,8 @@ class BucketCatalog:
         memory and on disk alike.
 
         Raises:
-            BucketError: It exists, or an argument is out of its range.
+            BucketError: It exists, an argument is out of its range, or there are too many
+                partitions.
             StorageError: It could not be put on disk.
         """
         check_bucket(name, partition_count, quota_bytes)
@@ -213,7 +226,8 @@ class BucketCatalog:
         """Creates a bucket whose partitions are dead and empty.
 
         Raises:
-            BucketError: It exists, or an argument is out of its range.
+            BucketError: It exists, an argument is out of its range, or there are too many
+                partitions.
             StorageError: It could not be put on disk.
         """
         check_bucket(name, partition_count, self.quota_bytes_default)
@@ -225,20 +239,37 @@ class BucketCatalog:
     ) -> BucketDisk:
         async with self._lock:
             self.buckets.check_absent(name)
-            images = [PartitionImage(state, self._first_log(state)) for state in states]
+            self._check_partition_count(len(states))
+            images: list[PartitionImage] = []
+            partitions: list[PartitionRecord] = []
+            for state in states:
+                failover_log = self._first_log(state)
+                images.append(PartitionImage(state, failover_log))
+                pairs = tuple(failover_log.pairs())
+                partitions.append(PartitionRecord(state, pairs, SeqNo(0), 0))
+                if len(images) % STEP_PARTITIONS == 0:
+                    await trio.lowlevel.checkpoint()
             incarnation = self._new_id()
             record = BucketRecord(name, len(states), quota_bytes, incarnation=incarnation)
-            partitions = [
-                PartitionRecord(image.state, tuple(image.failover_log.pairs()), SeqNo(0), 0)
-                for image in images
-            ]
             # A client that asked for it may leave meanwhile. What is on disk must be in memory too.
             with trio.CancelScope(shield=True):
                 await self._store.ask(CreateBucketFiles(record, partitions))
-            bucket = self.buckets.create(
-                name, len(states), quota_bytes, images, incarnation=incarnation
-            )
+                bucket = self.buckets.begin(
+                    name, len(states), quota_bytes, images, incarnation=incarnation
+                )
+                for _ in bucket.make_partitions():
+                    await trio.lowlevel.checkpoint()
+            self.buckets.add(bucket, is_new=True)
             return self._attach_disk(bucket)
+
+    def _check_partition_count(self, new_count: int) -> None:
+        count = sum(len(bucket.partitions) for bucket in self.buckets)
+        if count + new_count > self._partitions_max:
+            raise BucketError(
+                f"this node's buckets have {count} partitions, and may have {self._partitions_max} "
+                "together; delete a bucket, or raise the server's partitions_max",
+                Status.LIMIT_REACHED,
+            )
 
     def _first_log(self, state: PartitionState) -> FailoverLog:
         if state is PartitionState.ACTIVE:

@@ -5,7 +5,14 @@ in as a number and randomness as a function. Between two calls every structure i
 """
 
 from upr_server.engine.batch import CheckedChunk, MutationBatch, batch_of, batches_of
-from upr_server.engine.bucket import Bucket, BucketError, BucketObserver, Buckets, check_bucket
+from upr_server.engine.bucket import (
+    STEP_PARTITIONS,
+    Bucket,
+    BucketError,
+    BucketObserver,
+    Buckets,
+    check_bucket,
+)
 from upr_server.engine.evaluation import Evaluation
 from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
 from upr_server.engine.memory_account import MemoryAccount
@@ -28,6 +35,7 @@ from upr_server.engine.snapshots import (
 __all__ = [
     "NOTHING_FETCHED",
     "QUOTA_BYTES_MIN",
+    "STEP_PARTITIONS",
     "BackfillNeeded",
     "Bucket",
     "BucketError",
