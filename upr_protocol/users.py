@@ -15,7 +15,11 @@ from typing import Final
 import msgspec
 
 from upr_protocol.errors import UprError
-from upr_protocol.limits import BUCKET_NAME_BYTES_MAX
+from upr_protocol.limits import (
+    BUCKET_NAME_BYTES_MAX,
+    SCRAM_ITERATIONS_MAX,
+    SCRAM_ITERATIONS_MIN,
+)
 
 USER_NAME_BYTES_MAX: Final = 128
 """Fits into a log's line and into a frame of the handshake."""
@@ -135,8 +139,11 @@ class Verifier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises `UsersError` if it is not a verifier for SHA-256."""
         if not 8 <= len(self.salt) <= 64:
             raise UsersError(f"a salt has 8 to 64 bytes, not {len(self.salt)}")
-        if not 4096 <= self.iterations <= 10_000_000:
-            raise UsersError(f"there are 4,096 to 10,000,000 iterations, not {self.iterations}")
+        if not SCRAM_ITERATIONS_MIN <= self.iterations <= SCRAM_ITERATIONS_MAX:
+            raise UsersError(
+                f"there are {SCRAM_ITERATIONS_MIN:,} to {SCRAM_ITERATIONS_MAX:,} iterations, not "
+                f"{self.iterations}"
+            )
         if len(self.stored_key) != 32 or len(self.server_key) != 32:
             raise UsersError("the keys of a verifier have 32 bytes each")
 
@@ -180,10 +187,16 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         revision: Rises with each change; 0 before the first user was made.
         users: Each user, by name.
+        secret: Random bytes that no stranger knows, the same on all nodes. What a node tells a
+            stranger of a user who does not exist is made of them. Drawn with the first change.
     """
 
     revision: int = 0
     users: dict[str, User] = {}
+    secret: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"Users(revision={self.revision}, users={self.users})"
 
     @property
     def is_open(self) -> bool:
@@ -278,7 +291,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._next({**self.users, user.name: msgspec.structs.replace(user, grants=ordered)})
 
     def _next(self, users: dict[str, User]) -> Users:
-        changed = Users(self.revision + 1, dict(sorted(users.items())))
+        changed = Users(self.revision + 1, dict(sorted(users.items())), self.secret)
         changed.check()
         return changed
 

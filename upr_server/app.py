@@ -151,7 +151,7 @@ async def running_server(
     certificates = None if files is None else Certificates(files)
     # What this server shows other nodes, and expects of them.
     system = system or System()
-    system = attrs.evolve(system, security=attrs.evolve(system.security, tls=config.node_tls()))
+    system = attrs.evolve(system, security=config.node_security())
     bus = None
     if config.events:
         bus = EventBus(store, time=system.time, new_id=system.new_id)

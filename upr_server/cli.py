@@ -79,6 +79,17 @@ _options = (
         metavar="FILE",
         help="The authorities of the other nodes' certificates.  [default: the system's]",
     ),
+    click.option(
+        "--node-user",
+        metavar="NAME",
+        help="The user as whom the server logs in to other nodes.  [default: its certificate's "
+        "name]",
+    ),
+    click.option(
+        "--node-password-file",
+        metavar="FILE",
+        help="The file with that user's password in its first line.",
+    ),
     click.option("--node", help="The server's name in partition maps.  [default: its identity]"),
     click.option(
         "--quota-bytes", type=int, help="The memory quota of a bucket that is created without one."

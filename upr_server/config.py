@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from upr_protocol.errors import CredentialsError
 from upr_protocol.limits import (
     IDENTITY_BYTES_MAX,
     PARTITIONS_DEFAULT,
@@ -19,7 +20,8 @@ from upr_protocol.limits import (
     SEND_TIMEOUT_S,
 )
 from upr_protocol.partition_map import NODE_NAME
-from upr_protocol.security import TlsSettings
+from upr_protocol.security import Credentials, Security, TlsSettings
+from upr_protocol.users import UsersError, normalised
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
 from upr_server.runtime import ConfigError, certificate_files, load_settings, parse_listen
 from upr_server.storage.directory import default_data_dir
@@ -73,6 +75,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tls_ca: The file with the authorities of the other nodes' certificates; empty for those that
             the system trusts.
         tls_version_min: The oldest version of TLS.
+        node_user: The user as whom this server logs in to other nodes; empty to log in by its
+            certificate. The user needs the right `replicate`.
+        node_password_file: The file with that user's password in its first line, which is read at
+            each connection.
         data_dir: Where buckets are kept; empty for the platform's data directory.
         disk_bytes_max: How large each file there may become; 0 for the size of the disk, and at
             most 256 GiB.
@@ -101,6 +107,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_client_certificates: Literal["required", "optional"] = "required"
     tls_ca: str = ""
     tls_version_min: Literal["1.2", "1.3"] = "1.3"
+    node_user: str = ""
+    node_password_file: str = ""
     data_dir: str = ""
     disk_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     purge_age_s: _Seconds = 3 * 24 * 3600.0
@@ -122,16 +130,19 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The data directory."""
         return Path(self.data_dir) if self.data_dir else default_data_dir()
 
-    def node_tls(self) -> TlsSettings | None:
-        """How links to other nodes are encrypted; None if they are not."""
-        if not self.tls_certificate:
-            return None
-        return TlsSettings(
-            self.tls_ca,
-            self.tls_certificate,
-            self.tls_key,
-            allows_tls_1_2=self.tls_version_min == "1.2",
-        )
+    def node_security(self) -> Security:
+        """How links to other nodes are protected, and how this node logs in there."""
+        tls = credentials = None
+        if self.tls_certificate:
+            tls = TlsSettings(
+                self.tls_ca,
+                self.tls_certificate,
+                self.tls_key,
+                allows_tls_1_2=self.tls_version_min == "1.2",
+            )
+        if self.node_user:
+            credentials = Credentials(self.node_user, password_file=self.node_password_file)
+        return Security(tls, credentials)
 
     def check(self) -> None:
         """Checks what the types of the fields do not.
@@ -161,6 +172,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         certificate_files(self)
         if self.tls_ca and not self.tls_certificate:
             raise ConfigError("tls_ca has no use without tls_certificate")
+        self._check_node_user()
         names = [bucket.name for bucket in self.buckets]
         for name in names:
             if names.count(name) > 1:
@@ -172,6 +184,22 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 check_bucket(bucket.name, bucket.partitions, bucket.quota_bytes or self.quota_bytes)
             except BucketError as error:
                 raise ConfigError(str(error)) from error
+
+    def _check_node_user(self) -> None:
+        if bool(self.node_user) != bool(self.node_password_file):
+            raise ConfigError(
+                "node_user and node_password_file go together: the user as whom this server logs "
+                "in to other nodes, and the file with the password"
+            )
+        if self.node_user:
+            # The client is large, and a server without such a user starts its disk before it.
+            from upr_protocol.client import read_password
+
+            try:
+                normalised(self.node_user, "node_user")
+                read_password(self.node_password_file)
+            except (CredentialsError, UsersError) as error:
+                raise ConfigError(f"node_password_file: {error}") from error
 
     def to_toml(self) -> str:
         """The configuration as a TOML file that would produce it."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from typing import Final
 
+import msgspec
 import structlog
 import trio
 
@@ -11,6 +14,8 @@ from upr_protocol.users import Users, UsersError
 from upr_server.storage.api import Store
 from upr_server.storage.calls import LoadUsers, SaveUsers
 from upr_server.storage.errors import CorruptionError
+
+SECRET_BYTES: Final = 32
 
 log = structlog.get_logger(__name__)
 
@@ -68,6 +73,8 @@ class UserStore:
         """
         async with self._lock:
             users = change(self.users)
+            if not users.secret:
+                users = msgspec.structs.replace(users, secret=secrets.token_bytes(SECRET_BYTES))
             await self._put(users)
             return users
 

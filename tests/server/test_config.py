@@ -59,6 +59,9 @@ def test_text_from_the_environment_is_converted() -> None:
         ({"log_level": "loud"}, "log_level"),
         ({"colour": "red"}, "colour"),
         ({"shutdown_deadline_s": "-1"}, "shutdown_deadline_s"),
+        ({"node_user": "nodes"}, "node_user and node_password_file go together"),
+        ({"node_password_file": "f"}, "node_user and node_password_file go together"),
+        ({"node_user": "nodes", "node_password_file": "/nowhere"}, "/nowhere, cannot be read"),
     ],
 )
 def test_an_invalid_setting_is_refused_by_its_name(settings: dict[str, str], message: str) -> None:

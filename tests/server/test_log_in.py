@@ -259,6 +259,19 @@ async def test_a_stranger_does_not_learn_who_exists() -> None:
         assert len(set.union(*salts.values())) == 3
 
 
+async def test_all_nodes_say_the_same_of_a_user_who_does_not_exist() -> None:
+    """A stranger who asks two nodes would otherwise know."""
+
+    async def salt_of(server: Server) -> bytes:
+        async with stranger(server) as peer:
+            _, challenge = await challenged(peer, "eve")
+            return challenge.split(b",")[1]
+
+    users = msgspec.structs.replace(USERS, secret=b"the cluster's")
+    async with server_with_users(users) as one, server_with_users(users) as other:
+        assert await salt_of(one) == await salt_of(other)
+
+
 @pytest.mark.parametrize(
     ("mechanism", "data", "status"),
     [

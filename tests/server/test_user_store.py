@@ -173,3 +173,16 @@ def test_damage_is_noticed(tmp_path: Path, flipped: int) -> None:
     (tmp_path / "users").write_bytes(data)
     with pytest.raises(CorruptionError):
         file.load()
+
+
+async def test_the_first_change_draws_a_secret_that_stays() -> None:
+    store = UserStore(SimulatedStore())
+    first = await store.change(lambda users: users.with_user(ADMIN))
+    second = await store.change(lambda users: users.with_user(User("bob")))
+    assert len(first.secret) == 32
+    assert second.secret == first.secret
+    assert Users.from_json(second.to_json()) == second
+    # Logs and listings do not tell it.
+    assert str(first.secret) not in repr(second)
+    assert "secret" not in second.listing().to_json()
+    assert (await UserStore(SimulatedStore()).change(lambda users: users.with_user(ADMIN))) != first

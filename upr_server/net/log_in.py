@@ -90,13 +90,14 @@ class LogIns:
 
     Attributes:
         users: The users of the cluster.
-        secret: What the salts of users who do not exist are made of.
+        own_secret: What the salts of users who do not exist are made of, as long as the users have
+            no secret of their own.
         failures: The attempts that failed.
         failure_delay_s: How late a failed attempt is answered.
     """
 
     users: UserStore
-    secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
+    own_secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
     failures: FailedLogIns = attrs.field(factory=FailedLogIns)
     failure_delay_s: float = FAILURE_DELAY_S
 
@@ -185,8 +186,11 @@ class LogInExchange:
         except (ScramError, UsersError) as error:
             self._session.fail(Status.MALFORMED, f"LogIn: {error}")
             return
-        user = self._log_ins.users.users.get(first.name)
-        made_up = made_up_verifier(self._log_ins.secret, first.name, SCRAM_ITERATIONS_DEFAULT)
+        users = self._log_ins.users.users
+        user = users.get(first.name)
+        # The same on every node: a salt that differs would tell that nobody has it.
+        secret = users.secret or self._log_ins.own_secret
+        made_up = made_up_verifier(secret, first.name, SCRAM_ITERATIONS_DEFAULT)
         verifier = made_up if user is None or user.verifier is None else user.verifier
         exchange = ScramServer(first, verifier, secrets.token_urlsafe(NONCE_BYTES), binding)
         self._exchange = first.name, verifier, exchange

@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from upr_protocol.client import Address, NodeClient, NodeConnection, NodeStatus, open_node
-from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.errors import BrokenError, CredentialsError, ServerError, Status, UprError
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import Dial
 from upr_server.replication.partition_maps import PartitionMaps
@@ -24,6 +24,8 @@ CONFIRM_INTERVAL_S: Final = 0.25
 """How often all are asked, while this node does not know whether it still is what it was."""
 
 ASK_TIMEOUT_S: Final = 2.0
+
+_NOT_LET_IN: Final = frozenset({Status.LOG_IN_NEEDED, Status.LOG_IN_FAILED, Status.NOT_ALLOWED})
 
 log = structlog.get_logger(__name__)
 
@@ -141,6 +143,11 @@ class MapExchange:
                         "ran at the same time; repeat the one that counts"
                     )
         except UprError as error:
+            if isinstance(error, CredentialsError) or (
+                isinstance(error, ServerError) and error.status in _NOT_LET_IN
+            ):
+                # Nobody but an operator can mend it.
+                self._warn_once(f"node {name} at {host_port} does not tell its map: {error}")
             log.debug("cannot get a partition map", address=host_port, error=str(error))
         return None
 

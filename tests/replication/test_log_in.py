@@ -1,0 +1,134 @@
+"""Nodes that log in to each other, and one that may not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.kit.certificates import Certificates
+from tests.kit.process import eventually
+from upr_protocol.client import Address, NodeClient, connect
+from upr_protocol.errors import ServerError
+from upr_protocol.limits import SCRAM_ITERATIONS_MIN
+from upr_protocol.partition_map import Assignment, PartitionMap
+from upr_protocol.scram import new_verifier
+from upr_protocol.security import Credentials, Security
+from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, ServerConfig
+from upr_server.storage.simulated import SimulatedStore
+
+OPERATOR: Final = Credentials("operator", "pencil")
+VERIFIER: Final = new_verifier("pencil", b"sixteen bytes...", SCRAM_ITERATIONS_MIN)
+EVERY_GRANT: Final = tuple(Grant(right, EVERYTHING) for right in Right)
+
+
+def users_with(*others: User) -> Users:
+    every = (User("operator", VERIFIER, EVERY_GRANT), *others)
+    return Users(1, {user.name: user for user in every}, b"secret")
+
+
+@asynccontextmanager
+async def two_nodes(users: Users, **settings: Any) -> AsyncIterator[tuple[Server, Server]]:
+    """Node a with a bucket, and node b, which is to replicate it."""
+    config = {"listen": "127.0.0.1:0", "shutdown_deadline_s": 0.5, **settings}
+    buckets = (BucketConfig("b", 1),)
+    async with (
+        running_server(ServerConfig(node="a", buckets=buckets, **config), SimulatedStore()) as a,
+        running_server(ServerConfig(node="b", **config), SimulatedStore()) as b,
+    ):
+        for server in (a, b):
+            server.users.users = users
+        yield a, b
+
+
+def bucket_of(server: Server, security: Security) -> Address:
+    return Address.parse(server.url("b"), security)
+
+
+async def give_map(a: Server, b: Server, security: Security) -> None:
+    addresses = {server.partition_maps.node: f"127.0.0.1:{server.port}" for server in (a, b)}
+    partition_map = PartitionMap(
+        bucket="b", revision=1, nodes=addresses, partitions=(Assignment("a", {"b": ""}),)
+    )
+    for server in (a, b):
+        node = NodeClient(bucket_of(server, security))
+        await node.set_map(server.partition_maps.revision("b"), partition_map)
+    async with connect(bucket_of(a, security)) as client:
+        await client.set("k", "v")
+
+
+def has_it(server: Server) -> bool:
+    bucket = server.catalog.buckets.get("b")
+    return bucket is not None and bucket.partitions[0].high_seq == 1
+
+
+@pytest.fixture
+def password_file(tmp_path: Path) -> Path:
+    path = tmp_path / "password"
+    path.write_text("pencil\n")
+    path.chmod(0o600)
+    return path
+
+
+def troubles(server: Server) -> list[str]:
+    statistics: Any = server.partition_maps.statistics("b")
+    return [row["trouble"] for row in statistics["follows"]]
+
+
+async def test_a_node_logs_in_with_its_password(password_file: Path) -> None:
+    node = User("nodes", VERIFIER, (Grant(Right.REPLICATE, EVERYTHING),))
+    settings = {"node_user": "nodes", "node_password_file": str(password_file)}
+    security = Security(credentials=OPERATOR)
+    async with two_nodes(users_with(node), **settings) as (a, b):
+        await give_map(a, b, security)
+        await eventually(lambda: has_it(b), "the replica has the change")
+        names = {connection.context.access.user_name for connection in a.connections.connections}
+        assert "nodes" in names
+
+
+async def test_a_node_logs_in_with_its_certificate(certificates: Certificates) -> None:
+    node = User("localhost", None, (Grant(Right.REPLICATE, EVERYTHING),))
+    settings = {
+        **certificates.server_settings(),
+        "tls_client_ca": str(certificates.authority.ca),
+    }
+    tls = certificates.security_of(certificates.client).tls
+    security = Security(tls, OPERATOR)
+    async with two_nodes(users_with(node), **settings) as (a, b):
+        await give_map(a, b, security)
+        await eventually(lambda: has_it(b), "the replica has the change")
+        names = {connection.context.access.user_name for connection in a.connections.connections}
+        assert "localhost" in names
+
+
+async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -> None:
+    """Whether it does not log in, has another password, or has no right to."""
+    reader = User("reader", VERIFIER, (Grant(Right.READ, EVERYTHING),))
+    wrong = password_file.with_name("wrong")
+    wrong.write_text("pen\n")
+    wrong.chmod(0o600)
+    security = Security(credentials=OPERATOR)
+    for settings, sentence in (
+        ({}, "the server wants its clients to log in"),
+        ({"node_user": "reader", "node_password_file": str(wrong)}, "the password is wrong"),
+        ({"node_user": "reader", "node_password_file": str(password_file)}, "right replicate"),
+    ):
+        async with two_nodes(users_with(reader), **settings) as (a, b):
+            a.connections.resources.log_ins.failure_delay_s = 0
+            # Every user of a bucket may see its map; nobody else gets that far.
+            if "replicate" not in sentence:
+                with pytest.raises(ServerError, match="none of the other nodes gave it"):
+                    await give_map(a, b, security)
+            await b.catalog.create_held("b", 1)
+            await give_map(a, b, security)
+            await eventually(lambda: any(troubles(b)), "the replica says why it has nothing")
+            assert sentence in troubles(b)[0]
+            assert not has_it(b)
+            # It goes on to serve its clients.
+            async with connect(Address.parse(b.url(), security)) as client:
+                await client.stats()
