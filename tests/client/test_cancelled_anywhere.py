@@ -559,6 +559,7 @@ async def _node_status_with_partitions(server: Server, folder: Path) -> None:
 async def _open_node(server: Server, folder: Path) -> None:
     async with open_node(Address.parse(server.url("b"))) as connection:
         await connection.status("b")
+        await connection.users()
         with trio.move_on_after(0.05):
             await connection.wait_ended()
 
@@ -588,7 +589,9 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _follow_events: (follow_events, EventFeed.__anext__, EventFeed.run),
     _node_status: (NodeClient.status,),
     _node_status_with_partitions: (NodeClient.status_with_partitions,),
-    _open_node: (open_node, NodeConnection.status, NodeConnection.wait_ended),
+    _open_node: (
+        *(open_node, NodeConnection.status, NodeConnection.users, NodeConnection.wait_ended),
+    ),
     _set_map: (NodeClient.set_map,),
     _join: (NodeClient.join,),
 }

@@ -16,6 +16,7 @@ from upr_protocol.cli.operator import failover, replicas, takeover
 from upr_protocol.cli.partitions import partitions
 from upr_protocol.cli.server import bucket, leases, stats
 from upr_protocol.cli.tail import tail
+from upr_protocol.cli.user import user
 
 
 class _Commands(click.Group):
@@ -55,7 +56,7 @@ def main() -> None:
 
 for _command in (
     *(bucket, load, tail, events, explain, *keyvalue.COMMANDS, partitions, leases, stats),
-    *(replicas, takeover, failover, index),
+    *(replicas, takeover, failover, index, user),
 ):
     main.add_command(_command)
 

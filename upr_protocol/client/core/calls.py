@@ -24,7 +24,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import Durability, HistoryId, PartitionId, PartitionState, SeqNo
-from upr_protocol.users import UserChange, UserListing, UsersError
+from upr_protocol.users import UserChange, UserListing, Users, UsersError
 from upr_protocol.wire import (
     Await,
     ChangeUsers,
@@ -32,6 +32,7 @@ from upr_protocol.wire import (
     DeleteBucket,
     EventsReply,
     GetReply,
+    GetUsers,
     Lease,
     LeaseAction,
     LeaseReply,
@@ -246,6 +247,20 @@ def list_users() -> Call[UserListing]:
             raise RemoteProtocolError(str(error)) from error
 
     return Call(ListUsers, result)
+
+
+def get_users(revision: int, digest: bytes) -> Call[Users | None]:
+    """The users of the cluster, for a node; None if they are those that the node has."""
+
+    def result(reply: UsersReply) -> Users | None:
+        if not reply.document:
+            return None
+        try:
+            return Users.from_json(reply.document)
+        except UsersError as error:
+            raise RemoteProtocolError(str(error)) from error
+
+    return Call(partial(GetUsers, revision, digest), result)
 
 
 def change_users(change: UserChange) -> Call[int]:

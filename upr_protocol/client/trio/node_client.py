@@ -11,7 +11,7 @@ import attrs
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.core.calls import Call, PartitionInfo, partition_infos
+from upr_protocol.client.core.calls import Call, PartitionInfo, get_users, partition_infos
 from upr_protocol.client.core.metadata import partition_map_of
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
@@ -19,6 +19,7 @@ from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import Dial, dial_tcp
+from upr_protocol.users import Users
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
 T = TypeVar("T")
@@ -183,6 +184,23 @@ class NodeConnection:
             RemoteProtocolError: The answer is not a partition map.
         """
         return await self._channel.ask(status_call(bucket))
+
+    async def users(self, revision: int = 0, digest: bytes = b"") -> Users | None:
+        """The users of the cluster, as the node has them. Cancelling it drops the answer.
+
+        Args:
+            revision: The revision of the users that this side has; 0 for none.
+            digest: Their digest.
+
+        Returns:
+            The node's users; None if they are those that this side has.
+
+        Raises:
+            BrokenError: The connection was lost.
+            ServerError: `NOT_ALLOWED`: only nodes may ask.
+            RemoteProtocolError: The answer is not a cluster's users.
+        """
+        return await self._channel.ask(get_users(revision, digest))
 
     async def wait_ended(self) -> None:
         """Waits until the connection is over."""

@@ -1,0 +1,215 @@
+"""`upr-server init` and `upr user`: who may log in, and what each may do."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.cli.conftest import Run, Start
+from tests.cli.processes import Server, start_server
+from upr_protocol.users import Users
+from upr_server.cli import main as server_main
+from upr_server.storage.users_file import UsersFile
+
+PASSWORD = "correct horse"
+Init = Callable[..., Result]
+
+
+def secret_file(path: Path, text: str = PASSWORD) -> str:
+    path.write_text(f"{text}\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose first user is ada."""
+    folder = tmp_path_factory.mktemp("secured")
+    password = secret_file(folder / "ada.password")
+    data = str(folder / "data")
+    made = CliRunner().invoke(
+        server_main, ["init", "--data-dir", data, "--user", "ada", "--password-file", password]
+    )
+    assert made.exit_code == 0, made.output
+    with start_server("127.0.0.1:0", "--data-dir", data) as started:
+        yield started
+
+
+@pytest.fixture
+def as_ada(monkeypatch: pytest.MonkeyPatch, secured: Server, run: Run) -> Run:
+    """Runs `upr` as ada, at the server."""
+    become(monkeypatch, "ada")
+    monkeypatch.setenv("UPR_URL", secured.url)
+    return run
+
+
+def become(monkeypatch: pytest.MonkeyPatch, name: str, password: str = PASSWORD) -> None:
+    monkeypatch.setenv("UPR_USER", name)
+    monkeypatch.setenv("UPR_PASSWORD", password)
+
+
+@pytest.fixture
+def init(tmp_path: Path) -> Init:
+    """Runs `upr-server init` in this process, on a new data directory."""
+
+    def init(*arguments: str, code: int = 0, input: str | None = None) -> Result:  # noqa: A002
+        command = ["init", "--data-dir", str(tmp_path / "data"), *arguments]
+        result = CliRunner().invoke(server_main, command, input=input)
+        assert result.exit_code == code, result.output
+        return result
+
+    return init
+
+
+def users_in(folder: Path) -> Users:
+    return Users.from_json(UsersFile(folder / "data").load())
+
+
+# upr-server init
+
+
+def test_init_makes_the_first_user_who_may_do_everything(init: Init, tmp_path: Path) -> None:
+    init("--user", "ada", input=f"{PASSWORD}\n{PASSWORD}\n")
+    (user,) = users_in(tmp_path).users.values()
+    assert user.verifier is not None
+    assert {grant.pattern for grant in user.grants} == {"*"}
+    assert len(user.grants) == 6
+    mode = (tmp_path / "data" / "users").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+
+
+def test_init_makes_a_user_with_a_certificate_only(init: Init, tmp_path: Path) -> None:
+    init("--user", "ada", "--certificate-only")
+    (user,) = users_in(tmp_path).users.values()
+    assert user.verifier is None
+
+
+def test_init_refuses_a_directory_that_has_users(init: Init, tmp_path: Path) -> None:
+    init("--user", "ada", "--certificate-only")
+    again = init("--user", "eve", "--certificate-only", code=1)
+    assert "has users already" in again.stderr
+    assert list(users_in(tmp_path).users) == ["ada"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "name the first user with --user"),
+        (("--user", "a", "--tls-ca", "x"), "go with --from"),
+        (("--from", "upr://127.0.0.1:1", "--certificate-only"), "goes without --from"),
+        (("--user", "a", "--certificate-only", "--password-file", "x"), "give either"),
+    ],
+)
+def test_init_says_how_it_is_used(init: Init, arguments: tuple[str, ...], sentence: str) -> None:
+    assert sentence in init(*arguments, code=2).stderr
+
+
+def test_init_refuses_a_bad_name_and_a_node_that_is_not_there(init: Init, tmp_path: Path) -> None:
+    assert "control character" in init("--user", "a\nb", "--certificate-only", code=1).stderr
+    init("--from", "upr://127.0.0.1:1", code=1)
+    assert not (tmp_path / "data" / "users").exists()
+
+
+def test_another_node_gets_the_users_of_the_first(
+    init: Init, as_ada: Run, secured: Server, tmp_path: Path
+) -> None:
+    password = secret_file(tmp_path / "node.password")
+    as_ada("user", "add", "node2", "--new-password-file", password)
+    log_in = ("--from", secured.url, "--user", "node2", "--password-file", password)
+    refused = init(*log_in, code=1)
+    assert "upr user grant" in refused.stderr
+    as_ada("user", "grant", "node2", "replicate", "*")
+    init(*log_in)
+    users = users_in(tmp_path)
+    assert {"ada", "node2"} <= set(users.users)
+    as_ada("user", "remove", "node2")
+
+
+def test_a_node_without_users_gives_none(init: Init, server: Server) -> None:
+    assert "has no users" in init("--from", server.url, code=1).stderr
+
+
+# upr user
+
+
+def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
+    as_ada: Run, secured: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, bucket = as_ada, f"{secured.url}planes"
+    run("bucket", "create", bucket, "--partitions", "1")
+    added = run("user", "add", "bob", input=f"{PASSWORD}\n{PASSWORD}\n")
+    assert "added user bob" in added.stdout
+    become(monkeypatch, "bob")
+    refused = run("get", bucket, "k", code=3)
+    assert "user bob may not do this" in refused.stderr
+    assert "upr user grant" in refused.stderr
+    become(monkeypatch, "ada")
+    run("user", "grant", "bob", "read,write", "plan*")
+    become(monkeypatch, "bob")
+    run("set", bucket, "k", "v")
+    assert run("get", bucket, "k").stdout.rstrip("\n") == "v"
+    run("bucket", "delete", bucket, "--yes", code=3)
+    run("user", "list", code=3)
+    assert run("bucket", "list").stdout.split()[3] == "planes"
+    become(monkeypatch, "ada")
+    run("user", "revoke", "bob", "write", "plan*")
+    rows = [json.loads(line) for line in run("user", "list", "--json").stdout.splitlines()]
+    row = {"user": "bob", "logs_in_with": "password", "right": "read", "buckets": "plan*"}
+    assert [row for row in rows if row["user"] == "bob"] == [row]
+    become(monkeypatch, "bob")
+    run("set", bucket, "k", "v2", code=3)
+    become(monkeypatch, "ada")
+    run("user", "remove", "bob")
+    become(monkeypatch, "bob")
+    run("get", bucket, "k", code=3)
+
+
+def test_another_password(as_ada: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_ada("user", "add", "eve", input="old\nold\n")
+    as_ada("user", "password", "eve", "--new-password-file", secret_file(tmp_path / "p", "new"))
+    become(monkeypatch, "eve", "old")
+    as_ada("bucket", "list", code=3)
+    become(monkeypatch, "eve", "new")
+    as_ada("bucket", "list")
+    become(monkeypatch, "ada")
+    as_ada("user", "remove", "eve")
+
+
+def test_streams_end_when_the_right_is_revoked(
+    as_ada: Run, secured: Server, start: Start, tmp_path: Path
+) -> None:
+    bucket, password = f"{secured.url}followed", secret_file(tmp_path / "joe.password")
+    as_ada("bucket", "create", bucket, "--partitions", "1")
+    as_ada("user", "add", "joe", "--new-password-file", password)
+    as_ada("user", "grant", "joe", "read", "followed")
+    as_ada("set", bucket, "k", "v")
+    tail = start("tail", bucket, "--user", "joe", "--password-file", password)
+    tail.event("snapshot_end")
+    as_ada("user", "revoke", "joe", "read", "followed")
+    _, error = tail.finished(code=3)
+    assert b"right revoked" in error
+    as_ada("user", "remove", "joe")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("grant", "bob", "fly", "b"), "is not one of read, write"),
+        (("grant", "bob", "secure", "b"), "grant it on *"),
+        (("grant", "bob", "read", ""), "write * for every bucket"),
+        (("add", "a\nb"), "control character"),
+        (("add", "bob", "--certificate-only", "--new-password-file", "x"), "give either"),
+    ],
+)
+def test_wrong_usage(as_ada: Run, arguments: tuple[str, ...], sentence: str) -> None:
+    assert sentence in as_ada("user", *arguments, code=2).stderr
+
+
+def test_a_server_without_users_says_so(server: Server, run: Run) -> None:
+    listed = run("user", "list", server.url)
+    assert "there are no users" in listed.stderr
