@@ -54,7 +54,11 @@ BUNDLE_MUTATIONS_MAX: Final = 4096
 one to eight milliseconds. A bundle's own cost hardly shows beyond 1,000."""
 
 GET_KEYS_MAX: Final = 4096
-"""Keys in one `GET`."""
+"""Keys in one `Get`."""
+
+GET_REPLY_KEYS_MAX: Final = 256
+"""Keys in one answer to a `Get`, which are looked up in one step of 2 ms. A client that names more
+in a `Get` asks again for the rest."""
 
 WINDOW_BYTES_DEFAULT: Final = 16 * 1024 * 1024
 """A consumer's flow-control window: at 1 GB/s it covers 16 ms without an acknowledgement."""

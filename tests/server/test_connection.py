@@ -27,6 +27,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import (
     GET_KEYS_MAX,
+    GET_REPLY_KEYS_MAX,
     HANDSHAKE_TIMEOUT_S,
     IDLE_INTERVAL_S_DEFAULT,
     SEND_TIMEOUT_S,
@@ -353,6 +354,17 @@ async def test_a_long_answer_is_cut_and_continued() -> None:
             sizes.append(reply.next_index)
             position += reply.next_index
         assert sizes == [2, 2, 1]
+
+
+async def test_a_get_of_many_keys_is_answered_some_keys_at_a_time() -> None:
+    async with connected(make_server()) as peer:
+        await peer.open()
+        keys = tuple(b"k%d" % index for index in range(GET_REPLY_KEYS_MAX + 1))
+        await peer.mutate(sets(*keys))
+        await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
+        reply = await peer.hear(GetReply)
+        assert reply.next_index == GET_REPLY_KEYS_MAX
+        assert tuple(mutation.key for mutation in reply.chunk) == keys[:-1]
 
 
 async def test_who_opens_a_bucket_hears_what_is_on_disk_and_what_was_purged(

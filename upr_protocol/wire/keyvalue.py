@@ -22,8 +22,8 @@ _GET: Final = Struct("<QH")
 class GetReply(Message, frozen=True):
     """The items asked for, in order: an existing one as a `SET` with its sequence number and CAS, a
     missing one as a `DELETE` with sequence number 0. The flags of a `DELETE` are 0, or `BAD_KEY`
-    where the key is empty or too long. When not all fit one frame, `next_index` is
-    the first key without an answer; ask again from there."""
+    where the key is empty or too long. An answer has some hundred keys at most, and about 1 MiB.
+    `next_index` is the first key without an answer; ask again from there."""
 
     opcode = 0x93
     sender = Role.SERVER

@@ -21,7 +21,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.ids import Durability
-from upr_protocol.limits import GET_KEYS_MAX, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.limits import GET_REPLY_KEYS_MAX, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.wire import Get, Mutate, Stats
 
 PERSISTED = Durability.PERSISTED
@@ -104,9 +104,9 @@ async def test_get_many_splits_more_keys_than_one_request_takes(
 
     server.refuse = refuse
     async with connect(URL, dial=net.dial) as client:
-        keys = [b"%d" % index for index in range(5 * GET_KEYS_MAX)]
+        keys = [b"%d" % index for index in range(5 * GET_REPLY_KEYS_MAX)]
         assert await client.get_many(keys) == [None] * len(keys)
-    assert max(asked) == GET_KEYS_MAX
+    assert max(asked) == GET_REPLY_KEYS_MAX
     assert sum(asked) == len(keys)
 
 

@@ -13,7 +13,7 @@ from upr_protocol.client.core.batcher import check_sizes
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.limits import GET_KEYS_MAX
+from upr_protocol.limits import GET_REPLY_KEYS_MAX
 from upr_protocol.wire import Get, GetReply
 
 LOOKUPS_AT_ONCE: Final = 16
@@ -87,8 +87,8 @@ class MultiGet:
     def requests(self) -> Iterator[KeyRequest]:
         """The first requests; each may have to be sent again for the rest of its keys."""
         for partition, group in self._groups.items():
-            for start in range(0, len(group), GET_KEYS_MAX):
-                yield KeyRequest(self.items, partition, group[start : start + GET_KEYS_MAX])
+            for start in range(0, len(group), GET_REPLY_KEYS_MAX):
+                yield KeyRequest(self.items, partition, group[start : start + GET_REPLY_KEYS_MAX])
 
 
 class KeyRequest:

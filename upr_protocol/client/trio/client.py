@@ -40,7 +40,7 @@ from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, 
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.limits import GET_KEYS_MAX
+from upr_protocol.limits import GET_REPLY_KEYS_MAX
 from upr_protocol.timestamps import nanoseconds
 from upr_protocol.users import UserChange, UserListing
 from upr_protocol.wire import LeaseAction
@@ -125,11 +125,11 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         items: list[Item | None] = [None] * len(keys)
         places = list(enumerate(keys))
         high = SeqNo(0)
-        for start in range(0, len(keys), GET_KEYS_MAX):
+        for start in range(0, len(keys), GET_REPLY_KEYS_MAX):
             request = KeyRequest(
                 items,
                 PartitionId(partition),
-                places[start : start + GET_KEYS_MAX],
+                places[start : start + GET_REPLY_KEYS_MAX],
                 HistoryId(history_id),
             )
             is_answered = False

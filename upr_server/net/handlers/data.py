@@ -11,7 +11,7 @@ import trio
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
-from upr_protocol.limits import GET_KEYS_MAX, KEY_BYTES_MAX
+from upr_protocol.limits import GET_KEYS_MAX, GET_REPLY_KEYS_MAX, KEY_BYTES_MAX
 from upr_protocol.wire import (
     Await,
     AwaitReply,
@@ -51,19 +51,27 @@ def get(context: RequestContext, request: Get) -> None:
     partition = context.partition(request.partition)
     assert context.bucket is not None
     partition_count = len(context.bucket.partitions)
-    for key in request.keys:
+    keys = request.keys[:GET_REPLY_KEYS_MAX]
+    for key in keys:
         is_key = 1 <= len(key) <= KEY_BYTES_MAX
         if is_key and partition_of(key, partition_count) != partition.id:
             raise misplaced_error(key, partition, partition_count)
-    context.submit(partition, _KeysRequest(context, request, partition))
+    context.submit(partition, _KeysRequest(context, request, keys, partition))
 
 
 class _KeysRequest:
-    """A `Get`, as a request to its partition."""
+    """A `Get`, as a request to its partition. It is answered for its first keys."""
 
-    def __init__(self, context: RequestContext, request: Get, partition: Partition) -> None:
+    def __init__(
+        self,
+        context: RequestContext,
+        request: Get,
+        keys: Sequence[bytes],
+        partition: Partition,
+    ) -> None:
         self._context = context
         self._request = request
+        self._keys = keys
         self._partition = partition
 
     @property
@@ -72,6 +80,7 @@ class _KeysRequest:
 
     def apply(self, fetched: Fetched) -> Sequence[FetchRequest]:
         context, request, partition = self._context, self._request, self._partition
+        keys = self._keys
         if partition.state is not PartitionState.ACTIVE:
             raise not_active_error(partition)
         history_id = partition.failover_log.current
@@ -82,10 +91,10 @@ class _KeysRequest:
                 f"not {request.history_id:016x}",
             )
         now = context.time()
-        missing = partition.missing_keys(request.keys, now, fetched)
+        missing = partition.missing_keys(keys, now, fetched)
         if missing:
             return missing
-        chunk = partition.get(request.keys, now, GET_REPLY_BYTES, fetched)
+        chunk = partition.get(keys, now, GET_REPLY_BYTES, fetched)
         context.send(
             GetReply(history_id, chunk.count, chunk, partition=partition.id, opaque=request.opaque)
         )
