@@ -20,7 +20,7 @@ from upr_server.config import ServerConfig
 from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
-from upr_server.replication import MapExchange, PartitionMaps
+from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.runtime import BoundListeners, Certificates, System, certificate_files
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
@@ -242,6 +242,7 @@ async def _accepting(
             nursery.start_soon(server.connections.resources.frame_budget.run)
             nursery.start_soon(server.partition_maps.run)
             nursery.start_soon(MapExchange(server.partition_maps).run)
+            nursery.start_soon(UserExchange(server.users, server.partition_maps).run)
             if server.certificates is not None:
                 nursery.start_soon(server.certificates.watch)
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.

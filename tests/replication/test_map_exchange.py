@@ -12,7 +12,7 @@ from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
 from upr_server.net import HANDLERS
-from upr_server.replication.map_exchange import NodeConnections
+from upr_server.replication.node_connections import NodeConnections
 
 PORT = 77
 

@@ -47,10 +47,11 @@ from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.partition_request_queue import LongRequestTurns
-from upr_server.replication import MapExchange, PartitionMaps
+from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
-from upr_server.replication.map_exchange import ASK_INTERVAL_S, NodeConnections
+from upr_server.replication.map_exchange import ASK_INTERVAL_S
+from upr_server.replication.node_connections import NodeConnections
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import CertificateFiles, bind_tcp, open_listeners, run_until_signal
 from upr_server.runtime import Certificates as DaemonCertificates
@@ -353,6 +354,27 @@ async def test_the_users(autojump_clock: MockClock) -> None:
         assert store.users == on_disk
 
     (await cancelled_at_each_step(change, agree)).check_inside(*USERS)
+
+
+EXCHANGE: Final = tries(UserExchange.run, NodeConnections.users)
+
+
+async def test_asking_other_nodes_for_users(server: Server, autojump_clock: MockClock) -> None:
+    port, store = 77, UserStore(SimulatedStore())
+    await store.change(
+        lambda users: users.with_user(User("ada", None, (Grant(Right.SECURE, EVERYTHING),)))
+    )
+    await _name_replica(server, f"{HOST}:{port}")
+    async with node("z", port=port) as other:
+        await trio.sleep(10)  # the server's own questions have their connection by then
+
+        async def work() -> None:
+            with trio.move_on_after(1.2):
+                await UserExchange(store, server.partition_maps).run()
+
+        (await cancelled_at_each_step(work, lambda: check(other), then=work)).check_inside(
+            *EXCHANGE
+        )
 
 
 BUDGET: Final = tries(FrameBudget.wait_for_turn, UnfinishedFrame.wait_for_turn, FrameBudget.run)

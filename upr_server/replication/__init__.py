@@ -2,7 +2,8 @@
 
 - `partition_maps` has the partition maps of this node's buckets, and answers questions about them.
 - `roles` decides what a map makes of this node, without doing anything; `clustered_bucket` does it.
-- `map_exchange` asks other nodes whether they have a newer map.
+- `map_exchange` asks other nodes whether they have a newer map, and `user_exchange` whether they
+  have newer users; `node_connections` are what both ask over.
 - `following` runs a `replicator` for each node that this one replicates from. It is a consumer like
   any other, through the public client, and puts what comes on disk as it came
   (`received_snapshots`).
@@ -13,5 +14,6 @@ The decision behind it: docs/adr/0010-replicas.md.
 from upr_server.replication.local_server import LocalServer
 from upr_server.replication.map_exchange import MapExchange
 from upr_server.replication.partition_maps import PartitionMaps
+from upr_server.replication.user_exchange import UserExchange
 
-__all__ = ["LocalServer", "MapExchange", "PartitionMaps"]
+__all__ = ["LocalServer", "MapExchange", "PartitionMaps", "UserExchange"]

@@ -4,17 +4,16 @@ and tells its own map to a node that has lost it."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
-import attrs
 import structlog
 import trio
 
-from upr_protocol.client import Address, NodeClient, NodeConnection, NodeStatus, open_node
-from upr_protocol.errors import BrokenError, CredentialsError, ServerError, Status, UprError
+from upr_protocol.client import Address, NodeClient
+from upr_protocol.errors import CredentialsError, ServerError, Status, UprError
 from upr_protocol.partition_map import PartitionMap
-from upr_protocol.transport import Dial
+from upr_server.replication.node_connections import ASK_TIMEOUT_S, NodeConnections
 from upr_server.replication.partition_maps import PartitionMaps
 
 ASK_INTERVAL_S: Final = 2.0
@@ -22,8 +21,6 @@ ASK_INTERVAL_S: Final = 2.0
 
 CONFIRM_INTERVAL_S: Final = 0.25
 """How often all are asked, while this node does not know whether it still is what it was."""
-
-ASK_TIMEOUT_S: Final = 2.0
 
 _NOT_LET_IN: Final = frozenset({Status.LOG_IN_NEEDED, Status.LOG_IN_FAILED, Status.NOT_ALLOWED})
 
@@ -176,74 +173,3 @@ class MapExchange:
             await call(*args)
         except UprError as error:
             log.error("cannot apply the partition map", error=str(error))
-
-
-@attrs.frozen(eq=False)
-class _OpenConnection:
-    """A connection, and how to close it."""
-
-    node: NodeConnection
-    close: Callable[[], None]
-
-
-class NodeConnections:
-    """Connections to other nodes, kept from one question to the next. A node asks the others every
-    few seconds, for each bucket: to connect would be more work for both than to answer.
-
-    Args:
-        nursery: Where the connections' tasks run.
-        identity: What this node calls itself to the others.
-        dial: How to reach an address.
-    """
-
-    def __init__(self, nursery: trio.Nursery, identity: str, dial: Dial) -> None:
-        self._nursery = nursery
-        self._identity = identity
-        self._dial = dial
-        self._connections: dict[Address, _OpenConnection] = {}
-
-    async def status(self, address: Address) -> NodeStatus:
-        """What the node at `address` says of itself and of the bucket that the address names. When
-        this is cancelled it closes the connection: a node that does not answer in time may be gone.
-
-        Raises:
-            BrokenError: The node cannot be reached, or the connection was lost.
-            ServerError: There is no such bucket.
-            RemoteProtocolError: The answer is not a partition map.
-        """
-        node_address = attrs.evolve(address, bucket="")
-        connection = self._connections.get(node_address)
-        if connection is not None:
-            try:
-                return await self._ask(connection, address.bucket)
-            except BrokenError:
-                pass  # the node may have been stopped and started since it was asked last
-        connection = await self._nursery.start(self._hold, node_address)
-        return await self._ask(connection, address.bucket)
-
-    async def _ask(self, connection: _OpenConnection, bucket: str) -> NodeStatus:
-        try:
-            return await connection.node.status(bucket)
-        except trio.Cancelled:
-            connection.close()
-            raise
-
-    def close_others(self, addresses: Iterable[Address]) -> None:
-        """Closes the connections to all nodes but these."""
-        kept_addresses = {attrs.evolve(address, bucket="") for address in addresses}
-        for address in self._connections.keys() - kept_addresses:
-            self._connections[address].close()
-
-    async def _hold(self, address: Address, task_status: trio.TaskStatus[_OpenConnection]) -> None:
-        with trio.CancelScope() as scope:
-            async with open_node(
-                address, identity=self._identity, timeout_s=ASK_TIMEOUT_S, dial=self._dial
-            ) as node:
-                connection = self._connections[address] = _OpenConnection(node, scope.cancel)
-                task_status.started(connection)
-                try:
-                    await node.wait_ended()
-                finally:
-                    # It may have been replaced by then.
-                    if self._connections.get(address) is connection:
-                        del self._connections[address]

@@ -1,0 +1,163 @@
+"""A change of users on one node, and when it counts on the others."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.kit.memory_network import HOST, MemoryNetwork
+from upr_protocol.client import Address, Credentials, Security, connect
+from upr_protocol.errors import ServerError
+from upr_protocol.partition_map import Assignment, PartitionMap
+from upr_protocol.scram import new_verifier
+from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, ServerConfig
+from upr_server.storage.simulated import SimulatedStore
+
+PASSWORD: Final = "pencil"
+VERIFIER: Final = new_verifier(PASSWORD, b"sixteen bytes...", 4096)
+READ: Final = Grant(Right.READ, "b")
+USERS: Final = Users(
+    7,
+    {
+        "ada": User("ada", None, (Grant(Right.SECURE, EVERYTHING),)),
+        "bob": User("bob", VERIFIER, (READ,)),
+        "node": User("node", VERIFIER, (Grant(Right.REPLICATE, EVERYTHING),)),
+    },
+)
+PORTS: Final = {"a": 71, "z": 72}
+WITHIN_S: Final = 1.0
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
+    return MemoryNetwork(monkeypatch)
+
+
+@pytest.fixture
+def password_file(tmp_path: Path) -> Path:
+    path = tmp_path / "password"
+    path.write_text(PASSWORD)
+    path.chmod(0o600)
+    return path
+
+
+@asynccontextmanager
+async def secured(name: str, password_file: Path, users: Users = USERS) -> AsyncIterator[Server]:
+    store = SimulatedStore()
+    store.directory.users.data = users.to_json().encode()
+    config = ServerConfig(
+        listen=f"{HOST}:{PORTS[name]}",
+        node=name,
+        buckets=(BucketConfig("b", 1),) if name == "a" else (),
+        node_user="node",
+        node_password_file=str(password_file),
+        shutdown_deadline_s=0.1,
+    )
+    async with running_server(config, store) as server:
+        yield server
+
+
+@asynccontextmanager
+async def two_nodes(
+    password_file: Path, users: Users = USERS
+) -> AsyncIterator[tuple[Server, Server]]:
+    """Two nodes with one bucket; each knows of the other by the bucket's map."""
+    async with (
+        secured("a", password_file, users) as first,
+        secured("z", password_file, users) as second,
+    ):
+        nodes = {name: f"{HOST}:{port}" for name, port in PORTS.items()}
+        both = PartitionMap(
+            bucket="b",
+            revision=1,
+            nodes=nodes,
+            partitions=(Assignment(active="a", replicas={"z": ""}),),
+        )
+        await first.partition_maps.set_map(0, both.encode())
+        await second.partition_maps.join("b", nodes["a"])
+        yield first, second
+
+
+def as_bob(server: Server) -> Address:
+    security = Security(credentials=Credentials("bob", PASSWORD))
+    return Address.parse(f"upr://{HOST}:{server.port}", security)
+
+
+async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(password_file) as (first, second):
+        for here, there in ((first, second), (second, first)):
+            await trio.sleep(10)
+            async with connect(as_bob(there)) as client:
+                await client.list_buckets()
+                name = f"joe{here.port}"
+                await here.users.change(partial(_with_user, name=name))
+                began = trio.current_time()
+                changed = trio.Event()
+                there.users.call_on_change(changed.set)
+                await changed.wait()
+                assert trio.current_time() - began < WITHIN_S
+                assert there.users.users == here.users.users
+        await second.users.change(lambda users: users.without("bob"))
+        await trio.sleep(WITHIN_S)
+        with pytest.raises(ServerError):
+            async with connect(as_bob(first)):
+                pass
+
+
+def _with_user(users: Users, name: str) -> Users:
+    return users.with_user(User(name))
+
+
+async def test_two_changes_at_the_same_moment_end_in_one(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(password_file) as (first, second):
+        await trio.sleep(10)
+        await first.users.change(partial(_with_user, name="joe"))
+        await second.users.change(partial(_with_user, name="eve"))
+        await trio.sleep(2 * WITHIN_S)
+        assert first.users.users == second.users.users
+        assert first.users.users.revision == USERS.revision + 1
+
+
+async def test_a_node_without_the_right_to_replicate_is_told_nothing(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(password_file) as (first, second):
+        await first.users.change(
+            lambda users: users.revoking("node", (Grant(Right.REPLICATE, EVERYTHING),))
+        )
+        await first.users.change(partial(_with_user, name="joe"))
+        await trio.sleep(10)
+        assert second.users.users == USERS
+        # The other direction has its right still: with the newer users nobody has it.
+        await second.users.change(partial(_with_user, name="eve"))
+        await trio.sleep(10)
+        assert first.users.users.get("eve") is None
+
+
+async def test_a_node_that_was_away_learns_what_it_missed(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    async with two_nodes(password_file) as (first, second):
+        network.away.add(first.port)
+        network.cut(first.port)
+        network.away.add(second.port)
+        network.cut(second.port)
+        await first.users.change(partial(_with_user, name="joe"))
+        await trio.sleep(10)
+        assert second.users.users == USERS
+        network.away.clear()
+        await trio.sleep(10)
+        assert second.users.users == first.users.users
