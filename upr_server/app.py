@@ -207,6 +207,8 @@ async def _discard_event_queues(store: Store) -> None:
 async def _create_configured(catalog: BucketCatalog, config: ServerConfig) -> None:
     """Creates the buckets of the configuration, or gives those that exist its quotas."""
     for bucket_config in config.buckets:
+        if bucket_config.name in catalog.damaged:
+            continue
         bucket = catalog.buckets.get(bucket_config.name)
         if bucket is None:
             quota_bytes = bucket_config.quota_bytes or config.quota_bytes

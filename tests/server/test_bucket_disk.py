@@ -133,7 +133,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
-    full, other = await SimulatedStore(directory).ask(LoadBuckets())
+    full, other = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
     assert (full.record.name, full.is_clean, full.partitions[0].record.high) == (BUCKET, False, 0)
     assert (other.record.name, other.is_clean, other.partitions[0].record.high) == (
         "other",

@@ -303,7 +303,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
 
     async def work() -> None:
         store = slow_store(directory)
-        if await store.ask(LoadBuckets()):
+        if (await store.ask(LoadBuckets())).buckets:
             await store.ask(DeleteBucketFiles(name))
         await create(store)
         await store.ask(StartServing(name, []))
@@ -548,7 +548,7 @@ async def test_a_map(
     async def then() -> None:
         current = server.partition_maps.map_of("b")
         assert current is not None
-        (stored,) = await SimulatedStore(directory).ask(LoadBuckets())
+        (stored,) = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
         assert stored.partition_map == current.encode()
         await case(server)
 

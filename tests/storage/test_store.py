@@ -131,7 +131,7 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
     lease = LeaseRecord(9, "someone", ((0, 0, 3),), 60, 1_234.5)
     token = StoredAnswer(b"sixteen bytes id", 4, b"answer")
     async with opener() as store:
-        assert await store.ask(LoadBuckets()) == []
+        assert (await store.ask(LoadBuckets())).buckets == []
         await create(store)
         await store.ask(StartServing(BUCKET.name, [(1, record_of(0))]))
         write = some_write(0, 0)
@@ -142,15 +142,29 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
         await store.ask(DeleteLeases(BUCKET.name, [10, 11]))
         await store.ask(MarkCleanStop(BUCKET.name))
     async with opener() as store:
-        (stored,) = await store.ask(LoadBuckets())
+        (stored,) = (await store.ask(LoadBuckets())).buckets
         assert (stored.record, stored.is_clean, list(stored.leases)) == (BUCKET, True, [lease])
         assert [partition.record.high for partition in stored.partitions] == [3, 0, 5, 0]
         assert list(stored.partitions[0].tokens) == [token]
         assert await read_all(store, 0, 3) == list(write.chunks[0])
         await store.ask(StartServing(BUCKET.name, []))
-        (stored,) = await store.ask(LoadBuckets())
+        (stored,) = (await store.ask(LoadBuckets())).buckets
         assert not stored.is_clean
         assert not store.failed.is_set()
+
+
+async def test_a_folder_with_another_name_is_not_taken_for_the_bucket_that_it_was(
+    tmp_path: Path,
+) -> None:
+    # The server would read one folder, and write to the other.
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        await create(store)
+    buckets = tmp_path / "buckets"
+    (buckets / BUCKET.name).rename(buckets / "renamed")
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        loaded = await store.ask(LoadBuckets())
+    assert loaded.buckets == []
+    assert loaded.damaged == {"renamed": f"its record is that of the bucket {BUCKET.name}"}
 
 
 async def test_committed_items_are_read_looked_up_and_expire(opener: Opener) -> None:
@@ -198,7 +212,7 @@ async def test_a_deleted_bucket_can_be_created_again(opener: Opener) -> None:
             nursery.start_soon(read)
             nursery.start_soon(read)
             await store.ask(DeleteBucketFiles(BUCKET.name))
-        assert await store.ask(LoadBuckets()) == []
+        assert (await store.ask(LoadBuckets())).buckets == []
         # Nobody has a file of it open: else the disk would not get its room back.
         assert mapped_files("/buckets/") == []
         await create(store)
@@ -257,7 +271,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener
         for partition in range(PARTITIONS):
             with trio.move_on_after(0.0001 * partition):
                 await store.ask(Commit(BUCKET.name, [some_write(partition, 0)]))
-        (bucket,) = await store.ask(LoadBuckets())
+        (bucket,) = (await store.ask(LoadBuckets())).buckets
         # Each is there, whole, or not at all.
         for partition, stored in enumerate(bucket.partitions):
             assert stored.record.high in (0, 3)
@@ -520,7 +534,7 @@ async def test_a_killed_process_fails_the_store_and_its_callers(tmp_path: Path, 
             await store.ask(Commit(BUCKET.name, [some_write(0, 3)]))
     # The directory is as it was.
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        (stored,) = await store.ask(LoadBuckets())
+        (stored,) = (await store.ask(LoadBuckets())).buckets
         assert stored.partitions[0].record.high == 3
 
 
@@ -548,10 +562,10 @@ async def test_only_one_server_may_use_a_directory(
         with pytest.raises(DataDirectoryError, match="in use by another server"):
             async with open_store(tmp_path, bytes_max=MAP_BYTES):
                 pytest.fail("it was opened twice")
-        (stored,) = await store.ask(LoadBuckets())
+        (stored,) = (await store.ask(LoadBuckets())).buckets
         assert stored.record == BUCKET
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        assert len(await store.ask(LoadBuckets())) == 1
+        assert len((await store.ask(LoadBuckets())).buckets) == 1
 
 
 _HOLD: Final = """
@@ -598,7 +612,7 @@ async def test_a_killed_server_leaves_no_process_behind(tmp_path: Path) -> None:
     await eventually(lambda: not any(map(is_running, pids)), "the processes end", 20)
     # And the next may begin at once.
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        assert await store.ask(LoadBuckets()) == []
+        assert (await store.ask(LoadBuckets())).buckets == []
 
 
 # Directories that are not ours.

@@ -31,7 +31,7 @@ from upr_server.storage.calls import (
     StartServing,
 )
 from upr_server.storage.chunk_log import StoredBucket
-from upr_server.storage.errors import CorruptionError, DiskFullError
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk, recover_partitions
 from upr_server.storage.online.maintenance import IDLE_S
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartialRecord, PartitionRecord
@@ -85,6 +85,8 @@ class BucketCatalog:
     Attributes:
         buckets: By name.
         disks: The disk of each bucket.
+        damaged: Why the other buckets on disk are not served, by name: records that their start
+            needs are damaged. Their names stay taken until they are deleted.
         quota_bytes_default: See above.
     """
 
@@ -103,6 +105,7 @@ class BucketCatalog:
     ) -> None:
         self.buckets = Buckets(new_id, upkeep.collapse_soon, observer)
         self.disks: dict[Bucket, BucketDisk] = {}
+        self.damaged: dict[str, str] = {}
         self.quota_bytes_default = quota_bytes_default
         self._store = store
         self._upkeep = upkeep
@@ -123,12 +126,26 @@ class BucketCatalog:
         """The bucket of this name.
 
         Raises:
-            ServerError: `NO_BUCKET`: no bucket has this name.
+            ServerError: `NO_BUCKET`: no bucket has this name. `DAMAGED`: it cannot be served.
         """
         bucket = self.buckets.get(name)
         if bucket is None:
+            self.check_not_damaged(name)
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {name!r}")
         return bucket
+
+    def check_not_damaged(self, name: str) -> None:
+        """Checks that the bucket of this name is not one of those that cannot be served.
+
+        Raises:
+            ServerError: `DAMAGED`.
+        """
+        damage = self.damaged.get(name)
+        if damage is not None:
+            raise ServerError(
+                Status.DAMAGED,
+                f"the bucket {name!r} is not served, because it is damaged: {damage}",
+            )
 
     def disk_of(self, name: str) -> BucketDisk | None:
         """The disk of the bucket with this name; None when there is no such bucket."""
@@ -151,18 +168,20 @@ class BucketCatalog:
         self._maps = maps
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            for stored in await self._load():
+            loaded = await self._store.ask(LoadBuckets())
+            self.damaged.update(loaded.damaged)
+            for name, damage in loaded.damaged.items():
+                log.error(
+                    "damaged bucket; the others are served; run upr-server check",
+                    bucket=name,
+                    damage=damage,
+                )
+            for stored in loaded.buckets:
                 await self._recover(stored)
             yield
             await maps.stop()
             await self._stop_disks()
             nursery.cancel_scope.cancel()
-
-    async def _load(self) -> list[StoredBucket]:
-        try:
-            return await self._store.ask(LoadBuckets())
-        except CorruptionError as error:
-            raise CorruptionError(f"{error}; run `upr-server check`") from error
 
     async def _recover(self, stored: StoredBucket) -> None:
         record = stored.record
@@ -217,6 +236,7 @@ class BucketCatalog:
         Raises:
             BucketError: It exists, an argument is out of its range, or there are too many
                 partitions.
+            ServerError: `DAMAGED`: it exists, and cannot be served.
             StorageError: It could not be put on disk.
         """
         check_bucket(name, partition_count, quota_bytes)
@@ -228,6 +248,7 @@ class BucketCatalog:
         Raises:
             BucketError: It exists, an argument is out of its range, or there are too many
                 partitions.
+            ServerError: `DAMAGED`: it exists, and cannot be served.
             StorageError: It could not be put on disk.
         """
         check_bucket(name, partition_count, self.quota_bytes_default)
@@ -239,6 +260,7 @@ class BucketCatalog:
     ) -> BucketDisk:
         async with self._lock:
             self.buckets.check_absent(name)
+            self.check_not_damaged(name)
             self._check_partition_count(len(states))
             images: list[PartitionImage] = []
             partitions: list[PartitionRecord] = []
@@ -307,6 +329,11 @@ class BucketCatalog:
             StorageError: It could not be deleted.
         """
         async with self._lock:
+            if name in self.damaged:
+                with trio.CancelScope(shield=True):
+                    await self._store.ask(DeleteBucketFiles(name))
+                del self.damaged[name]
+                return
             bucket = self.buckets.delete(name)
             self._maps.drop_bucket(name)
             self._upkeep.remove_bucket(bucket)

@@ -234,6 +234,7 @@ class ConnectionServer:
                 "frames_dropped": resources.frame_budget.dropped,
             },
             "buckets_left_out": max(0, len(catalog.buckets) - BUCKETS_TOLD_MAX),
+            "damaged_buckets": dict(islice(catalog.damaged.items(), BUCKETS_TOLD_MAX)),
             "events": {} if resources.events is None else resources.events.statistics(),
             "connections_left_out": max(0, len(self.connections) - CONNECTIONS_TOLD_MAX),
         }

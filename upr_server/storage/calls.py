@@ -16,6 +16,7 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer, StoredBucket
+from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import ExpiredItem
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 from upr_server.storage.storage_server import StorageServer
@@ -76,11 +77,36 @@ def all_calls(base: type[StoreCall[Any]] = StoreCall) -> Iterator[type[StoreCall
 # The life of buckets.
 
 
-class LoadBuckets(StoreCall[list[StoredBucket]], frozen=True):
-    """Opens every bucket that there is, and answers what they are, by name."""
+class LoadedBuckets(msgspec.Struct, frozen=True):
+    """What a start finds on disk.
 
-    def run_on(self, server: StorageServer) -> list[StoredBucket]:
-        return [server.bucket(name).open() for name in server.names()]
+    Attributes:
+        buckets: The buckets that can be served, by name.
+        damaged: Why the others cannot be served, by the name of the bucket's folder.
+    """
+
+    buckets: Sequence[StoredBucket]
+    damaged: dict[str, str]
+
+
+class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
+    """Opens every bucket that there is, and answers what they are. A bucket with a damaged record
+    that its start needs stays closed, and keeps no other bucket from being opened."""
+
+    def run_on(self, server: StorageServer) -> LoadedBuckets:
+        buckets: list[StoredBucket] = []
+        damaged: dict[str, str] = {}
+        for name in server.names():
+            try:
+                bucket = server.bucket(name).open()
+                if bucket.record.name != name:
+                    # Somebody has copied or renamed the folder.
+                    raise CorruptionError(f"its record is that of the bucket {bucket.record.name}")
+                buckets.append(bucket)
+            except CorruptionError as error:
+                server.close_bucket(name)
+                damaged[name] = str(error)
+        return LoadedBuckets(buckets, damaged)
 
 
 class CreateBucketFiles(StoreCall[None], frozen=True):

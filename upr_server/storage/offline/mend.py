@@ -24,11 +24,11 @@ _READ_BYTES: Final = 8 * 1024 * 1024
 
 
 class DamagedPartition(msgspec.Struct, frozen=True):
-    """A partition in whose log something is damaged.
+    """A partition in whose log something is damaged, or a bucket that cannot be opened.
 
     Attributes:
         bucket: The bucket.
-        partition: The partition.
+        partition: The partition; -1 for the bucket as a whole.
         is_emptied: Whether it was emptied. Only a replica is.
         damage: What is damaged.
     """
@@ -39,6 +39,12 @@ class DamagedPartition(msgspec.Struct, frozen=True):
     damage: str
 
     def __str__(self) -> str:
+        if self.partition < 0:
+            return (
+                f"bucket {self.bucket}: not mended: {self.damage}; `upr-server check` says what "
+                "else is damaged. If other nodes have the bucket, delete it here with `upr bucket "
+                "delete`; this node then copies it from them"
+            )
         where = f"bucket {self.bucket}, partition {self.partition}"
         if self.is_emptied:
             return f"{where}: emptied; the node copies it from the active node when it runs"
@@ -53,21 +59,24 @@ def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
     from one to the next as the iterator is read.
 
     Yields:
-        Each partition whose log is damaged, once it was emptied or left as it is.
+        Each partition whose log is damaged, once it was emptied or left as it is; and each bucket
+        in which something other than a chunk is damaged, which is left as it is.
 
     Raises:
         DataDirectoryError: It is not a data directory, a server uses it, or it cannot be written.
-        CorruptionError: Something other than a chunk is damaged.
         DiskFullError: There is no room for a commit.
     """
     with lock_for_writing(path):
         directory = DataDirectory(path)
         for name in directory.names():
-            storage = BucketStorage(*directory.open(name))
             try:
-                yield from _mend(storage, name)
-            finally:
-                storage.close()
+                storage = BucketStorage(*directory.open(name))
+                try:
+                    yield from _mend(storage, name)
+                finally:
+                    storage.close()
+            except CorruptionError as error:
+                yield DamagedPartition(name, -1, is_emptied=False, damage=str(error))
 
 
 def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
