@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
-from upr_protocol.client import Address, AddressError
+from upr_protocol.client import Address, AddressError, Credentials, Security, TlsSettings
 from upr_protocol.spark.errors import OptionError
 
 T = TypeVar("T")
@@ -75,12 +75,30 @@ class Options:
         return value
 
     def address(self) -> Address:
-        """The option `url`: `upr://host:port/bucket`."""
+        """The bucket, and how to connect and log in: the options `url`, `ca`, `cert`, `certKey`,
+        `user` and `passwordFile`."""
         url = self.required("url", "upr://host:port/bucket")
+        tls = TlsSettings(self.text("ca", ""), self.text("cert", ""), self.text("certKey", ""))
+        security = Security(None if tls == TlsSettings() else tls, self._credentials())
         try:
-            return Address.parse(url).with_bucket()
+            return Address.parse(url, security).with_bucket()
         except AddressError as error:
             raise OptionError(f"the option url: {error}") from error
+
+    def _credentials(self) -> Credentials | None:
+        user, password_file = self.text("user", ""), self.text("passwordFile", "")
+        if "password" in self._values:
+            raise OptionError(
+                "there is no option password, because Spark shows options in its plans and logs: "
+                "write the password into a file that others cannot read, and name it in the option "
+                "passwordFile"
+            )
+        if bool(user) != bool(password_file):
+            raise OptionError(
+                "the options user and passwordFile go together: the user, and the file with the "
+                "password, on the driver and on each executor"
+            )
+        return Credentials(user, password_file=password_file) if user else None
 
     def finish(self) -> None:
         """Refuses what nobody has asked for.

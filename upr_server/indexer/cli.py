@@ -46,6 +46,16 @@ and would wait for the default, 5 ms, each time that the loop has something to d
     help="The key of --cert.  [default: in the same file]",
 )
 @click.option(
+    "--user",
+    metavar="NAME",
+    help="The user as whom the indexer logs in to the server.  [default: its certificate's name]",
+)
+@click.option(
+    "--password-file",
+    metavar="FILE",
+    help="The file with that user's password in its first line.",
+)
+@click.option(
     "--listen",
     metavar="HOST:PORT",
     help="Where to answer over HTTP; port 0 takes a free one.  [default: 127.0.0.1:12080]",

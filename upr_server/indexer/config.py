@@ -16,10 +16,13 @@ import platformdirs
 from upr_protocol.client import (
     Address,
     AddressError,
+    Credentials,
     ReceivedKeysLimits,
     Security,
     TlsSettings,
+    read_password,
 )
+from upr_protocol.errors import CredentialsError
 from upr_server.indexer.indexer import Settings
 from upr_server.runtime import ConfigError, certificate_files, load_settings, parse_listen
 
@@ -42,6 +45,10 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             certificate; empty for those that the system trusts.
         cert: For `uprs://`, the file with the indexer's own certificate; empty for none.
         cert_key: The file with its key; empty if it is in the same file.
+        user: The user as whom the indexer logs in to the server; empty to log in by its
+            certificate, or not at all. The user needs the right `read`.
+        password_file: The file with that user's password in its first line, which is read at each
+            connection.
         listen: `HOST:PORT` for HTTP; port 0 takes a free one.
         tls_certificate: The file with the certificate that the indexer shows over HTTPS, and those
             between it and its authority; empty for HTTP in the clear.
@@ -65,6 +72,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ca: str = ""
     cert: str = ""
     cert_key: str = ""
+    user: str = ""
+    password_file: str = ""
     listen: str = "127.0.0.1:12080"
     tls_certificate: str = ""
     tls_key: str = ""
@@ -88,11 +97,27 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.ca, self.cert, self.cert_key, allows_tls_1_2=self.tls_version_min == "1.2"
         )
         names_files = bool(self.ca or self.cert or self.cert_key)
-        security = Security(tls if names_files or self.bucket.startswith("uprs://") else None)
+        security = Security(
+            tls if names_files or self.bucket.startswith("uprs://") else None, self._credentials()
+        )
         try:
             return Address.parse(self.bucket, security).with_bucket()
         except AddressError as error:
             raise ConfigError(f"bucket is {self.bucket!r}: {error}") from error
+
+    def _credentials(self) -> Credentials | None:
+        if bool(self.user) != bool(self.password_file):
+            raise ConfigError(
+                "user and password_file go together: the user as whom the indexer logs in, and the "
+                "file with the password"
+            )
+        if not self.user:
+            return None
+        try:
+            read_password(self.password_file)
+        except CredentialsError as error:
+            raise ConfigError(f"password_file: {error}") from error
+        return Credentials(self.user, password_file=self.password_file)
 
     def settings(self) -> Settings:
         """The settings with their defaults resolved.

@@ -96,7 +96,7 @@ def restore(
                 )
             increments = increments[: through + 1]
         if not may_have_contents:
-            _check_empty(url)
+            _check_empty(url, options or {})
         spark.dataSource.register(UprDataSource)
         total = 0
         for manifest in increments:
@@ -107,8 +107,8 @@ def restore(
         return Restored(len(increments), total, time.monotonic() - began)
 
 
-def _check_empty(url: str) -> None:
-    address = Options({"url": url}).address()
+def _check_empty(url: str, options: Mapping[str, str]) -> None:
+    address = Options({**options, "url": url}).address()
     try:
         with BlockingClient(address, identity="spark:restore") as client:
             has_something = any(row.high_seq for row in client.seqnos())

@@ -1,0 +1,67 @@
+"""An indexer that logs in to its server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.indexer.test_tls import status_of
+from tests.kit.process import eventually
+from tests.server.test_log_in import BOB, USERS, VERIFIER, address_of, server_with_users
+from upr_protocol.client import connect
+from upr_protocol.users import Grant, Right, User
+from upr_server.indexer.app import serving
+from upr_server.indexer.config import IndexerConfig, load_config
+from upr_server.indexer.indexer import running_indexer
+from upr_server.runtime import ConfigError
+
+
+@pytest.fixture
+def password_file(tmp_path: Path) -> Path:
+    path = tmp_path / "password"
+    path.write_text("pencil\n")
+    path.chmod(0o600)
+    return path
+
+
+async def test_a_user_who_may_read_is_enough(tmp_path: Path, password_file: Path) -> None:
+    reader = User("reader", VERIFIER, (Grant(Right.READ, "b"),))
+    async with server_with_users() as server:
+        await server.users.change(lambda _: USERS.with_user(reader))
+        async with connect(address_of(server, BOB)) as client:
+            await client.set("k", "{}")
+        config = IndexerConfig(
+            bucket=server.url("b"),
+            user="reader",
+            password_file=str(password_file),
+            data_dir=str(tmp_path / "indexes"),
+            pool_bytes=8 * 1024 * 1024,
+        )
+        async with (
+            running_indexer(config.settings()) as indexer,
+            serving(indexer, "127.0.0.1:0", None) as url,
+        ):
+            await eventually(
+                lambda: any(
+                    row.context.access.user_name == "reader" and row.session.streams
+                    for row in server.connections.connections
+                ),
+                "the indexer has logged in, and receives its streams",
+            )
+            assert await status_of(url)
+
+
+def test_settings_that_do_not_fit(password_file: Path) -> None:
+    base = {"bucket": "upr://h/b"}
+    for settings, sentence in (
+        ({"user": "bob"}, "user and password_file go together"),
+        ({"password_file": str(password_file)}, "user and password_file go together"),
+        ({"user": "bob", "password_file": "/nowhere"}, "/nowhere, cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            load_config(None, {}, {**base, **settings})
+    config = load_config(None, {}, {**base, "user": "bob", "password_file": str(password_file)})
+    credentials = config.address().security.credentials
+    assert credentials is not None
+    assert credentials.password_file == str(password_file)
