@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.expressions import LENGTH_MAX, ExpressionError, Expressions, check
-from upr_server.indexer.pure.extractor import COSTLY_MAX, COSTLY_SHARE, Extractor
+from upr_server.indexer.pure.extractor import AVERAGE_WORK_MAX, EXCESS_WORK_MAX, Extractor
 from upr_server.indexer.pure.interpreter import WORK_MAX, BoundedInterpreter, CostlyError
 
 DOCUMENT: Final = {"a": "x" * 1000, "s": "x", "n": [3, 1, 2], "o": {"p": [{"q": 1}, {"q": "y"}]}}
@@ -37,6 +37,31 @@ def test_a_costly_expression_ends_early(text: str) -> None:
     """Each of these would take gigabytes, or hours."""
     with pytest.raises(CostlyError, match="cost more than 100,000 steps"):
         Expressions(text).values(b"k", DOCUMENT)
+
+
+def _many(text: str, count: int) -> str:
+    return "[" + ",".join([text] * count) + "]"
+
+
+@pytest.mark.parametrize(
+    ("text", "document"),
+    [
+        # To write a number as text takes the square of its length: 5,000 of them 1.3 s.
+        ("to_string(n)", {"n": [10**4000] * 5000}),
+        ("sort_by(n, &to_string(@))", {"n": [10**4000] * 5000}),
+        # Equal strings are compared to their ends.
+        (_many("a==s", 700), {"a": "x" * 100_000, "s": "x" * 99_999 + "y"}),
+        ("to_string(@)", {"n": ["x" * 100] * WORK_MAX}),
+        (_many("n[][]", 500), {"n": [1] * (WORK_MAX + 1)}),
+        (_many("n[::2]", 500), {"n": [1] * 1000}),
+        (_many("reverse(a)", 350), {"a": "x" * 100_000}),
+        ("map(&map(&map(&[@, @], [@, @]), [@, @]), n)", {"n": [1] * 50_000}),
+        ("*.*.*.*|[]|[*].[@, @][]", {"o": {str(n): {"q": {"r": 1}} for n in range(50_000)}}),
+    ],
+)
+def test_what_is_in_a_document_counts(text: str, document: Any) -> None:
+    with pytest.raises(CostlyError, match="cost more than 100,000 steps"):
+        Expressions(text).values(b"k", document)
 
 
 def test_the_bound_is_for_each_document_and_all_expressions_together() -> None:
@@ -111,13 +136,32 @@ def test_an_index_that_costs_too_much_is_left_out_and_a_rare_document_is_not() -
     large = {"n": list(range(WORK_MAX))}
     for _ in range(3):
         assert not extractor.entries(b"k", large)[0]
-        for _ in range(COSTLY_SHARE):
+        for _ in range(WORK_MAX // AVERAGE_WORK_MAX + 1):
             assert extractor.entries(b"k", {"n": [1]})[0]
     assert (extractor.too_costly, extractor.failure) == (3, "")
-    for _ in range(COSTLY_MAX):
+    for _ in range(EXCESS_WORK_MAX // (WORK_MAX - AVERAGE_WORK_MAX)):
         assert not extractor.failure
         extractor.entries(b"k", large)
     assert not extractor.failure
     extractor.entries(b"k", large)
     assert "cost more than 100,000 steps" in extractor.failure
     assert not extractor.entries(b"k", {"n": [1]})[0]
+
+
+def test_an_index_that_costs_too_much_on_average_is_left_out() -> None:
+    """No document costs more than it may, and all together hold up the other indexes."""
+    extractor = Extractor(IndexDefinition((_many("to_string(@)", 250),)))
+    document = {"a": "x" * 1000, "n": list(range(100))}
+    documents = 0
+    while not extractor.failure:
+        extractor.entries(b"k", document)
+        documents += 1
+    assert "more than 2,000 for most of them" in extractor.failure
+    assert (extractor.too_costly, documents < 60) == (0, True)
+
+
+def test_the_entries_of_an_array_do_not_leave_an_index_out() -> None:
+    extractor = Extractor(IndexDefinition(("n",), each="n"))
+    for _ in range(20):
+        assert len(extractor.entries(b"k", {"n": list(range(1900))})[0]) == 1900
+    assert extractor.failure == ""

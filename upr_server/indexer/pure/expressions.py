@@ -70,6 +70,11 @@ class Expressions:
         self._interpreter.charge_values(values)
         return values
 
+    @property
+    def work(self) -> int:
+        """What they have cost for the last document, in steps."""
+        return WORK_MAX - self._interpreter.work_left
+
     def charge(self, work: int) -> None:
         """Counts what is about to be done with the last document's values; see `WORK_MAX`.
 

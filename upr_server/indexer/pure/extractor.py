@@ -10,7 +10,7 @@ import msgspec
 from upr_protocol.limits import KEY_BYTES_MAX
 from upr_server.indexer.pure.definition import DESIGN_PREFIX, IndexDefinition
 from upr_server.indexer.pure.expressions import Expressions, is_true
-from upr_server.indexer.pure.interpreter import CostlyError
+from upr_server.indexer.pure.interpreter import WORK_MAX, CostlyError
 from upr_server.indexer.pure.keys import IndexKeyError, encode_parts
 
 STORED_BYTES_MAX: Final = 511
@@ -19,11 +19,13 @@ STORED_BYTES_MAX: Final = 511
 ENCODED_BYTES_MAX: Final = STORED_BYTES_MAX - KEY_BYTES_MAX
 """The longest encoded key; the document's key stands behind it."""
 
-COSTLY_SHARE: Final = 100
-"""An index may leave out one document in so many because its expressions cost too much for it."""
+AVERAGE_WORK_MAX: Final = 2000
+"""What expressions may cost for a document on average, in steps: some 1 ms. The entries of an array
+do not count here, as they are what the index is for."""
 
-COSTLY_MAX: Final = 10
-"""And so many more. Then the index is left out itself, as it would hold up all others."""
+EXCESS_WORK_MAX: Final = 10 * WORK_MAX
+"""What they may cost beyond that, some 0.5 s in all. Then the index is left out, as it would hold
+up all others."""
 
 ENTRY_WORK: Final = 50
 """What an entry of an array counts for, in steps: some 25 µs to encode and write it. So a document
@@ -69,7 +71,7 @@ class Extractor:
         self._each = definition.key.index(definition.each) if definition.each else None
         self._expressions = Expressions(*definition.key, *definition.include, *filters)
         self.too_long = self.too_costly = 0
-        self._debt = 0
+        self._excess_work = 0
         self.failure = failure
 
     def entries(self, key: bytes, document: Any) -> tuple[Sequence[bytes], bytes]:
@@ -89,16 +91,17 @@ class Extractor:
             return (), b""
         try:
             values = self._expressions.values(key, document)
+            self._note_work(self._expressions.work)
             if not all(map(is_true, values[self._filter :])):
                 entries: Sequence[bytes] = ()
                 payload = b""
             else:
                 payload = _included(values[self._parts : self._filter])
                 entries = self._encoded(values[: self._parts], len(payload))
-        except CostlyError as error:
-            self._note_costly(str(error))
+        except CostlyError:
+            self.too_costly += 1
+            self._note_work(WORK_MAX)
             return (), b""
-        self._debt = max(0, self._debt - 1)
         return entries, payload
 
     def _encoded(self, parts: list[Any], payload_bytes: int) -> Sequence[bytes]:
@@ -148,11 +151,15 @@ class Extractor:
             return None
         return encoded
 
-    def _note_costly(self, reason: str) -> None:
-        self.too_costly += 1
-        self._debt += COSTLY_SHARE
-        if self._debt > COSTLY_MAX * COSTLY_SHARE:
-            self.failure = f"{reason}, and for many of them; write a simpler one"
+    def _note_work(self, work: int) -> None:
+        """Counts what a document has cost; leaves the index out if they cost too much on average.
+        A document that costs more than it may counts as the most."""
+        self._excess_work = max(0, self._excess_work + work - AVERAGE_WORK_MAX)
+        if self._excess_work > EXCESS_WORK_MAX:
+            self.failure = (
+                f"the expressions cost more than {WORK_MAX:,} steps for a document, or more than "
+                f"{AVERAGE_WORK_MAX:,} for most of them; write simpler ones"
+            )
 
 
 def _included(values: Sequence[Any]) -> bytes:

@@ -20,10 +20,22 @@ most, and its strings 6 MB."""
 
 _CHARACTERS: Final = 64
 
+_LONG_BITS: Final = 512
+"""Writing a number as text takes the square of its length: up to here, less than a step."""
+
 _SHALLOW: Final = frozenset(
     ("length", "type", "not_null", "keys", "values", "to_array", "map", "merge")
 )
 """Functions that look at no more than the first level of their arguments."""
+
+
+def _scalar_work(value: object) -> int:
+    """What it may take to copy, compare or write a value that holds no others. O(1)."""
+    if isinstance(value, str):
+        return len(value) // _CHARACTERS
+    if isinstance(value, int):
+        return (value.bit_length() // _LONG_BITS) ** 2
+    return 0
 
 
 class CostlyError(UprError):
@@ -59,13 +71,13 @@ class BoundedInterpreter(visitor.TreeInterpreter):  # type: ignore[misc]
         while values:
             value = values.pop()
             work += 1
-            if isinstance(value, str):
-                work += len(value) // _CHARACTERS
-            elif isinstance(value, list):
+            if isinstance(value, list):
                 values += value
             elif isinstance(value, dict):
                 values += value.values()
                 work += sum(map(len, value)) // _CHARACTERS
+            else:
+                work += _scalar_work(value)
             if work + len(values) > self.work_left:
                 break
         self.charge(work + len(values))
@@ -75,11 +87,10 @@ class BoundedInterpreter(visitor.TreeInterpreter):  # type: ignore[misc]
         arrays nor objects, as most keys are."""
         work = 1 + len(values)
         for value in values:
-            if isinstance(value, str):
-                work += len(value) // _CHARACTERS
-            elif isinstance(value, list | dict):
+            if isinstance(value, list | dict):
                 self.charge_value(values)
                 return
+            work += _scalar_work(value)
         self.charge(work)
 
     def visit(self, node: Any, *arguments: Any, **options: Any) -> Any:
@@ -94,7 +105,9 @@ class BoundedInterpreter(visitor.TreeInterpreter):  # type: ignore[misc]
         base = self.visit(node["children"][0], value)
         if not isinstance(base, list):
             return None
-        self.charge(sum(len(element) if isinstance(element, list) else 1 for element in base))
+        # The elements first: a document may have millions, and even to look at them takes time.
+        self.charge(len(base))
+        self.charge(sum(len(element) for element in base if isinstance(element, list)))
         flat: list[Any] = []
         for element in base:
             if isinstance(element, list):
@@ -112,7 +125,7 @@ class BoundedInterpreter(visitor.TreeInterpreter):  # type: ignore[misc]
     def visit_comparator(self, node: Any, value: Any) -> Any:
         """Compares two values, which may have the same part many times."""
         left, right = (self.visit(child, value) for child in node["children"])
-        if isinstance(left, list | dict) and isinstance(right, list | dict):
+        if type(left) is type(right):
             self.charge_value(left)
             self.charge_value(right)
         children = [{"type": "literal", "value": side, "children": []} for side in (left, right)]
