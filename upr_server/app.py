@@ -143,6 +143,7 @@ async def running_server(
         system: Its clock, chance and network; by default the real ones.
 
     Raises:
+        ConfigError: Strangers could do what they like; see `ServerConfig.check_exposure`.
         TlsError: A certificate cannot be used.
         ListenError: The address cannot be listened on.
         StorageError: The disk failed.
@@ -161,6 +162,7 @@ async def running_server(
         server = Server(config, store, system, bus, bound.port, certificates)
         nursery.start_soon(_end_when_failed, store)
         await server.users.load()
+        config.check_exposure(has_users=not server.users.users.is_open)
         async with server.recovered():
             # Not before the disk was found to be in order: a start that fails changes nothing. And
             # before any bucket changes, as that has to be counted in the restored queues.

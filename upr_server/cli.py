@@ -95,6 +95,13 @@ _options = (
         metavar="FILE",
         help="The file with that user's password in its first line.",
     ),
+    click.option(
+        "--insecure-no-authentication",
+        is_flag=True,
+        default=None,
+        help="Listen where other machines reach the server without users or encryption. Anybody "
+        "there can then read and change everything.",
+    ),
     click.option("--node", help="The server's name in partition maps.  [default: its identity]"),
     click.option(
         "--quota-bytes", type=int, help="The memory quota of a bucket that is created without one."

@@ -23,7 +23,13 @@ from upr_protocol.partition_map import NODE_NAME
 from upr_protocol.security import Credentials, Security, TlsSettings
 from upr_protocol.users import UsersError, normalised
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
-from upr_server.runtime import ConfigError, certificate_files, load_settings, parse_listen
+from upr_server.runtime import (
+    ConfigError,
+    certificate_files,
+    is_loopback,
+    load_settings,
+    parse_listen,
+)
 from upr_server.storage.directory import default_data_dir
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
@@ -75,6 +81,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tls_ca: The file with the authorities of the other nodes' certificates; empty for those that
             the system trusts.
         tls_version_min: The oldest version of TLS.
+        insecure_no_authentication: Whether the server may listen where other machines reach it,
+            though it has no users, or does not encrypt.
         node_user: The user as whom this server logs in to other nodes; empty to log in by its
             certificate. The user needs the right `replicate`.
         node_password_file: The file with that user's password in its first line, which is read at
@@ -107,6 +115,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_client_certificates: Literal["required", "optional"] = "required"
     tls_ca: str = ""
     tls_version_min: Literal["1.2", "1.3"] = "1.3"
+    insecure_no_authentication: bool = False
     node_user: str = ""
     node_password_file: str = ""
     data_dir: str = ""
@@ -143,6 +152,31 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.node_user:
             credentials = Credentials(self.node_user, password_file=self.node_password_file)
         return Security(tls, credentials)
+
+    def check_exposure(self, *, has_users: bool) -> None:
+        """Checks whether strangers could do what they like.
+
+        Args:
+            has_users: Whether clients must log in.
+
+        Raises:
+            ConfigError: Other machines reach the server, and nothing keeps strangers away.
+        """
+        host, _ = self.address()
+        if is_loopback(host) or self.insecure_no_authentication:
+            return
+        must = []
+        if not self.tls_certificate:
+            must.append("set tls_certificate, so that connections are encrypted")
+        wants_certificates = self.tls_client_ca and self.tls_client_certificates == "required"
+        if not has_users and not wants_certificates:
+            must.append("make a first user with `upr-server init`, so that clients must log in")
+        if must:
+            raise ConfigError(
+                f"other machines could reach {host} and read and change everything: "
+                f"{'; '.join(must)}; or listen on 127.0.0.1; or, in a network of people you trust, "
+                "say --insecure-no-authentication"
+            )
 
     def check(self) -> None:
         """Checks what the types of the fields do not.

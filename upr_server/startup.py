@@ -63,9 +63,10 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
             port=server.port,
             encrypted=server.certificates is not None,
         )
-        if not is_loopback(server.host):
+        if config.insecure_no_authentication and not is_loopback(server.host):
             log.warning(
-                "other machines can connect, and nobody is authenticated; use a trusted network",
+                "insecure_no_authentication: strangers in this network may be able to read and "
+                "change everything",
                 host=server.host,
             )
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from click.testing import CliRunner
 
 import upr_kernel
+from upr_server.app import running_server
 from upr_server.cli import main
 from upr_server.config import BucketConfig, ServerConfig, load_config
 from upr_server.runtime import ConfigError
+from upr_server.storage.simulated import SimulatedStore
 
 FILE = """
 listen = "0.0.0.0:1"
@@ -124,3 +127,54 @@ def test_the_command_refuses_a_wrong_address() -> None:
     result = CliRunner().invoke(main, ["config", "--listen", "nowhere"])
     assert result.exit_code == 2
     assert "HOST:PORT" in result.output
+
+
+@pytest.mark.parametrize("has_users", [False, True])
+def test_on_the_loopback_address_nothing_is_needed(has_users: bool) -> None:
+    for listen in ("127.0.0.1:0", "[::1]:0", "localhost:0", ":0"):
+        ServerConfig(listen=listen).check_exposure(has_users=has_users)
+
+
+TLS: Final = {"tls_certificate": "server.pem"}
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0", "db.example:0"])
+@pytest.mark.parametrize(
+    ("settings", "has_users", "missing"),
+    [
+        ({}, False, ("tls_certificate", "upr-server init")),
+        ({}, True, ("tls_certificate",)),
+        (TLS, False, ("upr-server init",)),
+        (TLS, True, ()),
+        ({**TLS, "tls_client_ca": "ca.pem"}, False, ()),
+        (
+            {**TLS, "tls_client_ca": "ca.pem", "tls_client_certificates": "optional"},
+            False,
+            ("upr-server init",),
+        ),
+        ({"insecure_no_authentication": True}, False, ()),
+    ],
+)
+def test_where_others_reach_it_a_server_keeps_strangers_away(
+    listen: str, settings: dict[str, Any], has_users: bool, missing: tuple[str, ...]
+) -> None:
+    config = ServerConfig(listen=listen, **settings)
+    if not missing:
+        config.check_exposure(has_users=has_users)
+        return
+    with pytest.raises(ConfigError) as refused:
+        config.check_exposure(has_users=has_users)
+    for what in ("tls_certificate", "upr-server init"):
+        assert (what in str(refused.value)) == (what in missing)
+    assert "--insecure-no-authentication" in str(refused.value)
+
+
+async def test_such_a_server_does_not_start() -> None:
+    refused = pytest.RaisesExc(ConfigError, match="other machines could reach")
+    with pytest.RaisesGroup(refused, flatten_subgroups=True):
+        async with running_server(ServerConfig(listen="0.0.0.0:0"), SimulatedStore()):
+            pass
+    async with running_server(
+        ServerConfig(listen="0.0.0.0:0", insecure_no_authentication=True), SimulatedStore()
+    ) as server:
+        assert server.port

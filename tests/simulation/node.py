@@ -136,6 +136,7 @@ class Node:
         buckets = (BucketConfig(BUCKET, self.partitions, self.quota_bytes),)
         config = ServerConfig(
             listen=f"{self.name}:{PORT}",
+            insecure_no_authentication=True,
             node=self.name,
             identity=self.name,
             buckets=buckets if self.partitions else (),
