@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -13,6 +14,7 @@ from trio.testing import MockClock
 
 from tests.kit.certificates import Certificates
 from tests.kit.peer import Peer
+from tests.kit.proxy import proxy_to
 from upr_protocol.client import Address, BlockingClient, connect, consume, publisher
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
@@ -128,6 +130,19 @@ async def test_a_certificate_or_a_password_bound_to_the_connection(
                     assert client.get("k") is not None
 
             await trio.to_thread.run_sync(block, address)
+
+
+async def test_who_listens_in_between_learns_no_password() -> None:
+    async with server_with_users() as server, proxy_to("127.0.0.1", server.port) as proxy:
+        proxy.recorded = bytearray()
+        address = Address.parse(proxy.url("b"), Security(credentials=BOB))
+        async with connect(address) as client:
+            await client.set("k", "v")
+        # The name is there, so the test would see the rest.
+        assert b"n=bob," in proxy.recorded
+        for secret in (b"pencil", VERIFIER.stored_key, VERIFIER.server_key):
+            assert secret not in proxy.recorded
+            assert b64encode(secret) not in proxy.recorded
 
 
 # Who does not.
