@@ -128,11 +128,12 @@ def test_while_memory_is_short_the_frames_furthest_behind_go_until_it_is_not() -
 
 
 def test_while_memory_is_short_a_trickle_is_not_enough() -> None:
+    """A rate that is enough while memory is not short."""
     frames = _Frames(4 * MIB)
     trickle = frames.begin("trickle", 2, 0.0)
     good = frames.begin("good", 4 * MIB, 0.0)
     for step in range(1, 7):
-        frames.progress(trickle, 1, step * 0.1)
+        frames.progress(trickle, FRAME_BYTES_PER_S_MIN // 10 + 1, step * 0.1)
         frames.progress(good, SHORT_BYTES_PER_S_MIN // 10 + 1, step * 0.1)
         frames.budget.sweep(step * 0.1)
         assert not frames.dropped or step == 6

@@ -226,7 +226,11 @@ async def test_an_application_killed_during_a_rollback_is_asked_again(
     fill_one_partition(server, 30)
     store, not_parted = MemoryStore(), deepcopy(server.partitions[0])
 
+    def is_pending_on_disk() -> bool:
+        return store.state is not None and store.state.is_rollback_pending(P)
+
     async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        assert is_pending_on_disk(), "a kill may come now"
         await trio.sleep(1)
         raise _KilledError
 
@@ -239,6 +243,7 @@ async def test_an_application_killed_during_a_rollback_is_asked_again(
             server.partitions[0].fail_over(77, 24)
             async for event in consumer:
                 if isinstance(event, RolledBack):
+                    assert is_pending_on_disk(), "a kill may come now"
                     raise _KilledError
 
     with pytest.raises(_KilledError):
