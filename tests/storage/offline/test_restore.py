@@ -13,7 +13,14 @@ import pytest
 from tests.cli.processes import Line, Upr, start_server
 from tests.kit.process import UPR_SERVER
 from tests.storage.small_directory import BUCKET, PARTITIONS, make
-from upr_protocol.client import BlockingClient, PartitionInfo
+from upr_protocol.client import (
+    BlockingClient,
+    BlockingRollbackConsumer,
+    ChunkReceived,
+    PartitionInfo,
+    RolledBack,
+    Undone,
+)
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.directory import DataDirectory, lock
 from upr_server.storage.errors import CorruptionError, DataDirectoryError
@@ -33,6 +40,36 @@ def changes(url: str, resume_file: Path) -> list[Line]:
     return [json.loads(line) for line in out.splitlines()]
 
 
+class UndoingCopy:
+    """A copy of a bucket that is kept from run to run, and undoes what the server lost.
+
+    Attributes:
+        items: The copy.
+        undone: What was undone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.items: dict[bytes, bytes] = {}
+        self.undone: list[Undone] = []
+
+    def catch_up(self, url: str) -> None:
+        """Receives everything that the server has now."""
+        folder = self._folder
+        with BlockingRollbackConsumer(
+            url, folder / "received keys", resume=folder / "undoing state", end="now"
+        ) as consumer:
+            for event in consumer:
+                assert not isinstance(event, RolledBack)
+                if isinstance(event, ChunkReceived):
+                    self.items |= {mutation.key: mutation.value for mutation in event.chunk}
+                elif isinstance(event, Undone):
+                    self.undone.append(event)
+                    for key, item in event.documents.items():
+                        assert item is None
+                        del self.items[key]
+
+
 def partition_of(url: str) -> PartitionInfo:
     with BlockingClient(url) as client:
         (info,) = client.partitions()
@@ -48,6 +85,7 @@ def put(url: str, key: str) -> int:
 @pytest.mark.timeout(120)
 def test_a_restored_copy_begins_new_histories_and_consumers_roll_back(tmp_path: Path) -> None:
     data, backup, resume_file = tmp_path / "data", tmp_path / "backup", tmp_path / "state"
+    copy = UndoingCopy(tmp_path)
     config = tmp_path / "server.toml"
     config.write_text('[[buckets]]\nname = "b"\npartitions = 1\n')
     options = ("--data-dir", str(data), "--config", str(config))
@@ -63,6 +101,8 @@ def test_a_restored_copy_begins_new_histories_and_consumers_roll_back(tmp_path: 
         old_log = partition_of(url).log
         received = [line["key"] for line in changes(url, resume_file) if "key" in line]
         assert received == ["before the backup", "after the backup"]
+        copy.catch_up(url)
+        assert copy.items.keys() == {b"before the backup", b"after the backup"}
         server.stop()
 
     shutil.rmtree(data)
@@ -84,6 +124,11 @@ def test_a_restored_copy_begins_new_histories_and_consumers_roll_back(tmp_path: 
         received = [line["key"] for line in lines if "key" in line]
         assert received[-1] == "after the restore"
         assert "after the backup" not in received
+        copy.catch_up(url)
+        assert [(event.to, event.documents) for event in copy.undone] == [
+            (1, {b"after the backup": None})
+        ]
+        assert copy.items.keys() == {b"before the backup", b"after the restore"}
         server.stop()
 
 
