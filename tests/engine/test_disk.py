@@ -760,6 +760,27 @@ def test_existence_is_not_taken_for_a_value(evict: bool) -> None:
     assert result.counters == [(0, 6)]
 
 
+def test_an_item_that_leaves_memory_between_two_slices_is_read_from_disk() -> None:
+    partition, disk = new_partition(), NaiveDisk()
+    put(partition, b"first", b"second", value=b"1")
+    rows = [request(Operation.APPEND, key, b"2") for key in (b"first", b"second")]
+    batch = batch_of(Chunk.build(rows))
+    evaluation = partition.evaluate(batch, now=NOW)
+    assert evaluation is not None
+    while evaluation.result.position is None:
+        assert evaluation.step(cost_max=1) == []
+    assert not evaluation.is_done, "the first outcome is known, and the second is not"
+    stored(partition, disk, evict=True)
+    missing = evaluation.step()
+    assert {fetch_request.key for fetch_request in missing} == {b"first", b"second"}
+    assert evaluation.step(disk.find(missing)) == []
+    assert partition.mutate(batch, now=NOW, evaluation=evaluation).last_seq == 4
+    for key in (b"first", b"second"):
+        item = get_item(partition, key)
+        assert item is not None
+        assert item.value == b"12"
+
+
 def test_an_older_version_that_was_found_is_not_used() -> None:
     partition, disk = new_partition(), NaiveDisk()
     put(partition, b"k", value=b"5")

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Final
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,10 +15,10 @@ from tests.engine.helpers import NOW, get_item, new_partition, put, request, sen
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
 from tests.kit.reference_cycles import no_collections
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
-from upr_server.engine import Bucket, Evaluation, MutationBatch, Partition, batch_of
+from upr_server.engine import Bucket, CheckedChunk, Evaluation, MutationBatch, Partition, batch_of
 from upr_server.engine.evaluation import CUT_ROWS
 
 LARGE: Final = 19 * 1024 * 1024
@@ -147,6 +147,47 @@ def test_a_batch_of_many_increments_is_worked_out_in_slices(keys: int) -> None:
     assert item is not None
     assert item.value == b"%d" % (BUNDLE_MUTATIONS_MAX // keys - 1)
     partition.check_invariants()
+
+
+def test_an_evaluation_that_is_done_needs_no_more_steps() -> None:
+    partition = new_partition()
+    evaluation = partition.evaluate(batch_of(Chunk.build([request(Operation.ADD)])), now=NOW)
+    assert evaluation is not None
+    for _ in range(2):
+        assert evaluation.step() == []
+        assert evaluation.is_done
+    cost = evaluation.cost
+    assert evaluation.step() == []
+    assert evaluation.cost == cost
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(1, 25),
+    st.data(),
+)
+def test_a_batch_is_cut_into_pieces_within_their_limits(
+    sizes: list[int], rows_max: int, bytes_max: int, data: st.DataObject
+) -> None:
+    chunk = plain_chunk([b"%d" % index for index in range(len(sizes))], list(map(bytes, sizes)))
+    low = data.draw(st.integers(0, len(sizes) - 1))
+    high = data.draw(st.integers(low + 1, len(sizes)))
+    batch = MutationBatch(CheckedChunk(chunk), low, high)
+    rows: list[Mutation] = []
+    while len(rows) < len(batch):
+        piece = batch.piece(len(rows), rows_max, bytes_max)
+        values_bytes = sum(len(row.value) for row in piece)
+        is_whole = piece.count == chunk.count and chunk.nbytes <= bytes_max
+        assert piece.count <= rows_max or is_whole
+        assert values_bytes <= bytes_max or piece.count == 1
+        rest = sizes[low + len(rows) :][: piece.count + 1]
+        is_last = len(rows) + piece.count == len(batch)
+        assert is_last or piece.count == rows_max or sum(rest) > bytes_max, "no shorter than needed"
+        rows += piece
+    expected = list(chunk)[low:high]
+    assert rows == expected
+    assert list(batch.chunk) == expected
 
 
 def test_an_evaluation_that_is_given_up_is_freed_without_the_collector() -> None:

@@ -36,6 +36,7 @@ from upr_server.engine import (
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import pack, unpack
+from upr_server.engine.partition import BULK_ROWS_MIN
 from upr_server.engine.publisher_answers import BATCHES_MAX
 
 MAXIMUM = (1 << 64) - 1
@@ -227,6 +228,15 @@ def test_get_answers_in_the_order_asked() -> None:
     assert partition.get([], NOW).count == 0
 
 
+def test_get_says_which_keys_no_item_can_have() -> None:
+    partition = new_partition()
+    put(partition, b"a", b"b")
+    rows = list(partition.get([b"a", b"", bytes(KEY_BYTES_MAX + 1), b"b"], NOW))
+    assert [(row.op, row.flags) for row in rows] == [
+        (SET, 0), (DELETE, Status.BAD_KEY), (DELETE, Status.BAD_KEY), (SET, 0),
+    ]  # fmt: skip
+
+
 def test_get_ends_before_it_is_too_long_but_not_before_its_first() -> None:
     partition = new_partition()
     put(partition, b"a", b"b", b"c", value=bytes(1000))
@@ -408,6 +418,73 @@ def test_long_batches_are_cut(count: int, size: int) -> None:
     assert max(chunk.nbytes for chunk in chunks) <= 1024 * 1024 + 100_000
     assert value(partition, keys[-1]) == bytes(size)
     partition.check_invariants()
+
+
+def test_many_evaluated_sets_are_stored_as_a_chunk_like_single_ones() -> None:
+    """A batch with conditions of 64 sets or more takes another way into the open snapshot."""
+    rows = [
+        request(ADD, b"%d" % index, b"v%d" % index, expiry=int(NOW) + 5 if index % 3 else 0)
+        for index in range(BULK_ROWS_MIN)
+    ]
+    as_chunk, one_by_one = new_partition(), new_partition()
+    result = send(as_chunk, *rows)
+    last_seqs = [send(one_by_one, row).last_seq for row in rows]
+    assert (result.first_seq, result.last_seq, last_seqs[-1]) == (1, len(rows), len(rows))
+    assert as_chunk.last_cas == one_by_one.last_cas == result.first_cas + len(rows) - 1
+    assert as_chunk.snapshots.open.statistics()["arrays"] == 1
+    stored, expected = (
+        [row for chunk in all_chunks(partition) for row in chunk]
+        for partition in (as_chunk, one_by_one)
+    )
+    assert stored == expected
+    assert as_chunk.expire(NOW + 5) == one_by_one.expire(NOW + 5) > 0
+    assert read(as_chunk) == read(one_by_one)
+    as_chunk.check_invariants()
+
+
+def test_large_values_lie_between_counters_and_small_values() -> None:
+    partition = new_partition()
+    large = bytes(100_000)
+    send(partition, request(ADD, b"a", b"1"))
+    send(partition, request(INCREMENT, b"n", delta()))
+    send(partition, request(ADD, b"large", large))
+    send(partition, request(INCREMENT, b"m", delta()))
+    send(partition, request(ADD, b"b", b"2"))
+    partition.check_invariants()
+    assert value(partition, b"large") == large
+    chunks = all_chunks(partition)
+    assert [(row.seq, row.key) for chunk in chunks for row in chunk] == [
+        (1, b"a"), (2, b"n"), (3, b"large"), (4, b"m"), (5, b"b"),
+    ]  # fmt: skip
+    for start in range(6):
+        expected = [row.seq for chunk in chunks for row in chunk if row.seq > start]
+        cursor = cursor_at(partition, start)
+        got = [item for item in items(cursor) if isinstance(item, Chunk)]
+        assert [row.seq for chunk in got for row in chunk] == expected
+        cursor.close()
+    partition.check_invariants()
+
+
+def test_a_small_value_just_written_is_replaced_by_a_large_one() -> None:
+    partition = new_partition()
+    send(partition, request(ADD, b"k", b"small"))
+    put(partition, b"k", value=bytes(300_000))
+    partition.check_invariants()
+    assert partition.snapshots.open.statistics()["arrays"] == 1
+    assert read(partition) == "(0,2] k@2 ."
+
+
+def test_a_large_value_frees_arrays_of_superseded_ones() -> None:
+    """The flags of all arrays move to them. Those without anything live are freed at once."""
+    partition = new_partition()
+    keys = [b"%d" % index for index in range(100)]
+    for _ in range(3):
+        put(partition, *keys, value=bytes(100))
+    assert partition.snapshots.open.statistics()["arrays"] == 3
+    put(partition, b"large", value=bytes(300_000))
+    assert partition.snapshots.open.statistics()["arrays"] == 2
+    partition.check_invariants()
+    assert read(partition).count("@") == 101
 
 
 def test_a_batch_in_a_much_larger_buffer_is_copied_out_of_it() -> None:

@@ -279,6 +279,7 @@ def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
         for copies in (1, 2, 3):
             ranked = sorted((report[0] for report in newest.values()), reverse=True)
             assert progress.reached(copies) == (ranked[copies - 1] if copies <= len(ranked) else 0)
+        assert len(progress) == len(newest)
     waiting = set(range(len(waits))) - set(answers)
     progress.give_up(98.0)
     assert set(answers) == set(range(len(waits))) - waiting

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from upr_protocol.chunk import Mutation, plain_chunk
-from upr_protocol.ids import Cas, Operation, SeqNo
-from upr_server.engine import MemoryAccount, MemoryPolicy, WriterToken
+from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
+from upr_server.engine import MemoryAccount, MemoryPolicy, MutateResult, WriterToken
 from upr_server.engine.hash_table import HashTable
+from upr_server.engine.mutate_result import unpack
 from upr_server.engine.publisher_answers import (
     ANSWER_BYTES,
     ANSWERS_BYTES_MAX,
@@ -16,6 +17,7 @@ from upr_server.engine.publisher_answers import (
     WRITERS_MAX,
     PublisherAnswers,
 )
+from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.snapshots.counters import Counters
 
 # The hash table.
@@ -149,6 +151,53 @@ def test_the_writers_heard_from_last_are_remembered() -> None:
     assert len(answers) == WRITERS_MAX
     answers.check_invariants()
     assert memory.writers == answers.nbytes
+
+
+def test_a_truncation_forgets_what_was_remembered_and_what_was_forgotten() -> None:
+    memory = MemoryAccount()
+    answers = PublisherAnswers(memory)
+    answers.remember(token(1, writer=1), b"other", 4)
+    for counter in range(1, BATCHES_MAX + 3):
+        answers.remember(token(counter), b"%d" % counter, 5 + counter)
+    assert answers.answer_to(token(2)) == (None, True)
+    assert answers.truncate(6) == [token(counter) for counter in range(2, BATCHES_MAX + 3)]
+    assert answers.answer_to(token(BATCHES_MAX)) == (None, False), "the writer is unknown again"
+    assert answers.answer_to(token(1, writer=1)) == (b"other", False)
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes == WRITER_OVERHEAD_BYTES + ANSWER_BYTES + len(b"other")
+
+
+def test_received_answers_are_those_that_the_other_node_gave() -> None:
+    def result(first_seq: int, attempt: int = 0) -> MutateResult:
+        seqs = SeqNo(first_seq), SeqNo(first_seq + 1)
+        return MutateResult(HistoryId(1), *seqs, Cas(first_seq), attempt=attempt)
+
+    def new() -> RepeatedBatches:
+        return RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+
+    active, replica = new(), new()
+    for counter in (1, 2, 3):
+        active.remember(token(counter), result(2 * counter), SeqNo(2 * counter))
+    active.remember(token(1, writer=1), result(10), SeqNo(10))
+    rows = active.between(SeqNo(0), SeqNo(10))
+    assert [(row[0], row[1], row[2]) for row in rows] == [
+        (token(1).writer, 1, 2),
+        (token(1).writer, 2, 4),
+        (token(1).writer, 3, 6),
+        (token(1, writer=1).writer, 1, 10),
+    ]
+    replica.add_received(rows[:2])
+    replica.add_received(rows)  # some come again after a lost connection
+    assert replica.between(SeqNo(0), SeqNo(10)) == rows
+    assert replica.tokens_above(SeqNo(4)) == [token(3), token(1, writer=1)]
+    # A newer attempt of the task was given the same answer: that it came is known there, too.
+    active.remember(token(3), result(6), SeqNo(6))
+    newer = new()
+    newer.remember(token(3), result(6, attempt=2), SeqNo(12))
+    replica.add_received(newer.between(SeqNo(0), SeqNo(12)))
+    (last,) = replica.between(SeqNo(11), SeqNo(12))
+    assert unpack(last[3]).attempt == 2
+    replica.check_invariants()
 
 
 def test_pending_answers_up_to_a_number_are_taken_once() -> None:

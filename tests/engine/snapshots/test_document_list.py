@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.helpers import NOW, new_partition, put, read, request, send
+from tests.engine.helpers import (
+    NOW,
+    cursor_at,
+    items,
+    new_partition,
+    put,
+    read,
+    request,
+    send,
+    transcript,
+)
 from tests.engine.helpers import chunks as all_chunks
 from upr_kernel import gather
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
@@ -199,9 +209,11 @@ def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
     assert read(partition).count("@") == 499
 
 
-def test_counters_do_not_stretch_the_window() -> None:
+@pytest.mark.parametrize("op", [Operation.SET, Operation.ADD])
+def test_counters_do_not_stretch_the_window(op: Operation) -> None:
     partition = new_partition()
-    put(partition, b"document")
+    # The first lies in an array of its own, the second in the one that is being filled.
+    send(partition, request(op, b"document", b"v"))
     rows = [request(Operation.INCREMENT, b"n", CounterDelta(1).encode())] * 500
     for _ in range(60):
         send(partition, *rows)
@@ -228,6 +240,30 @@ def test_a_snapshot_filled_by_adds_consists_of_a_few_arrays() -> None:
         send(partition, *(request(Operation.ADD, b"%d" % n) for n in range(low, low + 50)))
     assert partition.snapshots.open.statistics()["arrays"] == 3
     partition.check_invariants()
+
+
+def test_a_number_that_no_mutation_has_raises_a_key_error() -> None:
+    partition = new_partition()
+    increment = request(Operation.INCREMENT, b"n", CounterDelta(1).encode())
+    for sent in (request(Operation.SET, b"a"), increment):
+        send(partition, sent)
+    put(partition, b"large", value=bytes(300_000))
+    for _ in range(2):
+        send(partition, increment)
+
+    def check() -> None:
+        for seq, key in ((1, b"a"), (3, b"large"), (5, b"n")):
+            assert partition.snapshots.find(seq).key == key
+        for seq in (2, 4):
+            with pytest.raises(KeyError):
+                partition.snapshots.find(seq)
+
+    check()
+    cursor = cursor_at(partition)
+    cursor.next()  # it closes the snapshot, and encodes nothing
+    check()
+    assert transcript(items(cursor)) == "a@1 large@3 n@5 ."
+    check()
 
 
 def test_small_arrays_share_a_segment() -> None:

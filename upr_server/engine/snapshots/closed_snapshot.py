@@ -76,13 +76,11 @@ class ClosedSnapshot:
         return 0 if after == self.start else bisect_right(self._segments, after, key=_END)
 
     def find(self, seq: int) -> Mutation:
-        """The mutation with this number. O(log mutations).
+        """The mutation with this number, which must be in the snapshot's range. O(log mutations).
 
         Raises:
             KeyError: No mutation has this number.
         """
-        if not self.start < seq <= self.end:
-            raise KeyError(seq)
         return self._segments[bisect_left(self._segments, seq, key=_END)].find(seq)
 
     def free(self) -> None:

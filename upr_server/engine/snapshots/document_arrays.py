@@ -254,7 +254,7 @@ class SingleArray(DocumentArray):
         return Chunk.build((self._row,), start, end)
 
     def rows(self, after: int, through: int) -> list[Rows]:
-        if not (after < self.first <= through and self.live):
+        if not after < self.first <= through:
             return []
         return [(Chunk.build((self._row,)).encode(), 0, 1, None, None, 0)]
 

@@ -49,9 +49,6 @@ class OpenSnapshot:
         self.high = start
         self.live = 0
 
-    def __len__(self) -> int:
-        return self.live
-
     # Taking mutations in.
 
     def add_rows(

@@ -1,0 +1,131 @@
+"""What the observer of buckets is told: creations, deletions, updates and design documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+
+from tests.engine.helpers import NOW, put, request, send
+from upr_protocol.chunk import Chunk, plain_chunk
+from upr_protocol.errors import Status
+from upr_protocol.ids import DESIGN_PREFIX, HistoryId, Operation, PartitionState, SeqNo
+from upr_server.engine import Bucket, Buckets, Partition
+
+DESIGN = DESIGN_PREFIX + b"one"
+OTHER_DESIGN = DESIGN_PREFIX + b"other"
+
+
+class Observer:
+    """Records what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str] | list[bytes]] = []
+
+    def created(self, bucket: Bucket) -> None:
+        self.told.append(("created", bucket.name))
+
+    def deleted(self, bucket: Bucket) -> None:
+        self.told.append(("deleted", bucket.name))
+
+    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
+        assert bucket.name == "b"
+        self.told.append(list(designs))
+
+    def news(self) -> list[tuple[str, str] | list[bytes]]:
+        """What it was told since the last call."""
+        told, self.told = self.told, []
+        return told
+
+
+@pytest.fixture
+def observer() -> Observer:
+    return Observer()
+
+
+@pytest.fixture
+def buckets(observer: Observer) -> Buckets:
+    ids = count(1)
+    return Buckets(lambda: HistoryId(next(ids)), observer=observer)
+
+
+@pytest.fixture
+def partition(buckets: Buckets, observer: Observer) -> Partition:
+    (made,) = buckets.create("b", 1).partitions
+    assert observer.news() == [("created", "b")]
+    return made
+
+
+def test_creations_and_deletions_are_told_and_recovered_buckets_are_not(
+    buckets: Buckets, observer: Observer
+) -> None:
+    buckets.create("new", 1)
+    buckets.create("recovered", 1, is_new=False)
+    buckets.delete("recovered")
+    assert observer.news() == [("created", "new"), ("deleted", "recovered")]
+
+
+def test_each_batch_that_changes_something_is_told_with_its_design_documents(
+    partition: Partition, observer: Observer
+) -> None:
+    put(partition, b"k", DESIGN, b"l", OTHER_DESIGN)
+    put(partition, b"k")
+    assert observer.news() == [[DESIGN, OTHER_DESIGN], []]
+    result = send(
+        partition,
+        request(Operation.ADD, DESIGN),
+        request(Operation.DELETE, OTHER_DESIGN),
+        request(Operation.ADD, b"new"),
+    )
+    assert result.failures == [(0, Status.EXISTS)]
+    assert observer.news() == [[OTHER_DESIGN]], "what failed has not changed"
+    send(partition, request(Operation.ADD, DESIGN))
+    assert observer.news() == [], "nothing has changed"
+
+
+def test_expired_items_are_told(partition: Partition, observer: Observer) -> None:
+    rows = [request(Operation.SET, key, expiry=int(NOW) + 5) for key in (b"k", DESIGN)]
+    send(partition, *rows)
+    observer.news()
+    assert not partition.has_expired(NOW + 4)
+    assert partition.expire(NOW + 4) == 0
+    assert observer.news() == []
+    assert partition.has_expired(NOW + 5)
+    assert partition.expire(NOW + 5) == 2
+    assert observer.news() == [[DESIGN]]
+
+
+def test_only_the_active_has_something_to_expire(partition: Partition) -> None:
+    send(partition, request(Operation.SET, b"k", expiry=int(NOW) + 5))
+    assert partition.has_expired(NOW + 5)
+    partition.become(PartitionState.REPLICA, partition.failover_log)
+    assert not partition.has_expired(NOW + 5)
+
+
+def test_what_a_replica_takes_in_and_undoes_is_told(
+    partition: Partition, observer: Observer
+) -> None:
+    chunks = [
+        plain_chunk([b"k", DESIGN], [b""] * 2),
+        plain_chunk([b"not" + DESIGN, DESIGN_PREFIX[:1]], [b""] * 2),
+        plain_chunk([b"k"], [b""]),
+    ]
+    partition.notify_update(chunks)
+    partition.notify_update(chunks[1:])
+    assert observer.news() == [[DESIGN], []]
+    partition.notify_update(())
+    assert observer.news() == []
+    partition.truncate(SeqNo(0))
+    assert observer.news() == [[DESIGN_PREFIX]], "any of them may have changed"
+
+
+def test_a_deleted_bucket_tells_nothing_more(
+    buckets: Buckets, partition: Partition, observer: Observer
+) -> None:
+    buckets.delete("b")
+    observer.news()
+    put(partition, DESIGN)
+    partition.notify_update([Chunk.build([request(Operation.SET, DESIGN)])])
+    partition.notify_undone()
+    assert observer.news() == []
