@@ -12,10 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_server.engine import (
     BackfillNeeded,
+    MutateResult,
     Partition,
+    PartitionImage,
     SnapshotEndItem,
     WriterToken,
     batch_of,
@@ -126,6 +129,21 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     assert (result.first_seq, result.history_id) == (8, 99)
     assert result.first_cas > 2 * 10**18, "the CAS never falls"
     check_memory(partition, memory)
+
+
+def test_a_cut_after_a_restart_keeps_the_answers_below_it() -> None:
+    """The disk keeps the answers without the high numbers at which they were given."""
+    log = FailoverLog().with_branch(HistoryId(1), SeqNo(0))
+    tokens = [WriterToken(bytes(16), counter) for counter in (1, 2, 3)]
+    answers = {
+        token: MutateResult(HistoryId(1), SeqNo(seq), SeqNo(seq), Cas(seq))
+        for seq, token in enumerate(tokens, 1)
+    }
+    image = PartitionImage(PartitionState.REPLICA, log, SeqNo(3), answers=answers)
+    partition = Partition(PartitionId(0), lambda: HistoryId(9), image=image)
+    assert partition.truncate(SeqNo(2)) == tokens[2:]
+    assert partition.repeated_batches.tokens_above(SeqNo(0)) == tokens[:2]
+    partition.check_invariants()
 
 
 def test_a_cut_forgets_the_answers_above_it() -> None:

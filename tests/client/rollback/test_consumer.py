@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
@@ -26,6 +27,7 @@ from upr_protocol.client import (
     ChecksummedFileError,
     ChunkReceived,
     Completed,
+    Consumer,
     Event,
     Item,
     MemoryStore,
@@ -43,7 +45,7 @@ from upr_protocol.client.rollback.consumer import ABOVE_POSITION
 from upr_protocol.client.rollback.planner import RollbackPlanner
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.errors import BrokenError
-from upr_protocol.failover import FailoverLog
+from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 URL = "upr://fake/b"
@@ -417,6 +419,19 @@ async def test_a_damaged_file_of_received_keys_raises_an_error(
             pass
 
 
+class ConsumerAt:
+    """A consumer that stands at a number, and has nothing to save."""
+
+    def __init__(self, seq: int) -> None:
+        self._position = Position(FailoverLog(), SeqNo(seq), SeqNo(seq), None)
+
+    def position(self, partition: PartitionId) -> Position:
+        return self._position
+
+    async def save(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
 async def test_no_key_is_dropped_while_its_partition_is_about_to_roll_back(tmp_path: Path) -> None:
     """Before the partition's stream is accepted, the application may be given events of other
     partitions, and after each of them the received keys may be trimmed."""
@@ -435,4 +450,10 @@ async def test_no_key_is_dropped_while_its_partition_is_about_to_roll_back(tmp_p
     assert planner.is_compared(partition)
     assert await planner.choose_target(partition, SeqNo(8), "failover") == 8
     assert not planner.is_compared(partition)
+    consumer = RollbackConsumer(cast("Consumer", ConsumerAt(10)), planner, file, [])
+    await consumer.save()
+    assert len(file.keys) == 2
+    assert await planner.compare(StreamAccepted(partition, log), SeqNo(10)) is None
+    await consumer.save()
+    assert len(file.keys) < 2
     file.close()
