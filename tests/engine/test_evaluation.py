@@ -149,6 +149,23 @@ def test_a_batch_of_many_increments_is_worked_out_in_slices(keys: int) -> None:
     partition.check_invariants()
 
 
+def test_a_reader_is_woken_by_what_expires_before_a_batch_that_fails() -> None:
+    partition = new_partition()
+    put(partition, b"stays")
+    send(partition, request(Operation.SET, b"expires", expiry=int(NOW) + 5))
+    woken: list[int] = []
+    cursor = partition.manager.register(
+        "test", partition.high_seq, on_ready=lambda: woken.append(partition.high_seq)
+    ).cursor
+    assert cursor.next() is None
+    batch = batch_of(Chunk.build([request(Operation.ADD, b"stays")]))
+    evaluation = partition.evaluate(batch, now=NOW + 5)
+    assert evaluation is not None
+    assert evaluation.step() == []
+    assert partition.mutate(batch, now=NOW + 5, evaluation=evaluation).failures
+    assert woken == [3]
+
+
 def test_an_evaluation_that_is_done_needs_no_more_steps() -> None:
     partition = new_partition()
     evaluation = partition.evaluate(batch_of(Chunk.build([request(Operation.ADD)])), now=NOW)

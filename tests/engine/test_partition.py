@@ -28,7 +28,9 @@ from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_server.engine import (
+    CheckedChunk,
     MutateResult,
+    MutationBatch,
     Partition,
     PartitionImage,
     WriterToken,
@@ -404,6 +406,19 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
     assert partition.snapshots.open.nbytes < 20_000
     partition.check_invariants()
     assert read(partition).count("@") == 100
+
+
+@pytest.mark.parametrize("size", [1, 300_000])
+def test_some_rows_of_a_chunk_are_stored_alone(size: int) -> None:
+    keys = [b"%d" % index for index in range(6)]
+    checked = CheckedChunk(plain_chunk(keys, [bytes(size)] * 6))
+    partition = new_partition()
+    result = partition.mutate(MutationBatch(checked, 2, 4), now=NOW)
+    assert (result.first_seq, result.last_seq) == (1, 2)
+    assert read(partition) == "(0,2] 2@1 3@2 ."
+    assert value(partition, b"3") == bytes(size)
+    assert value(partition, b"4") is None
+    partition.check_invariants()
 
 
 @pytest.mark.parametrize(("count", "size"), [(10_000, 3), (300, 10_000)])

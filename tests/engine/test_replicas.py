@@ -131,6 +131,43 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     check_memory(partition, memory)
 
 
+def test_a_cut_to_0_forgets_what_was_indexed_and_purged() -> None:
+    partition = new_replicated_partition()
+    write(partition, b"a", b"b")
+    persist(partition)
+    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.restart_at(SeqNo(2))
+    partition.index_advanced(SeqNo(2), 2)
+    partition.purge_seq = SeqNo(1)
+    assert partition.indexed_items == 2
+    partition.truncate(SeqNo(2))
+    assert (partition.purge_seq, partition.indexed_items, partition.eviction.indexed) == (1, 2, 2)
+    partition.truncate(SeqNo(0))
+    assert (partition.purge_seq, partition.indexed_items, partition.eviction.indexed) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("state", "has_new_history", "counts"),
+    [
+        (PartitionState.ACTIVE, False, True),
+        (PartitionState.PENDING, False, True),
+        (PartitionState.REPLICA, False, False),
+        (PartitionState.DEAD, False, False),
+        (PartitionState.ACTIVE, True, False),
+        (PartitionState.PENDING, True, False),
+    ],
+)
+def test_reports_of_replicas_count_while_they_follow_one_history(
+    state: PartitionState, has_new_history: bool, counts: bool
+) -> None:
+    partition = new_replicated_partition()
+    log = partition.failover_log
+    partition.replicas.report("a", SeqNo(5), SeqNo(5))
+    partition.become(state, log.with_branch(HistoryId(9), SeqNo(0)) if has_new_history else log)
+    assert partition.replicas.reached(1) == (5 if counts else 0)
+    assert partition.state is state
+
+
 def test_a_cut_after_a_restart_keeps_the_answers_below_it() -> None:
     """The disk keeps the answers without the high numbers at which they were given."""
     log = FailoverLog().with_branch(HistoryId(1), SeqNo(0))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from upr_protocol.chunk import Mutation, plain_chunk
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.engine import MemoryAccount, MemoryPolicy, MutateResult, WriterToken
+from upr_server.engine import MemoryAccount, MemoryPolicy, MutateResult, WriterToken, batch_of
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.mutate_result import unpack
 from upr_server.engine.publisher_answers import (
@@ -198,6 +201,40 @@ def test_received_answers_are_those_that_the_other_node_gave() -> None:
     (last,) = replica.between(SeqNo(11), SeqNo(12))
     assert unpack(last[3]).attempt == 2
     replica.check_invariants()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([False, False, False, True]),
+            st.sampled_from([None, None, 1, 2, 3]),
+            st.integers(0, 2),
+            st.integers(0, 2),
+        ),
+        min_size=2,
+        max_size=12,
+    )
+)
+def test_a_batch_is_new_just_if_it_has_no_answer(
+    steps: list[tuple[bool, int | None, int, int]],
+) -> None:
+    batches, chunk = RepeatedBatches(MemoryAccount(), {}, SeqNo(0)), plain_chunk([b"k"], [b"v"])
+    high, previous_chain, newest = SeqNo(0), 0, 0
+    for is_refused, drawn_counter, attempt, chain_number in steps:
+        counter = newest + 1 if drawn_counter is None else drawn_counter
+        if is_refused:
+            batches.note_refused(token(counter))
+            continue
+        chain = (0, 1, chunk.chained(previous_chain))[chain_number]
+        batch = batch_of(chunk, token(counter), attempt=attempt, chain=chain)
+        is_new = batches.is_new(batch)
+        answer = batches.answer_unless_new(batch, high)
+        assert is_new == (answer is None)
+        if is_new:
+            high, previous_chain, newest = SeqNo(high + 1), chain, counter
+            result = MutateResult(HistoryId(1), high, high, Cas(high), attempt=attempt, chain=chain)
+            batches.remember(token(counter), result, high)
+        batches.check_invariants()
 
 
 def test_pending_answers_up_to_a_number_are_taken_once() -> None:
