@@ -10,6 +10,7 @@ byte by byte, and Spark adds up what the stream holds.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ import attrs
 import msgspec
 import trio
 
-from deploy.flights import Flights, read_flights, totals_by_carrier, unpack_flights
+from deploy.flights import MONTHS, Flights, read_flights, totals_by_carrier, unpack_flights
 from upr_protocol.client import ChunkReceived, SnapshotEnd, connect, consume
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Operation
@@ -260,8 +261,8 @@ def check_java() -> None:
         )
 
 
-async def demo() -> None:
-    """Runs the demonstration.
+async def demo(months: int) -> None:
+    """Runs the demonstration with the flights of so many months.
 
     Raises:
         DemoError: Contents differ, or something is missing.
@@ -270,7 +271,7 @@ async def demo() -> None:
     check_java()
     with tempfile.TemporaryDirectory(prefix="upr-demo-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        path = unpack_flights(folder)
+        path = unpack_flights(folder, months)
         job_script = str(Path(__file__).with_name("demo_job.py"))
         async with SparkJob.started(job_script, str(path), name, folder=folder) as job:
             say("Starting Spark, and reading the flights that left New York in 2013 …")
@@ -396,8 +397,9 @@ def compare_totals(expected: dict[str, list[int]], totals: dict[str, list[int]])
         raise DemoError(f"Spark's totals differ from the file's: {', '.join(different)}")
 
 
-async def until_signal() -> int:
-    """Runs the demonstration; Ctrl-C and SIGTERM cancel it. Returns the exit code."""
+async def until_signal(months: int) -> int:
+    """Runs the demonstration with the flights of so many months; Ctrl-C and SIGTERM cancel it.
+    Returns the exit code."""
     code = 0
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
@@ -408,16 +410,30 @@ async def until_signal() -> int:
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(stop)
-            await demo()
+            await demo(months)
             nursery.cancel_scope.cancel()
     return code
 
 
 def main() -> int:
     """Runs the demonstration; returns the exit code."""
+    arguments = argparse.ArgumentParser(
+        prog="python -m deploy.demo",
+        description="A Spark job writes flights, consumers stream them, and all contents are "
+        "compared.",
+    )
+    arguments.add_argument(
+        "--months",
+        type=int,
+        choices=range(1, MONTHS + 1),
+        default=MONTHS,
+        metavar="NUMBER",
+        help="the flights of so many months, from January on (default: %(default)s)",
+    )
+    months = arguments.parse_args().months
     code = 1
     try:
-        code = trio.run(until_signal)
+        code = trio.run(until_signal, months)
     except* (DemoError, UprError, FileNotFoundError) as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

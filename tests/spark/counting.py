@@ -1,8 +1,7 @@
 """A driver that streams files of increments into a bucket, and may die in a batch.
 
-`main` takes URL, FOLDER and HOW: `hanging`: the task of the first file hangs until that of the
-second has done its work, then the whole driver is killed. `committed`: the driver is killed when
-the batch is committed at the server and Spark does not know it.
+`main` takes URL and FOLDER: the task of the first file hangs until that of the second has done its
+work, then the whole driver is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from upr_protocol.spark.write_options import WriteOptions
 from upr_protocol.spark.writer import StreamWriter
 
 FOLDER = "UPR_TEST_FOLDER"
-HOW = "UPR_TEST_HOW"
 GROUP = "UPR_TEST_GROUP"
 
 FILES = "spark.sql.files."
@@ -75,17 +73,13 @@ class DyingStreamWriter(StreamWriter):
         context = TaskContext.get()
         assert context is not None
         done = Path(os.environ[FOLDER], "done")
-        if os.environ[HOW] == "hanging" and context.partitionId() == 0:
+        if context.partitionId() == 0:
             while not done.exists():
                 pass
             die()
         message = super().write(iterator)
         done.touch()
         return message
-
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        super().commit(messages, batchId)
-        die()
 
 
 class Dying(UprDataSource):
@@ -99,9 +93,28 @@ class Dying(UprDataSource):
         return DyingStreamWriter(WriteOptions.parse(self.options, schema, overwrite=overwrite))
 
 
+class FailingStreamWriter(StreamWriter):
+    """Fails when the batch is committed at the server, and Spark does not know it."""
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        super().commit(messages, batchId)
+        raise RuntimeError("the driver fails after the commit")
+
+
+class Failing(UprDataSource):
+    """See `FailingStreamWriter`."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "failing"
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+        return FailingStreamWriter(WriteOptions.parse(self.options, schema, overwrite=overwrite))
+
+
 def main() -> None:
-    url, folder, how = sys.argv[1:]
-    os.environ.update({FOLDER: folder, HOW: how, GROUP: str(os.getpgid(0))})
+    url, folder = sys.argv[1:]
+    os.environ.update({FOLDER: folder, GROUP: str(os.getpgid(0))})
     builder = SparkSession.builder.master("local[2]")
     for name, value in SPARK_OPTIONS.items():
         builder = builder.config(name, value)

@@ -46,6 +46,7 @@ class Job(msgspec.Struct):
         dies: `planned`: when it has planned a batch, before it is read. `written`: when the sink
             has written a batch, before Spark knows. Empty for never.
         in_batch: In which batch that is.
+        raises: Whether only the query ends then, with an error of the sink.
     """
 
     work: str
@@ -57,6 +58,11 @@ class Job(msgspec.Struct):
     once: bool = True
     dies: str = ""
     in_batch: int = 0
+    raises: bool = False
+
+
+class SinkError(Exception):
+    """What a query does not survive."""
 
 
 JOB = "UPR_TEST_JOB"
@@ -69,7 +75,9 @@ def job() -> Job:
 
 
 def die() -> None:
-    """The driver is gone: Python, JVM and all."""
+    """The driver is gone: Python, JVM and all; or the query alone."""
+    if job().raises:
+        raise SinkError
     os.killpg(int(os.environ[GROUP]), signal.SIGKILL)
     signal.pause()
 
@@ -127,6 +135,8 @@ def kill_executor_once(when: str) -> None:
 
 def sink(frame: DataFrame, batch: int) -> None:
     """Writes a batch to a file of its own, also when it is done again."""
+    if job().raises and job().dies == "planned" and batch == job().in_batch:
+        die()
     rows = [
         [row.partition, row.history_id, row.seq, row.key.hex(), row.value.hex(), row.deleted]
         for row in frame.select(*COLUMNS).collect()

@@ -13,11 +13,13 @@ import pytest
 
 from tests.kit.process import ROOT
 from tests.spark.bucket import contents
+from tests.spark.class_archive import JAVA_OPTIONS
 
 CLIENT_S = 200.0
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("class_archive")
 def test_a_client_of_spark_connect_reads_writes_and_streams(
     new_bucket: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -27,6 +29,7 @@ def test_a_client_of_spark_connect_reads_writes_and_streams(
         "PYTHONPATH": str(ROOT),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_REMOTE": "local[2]",
+        "SPARK_SUBMIT_OPTS": JAVA_OPTIONS,
     }
     client = subprocess.run(
         [sys.executable, "-m", "tests.spark.connected", url, target, str(tmp_path)],

@@ -1,9 +1,8 @@
-"""The scripts: what they do, and how they end. Two by `spark-submit`, one by Python alone, and all
-of them inside the tests' own session."""
+"""The scripts: what they do, and how they end. One by Python alone, and all of them inside the
+tests' own session. `test_cluster.py` submits them to Spark."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,10 +16,9 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from tests.kit.effort import effort
 from tests.kit.process import ROOT
 from tests.spark.bucket import change, contents, contents_of_rows, drop, put
-from tests.spark.conftest import SPARK_OPTIONS
+from tests.spark.class_archive import JAVA_OPTIONS
 from upr_protocol.spark import commands
 from upr_protocol.spark.__main__ import main
 from upr_protocol.spark.commands import backup, bulk_load, latest_state, restore, snapshot
@@ -28,7 +26,6 @@ from upr_protocol.spark.recipes import command
 
 NewBucket = Callable[..., str]
 SCRIPTS = Path(commands.__path__[0])
-SUBMIT = Path(sys.executable).with_name("spark-submit")
 PATIENCE_S = 110.0
 
 
@@ -37,88 +34,14 @@ def environment() -> Mapping[str, str]:
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_SUBMIT_OPTS": JAVA_OPTIONS,
     }
     return {**os.environ, **here}
-
-
-def submit(
-    script: str, *arguments: str, master: str = "local[2]", more: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    options = [
-        word
-        for name, value in {**SPARK_OPTIONS, **(more or {})}.items()
-        for word in ("--conf", f"{name}={value}")
-    ]
-    return subprocess.run(
-        [str(SUBMIT), "--master", master, *options, str(SCRIPTS / script), *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
 
 
 def ran(script: ModuleType, *arguments: object) -> int:
     """A script's exit code, in the session that there is."""
     return command.run(script.arguments(), script.work, [str(word) for word in arguments])
-
-
-@pytest.mark.timeout(240)
-def test_submitted_to_spark(new_bucket: NewBucket, tmp_path: Path) -> None:
-    url = new_bucket()
-    table = tmp_path / "planes.csv"
-    table.write_text("tailnum,seats\nN1,10\nN2,20\n,30\n")
-    loaded = submit(
-        "bulk_load.py",
-        *(url, str(table), "--format", "csv", "--header", "--key", "tailnum", "--value", "*"),
-        *("--dead-letters", str(tmp_path / "letters")),
-    )
-    assert loaded.returncode == 1, loaded.stderr
-    # Spark puts warnings of its own libraries there, too.
-    assert loaded.stdout.splitlines()[-1].startswith("2 rows written, 1 failed")
-    stored_items = contents(url)
-    assert {key: stored.value for key, stored in stored_items.items()} == {
-        b"N1": b'{"tailnum":"N1","seats":"10"}',
-        b"N2": b'{"tailnum":"N2","seats":"20"}',
-    }
-
-
-@pytest.mark.timeout(240)
-def test_a_cluster_of_two_workers_runs_them(new_bucket: NewBucket, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.mkdir()
-    logged = {
-        "spark.eventLog.enabled": "true",
-        "spark.eventLog.compress": "false",
-        "spark.eventLog.dir": log.as_uri(),
-    }
-    url, target = new_bucket(), new_bucket()
-    change(url, put(range(200)))
-    table = tmp_path / "table"
-    words_of = {
-        "latest_state.py": (
-            *(url, str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--once"),
-            *("--option", "minPartitions=4"),
-        ),
-        "backup.py": (url, str(tmp_path / "backup")),
-        "restore.py": (str(tmp_path / "backup"), target),
-        "snapshot.py": (url, str(tmp_path / "snapshot")),
-    }
-    # Each takes half a minute: one stands for all, unless there is time.
-    for script in list(words_of)[: effort(1, len(words_of))]:
-        submitted = submit(script, *words_of[script], master="local-cluster[2,1,1024]", more=logged)
-        assert submitted.returncode == 0, submitted.stderr[-4000:]
-    table_rows = DeltaTable(table).to_pyarrow_table().to_pylist()
-    assert contents_of_rows(table_rows) == contents(url)
-    lines = [line for path in log.rglob("events_*") for line in path.read_text().splitlines()]
-    events = [json.loads(line) for line in lines]
-    executors = {
-        event["Task Info"]["Executor ID"]
-        for event in events
-        if event["Event"] == "SparkListenerTaskEnd"
-    }
-    assert executors == {"0", "1"}, "each worker's executor had tasks"
 
 
 @contextmanager
@@ -139,6 +62,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("class_archive")
 def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
     url = new_bucket()
     change(url, put(range(10)))

@@ -14,14 +14,14 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.process import ROOT, environment
-from tests.spark.counting import ONE_TASK, TWO_TASKS, count, put_increments
+from tests.spark.counting import ONE_TASK, TWO_TASKS, Failing, count, put_increments
 from tests.spark.test_writer import contents
 from upr_protocol.client import BlockingClient
 
 NewBucket = Callable[..., str]
 
 
-def run_and_die(url: str, folder: Path, how: str) -> None:
+def run_and_die(url: str, folder: Path) -> None:
     """Has a driver of its own write the batch in two tasks, and die."""
     process = subprocess.run(
         [
@@ -30,7 +30,6 @@ def run_and_die(url: str, folder: Path, how: str) -> None:
             "from tests.spark.counting import main; main()",
             url,
             str(folder),
-            how,
         ],
         cwd=ROOT,
         env=environment(PYSPARK_PYTHON=sys.executable, PYTHONPATH=str(ROOT)),
@@ -45,14 +44,20 @@ def run_and_die(url: str, folder: Path, how: str) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["hanging", "committed"])
+@pytest.mark.parametrize("how", ["killed while a task hangs", "failed after the commit"])
 def test_a_batch_that_runs_again_in_one_task_counts_once(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path, how: str
 ) -> None:
     url = new_bucket()
     for name in ("first", "second"):
         put_increments(tmp_path, name, [f"counter-{index % 10}" for index in range(5000)])
-    run_and_die(url, tmp_path, how)
+    if how == "killed while a task hangs":
+        run_and_die(url, tmp_path)
+    else:
+        spark.dataSource.register(Failing)
+        with pytest.raises(PySparkException, match="the driver fails after the commit"):
+            count(spark, url, tmp_path, Failing.name(), TWO_TASKS)
+        assert contents(url) == {b"counter-%d" % index: b"1000" for index in range(10)}
     count(spark, url, tmp_path, "upr", ONE_TASK)
     assert contents(url) == {b"counter-%d" % index: b"1000" for index in range(10)}
     put_increments(tmp_path, "third", ["counter-0"])

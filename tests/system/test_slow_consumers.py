@@ -195,7 +195,7 @@ async def test_a_consumer_that_is_stopped_inside_a_snapshot(tmp_path: Path) -> N
 
 @pytest.mark.timeout(600)
 async def test_many_consumers_that_are_stopped(tmp_path: Path) -> None:
-    many = effort(100, 500)
+    many = effort(50, 500)
     _, descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors_max < 4 * many:
         pytest.skip(f"it needs {4 * many} descriptors, and there are {descriptors_max}")
