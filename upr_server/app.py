@@ -244,6 +244,7 @@ async def _accepting(
             nursery.start_soon(server.upkeep.free_memory)
             nursery.start_soon(server.upkeep.expire)
             nursery.start_soon(server.connections.resources.frame_budget.run)
+            nursery.start_soon(server.connections.resources.step_writes.run)
             nursery.start_soon(server.partition_maps.run)
             nursery.start_soon(MapExchange(server.partition_maps).run)
             nursery.start_soon(UserExchange(server.users, server.partition_maps).run)

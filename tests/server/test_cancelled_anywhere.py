@@ -28,6 +28,7 @@ from tests.kit.certificates import Certificates
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
 from tests.kit.process import children_of
 from tests.server.test_backfill import Model
+from tests.server.test_step_writes import Recorder
 from tests.storage.log_model import record_of
 from tests.storage.test_store import BUCKET, create, some_write
 from upr_protocol.address import Address
@@ -47,6 +48,7 @@ from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.partition_request_queue import LongRequestTurns
+from upr_server.net.step_writes import WOKEN_MAX, StepWrites
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -405,6 +407,31 @@ async def test_room_for_unfinished_frames(autojump_clock: MockClock) -> None:
         budget.check_invariants()
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
+
+
+WAKING: Final = tries(StepWrites.run)
+
+
+async def test_writers_that_are_woken_some_in_each_turn() -> None:
+    """All of them are, in any case."""
+    connections: list[Recorder] = []
+
+    async def work() -> None:
+        writes = StepWrites()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(writes.run)
+            await trio.lowlevel.checkpoint()
+            connections[:] = [Recorder(writes) for _ in range(2 * WOKEN_MAX)]
+            for connection in connections:
+                writes.add(connection)
+            for _ in range(3):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+
+    def look() -> None:
+        assert all(connection.calls == ["woken"] for connection in connections)
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*WAKING)
 
 
 TURNS: Final = tries(LongRequestTurns.next_turn)

@@ -15,7 +15,7 @@ from tests.server.test_connection import Peer, connected, make_server, sets
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Credit, CycleEnd, Go, Noop, PartitionSnapshot
 from upr_server.app import Server
-from upr_server.net.step_writes import DIRECT_MAX, StepWrites
+from upr_server.net.step_writes import DIRECT_MAX, WOKEN_MAX, StepWrites
 
 
 class Recorder:
@@ -70,6 +70,29 @@ def test_a_connection_that_cannot_be_written_to_does_not_keep_others_waiting() -
         ["woken"],
         ["written", "woken"],
     ]
+
+
+async def test_very_many_writers_are_woken_some_in_each_turn() -> None:
+    writes = StepWrites()
+    connections = [Recorder(writes) for _ in range(3 * WOKEN_MAX)]
+
+    def woken_count() -> int:
+        return sum(connection.calls == ["woken"] for connection in connections)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(writes.run)
+        await trio.testing.wait_all_tasks_blocked()
+        for connection in connections:
+            writes.add(connection)
+        counts = [woken_count()]
+        while counts[-1] < len(connections):
+            await trio.lowlevel.checkpoint()
+            counts.append(woken_count())
+        assert sorted(set(counts)) == [WOKEN_MAX, 2 * WOKEN_MAX, 3 * WOKEN_MAX]
+        for connection in connections:
+            writes.add(connection)
+        nursery.cancel_scope.cancel()
+    assert all(connection.calls == ["woken", "woken"] for connection in connections)
 
 
 class StepCounter(trio.abc.Instrument):
