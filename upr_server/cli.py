@@ -287,6 +287,11 @@ Exit codes:
 """
 
 _INIT_EXITS = """\b
+Examples:
+  upr-server init --user ada
+  upr-server init --from uprs://db1:12000 --user node2 --password-file node2.password
+
+\b
 Exit codes:
   0    the data directory has users
   1    it has users already, is in use or not writable, or the other node did not give any
@@ -345,15 +350,10 @@ def init_command(
     source: str | None,
     **files: str,
 ) -> None:
-    r"""Make the first user of a cluster, or give another node its users.
+    """Make the first user of a cluster, or give another node its users.
 
     A server whose data directory has users lets nobody do anything without a log-in. Run this
     before the first start of each node; one node gets the first user, the others copy from it.
-
-    \b
-    Examples:
-      upr-server init --user ada
-      upr-server init --from uprs://db1:12000 --user node2 --password-file node2.password
     """
     try:
         if source is not None:
@@ -372,7 +372,8 @@ def init_command(
     except* (UprError, OSError) as errors:
         _say(str(first_failure(errors)))
         sys.exit(EXIT_FAILED)
-    click.echo(f"{data_dir} has {len(users.users)} users, of revision {users.revision}")
+    names = ", ".join(users.users)
+    click.echo(f"{data_dir} has the users of revision {users.revision}: {names}")
 
 
 def _first_users(name: str, password_file: str | None, *, certificate_only: bool) -> Users:
