@@ -21,7 +21,7 @@ from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
-from upr_server.runtime import BoundListeners, Certificates, System, certificate_files
+from upr_server.runtime import AuditLog, BoundListeners, Certificates, System, certificate_files
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
@@ -45,6 +45,7 @@ class Server:
         bus: The event bus; None for none.
         port: The port it listens on.
         certificates: Encrypts its connections; None for connections in the clear.
+        audit_log: Where it is noted who asked for what; None for nowhere.
 
     Attributes:
         host: The address it listens on.
@@ -66,6 +67,7 @@ class Server:
         bus: EventBus | None = None,
         port: int = 0,
         certificates: Certificates | None = None,
+        audit_log: AuditLog | None = None,
     ) -> None:
         self.host, _ = config.address()
         self.port = port
@@ -101,6 +103,7 @@ class Server:
             send_timeout_s=config.send_timeout_s,
             replication_timeout_s=config.replication_timeout_s,
             certificates=certificates,
+            audit_log=audit_log,
         )
 
     def url(self, bucket: str = "") -> str:
@@ -129,7 +132,10 @@ class Server:
 
 @asynccontextmanager
 async def running_server(
-    config: ServerConfig, store: Store, system: System | None = None
+    config: ServerConfig,
+    store: Store,
+    system: System | None = None,
+    audit_log: AuditLog | None = None,
 ) -> AsyncIterator[Server]:
     """A server that runs for as long as the context.
 
@@ -141,9 +147,12 @@ async def running_server(
         config: What it is told.
         store: Its disk.
         system: Its clock, chance and network; by default the real ones.
+        audit_log: Where it is noted who asked for what, if there are users; None for nowhere. It is
+            started and stopped here.
 
     Raises:
         ConfigError: Strangers could do what they like; see `ServerConfig.check_exposure`.
+        AuditLogError: The audit log cannot be written.
         TlsError: A certificate cannot be used.
         ListenError: The address cannot be listened on.
         StorageError: The disk failed.
@@ -159,11 +168,12 @@ async def running_server(
     # An address that is not to be had is noticed before anything of a bucket is touched; a client
     # that connects before it is served waits for that.
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
-        server = Server(config, store, system, bus, bound.port, certificates)
+        server = Server(config, store, system, bus, bound.port, certificates, audit_log)
         nursery.start_soon(_end_when_failed, store)
         await server.users.load()
-        config.check_exposure(has_users=not server.users.users.is_open)
-        async with server.recovered():
+        has_users = not server.users.users.is_open
+        config.check_exposure(has_users=has_users)
+        async with _noting(audit_log if has_users else None), server.recovered():
             # Not before the disk was found to be in order: a start that fails changes nothing. And
             # before any bucket changes, as that has to be counted in the restored queues.
             if bus is not None:
@@ -178,6 +188,19 @@ async def running_server(
         if bus is not None:
             await bus.save()
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _noting(audit_log: AuditLog | None) -> AsyncIterator[None]:
+    """Writes the audit log, if there is one."""
+    if audit_log is None:
+        yield
+        return
+    audit_log.start()
+    try:
+        yield
+    finally:
+        audit_log.stop()
 
 
 @asynccontextmanager

@@ -87,6 +87,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             certificate. The user needs the right `replicate`.
         node_password_file: The file with that user's password in its first line, which is read at
             each connection.
+        audit_log: The file in which it is noted who asked for what, if there are users; empty for
+            `audit.jsonl` in the data directory.
         data_dir: Where buckets are kept; empty for the platform's data directory.
         disk_bytes_max: How large each file there may become; 0 for the size of the disk, and at
             most 256 GiB.
@@ -118,6 +120,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure_no_authentication: bool = False
     node_user: str = ""
     node_password_file: str = ""
+    audit_log: str = ""
     data_dir: str = ""
     disk_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     purge_age_s: _Seconds = 3 * 24 * 3600.0
@@ -138,6 +141,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def data_path(self) -> Path:
         """The data directory."""
         return Path(self.data_dir) if self.data_dir else default_data_dir()
+
+    def audit_path(self) -> Path:
+        """The file of the audit log."""
+        return Path(self.audit_log) if self.audit_log else self.data_path() / "audit.jsonl"
 
     def node_security(self) -> Security:
         """How links to other nodes are protected, and how this node logs in there."""

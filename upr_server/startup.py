@@ -6,6 +6,7 @@ This imports only what starts them.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import trio
 
 from upr_protocol.concurrency import background, first_failure
 from upr_server.config import ServerConfig
-from upr_server.runtime import is_loopback, run_until_signal
+from upr_server.runtime import AuditLog, is_loopback, run_until_signal
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.processes import open_store
 
@@ -33,7 +34,8 @@ async def started_server(config: ServerConfig) -> AsyncIterator[Server]:
         # yet whom it could hold up.
         from upr_server.app import running_server
 
-        async with running_server(config, store) as server:
+        audit_log = AuditLog(config.audit_path(), time.time)
+        async with running_server(config, store, audit_log=audit_log) as server:
             yield server
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -28,6 +30,7 @@ from upr_protocol.users import (
     User,
     UserListing,
     Users,
+    Verifier,
 )
 from upr_protocol.wire import (
     MESSAGES,
@@ -61,6 +64,7 @@ from upr_protocol.wire import (
 )
 from upr_server.app import Server
 from upr_server.net.access import NEEDED, Access
+from upr_server.runtime import AuditLog
 from upr_server.storage.simulated import SimulatedStore
 from upr_server.user_store import UserStore
 
@@ -435,3 +439,41 @@ async def test_a_node_is_told_the_users_that_it_does_not_have() -> None:
         await peer.say(GetUsers(users.revision, users.digest, opaque=peer.opaque()))
         reply = await peer.hear(UsersReply)
         assert (reply.revision, reply.document) == (users.revision, "")
+
+
+# The audit log.
+
+
+async def test_the_audit_log_has_who_asked_for_what(tmp_path: Path) -> None:
+    audit_log = AuditLog(tmp_path / "audit.jsonl", lambda: 0.0)
+    grants = (Grant(Right.OPERATE, "c"), Grant(Right.SECURE, EVERYTHING))
+    async with logged_in(*grants) as (server, peer):
+        (connection,) = server.connections.connections
+        connection.context.access._audit_log = audit_log
+        audit_log.start()
+        await peer.say()
+        await peer.hear(HelloReply)
+        verifier = Verifier(b"the salt is here", 4096, b"k" * 32, b"v" * 32)
+        change = AddUser("eve", verifier)
+        await peer.say(
+            CreateBucket("c", 1, opaque=peer.opaque()),
+            DeleteBucket("b", opaque=peer.opaque()),
+            ListBuckets(opaque=peer.opaque()),
+            ChangeUsers(change.to_json(), opaque=peer.opaque()),
+        )
+        await peer.hear(UsersReply)
+        audit_log.stop()
+    text = (tmp_path / "audit.jsonl").read_text()
+    noted = [
+        (line["user"], line["peer"], line["request"], line["bucket"], line["allowed"])
+        for line in map(json.loads, text.splitlines())
+        if line["event"] == "request"
+    ]
+    assert noted == [
+        (USER, "memory", "CreateBucket", "c", True),
+        (USER, "memory", "DeleteBucket", "b", False),
+        (USER, "memory", "ChangeUsers", "", True),
+    ]
+    assert "AddUser(name='eve'" in text
+    for secret in ("the salt is here", "kkkk", "vvvv"):
+        assert secret not in text

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
-from upr_protocol.users import EVERY_RIGHT, SERVER, Right
+from upr_protocol.users import EVERY_RIGHT, SERVER, Right, UsersError, user_change_from_json
 from upr_protocol.wire import (
     Ack,
     Await,
@@ -41,6 +41,7 @@ from upr_protocol.wire import (
     Stats,
     Stream,
 )
+from upr_server.runtime import AuditLog
 from upr_server.user_store import UserStore
 
 Rights = frozenset[Right]
@@ -61,19 +62,23 @@ class Access:
 
     Args:
         users: The users of the cluster.
+        peer: The client's address.
+        audit_log: Where it is noted what the client asks for; None for nowhere.
 
     Attributes:
         user_name: The user who logged in; None before that.
         rights: What the client may do with the bucket that it opened.
     """
 
-    __slots__ = ("_bucket_name", "_users", "rights", "user_name")
+    __slots__ = ("_audit_log", "_bucket_name", "_peer", "_users", "rights", "user_name")
 
-    def __init__(self, users: UserStore) -> None:
+    def __init__(self, users: UserStore, peer: str = "", audit_log: AuditLog | None = None) -> None:
         self.user_name: str | None = None
         self.rights: Rights = frozenset()
         self._bucket_name = SERVER
         self._users = users
+        self._peer = peer
+        self._audit_log = audit_log
 
     @property
     def is_lost(self) -> bool:
@@ -99,8 +104,28 @@ class Access:
         """Whether the client may know of a bucket. O(grants)."""
         return not USE.isdisjoint(self.rights_on(bucket))
 
+    def note_log_in(self, name: str, mechanism: str, *, allowed: bool) -> None:
+        """Notes in the audit log that the client logged in, or tried to."""
+        if self._audit_log is not None:
+            self._audit_log.note(
+                "log-in", user=name, peer=self._peer, mechanism=mechanism, allowed=allowed
+            )
+
+    def _note(self, message: Message, bucket: str, *, allowed: bool) -> None:
+        if self._audit_log is not None:
+            self._audit_log.note(
+                "request",
+                user=self.user_name,
+                peer=self._peer,
+                request=type(message).__name__,
+                bucket=bucket,
+                allowed=allowed,
+                detail=_detail(message),
+            )
+
     def check(self, message: Message) -> None:
-        """Checks what the client asks for. O(1), for messages about the bucket that it opened.
+        """Checks what the client asks for. O(1), for messages about the bucket that it opened. What
+        is refused, and what changes more than keys, is noted in the audit log.
 
         Raises:
             ServerError: `NOT_ALLOWED`: the client may not do it.
@@ -112,12 +137,17 @@ class Access:
             # These are nearly all the messages that there are.
             if needed.isdisjoint(self.rights):
                 raise self._refusal(message, needed, self._bucket_name)
+            if type(message) in AUDITED:
+                self._note(message, self._bucket_name, allowed=True)
         elif needed is not None:
             rights, bucket = needed(message)
             if bucket is not None and rights.isdisjoint(self.rights_on(bucket)):
                 raise self._refusal(message, rights, bucket)
+            if type(message) in AUDITED:
+                self._note(message, bucket or SERVER, allowed=True)
 
     def _refusal(self, message: Message, needed: Rights, bucket: str) -> ServerError:
+        self._note(message, bucket, allowed=False)
         names = " or ".join(right.value for right in Right if right in needed)
         who = "somebody who did not log in" if self.user_name is None else f"user {self.user_name}"
         where = f"bucket {bucket}" if bucket else "the server itself (*)"
@@ -125,6 +155,16 @@ class Access:
             Status.NOT_ALLOWED,
             f"{who} may not do this: {type(message).__name__} needs the right {names} on {where}",
         )
+
+
+def _detail(message: Message) -> str:
+    """What the audit log tells of a request beside its bucket: nothing secret."""
+    if isinstance(message, ChangeUsers):
+        try:
+            return repr(user_change_from_json(message.change))
+        except UsersError as error:
+            return str(error)
+    return message.address if isinstance(message, Join) else ""
 
 
 def _of_map(message: SetMap) -> tuple[Rights, str]:
@@ -179,3 +219,7 @@ NEEDED: Final[Mapping[type[Message], Need]] = {
     Await: USE,
 }
 """For every message that a client may send, what it needs."""
+
+AUDITED: Final = frozenset({CreateBucket, DeleteBucket, SetMap, Join, Lease, ChangeUsers})
+"""What the audit log has of what is allowed. To note every request would cost more than most of
+them do."""

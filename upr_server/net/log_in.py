@@ -174,9 +174,10 @@ class LogInExchange:
         if request.data:
             self._session.fail(Status.MALFORMED, "LogIn: EXTERNAL has no data")
         elif self._log_ins.users.users.get(name) is None:
-            return self._refuse(name, f"no user has the name in the client's certificate, {name!r}")
+            sentence = f"no user has the name in the client's certificate, {name!r}"
+            return self._refuse(name, EXTERNAL, sentence)
         else:
-            self._accept(name, b"")
+            self._accept(name, EXTERNAL, b"")
         return None
 
     def _challenge(self, request: LogIn) -> None:
@@ -212,15 +213,17 @@ class LogInExchange:
         # Since the challenge, the user may have been removed, or have got another password.
         user = self._log_ins.users.users.get(name)
         if outcome is None or user is None or user.verifier != verifier:
-            return self._refuse(name, _WRONG)
-        self._accept(name, outcome)
+            return self._refuse(name, SCRAM, _WRONG)
+        self._accept(name, SCRAM, outcome)
         return None
 
-    def _accept(self, name: str, outcome: bytes) -> None:
+    def _accept(self, name: str, mechanism: str, outcome: bytes) -> None:
         self._access.user_name = name
+        self._access.note_log_in(name, mechanism, allowed=True)
         self._session.send(LoggedIn(outcome))
 
-    def _refuse(self, name: str, sentence: str) -> LateAnswer:
+    def _refuse(self, name: str, mechanism: str, sentence: str) -> LateAnswer:
+        self._access.note_log_in(name, mechanism, allowed=False)
         self._log_ins.failures.count(self._host, trio.current_time())
         log.warning("log-in failed", peer=self._peer, user=name, reason=sentence)
 

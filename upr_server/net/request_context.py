@@ -79,7 +79,7 @@ class RequestContext:
         wake: Callable[[], None],
     ) -> None:
         self.bucket: Bucket | None = None
-        self.access = Access(resources.users)
+        self.access = Access(resources.users, peer, resources.audit_log)
         self.log_in = LogInExchange(resources.log_ins, session, stream, peer, self.access, wake)
         self.catalog = resources.catalog
         self.users = resources.users

@@ -18,7 +18,7 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogIns
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
-from upr_server.runtime import TurnTimer
+from upr_server.runtime import AuditLog, TurnTimer
 from upr_server.user_store import UserStore
 
 REPLICATION_TIMEOUT_S: Final = 30.0
@@ -97,6 +97,7 @@ class ServerResources:
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
         statistics_of: The figures of a bucket, or of the server for an empty name, in steps.
+        audit_log: Where it is noted who asked for what; None for nowhere.
         turn_timer: Measures the loop, if it was started.
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
@@ -115,6 +116,7 @@ class ServerResources:
     statistics_of: Callable[[str], Generator[None, None, dict[str, object]]]
     send_timeout_s: float = SEND_TIMEOUT_S
     replication_timeout_s: float = REPLICATION_TIMEOUT_S
+    audit_log: AuditLog | None = None
     turn_timer: TurnTimer = attrs.field(factory=TurnTimer)
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)

@@ -22,7 +22,7 @@ from upr_server.net.credit import CreditShares
 from upr_server.net.log_in import LogIns
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
-from upr_server.runtime import Certificates
+from upr_server.runtime import AuditLog, Certificates
 from upr_server.user_store import UserStore
 
 CONNECTIONS_TOLD_MAX: Final = 1000
@@ -60,6 +60,7 @@ class ConnectionServer:
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
         certificates: Encrypts connections; None for connections in the clear.
+        audit_log: Where it is noted who asked for what; None for nowhere.
 
     Attributes:
         connections: The connections that are open.
@@ -82,6 +83,7 @@ class ConnectionServer:
         send_timeout_s: float,
         replication_timeout_s: float,
         certificates: Certificates | None = None,
+        audit_log: AuditLog | None = None,
     ) -> None:
         self.connections: dict[AcceptedConnection, None] = {}
         self.resources = ServerResources(
@@ -96,6 +98,7 @@ class ConnectionServer:
             self.statistics,
             send_timeout_s,
             replication_timeout_s,
+            audit_log,
         )
         self.handlers = handlers
         self._connections_max = connections_max
@@ -225,6 +228,7 @@ class ConnectionServer:
                 "uptime_s": trio.current_time() - self._started_at,
                 "connections": len(self.connections),
                 "connections_refused": self._refused,
+                "audit_lines_lost": 0 if resources.audit_log is None else resources.audit_log.lost,
                 "log_ins_failed": resources.log_ins.failures.failed,
                 "log_ins_refused": resources.log_ins.failures.refused,
                 "longest_turn_s": round(resources.turn_timer.longest_turn_s, 6),

@@ -1,5 +1,6 @@
 """What both processes need, the server and the indexer: settings, logs, listeners, signals."""
 
+from upr_server.runtime.audit_log import AuditLog, AuditLogError
 from upr_server.runtime.certificates import CertificateFiles, Certificates, certificate_files
 from upr_server.runtime.listeners import (
     BoundListeners,
@@ -22,6 +23,8 @@ from upr_server.runtime.system import System
 from upr_server.runtime.turn_timer import TurnTimer
 
 __all__ = [
+    "AuditLog",
+    "AuditLogError",
     "BoundListeners",
     "CertificateFiles",
     "Certificates",
