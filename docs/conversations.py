@@ -62,7 +62,7 @@ from upr_protocol.wire import (
     decode,
 )
 from upr_protocol.wire.frame import pack_header
-from upr_server.app import running_server
+from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.runtime import System
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
@@ -223,19 +223,23 @@ async def _record() -> list[Conversation]:
     directory = SimulatedDirectory()
 
     async def record(
-        port: int, title: str, about: str, play: Callable[[Recorder], Awaitable[None]]
+        server: Server, title: str, about: str, play: Callable[[Recorder], Awaitable[None]]
     ) -> None:
         conversation = Conversation(title, about)
-        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        # The client is told how much is on disk: that must not depend on how fast this machine is.
+        partition = server.catalog.bucket(BUCKET).partitions[P5]
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
+        await disk.flusher.wait_until_persisted(partition, partition.high_seq)
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
         async with stream:
             client = Recorder(stream, conversation)
             await client.open()
             await play(client)
         recorded.append(conversation)
 
-    async with _server(directory) as (port, log):
+    async with _server(directory) as (server, log):
         await record(
-            port,
+            server,
             "A consumer and publisher",
             "A client introduces itself, opens a bucket and learns its partitions' histories, asks "
             "for a stream, and says `Go`. It receives a snapshot, acknowledges it, sends a barrier "
@@ -245,7 +249,7 @@ async def _record() -> list[Conversation]:
         )
         recorded[0].shown_from = 0
         await record(
-            port,
+            server,
             "Resuming inside a snapshot, and the end of a stream",
             "The client lost its connection when it had received the numbers up to 2 of a snapshot "
             "(0, 3], and wants no more than that snapshot. The server sends the rest of it, and "
@@ -253,7 +257,7 @@ async def _record() -> list[Conversation]:
             lambda client: _resume(client, log),
         )
         await record(
-            port,
+            server,
             "A rollback",
             "The client followed another server, whose history branched off at 3, and has come "
             "to 7 there. This server has it go back to 3. The client undoes what came after, drops "
@@ -261,24 +265,24 @@ async def _record() -> list[Conversation]:
             lambda client: _roll_back(client, log),
         )
         await record(
-            port, "Reading keys", "One of the two keys that the client asks for is missing.", _get
+            server, "Reading keys", "One of the two keys that the client asks for is missing.", _get
         )
         await record(
-            port,
+            server,
             "A refusal",
             "The client reads in a history that the server does not have. The connection goes on.",
             _refuse,
         )
         await record(
-            port,
+            server,
             "An error",
             "The client sends a barrier before `Go`. The server says what is wrong, and closes the "
             "connection.",
             _break,
         )
-    async with _server(directory) as (port, _):
+    async with _server(directory) as (server, _):
         await record(
-            port,
+            server,
             "A snapshot from disk",
             "The server was stopped and started again, and has nothing in memory: what the client "
             "asks for is read from the disk.",
@@ -288,7 +292,7 @@ async def _record() -> list[Conversation]:
 
 
 @asynccontextmanager
-async def _server(directory: SimulatedDirectory) -> AsyncIterator[tuple[int, FailoverLog]]:
+async def _server(directory: SimulatedDirectory) -> AsyncIterator[tuple[Server, FailoverLog]]:
     """A server, and the log of partition 5. A new one's bucket has two keys, one set twice."""
     config = ServerConfig(
         listen="127.0.0.1:0",
@@ -313,4 +317,4 @@ async def _server(directory: SimulatedDirectory) -> AsyncIterator[tuple[int, Fai
                 bundle = Bundle.of_one(P5, rows)
                 await writer.say(Mutate(bundle, durability=Durability.PERSISTED, opaque=2))
                 await writer.hear(Credit, MutateReply)
-        yield server.port, partition.failover_log
+        yield server, partition.failover_log

@@ -18,7 +18,13 @@ class Connection {
     const connection = new Connection(net.connect({ host, port, noDelay: true }), windowBytes, onStream)
     const answer = connection._waitFor('HelloReply')
     connection._send('Hello', { versions: [1], features: 0, window_bytes: windowBytes, idle_interval_s: idleIntervalS, identity })
-    connection._keepAlive((await answer).idle_interval_s * 1000)
+    const { idle_interval_s: agreedS, mechanisms } = await answer
+    if (mechanisms.length) {
+      const error = new Error(`the server wants its clients to log in (${mechanisms.join(', ')}), and this client cannot`)
+      connection._fail(error)
+      throw error
+    }
+    connection._keepAlive(agreedS * 1000)
     return connection
   }
 

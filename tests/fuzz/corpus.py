@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from tests.fuzz import log_in
 from tests.fuzz.frames import MENDED
 from tests.fuzz.sessions import CHALLENGE, FIRST, LATE, LOG_IN, PROOF, RESPONSE
 from tests.protocol.session.kit import (
@@ -184,6 +185,19 @@ def _conversation(
     yield name, bytes([first, behind]) + encoded(*messages)
 
 
+def _log_in() -> Iterator[tuple[str, bytes]]:
+    for name, kind, message in (
+        ("first", log_in.FIRST, log_in.client().first()),
+        ("first-unbound", log_in.FIRST, b"n,,n=a=2Cb=3D,r=client"),
+        ("final", log_in.FINAL, log_in.RIGHT_FINAL),
+        ("challenge", log_in.CHALLENGE, log_in.RIGHT_CHALLENGE),
+        ("outcome", log_in.OUTCOME, log_in.RIGHT_OUTCOME),
+        # The least that has an algorithm of a signature: ECDSA with SHA-256.
+        ("certificate", log_in.CERTIFICATE, bytes.fromhex("300e3000300a06082a8648ce3d040302")),
+    ):
+        yield name, bytes([kind]) + message
+
+
 def _several(stored: bool) -> Chunk:
     """Keys and values of several lengths, and every operation."""
     operations = STORED_OPERATIONS if stored else PUBLISHED_OPERATIONS
@@ -254,6 +268,7 @@ _MADE: Final = {
     "messages": _messages,
     "server": _server,
     "client": _client,
+    "log-in": _log_in,
     "chunk": _chunk,
     "stored": _stored,
     "record": _record,

@@ -11,6 +11,7 @@ from typing import Final
 
 from tests.fuzz.chunks import chunk, record, stored
 from tests.fuzz.frames import frames, messages
+from tests.fuzz.log_in import log_in
 from tests.fuzz.sessions import client, server
 
 TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
@@ -18,6 +19,7 @@ TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
     "messages": messages,
     "server": server,
     "client": client,
+    "log-in": log_in,
     "chunk": chunk,
     "stored": stored,
     "record": record,

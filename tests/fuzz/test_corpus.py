@@ -19,7 +19,7 @@ from upr_protocol.session import Session
 from upr_protocol.wire import MESSAGES, Close, Error, Message
 
 MUTATIONS: Final = 20_000
-MUTATIONS_OF_SLOW: Final = {"frames": 3000, "server": 4000, "client": 4000}
+MUTATIONS_OF_SLOW: Final = {"frames": 3000, "server": 4000, "client": 4000, "log-in": 6000}
 """Of each target's corpus together: one to three seconds."""
 
 

@@ -46,6 +46,7 @@ from upr_protocol.wire import (
     Hello,
     Lease,
     LeaseAction,
+    LogIn,
     Message,
     Mutate,
     NextEvents,
@@ -277,6 +278,15 @@ def _cases() -> list[WrongInput]:
     control = _hello(identity="a\x1b[2J")
     case("an identity with control characters", control, closed, Status.MALFORMED)
     case("nothing within 10 s", None, closed, Status.IDLE)
+
+    case = topic("the log-in", Progress.GREETED)
+    unasked = LogIn("SCRAM-SHA-256", b"n,,n=user,r=nonce")
+    case("`LogIn` where nobody needs to log in", unasked, closed, Status.OUT_OF_TURN)
+    case("anything else before it, where everybody must", None, closed, Status.OUT_OF_TURN)
+    case("a mechanism that `HelloReply` does not name", None, closed, Status.LOG_IN_FAILED)
+    case("a message that does not fit the mechanism", None, closed, Status.MALFORMED)
+    case("a user, a password or a certificate", None, closed, Status.LOG_IN_FAILED)
+    case("one more attempt, after too many have failed", None, closed, Status.TOO_MANY)
 
     case = topic("any request", Progress.OPENED)
     in_use = encoded(_stream(), Stats(opaque=OPAQUE))
