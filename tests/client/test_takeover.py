@@ -163,9 +163,11 @@ async def test_a_lost_answer_to_the_activation_is_asked_for_again(
         group.check()
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
 async def test_partitions_are_handed_back_if_the_target_stops_answering(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
+    """Also if the target can be fenced in the end: it was active in the history until then."""
     async with running_servers("ab") as group:
         before = logs(group, "a")
         activated: list[list[list[FailoverLog]]] = []
@@ -173,6 +175,8 @@ async def test_partitions_are_handed_back_if_the_target_stops_answering(
         def on_progress(sentence: str) -> None:
             if "hands over" in sentence:
                 activated.append(_lose_answers(monkeypatch, group, once=False))
+            elif comes_back and "may or may not be active" in sentence:
+                group.proxies["b"].heal()
             group.check()
 
         operator = group.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=0.3)

@@ -165,7 +165,7 @@ def test_only_the_active_takes_writes(state: PartitionState) -> None:
     partition.state = state
     result = put(partition, b"b")
     assert result.status is Status.WRONG_STATE
-    assert (result.first_seq, result.last_seq) == (2, 1)
+    assert (result.first_seq, result.last_seq, result.first_cas) == (2, 1, 0)
     assert partition.high_seq == 1
 
 
