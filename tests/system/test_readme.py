@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from docs.five_minutes import PICTURE, README, Step, draw, run_commands, server
-from tests.kit.process import UPR, run, server_process
+from tests.kit.process import UPR, UPR_SERVER, run, server_process
 
 
 def test_every_command_of_the_first_five_minutes_works_and_is_in_the_picture(
@@ -27,21 +27,44 @@ def test_every_command_of_the_first_five_minutes_works_and_is_in_the_picture(
     assert picture.count('class="c"') == drawn.count('class="c"'), "run docs/five_minutes.py"
 
 
-async def test_the_certificate_that_readme_makes_encrypts_connections(tmp_path: Path) -> None:
-    section = (
-        README.read_text(encoding="utf-8").partition("### Encryption")[2].partition("\n## ")[0]
-    )
-    lines = "\n".join(re.findall(r"^ {4}(.*)$", section, re.MULTILINE)).replace("\\\n", "")
-    make_certificate, serve, export = (shlex.split(line) for line in lines.splitlines())
-    made = await run(make_certificate, cwd=tmp_path)
+async def test_the_sixth_minute_makes_a_server_secure(tmp_path: Path) -> None:
+    section = README.read_text(encoding="utf-8").partition("### A sixth minute")[2]
+    blocks = re.findall(r"^ {4}(.*)$", section.partition("\n## ")[0], re.MULTILINE)
+    assert len(blocks) <= 10
+    lines = "\n".join(blocks).replace("\\\n", "").splitlines()
+    make_certificate, make_user, serve, export, *commands = map(shlex.split, lines)
+    # In place of what people type.
+    password = tmp_path / "password"
+    password.write_text("correct horse")
+    password.chmod(0o600)
+    data = tmp_path / "data"
+
+    assert (await run(make_certificate, cwd=tmp_path)).code == 0
+    user_options = ("--data-dir", str(data), "--password-file", str(password))
+    made = await run((*UPR_SERVER, *make_user[1:], *user_options))
     assert made.code == 0, made
-    assert serve[:2] == ["upr-server", "serve"]
-    options = [str(tmp_path / word) if "." in word else word for word in serve[2:]]
-    (_, ca) = export[2].split("=")
-    variables = {"UPR_CA": str(tmp_path / ca)}
-    async with server_process(*options, errors=()) as server:
-        url = f"uprs://127.0.0.1:{server.port}/planes"
-        created = await run((*UPR, "bucket", "create", url), variables=variables)
-        assert created.code == 0, created
-        refused = await run((*UPR, "bucket", "list", url))
-        assert "no authority that is trusted here" in refused.err
+    assert serve[:4] == ["upr-server", "serve", "--listen", "0.0.0.0:12000"]
+    files = [str(tmp_path / word) if "." in word else word for word in serve[4:]]
+    async with server_process(*files, listen="0.0.0.0:0", data_dir=data) as server:
+        variables = dict(word.split("=", 1) for word in export[1:])
+        url = variables["UPR_URL"].replace("12000", str(server.port))
+        variables |= {
+            "UPR_URL": url,
+            "UPR_CA": str(tmp_path / variables["UPR_CA"]),
+            "UPR_PASSWORD_FILE": str(password),
+        }
+        for _, *command in commands:
+            if command[:2] == ["user", "add"]:
+                command += ["--new-password-file", str(password)]
+            if command[0] == "tail":
+                command += ["--until", "caught-up"]
+            finished = await run((*UPR, *command), variables=variables)
+            assert finished.code == 0, finished
+        may_not_write = await run((*UPR, "set", "k", "v", "--user", "bob"), variables=variables)
+        assert "needs the right write on bucket planes" in may_not_write.err
+        stranger = await run(
+            (*UPR, "bucket", "list", url), variables={"UPR_CA": variables["UPR_CA"]}
+        )
+        assert "wants its clients to log in" in stranger.err
+        unknown = await run((*UPR, "bucket", "list", url))
+        assert "no authority that is trusted here" in unknown.err
