@@ -52,6 +52,7 @@ from upr_protocol.wire import (
     ListUsers,
     Message,
     Mutate,
+    MutateReply,
     Open,
     PartitionStart,
     Refusal,
@@ -98,7 +99,7 @@ TABLE: Final = """
     ReplicaAck           replicate
     Get                  read
     Lease                read
-    Mutate               write
+    Mutate               write index
     CreateBucket         operate
     DeleteBucket         operate
     Stats                operate
@@ -230,9 +231,9 @@ def test_without_users_everything_is_allowed() -> None:
 
 def test_a_refusal_says_what_is_missing() -> None:
     with pytest.raises(ServerError) as refused:
-        access_of().check(sample("Mutate", OWN))
+        access_of().check(sample("Get", OWN))
     assert str(refused.value) == (
-        "user bob may not do this: Mutate needs the right write on bucket own: log in as a user "
+        "user bob may not do this: Get needs the right read on bucket own: log in as a user "
         "who may, or have the right granted: upr user grant USER RIGHT BUCKET"
     )
 
@@ -282,6 +283,35 @@ async def test_a_reader_reads_and_does_not_write() -> None:
                 assert (refusal.status, refusal.opaque) == (Status.NOT_ALLOWED, request.opaque)
         await peer.say(Get((b"k0",), partition=P0, opaque=peer.opaque()))
         assert (await peer.hear(GetReply)).chunk.mutation(0).seq == 0
+
+
+@pytest.mark.parametrize(
+    ("rights", "keys", "is_allowed"),
+    [
+        (("write",), (b"a", b"b"), True),
+        (("write",), (b"a", b"_design/b"), False),
+        # The bytes are there, and none of the keys begins with them.
+        (("write",), (b"_des", b"ign/b"), True),
+        (("write",), (b"a_design/b",), True),
+        (("index",), (b"_design/a", b"_design/b"), True),
+        (("index",), (b"_design/a", b"b"), False),
+        (("index",), (b"b",), False),
+        (("write", "index"), (b"_design/a", b"b"), True),
+        (("read",), (b"a",), False),
+    ],
+)
+async def test_design_documents_have_a_right_of_their_own(
+    rights: tuple[str, ...], keys: tuple[bytes, ...], is_allowed: bool
+) -> None:
+    async with logged_in(*(Grant(Right(right), "b") for right in rights)) as (server, peer):
+        await peer.open()
+        bundle = Bundle.of_one(P0, sets(*keys))
+        await peer.say(Mutate(bundle, opaque=peer.opaque()))
+        if is_allowed:
+            assert not (await peer.hear(MutateReply)).failures
+        else:
+            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        assert server.catalog.bucket("b").partitions[0].high_seq == len(keys) * is_allowed
 
 
 async def test_a_writer_writes_and_does_not_read() -> None:

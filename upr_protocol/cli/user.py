@@ -30,8 +30,8 @@ from upr_protocol.users import (
 _RIGHTS_HELP = """\b
 Rights:
   read       read keys, stream changes, hold leases
-  write      change keys
-  index      define and delete indexes
+  write      change keys, without design documents
+  index      define and delete indexes: change design documents
   operate    create and delete buckets, change partition maps, read statistics
   replicate  be a node: follow partitions, exchange maps; on * also the users
   secure     change users; it is always granted on *

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import DESIGN_PREFIX
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_protocol.users import EVERY_RIGHT, SERVER, Right, UsersError, user_change_from_json
 from upr_protocol.wire import (
@@ -48,6 +49,9 @@ Rights = frozenset[Right]
 
 READ: Final = frozenset({Right.READ})
 WRITE: Final = frozenset({Right.WRITE})
+INDEX: Final = frozenset({Right.INDEX})
+CHANGE: Final = WRITE | INDEX
+"""Design documents need the one, all other keys the other; see `check_keys`."""
 REPLICATE: Final = frozenset({Right.REPLICATE})
 OPERATE: Final = frozenset({Right.OPERATE})
 SECURE: Final = frozenset({Right.SECURE})
@@ -146,6 +150,28 @@ class Access:
             if type(message) in AUDITED:
                 self._note(message, bucket or SERVER, allowed=True)
 
+    @property
+    def may_change_all_keys(self) -> bool:
+        """Whether the client may change every key of its bucket, design documents too."""
+        return self.rights >= CHANGE
+
+    def check_keys(self, message: Mutate) -> None:
+        """Checks the keys of a bundle, whose columns are in order: design documents define indexes.
+        O(bytes of the keys), for a client that may not change both kinds.
+
+        Raises:
+            ServerError: `NOT_ALLOWED`: the client may not change one of them.
+        """
+        if self.may_change_all_keys:
+            return
+        chunk = message.bundle.chunk
+        if Right.WRITE in self.rights:
+            # Nearly all bundles have no such bytes anywhere.
+            if DESIGN_PREFIX in chunk.key_bytes.tobytes() and any(map(_is_design, chunk.keys())):
+                raise self._refusal(message, INDEX, self._bucket_name)
+        elif not all(map(_is_design, chunk.keys())):
+            raise self._refusal(message, WRITE, self._bucket_name)
+
     def _refusal(self, message: Message, needed: Rights, bucket: str) -> ServerError:
         self._note(message, bucket, allowed=False)
         names = " or ".join(right.value for right in Right if right in needed)
@@ -155,6 +181,10 @@ class Access:
             Status.NOT_ALLOWED,
             f"{who} may not do this: {type(message).__name__} needs the right {names} on {where}",
         )
+
+
+def _is_design(key: bytes) -> bool:
+    return key.startswith(DESIGN_PREFIX)
 
 
 def _detail(message: Message) -> str:
@@ -211,7 +241,7 @@ NEEDED: Final[Mapping[type[Message], Need]] = {
     # These are about the bucket that the client opened.
     Stream: READ,
     ReplicaAck: REPLICATE,
-    Mutate: WRITE,
+    Mutate: CHANGE,
     Get: READ,
     Lease: READ,
     Seqnos: USE,
