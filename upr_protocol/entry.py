@@ -2,16 +2,23 @@
 
 Importing takes some tenths of a second. Ctrl-C in that time, or a system that has no memory or
 descriptors left, ends a command with an exit code and at most one sentence, like later on.
+
+So this module imports only what Python has imported by then: even `typing` takes milliseconds.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable
-from typing import Any, Final, NoReturn
 
-EXIT_FAILED: Final = 1
-EXIT_INTERRUPTED: Final = 130
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 
 def upr() -> NoReturn:
@@ -32,10 +39,12 @@ def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn
         program: Its name, for the sentence.
         load: Imports it.
     """
+    # Not an exception: where Python imports, some places print a `KeyboardInterrupt` and go on.
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_interruptible:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     try:
         command = load()
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
     except ModuleNotFoundError:
         raise
     except (ImportError, OSError, MemoryError) as error:
@@ -43,7 +52,22 @@ def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn
         reason = str(error) or "out of memory"
         sys.stderr.write(f"{program}: cannot start: {reason}; look at `ulimit -a`\n")
         sys.exit(EXIT_FAILED)
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(command())
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        if not _is_lack_of_threads(error):
+            raise
+        reason = "the system gives it no more threads, or no memory for them"
+        sys.stderr.write(f"{program}: ended: {reason}; look at `ulimit -a`\n")
+        sys.exit(EXIT_FAILED)
+
+
+def _is_lack_of_threads(error: BaseException) -> bool:
+    """Whether a thread could not be started. Python has no class for this error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from upr_protocol.entry import TYPE_CHECKING, run_command
 
-from upr_protocol.entry import run_command
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
 
 
 def upr_server() -> NoReturn:

@@ -409,6 +409,27 @@ async def test_a_start_without_what_it_needs_is_one_sentence(limit: str, tmp_pat
     assert finished.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["from upr_server.entry import upr_server", "from upr_server.indexer.command import main"],
+)
+async def test_a_start_without_threads_is_one_sentence(command: str, tmp_path: Path) -> None:
+    # How little memory there must be depends on the machine, so no thread can start at all.
+    code = (
+        "import threading\n"
+        'def refuse(*_, **__): raise RuntimeError("can\'t start new thread")\n'
+        "threading.Thread.start = refuse\n"
+        f"{command}\n"
+        f"{command.rpartition(' ')[2]}()\n"
+    )
+    options = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
+    what = "upr://127.0.0.1:1/b" if "indexer" in command else "serve"
+    finished = await run((sys.executable, "-c", code, what, *options))
+    assert (finished.code, finished.out) == (1, "")
+    assert "ended: the system gives it no more threads" in finished.err
+    assert finished.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("delay_s", [0.1, 0.2, 0.3, 0.4, 0.6])
 async def test_ctrl_c_during_the_start_ends_it_without_a_traceback(
     delay_s: float, tmp_path: Path

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
 
-from upr_protocol.entry import run_command
+from upr_protocol.entry import TYPE_CHECKING, run_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
 
 
 def main() -> NoReturn:
