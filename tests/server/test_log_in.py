@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -12,14 +13,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.kit.certificates import Certificates
+from tests.kit.certificates import Authority, Certificates
 from tests.kit.peer import Peer
 from tests.kit.proxy import proxy_to
 from upr_protocol.client import Address, BlockingClient, connect, consume, publisher
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
 from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient, new_verifier
-from upr_protocol.security import Credentials, Security
+from upr_protocol.security import Credentials, Security, TlsSettings
+from upr_protocol.transport import TlsStream, encrypted_to_server
 from upr_protocol.users import Grant, Right, User, Users, UsersError
 from upr_protocol.wire import (
     CreateBucket,
@@ -143,6 +145,27 @@ async def test_who_listens_in_between_learns_no_password() -> None:
         for secret in (b"pencil", VERIFIER.stored_key, VERIFIER.server_key):
             assert secret not in proxy.recorded
             assert b64encode(secret) not in proxy.recorded
+
+
+async def test_passwords_are_bound_to_the_certificate_that_a_connection_began_with(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    shown, renewed = authority.sign("shown"), authority.sign("renewed")
+    security = Security(TlsSettings(ca=str(authority.ca)), BOB)
+    async with server_with_users(**shown.settings()) as server:
+        address = Address.parse(server.url("b"), security)
+        assert server.certificates is not None
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+        early = await encrypted_to_server(stream, TlsSettings(ca=str(authority.ca)), "127.0.0.1")
+        shown.replace_by(renewed)
+        server.certificates.reload()
+        async with connect(address) as client:
+            await client.set("k", "v")
+        (connection, *_) = server.connections.connections
+        assert isinstance(connection._stream, TlsStream)
+        assert early.link.end_point == connection._stream.link.end_point
+        await trio.aclose_forcefully(early)
 
 
 # Who does not.

@@ -468,7 +468,7 @@ class AcceptedConnection:
 
     def apply_rights(self) -> None:
         """The users have changed: what the client may not have any more ends."""
-        if self.session.state in BEFORE_READY:
+        if self.session.state in BEFORE_READY or self.session.state is SessionState.CLOSED:
             return
         self.context.apply_rights()
         if self.context.access.is_lost:
