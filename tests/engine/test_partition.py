@@ -425,9 +425,11 @@ def test_some_rows_of_a_chunk_are_stored_alone(size: int) -> None:
 def test_long_batches_are_cut(count: int, size: int) -> None:
     partition = new_partition()
     keys = [b"%d" % index for index in range(count)]
-    partition.mutate(batch_of(plain_chunk(keys, [bytes(size)] * count)), now=NOW)
+    result = partition.mutate(batch_of(plain_chunk(keys, [bytes(size)] * count)), now=NOW)
     chunks = all_chunks(partition)
-    assert sum(chunk.count for chunk in chunks) == count
+    assert [(row.key, row.cas) for chunk in chunks for row in chunk] == [
+        (key, result.first_cas + index) for index, key in enumerate(keys)
+    ]
     assert len(chunks) > 2
     assert max(chunk.count for chunk in chunks) <= 4096
     assert max(chunk.nbytes for chunk in chunks) <= 1024 * 1024 + 100_000

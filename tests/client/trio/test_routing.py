@@ -127,6 +127,14 @@ async def test_a_single_node_is_never_asked_for_a_map(
         assert mirror.contents == server.contents()
         assert server.bucket_opens == cluster.nets["a"].dialled == 2
         assert not any(connection.counts[GetMap] for connection in server.connections)
+        # A lost connection is a reason to ask for the map: not here.
+        cluster.nets["a"].cut()
+        await sink.set("l", "v")
+        await sink.flush()
+        await consumer.barrier()
+        assert mirror.contents == server.contents()
+        assert server.bucket_opens == cluster.nets["a"].dialled == 4
+        assert not any(connection.counts[GetMap] for connection in server.connections)
 
 
 async def test_clients_of_a_single_node_follow_when_it_joins_a_cluster(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.engine.helpers import (
     NOW,
@@ -20,7 +22,13 @@ from upr_kernel import gather
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import batch_of
-from upr_server.engine.snapshots.document_arrays import FillingArray, NumberedArray, PublishedArray
+from upr_server.engine.snapshots.document_arrays import (
+    PART_ROWS_MIN,
+    ROW_BYTES,
+    FillingArray,
+    NumberedArray,
+    PublishedArray,
+)
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
 
@@ -121,6 +129,64 @@ def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
     assert array.whole(chunk.start, chunk.end) is chunk
     wider = array.whole(SeqNo(0), SeqNo(9))
     assert (wider.start, wider.end, wider.count) == (0, 9, 2)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 7), st.integers(0, 2)), min_size=1, max_size=8
+    ),
+    st.data(),
+)
+def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
+    runs: list[tuple[bool, int, int]], data: st.DataObject
+) -> None:
+    """Counters take the numbers between two runs."""
+    array, expected, seq, nbytes = FillingArray(SeqNo(1)), [], 1, 0
+    for is_chunk, count, gap in runs:
+        rows = [row(seq + n, b"k%d" % (seq + n), b"v" * n) for n in range(count)]
+        if is_chunk:
+            chunk = Chunk.build([Mutation(r.op, r.key, r.value, flags=3, expiry=4) for r in rows])
+            nbytes += array.extend(chunk, 0, count, SeqNo(seq), Cas(seq + 100))
+        else:
+            nbytes += sum(array.append(single) for single in rows)
+        expected += rows
+        seq += count + gap
+    array.check_invariants()
+    assert (array.nbytes, array.count, array.live) == (nbytes, len(expected), len(expected))
+    assert nbytes >= sum(ROW_BYTES + len(added.key) + len(added.value) for added in expected)
+    assert list(array.seqs()) == [mutation.seq for mutation in expected]
+    assert [array.mutation(index) for index in range(len(expected))] == expected
+    assert [array.index(mutation.seq) for mutation in expected] == list(range(len(expected)))
+    for missing in set(range(seq)) - {mutation.seq for mutation in expected}:
+        with pytest.raises(KeyError):
+            array.index(missing)
+    whole = array.whole(SeqNo(0), SeqNo(seq))
+    assert (whole.start, whole.end, list(whole)) == (0, seq, expected)
+    if data.draw(st.booleans()):
+        popped = array.pop()
+        assert popped == (
+            None if runs[-1][0] and runs[-1][1] >= PART_ROWS_MIN else nbytes - array.nbytes
+        )
+        if popped is not None:
+            del expected[-1]
+        if not expected:
+            return
+    assert list(array.seqs()) == [mutation.seq for mutation in expected]
+    flags = SkipFlags()
+    flags.extend(SeqNo(1), seq)
+    skipped = data.draw(st.sets(st.sampled_from([mutation.seq for mutation in expected])))
+    for number in skipped:
+        flags.skip(number)
+    array.copy_flags(flags)
+    sealed = array.sealed()
+    left = [mutation for mutation in expected if mutation.seq not in skipped]
+    assert (sealed.live, sealed.count, sealed.first) == (len(left), len(expected), 1)
+    after, through = sorted(data.draw(st.tuples(st.integers(0, seq), st.integers(0, seq))))
+    for kind in (array, sealed):
+        assert list(Chunk(gather(kind.rows(after, through), after, through))) == [
+            mutation for mutation in left if after < mutation.seq <= through
+        ]
 
 
 # The window.

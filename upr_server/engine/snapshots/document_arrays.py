@@ -254,8 +254,8 @@ class SingleArray(DocumentArray):
         return Chunk.build((self._row,), start, end)
 
     def rows(self, after: int, through: int) -> list[Rows]:
-        if not after < self.first <= through:
-            return []
+        # A segment has just the arrays with numbers in its range.
+        assert after < self.first <= through, (after, self.first, through)
         return [(Chunk.build((self._row,)).encode(), 0, 1, None, None, 0)]
 
 
