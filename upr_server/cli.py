@@ -38,6 +38,7 @@ from upr_server.storage.offline.first_users import save_first_users
 from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
 from upr_server.storage.offline.mend import DamagedPartition, empty_damaged_replicas
 from upr_server.storage.offline.restore import begin_new_histories
+from upr_server.user_store import SECRET_BYTES
 
 if TYPE_CHECKING:
     from upr_server.app import Server
@@ -384,7 +385,10 @@ def _first_users(name: str, password_file: str | None, *, certificate_only: bool
         password = _password(name, password_file, is_new=True)
         verifier = new_verifier(password, os.urandom(SALT_BYTES), SCRAM_ITERATIONS_DEFAULT)
     grants = tuple(Grant(right, EVERYTHING) for right in Right)
-    return Users().with_user(User(normalised(name, "the user's name"), verifier, grants))
+    # What strangers hear of users who do not exist follows from the secret, on all nodes alike.
+    return Users(secret=os.urandom(SECRET_BYTES)).with_user(
+        User(normalised(name, "the user's name"), verifier, grants)
+    )
 
 
 def _users_of(source: str, security: Security) -> Users:

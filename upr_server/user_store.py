@@ -10,12 +10,15 @@ import msgspec
 import structlog
 import trio
 
-from upr_protocol.users import Users, UsersError
+from upr_protocol.users import Right, Users, UsersError
 from upr_server.storage.api import Store
 from upr_server.storage.calls import LoadUsers, SaveUsers
 from upr_server.storage.errors import CorruptionError
 
 SECRET_BYTES: Final = 32
+
+RIGHTS_MAX: Final = 10_000
+"""Users and buckets whose rights are kept in memory, some MiB; more are looked up anew."""
 
 log = structlog.get_logger(__name__)
 
@@ -27,17 +30,39 @@ class UserStore:
         store: The disk.
 
     Attributes:
-        users: The users. They are on disk.
         digest: That of the users.
     """
 
     def __init__(self, store: Store) -> None:
-        self.users = Users()
-        self.digest = self.users.digest
+        self._users = Users()
+        self.digest = self._users.digest
+        self._rights: dict[tuple[str | None, str], frozenset[Right]] = {}
+        """By user and bucket. Many connections have the same, and all ask when the users change."""
         self._store = store
         self._on_change: list[Callable[[], None]] = []
         # Changes are made one after the other.
         self._lock = trio.Lock()
+
+    @property
+    def users(self) -> Users:
+        """The users. They are on disk."""
+        return self._users
+
+    @users.setter
+    def users(self, users: Users) -> None:
+        self._users, self.digest = users, users.digest
+        self._rights.clear()
+
+    def rights_of(self, name: str | None, bucket: str) -> frozenset[Right]:
+        """What a user may do with a bucket; see `Users.rights_of`. O(1) for those who asked since
+        the last change."""
+        rights = self._rights.get((name, bucket))
+        if rights is None:
+            if len(self._rights) >= RIGHTS_MAX:
+                # Clients may ask for any name.
+                self._rights.clear()
+            rights = self._rights[name, bucket] = self._users.rights_of(name, bucket)
+        return rights
 
     async def load(self) -> None:
         """Reads the users from disk, before anything is served.
@@ -49,7 +74,7 @@ class UserStore:
         document = await self._store.ask(LoadUsers())
         if document:
             try:
-                self._set(Users.from_json(document))
+                self.users = Users.from_json(document)
             except UsersError as error:
                 raise CorruptionError(f"the file of users is not readable: {error}") from error
 
@@ -105,12 +130,9 @@ class UserStore:
         # Who asked for it may leave meanwhile. What is on disk must be in memory, too.
         with trio.CancelScope(shield=True):
             await self._store.ask(SaveUsers(users.to_json().encode()))
-        self._set(users)
+        self.users = users
         for callback in self._on_change:
             callback()
-
-    def _set(self, users: Users) -> None:
-        self.users, self.digest = users, users.digest
 
 
 def _rank(users: Users) -> tuple[int, str]:

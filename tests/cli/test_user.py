@@ -75,7 +75,9 @@ def users_in(folder: Path) -> Users:
 
 def test_init_makes_the_first_user_who_may_do_everything(init: Init, tmp_path: Path) -> None:
     init("--user", "ada", input=f"{PASSWORD}\n{PASSWORD}\n")
-    (user,) = users_in(tmp_path).users.values()
+    users = users_in(tmp_path)
+    assert len(users.secret) == 32
+    (user,) = users.users.values()
     assert user.verifier is not None
     assert {grant.pattern for grant in user.grants} == {"*"}
     assert len(user.grants) == 6

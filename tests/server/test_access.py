@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -13,12 +13,16 @@ import pytest
 import trio
 import trio.testing
 
+from tests.engine.helpers import put
 from tests.protocol.session.kit import SAMPLES
 from tests.server.test_connection import Peer, connected, make_server, sets
+from upr_protocol.bucket_event import BucketEvent
 from upr_protocol.chunk import Bundle
+from upr_protocol.client import Address, Credentials, LookAtEverything, Security, follow_events
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.partition_map import PartitionMap
+from upr_protocol.scram import new_verifier
 from upr_protocol.users import (
     EVERYTHING,
     SERVER,
@@ -63,7 +67,8 @@ from upr_protocol.wire import (
     StreamEnd,
     UsersReply,
 )
-from upr_server.app import Server
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.net.access import NEEDED, Access
 from upr_server.runtime import AuditLog
 from upr_server.storage.simulated import SimulatedStore
@@ -507,3 +512,33 @@ async def test_the_audit_log_has_who_asked_for_what(tmp_path: Path) -> None:
     assert "AddUser(name='eve'" in text
     for secret in ("the salt is here", "kkkk", "vvvv"):
         assert secret not in text
+
+
+# Events.
+
+
+async def test_events_tell_each_user_of_the_buckets_that_it_may_use() -> None:
+    """Both have the same name for their consumer, and neither takes what the other waits for."""
+    verifier = new_verifier("pencil", b"sixteen bytes...", 4096)
+    users = [
+        User(name, verifier, (Grant(Right.READ, bucket),))
+        for name, bucket in (("bob", "b"), ("eve", "c"))
+    ]
+    config = ServerConfig(
+        listen="127.0.0.1:0", buckets=(BucketConfig("b", 1), BucketConfig("c", 1))
+    )
+    async with running_server(config, SimulatedStore()) as server, AsyncExitStack() as stack:
+        server.users.users = Users(1, {user.name: user for user in (ADMIN, *users)})
+        feeds = []
+        for user in users:
+            security = Security(credentials=Credentials(user.name, "pencil"))
+            address = Address.parse(server.url(), security)
+            feed = await stack.enter_async_context(follow_events(address, consumer="same"))
+            assert isinstance(await anext(feed), LookAtEverything)
+            feeds.append(feed)
+        with trio.fail_after(20):
+            for bucket in ("c", "b", "c", "b"):
+                put(server.catalog.bucket(bucket).partitions[0], b"k")
+                event = await anext(feeds[bucket == "c"])
+                assert isinstance(event, BucketEvent)
+                assert event.bucket == bucket

@@ -15,7 +15,7 @@ from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskF
 from upr_server.storage.processes import open_store
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.users_file import UsersFile
-from upr_server.user_store import UserStore
+from upr_server.user_store import RIGHTS_MAX, UserStore
 
 ADMIN = User(
     "ada",
@@ -186,3 +186,19 @@ async def test_the_first_change_draws_a_secret_that_stays() -> None:
     assert str(first.secret) not in repr(second)
     assert "secret" not in second.listing().to_json()
     assert (await UserStore(SimulatedStore()).change(lambda users: users.with_user(ADMIN))) != first
+
+
+async def test_rights_are_kept_until_the_users_change() -> None:
+    store = await store_with_admin()
+    await store.change(adding("bob"))
+    right = Grant(Right.READ, "b")
+    for name in ("ada", "bob", None):
+        assert store.rights_of(name, "b") == store.rights_of(name, "b")
+    assert not store.rights_of("bob", "b")
+    await store.change(lambda users: users.granting("bob", (right,)))
+    assert store.rights_of("bob", "b") == {Right.READ}
+    for number in range(RIGHTS_MAX + 10):
+        assert not store.rights_of("bob", f"b{number}")
+    assert len(store._rights) <= RIGHTS_MAX
+    await store.adopt(store.users.without("bob"))
+    assert not store.rights_of("bob", "b")

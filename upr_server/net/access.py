@@ -102,7 +102,7 @@ class Access:
 
     def rights_on(self, bucket: str) -> Rights:
         """What the client may do with a bucket, or with the server. O(grants)."""
-        return self._users.users.rights_of(self.user_name, bucket)
+        return self._users.rights_of(self.user_name, bucket)
 
     def may_use(self, bucket: str) -> bool:
         """Whether the client may know of a bucket. O(grants)."""

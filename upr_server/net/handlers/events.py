@@ -36,7 +36,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
     async def wait() -> None:
         try:
             batch, is_everything, bucket_events = await events.next_events(
-                request.consumer,
+                _own_name(context, request.consumer),
                 EventFilter(request.kinds, request.pattern),
                 timeout_s=request.timeout_s,
                 acknowledged=request.acknowledged,
@@ -50,6 +50,13 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
         context.send(EventsReply(batch, is_everything, known, opaque=request.opaque))
 
     context.reply_later(request, wait)
+
+
+def _own_name(context: RequestContext, consumer: str) -> str:
+    """The consumer's name in the queues: consumers of two users are two, whatever their names. Else
+    one user could take what another one waits for."""
+    user_name = context.access.user_name
+    return consumer if user_name is None else f"{consumer}@{user_name}"
 
 
 def _check(request: NextEvents) -> None:
