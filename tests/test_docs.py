@@ -193,7 +193,7 @@ async def test_the_statistics_are_those_that_a_server_gives() -> None:
     section = document().partition("### Statistics")[2].partition("\n### ")[0]
     bucket_table, server_table = section.split("An answer about the server has these")
     on_a_node_with_a_map = {"node", "revision", "is_confirmed", "follows"}
-    lists = {"disk.log", "disk.index", "leases.leases"}
+    lists = {"disk.log", "disk.index", "leases.leases", "leases.consumers"}
     assert names_in(bucket_table) - on_a_node_with_a_map == field_names(of_bucket, lists)
     assert names_in(server_table) == field_names(
         {name: group for name, group in of_server.items() if name != "buckets"},
@@ -202,7 +202,9 @@ async def test_the_statistics_are_those_that_a_server_gives() -> None:
     for connection in of_server["connections"]:
         assert all(f"`{name}`" in server_table for name in connection)
     of_same_bucket = field_names(of_server["buckets"]["b"], lists)
-    assert of_same_bucket == field_names(of_bucket, lists) - {"bucket", "leases.leases"}
+    assert of_same_bucket == field_names(of_bucket, lists) - {
+        *("bucket", "leases.leases", "leases.consumers")
+    }
 
 
 def names_in(text: str) -> set[str]:

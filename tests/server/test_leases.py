@@ -294,6 +294,40 @@ async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
         assert figures(server) == (0, 0), "after a week it is forgotten"
 
 
+async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
+    server: Server, clock: Clock
+) -> None:
+    """Also when its consumer has not been there for days."""
+    (disk,) = server.catalog.disks.values()
+
+    def consumers() -> Any:
+        return disk.leases.list_consumers()
+
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        ends = {row.partition: row.high_seq for row in await client.seqnos()}
+        for lease_id, seqs in ((5, dict.fromkeys(ends, 0)), (6, ends)):
+            ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
+            await client.acquire_lease(ranges, time_to_live_s=60, owner="orders", lease_id=lease_id)
+            clock.now += 1
+        assert consumers() == [
+            {
+                "name": "orders",
+                "id": f"{6:016x}",
+                "partitions": PARTITIONS,
+                "numbers_behind": 0,
+                "position_age_s": 1.0,
+            }
+        ]
+        await write(client, 2)
+        clock.now += 3 * 24 * 3600
+        (row,) = consumers()
+        assert row["numbers_behind"] == len(KEYS)
+        assert disk.leases.ranges() == []
+        await client.release_lease(6)
+        assert consumers()[0]["numbers_behind"] == 2 * len(KEYS), "the one before"
+
+
 async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)

@@ -57,6 +57,8 @@ class ModelDriverClient:
         self._histories = count(1)
         self.partitions = [self._new() for _ in range(partitions)]
         self.leases: dict[int, ModelLease] = {}
+        self.positions: dict[int, tuple[str, dict[int, int]]] = {}
+        """By lease, whose position it is, and the position by partition."""
         self.times: dict[tuple[int, int], datetime] = {}
         """When a number of a partition was given, where that matters."""
 
@@ -214,6 +216,10 @@ class ModelDriverClient:
 
     def release(self, lease_id: int) -> None:
         self.leases.pop(lease_id, None)
+        self.positions.pop(lease_id, None)
+
+    def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
+        self.positions[lease_id] = owner, dict(seqs)
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ from tests.kit.process import ROOT
 from upr_protocol.spark import read_options, recipes, write_options
 from upr_protocol.spark.options import Options
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.schema import READ_COLUMNS
+from upr_protocol.spark.schema import INDEX_COLUMNS, READ_COLUMNS
 from upr_protocol.spark.write_options import WriteOptions
 
 DOCUMENT: Final = ROOT / "docs" / "spark.md"
@@ -67,7 +67,10 @@ def test_every_option_is_in_its_table(asked: Callable[[Callable[[], object]], se
     a_stream = asked(lambda: ReadOptions.parse(URL, streaming=True))
     assert a_read == set(table(READ))
     assert a_stream - a_read == set(table(STREAM))
-    assert a_read - a_stream == {"deduplicate", "endingOffsets", "endingTimestamp"}
+    assert a_read - a_stream == {
+        *("deduplicate", "endingOffsets", "endingTimestamp"),
+        *("index", "indexer", "indexPrefix", "indexFrom", "indexTo"),
+    }
     a_write = asked(
         lambda: WriteOptions.parse({**URL, "operation": "apply"}, ROWS, overwrite=False)
     )
@@ -98,7 +101,7 @@ def test_the_defaults_are_as_documented() -> None:
 def test_every_operation_column_and_code_is_in_it() -> None:
     for word in (*write_options.OPERATIONS, write_options.APPLY):
         assert f"`{word}`" in table(WRITE)["operation"]
-    assert set(table("Columns")) >= set(READ_COLUMNS)
+    assert set(table("Columns")) >= {*READ_COLUMNS, *INDEX_COLUMNS}
     codes = {
         code
         for path in PACKAGE.rglob("*.py")

@@ -50,6 +50,7 @@ def expected(rows: list[Any], first: int) -> list[dict[str, object]]:
     return [
         {
             "op": NAMES[operation],
+            "bucket": "planes",
             "partition": 7,
             "history_id": "00ff",
             "seq": seq,
@@ -76,7 +77,7 @@ def test_the_columns_of_chunks(
     chunks: list[list[Any]], names: list[str], key: bytes | None, key_prefix: bytes
 ) -> None:
     """Only of the rows with the key, or else with the prefix."""
-    snapshot = RecordBatchBuilder(schema(names), key, key_prefix).of_snapshot(
+    snapshot = RecordBatchBuilder(schema(names), key, key_prefix, "planes").of_snapshot(
         PartitionId(7), "00ff", SeqNo(3), SeqNo(1 << 40)
     )
 

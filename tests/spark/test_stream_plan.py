@@ -899,6 +899,66 @@ def test_a_lease_on_other_partitions_does_not_serve_one_that_is_asked_for_again(
     }
 
 
+def test_the_progress_says_how_far_the_stream_is_behind() -> None:
+    driver = written(2, 20)
+    write_rows(driver, 0, 10)
+    reader = reader_of(driver, maxOffsetsPerTrigger="10")
+    start = reader.initialOffset()
+
+    def metrics() -> dict[str, float]:
+        document = reader.reportLatestOffset()
+        assert document is not None
+        assert offsets_of(document)[0].seq == 30
+        named: dict[str, float] = document["metrics"]
+        return named
+
+    assert metrics() == {
+        "minOffsetsBehindLatest": 20,
+        "maxOffsetsBehindLatest": 30,
+        "avgOffsetsBehindLatest": 25.0,
+        "totalOffsetsBehindLatest": 50,
+    }
+    end = reader.latestOffset(start, ReadMaxRows(10))
+    assert metrics() == {
+        "minOffsetsBehindLatest": 16,
+        "maxOffsetsBehindLatest": 24,
+        "avgOffsetsBehindLatest": 20.0,
+        "totalOffsetsBehindLatest": 40,
+        "estimatedTotalBytesBehindLatest": 40 * BYTES_A_ROW,
+    }
+    reader = reader_of(driver)
+    assert reader.latestOffset(end, ReadAllAvailable()) is not end
+    assert metrics()["totalOffsetsBehindLatest"] == 0
+    assert metrics()["estimatedTotalBytesBehindLatest"] == 0
+
+
+def test_a_named_stream_puts_its_position_when_batches_are_done() -> None:
+    driver = written(2, 20)
+
+    def put() -> list[tuple[str, dict[int, int]]]:
+        return list(driver.positions.values())
+
+    reader = reader_of(driver, consumerName="orders", maxOffsetsPerTrigger="20")
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ReadMaxRows(20))
+    assert put() == [("orders", {0: 0, 1: 0})], "the batch was not done yet"
+    for _ in range(3):
+        start, end = end, reader.latestOffset(end, ReadMaxRows(20))
+        reader.commit(start)
+    assert put() == [("orders", {0: 20, 1: 20})]
+    # Another process replaces what this one has put, also if that was put by the other lease.
+    for _ in range(2):
+        write_rows(driver, 0, 1)
+        reader = reader_of(driver, consumerName="orders")
+        end = reader.latestOffset(end, ReadAllAvailable())
+        assert len(put()) == 1
+    driver.write(1, 5)
+    reader = reader_of(driver, consumerName="orders", stability="any")
+    end = reader.latestOffset(end, ReadAllAvailable())
+    end = reader.latestOffset(end, ReadAllAvailable())
+    assert put() == [("orders", {0: 22, 1: 20})], "as far as it is on disk"
+
+
 def test_offsets_of_partitions_that_are_not_there() -> None:
     with pytest.raises(PipelineError, match="names partition 7; the partitions read are"):
         reader_of(written(2, 5), startingOffsets='{"7": 1}').initialOffset()

@@ -46,18 +46,45 @@ class BatchReader(DataSourceReader):
         Raises:
             PipelineError: It cannot be read.
         """
-        driver = BucketDriverClient(self._options)
-        try:
-            return plan(self._options, driver, self._lease_id) or [ReadTask((), 0)]
-        except ServerError as error:
-            raise _not_readable(error, self._options) from error
-        finally:
-            driver.close()
+        tasks: list[ReadTask] = []
+        for options in options_of_buckets(self._options):
+            driver = BucketDriverClient(options)
+            try:
+                tasks += plan(options, driver, self._lease_id)
+            except ServerError as error:
+                raise _not_readable(error, options) from error
+            finally:
+                driver.close()
+        return tasks or [ReadTask((), 0)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task."""
         assert isinstance(partition, ReadTask)
         return read_task(partition, self._options, self._schema)
+
+
+def options_of_buckets(options: ReadOptions) -> list[ReadOptions]:
+    """The options of each bucket that is read.
+
+    Raises:
+        PipelineError: The server cannot be asked; or it has no bucket that the pattern matches.
+    """
+    if not options.are_several_buckets:
+        return [options]
+    names = options.buckets
+    if options.bucket_pattern is not None:
+        driver = BucketDriverClient(options)
+        try:
+            names = driver.matching_buckets()
+        finally:
+            driver.close()
+        if not names:
+            raise PipelineError(
+                "UPR_NO_BUCKET",
+                f"{options.address}: no bucket has a name that bucketPattern matches, which is "
+                f"{options.bucket_pattern.pattern!r}",
+            )
+    return [options.of_bucket(name) for name in names]
 
 
 def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[ReadTask]:
@@ -98,6 +125,7 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         lease_id,
         bytes_max=options.task_bytes,
         tasks_min=options.min_tasks,
+        bucket=options.address.bucket,
         whole_partitions=options.deduplicate,
     )
 

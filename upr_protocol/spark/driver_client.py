@@ -15,14 +15,16 @@ from upr_protocol.client import (
     Address,
     BlockingClient,
     HeldLease,
+    Item,
     PartitionInfo,
     PartitionNumbers,
 )
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.retry import RetryState
-from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.errors import BrokenError, ServerError, Status, TlsError, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.read_options import ReadOptions
 
@@ -83,6 +85,10 @@ class DriverClient(Protocol):
     def release(self, lease_id: int) -> None:
         """Ends a lease, if it is there."""
 
+    def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
+        """Puts where a consumer stands, by partition: a lease that holds nothing. A position that
+        the server cannot list any more, because deletions behind it are forgotten, is left out."""
+
     def close(self) -> None:
         """Closes the connection."""
 
@@ -128,6 +134,17 @@ class BucketDriverClient:
             except UprError as error:
                 raise explained(error, self._options.address) from error
             time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
+
+    def matching_buckets(self) -> tuple[str, ...]:
+        """The buckets whose whole names `bucketPattern` matches."""
+        pattern = self._options.bucket_pattern
+        assert pattern is not None
+        buckets = self._ask_until_timeout(lambda client: client.list_buckets())
+        return tuple(sorted(info.name for info in buckets if pattern.fullmatch(info.name)))
+
+    def items(self, keys: Sequence[str | bytes]) -> list[Item | None]:
+        """The items at `keys`, in their order; None for each that is missing."""
+        return self._ask_until_timeout(lambda client: client.get_many(keys))
 
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
         rows = self._ask_until_timeout(lambda client: client.seqnos())
@@ -194,6 +211,22 @@ class BucketDriverClient:
             if self._client is not None:
                 self._client.release_lease(lease_id)
 
+    def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
+        ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
+        self.release(lease_id)  # a lease that exists would keep its ranges
+        try:
+            self._ask_until_timeout(
+                lambda client: client.acquire_lease(
+                    ranges,
+                    time_to_live_s=LEASE_TIME_TO_LIVE_S_MAX,
+                    owner=owner,
+                    lease_id=lease_id,
+                )
+            )
+        except ServerError as error:
+            if error.status not in _ANSWERS:
+                raise
+
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
@@ -221,4 +254,6 @@ def explained(error: UprError, address: Address) -> PipelineError:
         code = _CODES.get(error.status, code)
     elif isinstance(error, BrokenError):
         code = "UPR_UNREACHABLE"
+    elif isinstance(error, TlsError):
+        code = "UPR_TLS"
     return PipelineError(code, f"{address}: {error}")

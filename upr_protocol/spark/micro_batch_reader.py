@@ -19,6 +19,7 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.client import HeldLease
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.spark.consumer_position import ConsumerPosition
 from upr_protocol.spark.driver_client import (
     BucketDriverClient,
     DriverClient,
@@ -31,7 +32,30 @@ from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Slice, tasks_of
-from upr_protocol.spark.stream_plan import Limits, StreamPlan, rollback_error, sizes_of, slices_of
+from upr_protocol.spark.stream_plan import (
+    Backlog,
+    Limits,
+    StreamPlan,
+    rollback_error,
+    sizes_of,
+    slices_of,
+)
+
+
+def default_limit(options: ReadOptions) -> ReadLimit:
+    """What the options say of the size of a batch."""
+    if options.max_rows is not None:
+        return ReadMaxRows(options.max_rows)
+    if options.max_bytes is not None:
+        return ReadMaxBytes(options.max_bytes)
+    return ReadAllAvailable()
+
+
+def limits_of(limit: ReadLimit, options: ReadOptions) -> Limits:
+    """How much a batch may have. Of two limits in the options, Spark hands back one."""
+    if isinstance(limit, ReadAllAvailable):
+        return Limits()
+    return Limits(options.max_rows, options.max_bytes)
 
 
 class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -53,6 +77,8 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._driver = driver
         self._plan: StreamPlan | None = None
         self._initial: Offset | None = None
+        self._planned: Offset | None = None
+        self._position: ConsumerPosition | None = None
 
     # Neither before it is asked for: executors get a copy of the reader, too.
 
@@ -87,30 +113,49 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What the options say of the size of a batch."""
-        if self._options.max_rows is not None:
-            return ReadMaxRows(self._options.max_rows)
-        if self._options.max_bytes is not None:
-            return ReadMaxBytes(self._options.max_bytes)
-        return ReadAllAvailable()
+        return default_limit(self._options)
 
     @sentence_first()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Where the batch ends that begins at `start`."""
+        return self.next_offset(start, limits_of(limit, self._options))
+
+    def backlog(self, start: dict[str, Any]) -> int:
+        """How many sequence numbers there are behind `start` for the next batches."""
+        return self._planner.backlog(self._offset(start))
+
+    def next_offset(self, start: dict[str, Any], limits: Limits) -> dict[str, Any]:
+        """Where the batch ends that begins at `start`; `start` itself if there is nothing new."""
         before = self._offset(start)
-        limits = Limits()
-        if not isinstance(limit, ReadAllAvailable):
-            # Spark hands back one of the two.
-            limits = Limits(self._options.max_rows, self._options.max_bytes)
         try:
             end = self._planner.next(before, limits)
         except ServerError as error:
             raise explained(error, self._options.address) from error
+        self._planned = end
+        if self._options.consumer_name:
+            # Here every batch up to `start` is done, also if no further one follows.
+            self._put_position(before)
         return start if end is before else end.to_json()
+
+    def _put_position(self, offset: Offset) -> None:
+        if self._position is None:
+            self._position = ConsumerPosition(self._server, self._options.consumer_name)
+        try:
+            self._position.put(offset)
+        except ServerError as error:
+            raise explained(error, self._options.address) from error
 
     @sentence_first()
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """How far the server is, for the query's progress."""
-        return self._planner.latest().to_json()
+        """How far the server is, and the metrics of what it has more, for the query's progress:
+        Spark has no other place there for what a Python data source counts."""
+        latest, backlog = self.progress()
+        return {**latest, "metrics": backlog.metrics()}
+
+    def progress(self) -> tuple[dict[str, Any], Backlog]:
+        """How far the server is, and what it has that is in no batch yet."""
+        latest, backlog = self._planner.progress(self._planned)
+        return latest.to_json(), backlog
 
     @sentence_first()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
@@ -137,6 +182,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             lease_id,
             bytes_max=self._options.task_bytes,
             tasks_min=self._options.min_tasks,
+            bucket=self._options.address.bucket,
         )
 
     def _without_rolled_back(self, slices: list[Slice], end: Offset) -> list[Slice]:

@@ -74,16 +74,23 @@ class Options:
             )
         return value
 
-    def address(self) -> Address:
-        """The bucket, and how to connect and log in: the options `url`, `ca`, `cert`, `certKey`,
-        `user` and `passwordFile`."""
+    def address(self, *, has_bucket: bool = True) -> Address:
+        """The bucket, or only where it is, and how to connect and log in: the options `url`, `ca`,
+        `cert`, `certKey`, `user` and `passwordFile`."""
         url = self.required("url", "upr://host:port/bucket")
         tls = TlsSettings(self.text("ca", ""), self.text("cert", ""), self.text("certKey", ""))
         security = Security(None if tls == TlsSettings() else tls, self._credentials())
         try:
-            return Address.parse(url, security).with_bucket()
+            address = Address.parse(url, security)
+            if has_bucket:
+                address.with_bucket()
         except AddressError as error:
             raise OptionError(f"the option url: {error}") from error
+        if address.bucket and not has_bucket:
+            raise OptionError(
+                f"the option url is {url!r}: with buckets or bucketPattern it names no bucket"
+            )
+        return address
 
     def _credentials(self) -> Credentials | None:
         user, password_file = self.text("user", ""), self.text("passwordFile", "")

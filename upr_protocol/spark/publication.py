@@ -16,7 +16,7 @@ from upr_protocol.client import BlockingClient, WriterIdentity
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
-from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status
+from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status, TlsError
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError
@@ -122,6 +122,8 @@ class Publication:
             ) from error
         if isinstance(error, ServerError):
             raise PipelineError("UPR_REFUSED", str(error)) from error
+        if isinstance(error, TlsError):
+            raise PipelineError("UPR_TLS", str(error)) from error
 
     def connect(self) -> int:
         """Connects.

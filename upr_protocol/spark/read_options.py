@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import attrs
 import msgspec
 
-from upr_protocol.client import Address
+from upr_protocol.client import Address, IndexClient, Security
 from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
-from upr_protocol.limits import KEY_BYTES_MAX, LEASE_TIME_TO_LIVE_S_MAX
+from upr_protocol.limits import (
+    KEY_BYTES_MAX,
+    LEASE_OWNER_BYTES_MAX,
+    LEASE_TIME_TO_LIVE_S_MAX,
+)
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import Options
 from upr_protocol.timestamps import parse_timestamp
@@ -27,18 +32,44 @@ TIMEOUT_S_DEFAULT: Final = 600
 
 
 @attrs.frozen
+class IndexQuery:
+    """Which entries of an index are read.
+
+    Attributes:
+        name: The index, as DESIGN/INDEX.
+        indexer: The URL of its indexer.
+        security: How the connection to that is protected.
+        prefix: The first parts of the index keys; None for any.
+        low: The lowest index key, or its first parts; None for no lowest.
+        high: The highest, likewise; what begins with it is read, too.
+    """
+
+    name: str
+    indexer: str
+    security: Security
+    prefix: Sequence[Any] | None
+    low: Sequence[Any] | None
+    high: Sequence[Any] | None
+
+
+@attrs.frozen
 class ReadOptions:
     """Options of a read or a stream, as docs/spark.md describes them.
 
     Attributes:
-        address: Server and bucket.
+        address: Server and bucket; without the bucket, where several are read.
+        buckets: The names of several buckets that are read.
+        bucket_pattern: Or a pattern: those are read whose whole name it matches.
         partitions: Those to read; empty for all.
         key: The only key whose rows are read; None for every key.
         key_prefix: How the keys begin whose rows are read.
         start: Where to start: `earliest`, `latest`, or a number for each partition named.
         start_time: Instead: the time since which changes are read.
+        bucket_starts: Of several buckets, numbers where to start, by bucket and partition.
         end: Where a read ends: `latest`, or a number for each partition named.
         end_time: Instead: the time before which changes are read.
+        bucket_ends: Of several buckets, numbers where to end, by bucket and partition.
+        index: Instead of all changes, the items that these entries of an index are of.
         metadata: Whether the columns are all there are, or the few that most need.
         include_value: Whether values are among them.
         deduplicate: Whether a read has only the newest row of each key.
@@ -47,6 +78,7 @@ class ReadOptions:
         rewinds: Whether a partition that rolls back goes on from the end of an earlier batch; else
             from 0.
         fails_on_data_loss: Whether a range that is not whole any more fails the query.
+        consumer_name: The name under which the server lists how far the stream is; empty for none.
         max_rows: Sequence numbers in one batch of a stream, at most; None for any number.
         max_bytes: Bytes in one batch of a stream, about; None for any number.
         task_bytes: Bytes that one task reads, about.
@@ -56,13 +88,18 @@ class ReadOptions:
     """
 
     address: Address
+    buckets: tuple[str, ...]
+    bucket_pattern: re.Pattern[str] | None
     partitions: tuple[int, ...]
     key: bytes | None
     key_prefix: bytes
     start: str | Mapping[int, int]
     start_time: datetime | None
+    bucket_starts: Mapping[str, Mapping[int, int]]
     end: str | Mapping[int, int]
     end_time: datetime | None
+    bucket_ends: Mapping[str, Mapping[int, int]]
+    index: IndexQuery | None
     metadata: bool
     include_value: bool
     deduplicate: bool
@@ -70,6 +107,7 @@ class ReadOptions:
     marks_rollback: bool
     rewinds: bool
     fails_on_data_loss: bool
+    consumer_name: str
     max_rows: int | None
     max_bytes: int | None
     task_bytes: int
@@ -89,7 +127,9 @@ class ReadOptions:
             OptionError: One is missing, unknown, or wrong.
         """
         options = Options(texts)
-        address = options.address()
+        buckets, bucket_pattern = _buckets(options)
+        are_several = bool(buckets or bucket_pattern)
+        address = options.address(has_bucket=not are_several)
         partitions = _partitions(options.text("partitions", ""))
         key = _key_bytes(options, "key", low=1)
         key_prefix = _key_bytes(options, "keyPrefix", low=0) or b""
@@ -97,7 +137,9 @@ class ReadOptions:
             raise OptionError(
                 "the option key excludes partitions and keyPrefix: a key has one partition"
             )
-        start = _offsets(options, "startingOffsets", "earliest", ("earliest", "latest"))
+        start, bucket_starts = _offsets(
+            options, "startingOffsets", "earliest", ("earliest", "latest"), by_bucket=are_several
+        )
         start_time = _time(options, "startingTimestamp", "startingOffsets")
         metadata = options.flag("metadata", default=True)
         include_value = options.flag("includeValue", default=True)
@@ -111,16 +153,23 @@ class ReadOptions:
         timeout_s = options.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1)
         end: str | Mapping[int, int] = "latest"
         end_time: datetime | None = None
+        bucket_ends: Mapping[str, Mapping[int, int]] = {}
+        index: IndexQuery | None = None
         deduplicate, marks_rollback, rewinds, max_rows, max_bytes = False, False, False, None, None
+        consumer_name = ""
         if streaming is not False:
             on_rollback = options.choice("onRollback", "fail", ("fail", "marker", "rewind"))
             marks_rollback = on_rollback != "fail"
             rewinds = on_rollback == "rewind"
+            consumer_name = _consumer_name(options)
             max_rows = options.number("maxOffsetsPerTrigger", None, low=1)
             max_bytes = options.number("maxBytesPerTrigger", None, low=1)
         if not streaming:
             deduplicate = options.flag("deduplicate", default=False)
-            end = _offsets(options, "endingOffsets", "latest", ("latest",))
+            index = _index(options, address)
+            end, bucket_ends = _offsets(
+                options, "endingOffsets", "latest", ("latest",), by_bucket=are_several
+            )
             end_time = _time(options, "endingTimestamp", "endingOffsets")
             if start_time is not None and end_time is not None and start_time >= end_time:
                 raise OptionError(
@@ -141,16 +190,27 @@ class ReadOptions:
                 "the option onRollback is rewind, which needs stability=durable and "
                 "failOnDataLoss=true: else the end of a batch may lack rows. Use onRollback=marker"
             )
+        for name in {**bucket_starts, **bucket_ends}:
+            if buckets and name not in buckets:
+                raise OptionError(
+                    f"startingOffsets or endingOffsets names the bucket {name}; buckets names "
+                    f"{', '.join(buckets)}"
+                )
         options.finish()
         return cls(
             address,
+            buckets,
+            bucket_pattern,
             partitions,
             key,
             key_prefix,
             start,
             start_time,
+            bucket_starts,
             end,
             end_time,
+            bucket_ends,
+            index,
             metadata,
             include_value,
             deduplicate,
@@ -158,6 +218,7 @@ class ReadOptions:
             marks_rollback,
             rewinds,
             fails,
+            consumer_name,
             max_rows,
             max_bytes,
             task_bytes,
@@ -165,6 +226,43 @@ class ReadOptions:
             lease_s,
             timeout_s,
         )
+
+    @property
+    def are_several_buckets(self) -> bool:
+        """Whether several buckets are read."""
+        return bool(self.buckets or self.bucket_pattern)
+
+    def of_bucket(self, bucket: str) -> Self:
+        """The same for one of the buckets alone."""
+        return attrs.evolve(
+            self,
+            address=attrs.evolve(self.address, bucket=bucket),
+            buckets=(),
+            bucket_pattern=None,
+            start=self.bucket_starts.get(bucket, self.start),
+            bucket_starts={},
+            end=self.bucket_ends.get(bucket, self.end),
+            bucket_ends={},
+        )
+
+
+def _buckets(options: Options) -> tuple[tuple[str, ...], re.Pattern[str] | None]:
+    """The buckets that are named, and the pattern of those that are read."""
+    text, pattern_text = options.text("buckets", None), options.text("bucketPattern", None)
+    pattern = None
+    if text is not None and pattern_text is not None:
+        raise OptionError("the options buckets and bucketPattern exclude each other")
+    names = tuple(dict.fromkeys(filter(None, map(str.strip, (text or "").split(",")))))
+    if text is not None and not names:
+        raise OptionError("the option buckets names no bucket; write it like planes,flights")
+    if pattern_text is not None:
+        try:
+            pattern = re.compile(pattern_text)
+        except re.error as error:
+            raise OptionError(
+                f"the option bucketPattern is {pattern_text!r}, and no regular expression: {error}"
+            ) from error
+    return names, pattern
 
 
 def _key_bytes(options: Options, name: str, *, low: int) -> bytes | None:
@@ -178,6 +276,66 @@ def _key_bytes(options: Options, name: str, *, low: int) -> bytes | None:
             f"the option {name} has {len(data)} bytes in UTF-8; write {low} to {KEY_BYTES_MAX}"
         )
     return data
+
+
+_NOT_WITH_INDEX: Final = (
+    *("buckets", "bucketPattern", "partitions", "key", "keyPrefix", "deduplicate"),
+    *("startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp"),
+)
+
+
+def _index(options: Options, address: Address) -> IndexQuery | None:
+    """Which entries of an index are read; None if none is named."""
+    name, indexer = options.text("index", None), options.text("indexer", None)
+    prefix, low, high = (
+        _index_key(options, option) for option in ("indexPrefix", "indexFrom", "indexTo")
+    )
+    if name is None:
+        for option in ("indexer", "indexPrefix", "indexFrom", "indexTo"):
+            if options.text(option, None) is not None:
+                raise OptionError(f"the option {option} needs the option index, as planes/by_size")
+        return None
+    if not all(name.partition("/")):
+        raise OptionError(f"the option index is {name!r}; write it like planes/by_size")
+    if prefix is not None and (low is not None or high is not None):
+        raise OptionError("the option indexPrefix excludes indexFrom and indexTo")
+    for option in _NOT_WITH_INDEX:
+        if options.text(option, None) is not None:
+            raise OptionError(f"the options index and {option} exclude each other")
+    if indexer is None:
+        indexer = options.required("indexer", "http://127.0.0.1:12080")
+    # The files of the options are those of the server, too, which may be the only one encrypted.
+    is_encrypted = indexer.startswith("https://")
+    security = Security(address.security.tls if is_encrypted else None)
+    try:
+        IndexClient(indexer, security).close()
+    except ValueError as error:
+        raise OptionError(f"the option indexer: {error}") from error
+    return IndexQuery(name, indexer, security, prefix, low, high)
+
+
+def _index_key(options: Options, name: str) -> Sequence[Any] | None:
+    """A key of an index, or its first parts: a JSON array, or a value that is the only part."""
+    text = options.text(name, None)
+    if text is None:
+        return None
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise OptionError(
+            f'the option {name} is {text!r}; write JSON, like ["BOEING", 100] or "BOEING"'
+        ) from error
+    return value if isinstance(value, list) else [value]
+
+
+def _consumer_name(options: Options) -> str:
+    name = options.text("consumerName", "")
+    if not name.isprintable() or len(name.encode()) > LEASE_OWNER_BYTES_MAX:
+        raise OptionError(
+            f"the option consumerName is {name!r}; write printable characters, at most "
+            f"{LEASE_OWNER_BYTES_MAX} bytes in UTF-8"
+        )
+    return name
 
 
 def _partitions(text: str) -> tuple[int, ...]:
@@ -217,22 +375,30 @@ def _time(options: Options, name: str, other_name: str) -> datetime | None:
 
 
 def _offsets(
-    options: Options, name: str, default: str, words: tuple[str, ...]
-) -> str | Mapping[int, int]:
-    """A word, or a number for each partition, as JSON: `{"0": 17, "3": 4}`."""
+    options: Options, name: str, default: str, words: tuple[str, ...], *, by_bucket: bool
+) -> tuple[str | Mapping[int, int], Mapping[str, Mapping[int, int]]]:
+    """A word, or a number for each partition, as JSON: `{"0": 17, "3": 4}`; and of several buckets
+    the numbers of each: `{"planes": {"0": 17}}`."""
     text = options.text(name, default)
     if not text.lstrip().startswith("{"):
-        return options.choice(name, default, words)
+        return options.choice(name, default, words), {}
     try:
-        seq_of_text = msgspec.json.decode(text, type=dict[str, int])
-        numbers = {int(partition): seq for partition, seq in seq_of_text.items()}
-    except (msgspec.DecodeError, ValueError):
-        numbers = {-1: 0}
-    if not all(
-        0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX for partition, seq in numbers.items()
-    ):
+        if by_bucket:
+            decoded = msgspec.json.decode(text, type=dict[str, dict[str, int]])
+            return default, {bucket: _numbers(seqs) for bucket, seqs in decoded.items()}
+        return _numbers(msgspec.json.decode(text, type=dict[str, int])), {}
+    except (msgspec.DecodeError, ValueError) as error:
+        example = '{"planes": {"0": 17, "3": 4}}' if by_bucket else '{"0": 17, "3": 4}'
+        kind = "bucket and partition" if by_bucket else "partition"
         raise OptionError(
-            f"the option {name} is {text!r}; use {', '.join(words)}, or numbers by partition "
-            'like {"0": 17, "3": 4}'
-        )
+            f"the option {name} is {text!r}; use {', '.join(words)}, or numbers by {kind} "
+            f"like {example}"
+        ) from error
+
+
+def _numbers(seq_of_text: Mapping[str, int]) -> dict[int, int]:
+    numbers = {int(partition): seq for partition, seq in seq_of_text.items()}
+    for partition, seq in numbers.items():
+        if not (0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX):
+            raise ValueError(f"partition {partition} cannot have the number {seq}")
     return numbers

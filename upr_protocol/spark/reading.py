@@ -33,10 +33,16 @@ EXECUTOR: Final = "spark:executor"
 def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
     """The rows of a task's slices; those of each partition in the order of their numbers.
 
+    Args:
+        task: The task.
+        options: Those of the read; where several buckets are read, of all of them.
+        schema: Which columns.
+
     Raises:
         PipelineError: They cannot be read, or are not there any more.
     """
-    columns = RecordBatchBuilder(schema, options.key, options.key_prefix)
+    options = options.of_bucket(task.bucket) if task.bucket else options
+    columns = RecordBatchBuilder(schema, options.key, options.key_prefix, options.address.bucket)
     with sentence_first():
         for part in task.slices:
             if part.marker is not None:
@@ -56,7 +62,7 @@ def _newest_rows(
     """The newest row of each key. All rows of a partition are in this task, in their order."""
     has_key = "key" in schema.fieldNames()
     with_key = schema if has_key else StructType([*schema.fields, StructField("key", BinaryType())])
-    columns = RecordBatchBuilder(with_key, options.key, options.key_prefix)
+    columns = RecordBatchBuilder(with_key, options.key, options.key_prefix, options.address.bucket)
     batches = list(_batches(slices, lease_id, options, columns))
     if not batches:
         return

@@ -44,15 +44,21 @@ class RecordBatchBuilder:
         schema: The columns.
         key: The only key of which there are rows; None for every key.
         key_prefix: How the keys begin of which there are rows.
+        bucket: The bucket that is read.
 
     Raises:
         OptionError: There is no such column.
     """
 
     def __init__(
-        self, schema: StructType, key: bytes | None = None, key_prefix: bytes = b""
+        self,
+        schema: StructType,
+        key: bytes | None = None,
+        key_prefix: bytes = b"",
+        bucket: str = "",
     ) -> None:
         check_schema(schema)
+        self._bucket = bucket
         self._key = key
         self._key_prefix = key_prefix
         self._names = schema.fieldNames()
@@ -75,6 +81,7 @@ class RecordBatchBuilder:
         """
         same = {
             "op": text_scalar("set"),
+            "bucket": text_scalar(self._bucket),
             "partition": int32_scalar(partition),
             "history_id": text_scalar(history),
             "snapshot_start": int64_scalar(start),
@@ -97,6 +104,7 @@ class RecordBatchBuilder:
         """One row that says that a partition went back."""
         values: dict[str, object] = {
             "op": "rollback",
+            "bucket": self._bucket,
             "partition": partition,
             "history_id": f"{marker.history_id:016x}",
             "seq": marker.went_to,
@@ -166,7 +174,7 @@ class SnapshotColumns:
                 column = column.filter(is_selected)
             if self._parser is not None and name == "value":
                 column = self._parser.parse(column, field.type)
-            columns.append(_as(name, column, field.type))
+            columns.append(column_as(name, column, field.type))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _column(self, name: str, chunk: Chunk, codes: pa.Array | None) -> pa.Array | None:
@@ -213,8 +221,12 @@ def _is_all(column: memoryview, byte: bytes) -> bool:
     return not column.tobytes().strip(byte)
 
 
-def _as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column of bytes as texts, where that was asked for."""
+def column_as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """A column of bytes as texts, where that was asked for.
+
+    Raises:
+        PipelineError: They are no UTF-8.
+    """
     if column.type == kind:
         return column
     try:

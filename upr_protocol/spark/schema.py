@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from pyspark.sql.types import (
@@ -21,6 +22,7 @@ from upr_protocol.spark.read_options import ReadOptions
 
 READ_COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
     "op": (StringType(), False),
+    "bucket": (StringType(), False),
     "partition": (IntegerType(), False),
     "history_id": (StringType(), False),
     "seq": (LongType(), False),
@@ -35,10 +37,21 @@ READ_COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
 }
 """Each column's type, and whether it may be null. What they mean stands in docs/spark.md.
 
-Identity comes first: a row is identified by partition, history and sequence number. A number alone
-is used again after a failover.
+Identity comes first: a row is identified by bucket, partition, history and sequence number. A
+number alone is used again after a failover.
 """
 
+INDEX_COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
+    "index_key": (StringType(), False),
+    "included": (StringType(), True),
+    **{
+        name: READ_COLUMNS[name]
+        for name in ("key", "value", "partition", "history_id", "seq", "cas", "flags", "expiry")
+    },
+}
+"""The same of what an index finds."""
+
+_FEW_OF_INDEX: Final = ("index_key", "key", "value")
 _FEW: Final = ("key", "value", "seq", "deleted")
 _TEXTS: Final = ("key", "value")
 """Columns that may be asked for as texts; the value also as a struct, parsed from JSON."""
@@ -46,26 +59,42 @@ _TEXTS: Final = ("key", "value")
 
 def default_schema(options: ReadOptions) -> StructType:
     """The columns of a read whose user named none."""
+    if options.index is not None:
+        of_index = [
+            name
+            for name in INDEX_COLUMNS
+            if (options.metadata or name in _FEW_OF_INDEX)
+            and (options.include_value or name != "value")
+        ]
+        return StructType([StructField(name, *INDEX_COLUMNS[name]) for name in of_index])
     names = [
         name
         for name in READ_COLUMNS
-        if (options.metadata or name in _FEW) and (options.include_value or name != "value")
+        if (
+            options.are_several_buckets
+            if name == "bucket"
+            else (options.metadata or name in _FEW) and (options.include_value or name != "value")
+        )
     ]
     return StructType([StructField(name, *READ_COLUMNS[name]) for name in names])
 
 
-def check_schema(schema: StructType) -> None:
+def check_schema(
+    schema: StructType, columns: Mapping[str, tuple[DataType, bool]] = READ_COLUMNS
+) -> None:
     """Makes sure that every column asked for is one that can be had.
+
+    Args:
+        schema: The columns asked for.
+        columns: Those that there are.
 
     Raises:
         OptionError: One cannot.
     """
     for field in schema.fields:
-        if field.name not in READ_COLUMNS:
-            raise OptionError(
-                f"there is no column {field.name}. There are {', '.join(READ_COLUMNS)}"
-            )
-        kind, _ = READ_COLUMNS[field.name]
+        if field.name not in columns:
+            raise OptionError(f"there is no column {field.name}. There are {', '.join(columns)}")
+        kind, _ = columns[field.name]
         allowed = [kind, StringType()] if field.name in _TEXTS else [kind]
         if field.name == "value" and isinstance(field.dataType, StructType):
             if not is_parsed(field.dataType):

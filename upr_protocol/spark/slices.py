@@ -72,10 +72,12 @@ class ReadTask(InputPartition):
     Args:
         slices: The slices.
         lease_id: The lease that pins them; 0 for none.
+        bucket: The bucket whose partitions they are of.
     """
 
-    def __init__(self, slices: tuple[Slice, ...], lease_id: int) -> None:
+    def __init__(self, slices: tuple[Slice, ...], lease_id: int, bucket: str = "") -> None:
         super().__init__(None)
+        self.bucket = bucket
         self.slices = slices
         self.lease_id = lease_id
 
@@ -87,6 +89,7 @@ def tasks_of(
     bytes_max: int,
     tasks_min: int,
     whole_partitions: bool = False,
+    bucket: str = "",
 ) -> list[ReadTask]:
     """The slices, packed into few tasks of about the same size.
 
@@ -96,6 +99,7 @@ def tasks_of(
         bytes_max: What a task reads, about.
         tasks_min: Tasks there are at least, if there are numbers enough.
         whole_partitions: Whether one task reads all of a partition.
+        bucket: The bucket whose partitions they are of.
     """
     by_partition = sorted(slices, key=lambda part: part.partition)
     total = sum(max(part.nbytes, 1) for part in by_partition)
@@ -106,10 +110,10 @@ def tasks_of(
     for whole in by_partition:
         for piece in [whole] if whole_partitions else whole.pieces(bytes_max):
             if group and (nbytes + piece.nbytes > bytes_max or piece.partition in group):
-                tasks.append(ReadTask(tuple(group.values()), lease_id))
+                tasks.append(ReadTask(tuple(group.values()), lease_id, bucket))
                 group, nbytes = {}, 0
             group[piece.partition] = piece
             nbytes += max(piece.nbytes, 1)
     if group:
-        tasks.append(ReadTask(tuple(group.values()), lease_id))
+        tasks.append(ReadTask(tuple(group.values()), lease_id, bucket))
     return tasks

@@ -13,6 +13,8 @@ from upr_protocol.spark.errors import sentence_first
 
 if TYPE_CHECKING:
     from upr_protocol.spark.batch_reader import BatchReader
+    from upr_protocol.spark.buckets_reader import BucketsReader
+    from upr_protocol.spark.index_reader import IndexReader
     from upr_protocol.spark.micro_batch_reader import MicroBatchReader
     from upr_protocol.spark.writer import BatchWriter, StreamWriter
 
@@ -41,20 +43,30 @@ class UprDataSource(DataSource):
         return default_schema(ReadOptions.parse(self.options, streaming=None))
 
     @sentence_first()
-    def reader(self, schema: StructType) -> BatchReader:
+    def reader(self, schema: StructType) -> BatchReader | IndexReader:
         """Reads what is there."""
         from upr_protocol.spark.batch_reader import BatchReader
+        from upr_protocol.spark.index_reader import IndexReader
         from upr_protocol.spark.read_options import ReadOptions
 
-        return BatchReader(ReadOptions.parse(self.options), schema, self._lease_id)
+        options = ReadOptions.parse(self.options)
+        if options.index is not None:
+            return IndexReader(options, schema)
+        return BatchReader(options, schema, self._lease_id)
 
     @sentence_first()
-    def streamReader(self, schema: StructType) -> MicroBatchReader:  # noqa: N802  Spark's name
+    def streamReader(  # noqa: N802  Spark's name
+        self, schema: StructType
+    ) -> MicroBatchReader | BucketsReader:
         """Streams what changes."""
+        from upr_protocol.spark.buckets_reader import BucketsReader
         from upr_protocol.spark.micro_batch_reader import MicroBatchReader
         from upr_protocol.spark.read_options import ReadOptions
 
-        return MicroBatchReader(ReadOptions.parse(self.options, streaming=True), schema)
+        options = ReadOptions.parse(self.options, streaming=True)
+        if options.are_several_buckets:
+            return BucketsReader(options, schema)
+        return MicroBatchReader(options, schema)
 
     @sentence_first()
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:

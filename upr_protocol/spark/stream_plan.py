@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Self, TypeVar
 
 import attrs
 
@@ -22,6 +22,7 @@ BATCH_ENDS_MAX: Final = 6
 """So many ends of earlier batches an offset has for each partition. They make it longer."""
 
 Partitions = dict[PartitionId, PartitionOffset]
+K = TypeVar("K", int, PartitionId, str)
 
 
 @attrs.frozen
@@ -35,6 +36,45 @@ class Limits:
 
     numbers: int | None = None
     nbytes: int | None = None
+
+
+@attrs.frozen
+class Backlog:
+    """What a server has that a stream has in no batch yet.
+
+    Attributes:
+        numbers: Sequence numbers, one for each partition.
+        nbytes: Bytes, about, as far as the sizes of earlier batches tell; None where sizes are
+            unknown.
+    """
+
+    numbers: tuple[int, ...]
+    nbytes: int | None
+
+    @classmethod
+    def merged(cls, backlogs: Iterable[Backlog]) -> Self:
+        """Those of several buckets."""
+        numbers: tuple[int, ...] = ()
+        nbytes: int | None = 0
+        for backlog in backlogs:
+            numbers += backlog.numbers
+            has_size = nbytes is not None and backlog.nbytes is not None
+            nbytes = nbytes + backlog.nbytes if has_size else None  # type: ignore[operator]
+        return cls(numbers, nbytes)
+
+    def metrics(self) -> dict[str, int | float]:
+        """The same under the names that Spark's source for Kafka uses: numbers of the partition
+        that is the least, the most, and the average one; and all bytes."""
+        counts = self.numbers
+        metrics: dict[str, int | float] = {
+            "minOffsetsBehindLatest": min(counts, default=0),
+            "maxOffsetsBehindLatest": max(counts, default=0),
+            "avgOffsetsBehindLatest": round(sum(counts) / len(counts), 1) if counts else 0.0,
+            "totalOffsetsBehindLatest": sum(counts),
+        }
+        if self.nbytes is not None:
+            metrics["estimatedTotalBytesBehindLatest"] = self.nbytes
+        return metrics
 
 
 class StreamPlan:
@@ -77,6 +117,8 @@ class StreamPlan:
         """The lease on what there was when the query began that is to end there; until it is known
         where in it the stream stands."""
         self._target_ends: Mapping[PartitionId, SeqNo] = {}
+        self._sizes: Mapping[PartitionId, float] = {}
+        """Bytes a sequence number, by partition, of what was pinned last."""
 
     # Where it begins.
 
@@ -120,6 +162,17 @@ class StreamPlan:
             self._target_ends = {partition: row.high_seq for partition, row in rows.items()}
 
     # The next batch.
+
+    def backlog(self, start: Offset) -> int:
+        """How many sequence numbers there are behind `start` for the next batches."""
+        ends = {
+            partition: self._limit(partition, row.persisted_seq if self._durable else row.high_seq)
+            for partition, row in self._driver.numbers().items()
+        }
+        return sum(
+            ends[partition] - seq
+            for partition, seq in _backlog(dict(start.partitions), ends).items()
+        )
 
     def next(self, start: Offset, limits: Limits) -> Offset:
         """Where the batch ends that begins at `start`; `start` itself when there is nothing new.
@@ -300,6 +353,7 @@ class StreamPlan:
     ) -> Offset:
         """The offset behind as much as the limits allow of what lies before the snapshots' ends.
         Partitions that are not asked for stay where they are, perhaps inside a snapshot."""
+        self._sizes = {**self._sizes, **sizes}
         ends = batch_ends(partitions, limits, sizes)
         moved = {
             partition: attrs.evolve(offset, seq=ends.get(partition, offset.seq))
@@ -332,17 +386,31 @@ class StreamPlan:
             self._leases.pop(lease_id, None)
             self._driver.release(lease_id)
 
-    def latest(self) -> Offset:
-        """How far the server is, for the query's progress."""
-        rows = self._driver.numbers()
-        return Offset(
-            self._bucket,
-            {
-                partition: PartitionOffset(
-                    FailoverLog(), row.persisted_seq if self._durable else row.high_seq
-                )
-                for partition, row in rows.items()
-            },
+    def progress(self, planned: Offset | None) -> tuple[Offset, Backlog]:
+        """How far the server is, and what it has that is in no batch yet.
+
+        Args:
+            planned: Where the newest batch ends; None if none was planned.
+        """
+        ends = {
+            partition: row.persisted_seq if self._durable else row.high_seq
+            for partition, row in self._driver.numbers().items()
+        }
+        latest = {partition: PartitionOffset(FailoverLog(), seq) for partition, seq in ends.items()}
+        partitions = {} if planned is None else planned.partitions
+        numbers = {
+            partition: max(0, seq - partitions.get(partition, _NOTHING).seq)
+            for partition, seq in ends.items()
+        }
+        backlog = Backlog(tuple(numbers.values()), self._nbytes(numbers))
+        return Offset(self._bucket, latest), backlog
+
+    def _nbytes(self, numbers: Mapping[PartitionId, int]) -> int | None:
+        if not self._durable or not self._sizes:
+            return None if any(numbers.values()) else 0
+        mean = sum(self._sizes.values()) / len(self._sizes)
+        return int(
+            sum(count * self._sizes.get(partition, mean) for partition, count in numbers.items())
         )
 
 
@@ -421,14 +489,29 @@ def batch_ends(
     nbytes = sum(sizes.get(partition, 0.0) * backlog for partition, backlog in backlogs.items())
     if limits.nbytes is not None and nbytes > limits.nbytes:
         allowed = min(allowed, max(1, int(total * limits.nbytes / nbytes)))
-    parts = {partition: allowed * backlog // total for partition, backlog in backlogs.items()}
+    return {
+        partition: SeqNo(partitions[partition].seq + share)
+        for partition, share in shares(allowed, backlogs).items()
+    }
+
+
+def shares(allowed: int, backlogs: Mapping[K, int]) -> dict[K, int]:
+    """Of what a batch may have, the same share of each backlog.
+
+    Args:
+        allowed: How much the batch may have.
+        backlogs: How much there is of each; together at least 1.
+    """
+    total = sum(backlogs.values())
+    allowed = min(allowed, total)
+    parts = {name: allowed * backlog // total for name, backlog in backlogs.items()}
     unassigned = allowed - sum(parts.values())
     # What rounding left goes to those that have most left.
-    for partition in sorted(
-        backlogs, key=lambda partition: (parts[partition] - backlogs[partition], partition)
-    )[:unassigned]:
-        parts[partition] += 1
-    return {partition: SeqNo(partitions[partition].seq + part) for partition, part in parts.items()}
+    for name in sorted(backlogs, key=lambda name: (parts[name] - backlogs[name], name))[
+        :unassigned
+    ]:
+        parts[name] += 1
+    return parts
 
 
 def sizes_of(lease: HeldLease) -> dict[PartitionId, float]:

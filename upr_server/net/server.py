@@ -219,7 +219,11 @@ class ConnectionServer:
                 "bucket": bucket_name,
                 **bucket.statistics(),
                 **disk.statistics(),
-                "leases": {**disk.leases.statistics(), "leases": disk.leases.list_held()},
+                "leases": {
+                    **disk.leases.statistics(),
+                    "leases": disk.leases.list_held(),
+                    "consumers": disk.leases.list_consumers(),
+                },
                 **resources.partition_maps.statistics(bucket_name),
             }
         figures: dict[str, object] = {

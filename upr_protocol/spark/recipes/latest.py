@@ -10,6 +10,7 @@ from pyspark.sql import functions as F
 from upr_protocol.spark.errors import OptionError
 
 _NEEDED: Final = ("key", "seq", "deleted")
+_BUCKET: Final = "bucket"
 _OF_MARKERS: Final = ("op", "partition", "history_id")
 
 
@@ -31,7 +32,8 @@ def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
 
     Args:
         changes: Rows with columns key, seq and deleted at least; where there may be markers, also
-            op, partition and history_id. More columns are kept as they are.
+            op, partition and history_id; of several buckets, also bucket. More columns are kept
+            as they are.
         order: See above.
 
     Returns:
@@ -50,7 +52,7 @@ def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
     elif "op" in changes.columns:
         rows = changes.where(F.col("op") != "rollback")
     columns = [F.col(name) for name in changes.columns]
-    newest = rows.groupBy("key").agg(
+    newest = rows.groupBy(*_of_bucket(changes), "key").agg(
         F.max_by(F.struct(*columns), F.struct(*_order(order), "seq")).alias("newest")
     )
     return newest.select("newest.*").where(~F.col("deleted"))
@@ -60,16 +62,17 @@ def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
     """The rows that no marker drops, without the markers."""
     is_marker = F.col("op") == "rollback"
     place = F.lit(0) if order is None else F.col(order)
+    homes = [*_of_bucket(changes), "partition"]
     markers = (
         changes.where(is_marker)
-        .groupBy(F.col("partition").alias("_partition"))
+        .groupBy(*(F.col(name).alias(f"_{name}") for name in homes))
         .agg(
             F.collect_list(F.struct(place.alias("place"), "seq")).alias("_markers"),
             F.max("history_id").alias("_history"),
         )
     )
     rows = changes.where(~is_marker).join(
-        F.broadcast(markers), F.col("partition") == F.col("_partition"), "left"
+        F.broadcast(markers), [F.col(name) == F.col(f"_{name}") for name in homes], "left"
     )
     if order is None:
         is_mixed = (F.size("_markers") > 1) | (F.col("_history") != F.col("history_id"))
@@ -86,7 +89,11 @@ def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
             lambda marker: (marker["place"] > place) & (marker["seq"] < F.col("seq")),
         )
         rows = rows.where(F.col("_markers").isNull() | ~is_void)
-    return rows.drop("_partition", "_markers", "_history")
+    return rows.drop(*(f"_{name}" for name in homes), "_markers", "_history")
+
+
+def _of_bucket(changes: DataFrame) -> list[str]:
+    return [_BUCKET] if _BUCKET in changes.columns else []
 
 
 def _order(order: str | None) -> list[Column]:

@@ -5,6 +5,9 @@ nothing then, but it is remembered, and its owner can renew it while nothing of 
 dropped. So a client that reads a range under a lease gets each time what was there when the lease
 was granted, or the error `RANGE_GONE`.
 
+A lease whose ranges are all empty holds nothing: it says where its owner stands. A consumer that
+has put such a lease is listed with its distance, also while it is not connected.
+
 A backfill holds its range for as long as it reads, at most `BACKFILL_LEASE_S`. A consumer that has
 read for so long begins another backfill from where it stands.
 """
@@ -80,7 +83,14 @@ class LeaseBook:
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """(partition, start, end) of all ranges that clients and backfills hold now."""
-        of_clients = [leased for lease in self._unexpired() for leased in lease.ranges]
+        # An empty range marks a position. Compaction would purge nothing of a partition of which
+        # something is held.
+        of_clients = [
+            (partition, start, end)
+            for lease in self._unexpired()
+            for partition, start, end in lease.ranges
+            if start < end
+        ]
         return of_clients + list(self._backfills.values())
 
     def lapsed(self) -> list[LeaseRecord]:
@@ -306,6 +316,27 @@ class LeaseBook:
                 "expires_in_s": round(lease.expires_at - now, 1),
             }
             for lease in self._unexpired()
+        ]
+
+    def list_consumers(self) -> list[dict[str, object]]:
+        """The newest position of each consumer that has put one, and its distance."""
+        now = self._time()
+        highs = [partition.high_seq for partition in self._bucket.partitions]
+        newest: dict[str, LeaseRecord] = {}
+        for lease in sorted(self._leases.values(), key=attrgetter("expires_at")):
+            if all(start == end for _, start, end in lease.ranges):
+                newest[lease.owner] = lease
+        return [
+            {
+                "name": name[:LEASE_OWNER_BYTES_MAX],
+                "id": f"{lease.lease_id:016x}",
+                "partitions": len(lease.ranges),
+                "numbers_behind": sum(
+                    max(0, highs[partition] - start) for partition, start, _ in lease.ranges
+                ),
+                "position_age_s": round(now + lease.time_to_live_s - lease.expires_at, 1),
+            }
+            for name, lease in sorted(newest.items())
         ]
 
 

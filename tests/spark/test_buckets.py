@@ -1,0 +1,203 @@
+"""Several buckets in one read or stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from pyspark.sql.types import StructType
+
+from tests.spark.bucket import change, put
+from tests.spark.model_driver_client import ModelDriverClient
+from tests.spark.server import BlockingServer
+from tests.spark.test_read import load
+from tests.spark.test_stream_plan import options_of, write_rows
+from upr_protocol.spark.buckets_reader import BucketsReader
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.micro_batch_reader import MicroBatchReader
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.recipes import latest
+from upr_protocol.spark.schema import default_schema
+from upr_protocol.spark.slices import ReadTask
+
+Range = tuple[str, int, int, int]
+
+
+class Buckets:
+    """A server's buckets, as models, and readers of those that a pattern matches."""
+
+    def __init__(self, **rows: int) -> None:
+        self.drivers: dict[str, ModelDriverClient] = {}
+        for name, count in rows.items():
+            self.create(name, count)
+
+    def create(self, name: str, rows: int) -> None:
+        self.drivers[name] = ModelDriverClient(1)
+        write_rows(self.drivers[name], 0, rows)
+
+    def reader(self, **options_given: str) -> BucketsReader:
+        options = options_of(url="upr://localhost", **options_given)
+        pattern = options.bucket_pattern
+
+        def matching() -> tuple[str, ...]:
+            assert pattern is not None
+            return tuple(name for name in sorted(self.drivers) if pattern.fullmatch(name))
+
+        def reader_of(options: ReadOptions, schema: StructType) -> MicroBatchReader:
+            return MicroBatchReader(options, schema, self.drivers[options.address.bucket])
+
+        return BucketsReader(options, default_schema(options), reader_of, matching)
+
+
+def ranges_of(reader: BucketsReader, start: Any, end: Any) -> list[Range]:
+    """Bucket, partition, start and end of what the tasks of a batch read."""
+    ranges = []
+    for task in reader.partitions(start, end):
+        assert isinstance(task, ReadTask)
+        ranges += [(task.bucket, part.partition, part.start, part.end) for part in task.slices]
+    return sorted(ranges)
+
+
+def test_a_stream_reads_all_buckets_that_match_and_those_that_come_later() -> None:
+    buckets = Buckets(a1=10, a2=20, b=5)
+    reader = buckets.reader(bucketPattern="a.")
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(reader, start, end) == [("a1", 0, 0, 10), ("a2", 0, 0, 20)]
+    # A restart reads the same again, in another process.
+    assert len(ranges_of(buckets.reader(bucketPattern="a."), start, end)) == 2
+    reader.commit(end)
+    assert reader.latestOffset(end, ReadAllAvailable()) is end
+    buckets.create("a3", 0)
+    assert reader.latestOffset(end, ReadAllAvailable()) is end, "it has nothing"
+    write_rows(buckets.drivers["a3"], 0, 3)
+    write_rows(buckets.drivers["a1"], 0, 1)
+    start, end = end, reader.latestOffset(end, ReadAllAvailable())
+    assert ranges_of(reader, start, end) == [("a1", 0, 10, 11), ("a3", 0, 0, 3)]
+    reader.commit(end)
+    assert not any(driver.leases for driver in buckets.drivers.values())
+
+
+def test_a_limit_holds_for_all_buckets_together() -> None:
+    buckets = Buckets(a=30, b=60, c=0)
+    reader = buckets.reader(buckets="a,b,c", maxOffsetsPerTrigger="9")
+    start = reader.initialOffset()
+    reader.prepareForTriggerAvailableNow()
+    # What comes later is not for this query, and takes no share from what is.
+    write_rows(buckets.drivers["c"], 0, 1000)
+    write_rows(buckets.drivers["b"], 0, 1000)
+    end = reader.latestOffset(start, ReadMaxRows(9))
+    assert ranges_of(reader, start, end) == [("a", 0, 0, 3), ("b", 0, 0, 6)]
+    numbers = 9
+    while (later := reader.latestOffset(end, ReadMaxRows(9))) is not end:
+        size = sum(to - since for _, _, since, to in ranges_of(reader, end, later))
+        assert 0 < size <= 9
+        numbers += size
+        reader.commit(end)
+        end = later
+    assert numbers == 90
+
+
+def test_a_marker_of_one_bucket_comes_once() -> None:
+    buckets = Buckets(a=10, b=10)
+    reader = buckets.reader(buckets="a,b", onRollback="marker")
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    buckets.drivers["a"].fail_over(0, 4)
+    end = reader.latestOffset(start, ReadAllAvailable())
+    (task,) = reader.partitions(start, end)
+    assert isinstance(task, ReadTask)
+    assert task.bucket == "a"
+    assert task.slices[0].marker is not None
+    write_rows(buckets.drivers["b"], 0, 1)
+    later = reader.latestOffset(end, ReadAllAvailable())
+    assert ranges_of(reader, end, later) == [("b", 0, 10, 11)]
+
+
+def test_a_bucket_that_is_deleted_ends_the_stream_or_is_left_out() -> None:
+    buckets = Buckets(a=10, b=10)
+    reader = buckets.reader(bucketPattern=".*")
+    initial = reader.initialOffset()
+    start = reader.latestOffset(initial, ReadAllAvailable())
+    del buckets.drivers["a"]
+    with pytest.raises(PipelineError, match="has read a, which does not exist") as failed:
+        reader.latestOffset(start, ReadAllAvailable())
+    assert failed.value.code == "UPR_NO_BUCKET"
+    reader = buckets.reader(bucketPattern=".*", failOnDataLoss="false")
+    assert ranges_of(reader, initial, start) == [("b", 0, 0, 10)]
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert set(end["buckets"]) == {"b"}
+    assert ranges_of(reader, start, end) == []
+
+
+def test_the_progress_counts_all_buckets() -> None:
+    reader = Buckets(a=10, b=30).reader(buckets="a,b")
+    reader.initialOffset()
+    document = reader.reportLatestOffset()
+    assert document is not None
+    assert document["metrics"]["totalOffsetsBehindLatest"] == 40
+    assert document["metrics"]["avgOffsetsBehindLatest"] == 20
+
+
+def test_a_checkpoint_of_one_bucket_is_refused() -> None:
+    reader = Buckets(a=1).reader(buckets="a")
+    with pytest.raises(PipelineError, match=r"UPR_OFFSET.*of one bucket"):
+        reader.latestOffset({"version": 2, "bucket": "a", "partitions": {}}, ReadAllAvailable())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"buckets": "a", "bucketPattern": "a"}, "exclude each other"),
+        ({"buckets": " , "}, "names no bucket"),
+        ({"bucketPattern": "("}, "no regular expression"),
+        ({"buckets": "a", "url": "upr://h/b"}, "it names no bucket"),
+        ({"buckets": "a", "startingOffsets": '{"0": 1}'}, 'like {"planes": {"0": 17'),
+        ({"buckets": "a", "startingOffsets": '{"b": {"0": 1}}'}, "names the bucket b"),
+    ],
+)
+def test_options_of_several_buckets_that_are_wrong(options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        options_of(**{"url": "upr://h", **options})
+    assert sentence in str(refused.value)
+
+
+def test_spark_reads_and_streams_several_buckets(
+    spark: SparkSession, server: BlockingServer, new_bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    urls = [new_bucket(partitions) for partitions in (1, 2, 1)]
+    names = [url.rpartition("/")[2] for url in urls]
+    for number, url in enumerate(urls):
+        change(url, put(range(10 * (number + 1))))
+    offsets = f'{{"{names[0]}": {{"0": 4}}}}'
+    frame = load(
+        spark, server.url(), buckets=",".join(names[:2]), startingOffsets=offsets, metadata="false"
+    )
+    assert frame.columns == ["bucket", "seq", "key", "value", "deleted"]
+    counts = {row.bucket: row["count"] for row in frame.groupBy("bucket").count().collect()}
+    assert counts == {names[0]: 6, names[1]: 20}
+    assert latest(load(spark, server.url(), buckets=",".join(names))).count() == 60
+    nothing = load(spark, server.url(), "key BINARY", bucketPattern="none-of-these")
+    with pytest.raises(PySparkException, match=r"\[UPR_NO_BUCKET\].*bucketPattern"):
+        nothing.collect()
+
+    streamed: list[tuple[str, bytes]] = []
+
+    def sink(batch: DataFrame, _batch_id: int) -> None:
+        streamed.extend((row.bucket, bytes(row.key)) for row in batch.collect())
+
+    pattern = "|".join(names[1:])
+    reader = spark.readStream.format("upr").option("url", server.url())
+    reader = reader.option("bucketPattern", pattern).option("maxOffsetsPerTrigger", 30)
+    writer = reader.load().writeStream.foreachBatch(sink)
+    writer = writer.option("checkpointLocation", str(tmp_path)).trigger(availableNow=True)
+    assert writer.start().awaitTermination(60)
+    assert sorted(streamed) == sorted(
+        (name, b"key-%d" % key)
+        for name, count in zip(names[1:], (20, 30), strict=True)
+        for key in range(count)
+    )

@@ -1,0 +1,200 @@
+"""Streaming what changes in several buckets: one stream for each, and one offset for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
+
+from upr_protocol.spark.driver_client import BucketDriverClient
+from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.micro_batch_reader import MicroBatchReader, default_limit, limits_of
+from upr_protocol.spark.offset import Offset
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.reading import read_task
+from upr_protocol.spark.schema import check_schema
+from upr_protocol.spark.stream_plan import Backlog, Limits, shares
+
+Json = dict[str, Any]
+
+_BUCKETS: Final = "buckets"
+"""The field of an offset that has the offset of each bucket."""
+
+
+class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Streams the changes of several buckets. Those that a pattern matches are looked for at each
+    batch; a new one is read from its beginning.
+
+    Args:
+        options: What is asked for.
+        schema: Which columns.
+        reader_of: Makes the reader of one bucket.
+        matching_buckets: Gives the names that the pattern matches.
+    """
+
+    def __init__(
+        self,
+        options: ReadOptions,
+        schema: StructType,
+        reader_of: Callable[[ReadOptions, StructType], MicroBatchReader] = MicroBatchReader,
+        matching_buckets: Callable[[], tuple[str, ...]] | None = None,
+    ) -> None:
+        check_schema(schema)
+        self._options = options
+        self._schema = schema
+        self._reader_of = reader_of
+        self._matching_buckets = matching_buckets
+        self._driver: BucketDriverClient | None = None
+        self._readers: dict[str, MicroBatchReader] = {}
+        self._names: tuple[str, ...] | None = None
+        """The buckets of a query that ends at what there was; None while they are looked for."""
+        self._committed: dict[str, Json] = {}
+
+    def _reader(self, bucket: str) -> MicroBatchReader:
+        reader = self._readers.get(bucket)
+        if reader is None:
+            reader = self._reader_of(self._options.of_bucket(bucket), self._schema)
+            self._readers[bucket] = reader
+        return reader
+
+    def _existing(self) -> tuple[str, ...]:
+        """The buckets that are read: those that are named, or that match and exist."""
+        if self._options.buckets:
+            return self._options.buckets
+        if self._matching_buckets is None:
+            self._driver = BucketDriverClient(self._options)
+            self._matching_buckets = self._driver.matching_buckets
+        return self._matching_buckets()
+
+    @sentence_first()
+    def initialOffset(self) -> Json:  # noqa: N802  Spark's name
+        """Where a new query begins."""
+        return _document({name: self._reader(name).initialOffset() for name in self._existing()})
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """What the options say of the size of a batch."""
+        return default_limit(self._options)
+
+    @sentence_first()
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """The query is to end at what there is now."""
+        self._names = self._existing()
+        for name in self._names:
+            self._reader(name).prepareForTriggerAvailableNow()
+
+    @sentence_first()
+    def latestOffset(self, start: Json, limit: ReadLimit) -> Json:  # noqa: N802
+        """Where the batch ends that begins at `start`."""
+        names = self._existing() if self._names is None else self._names
+        before = self._without_deleted(_offsets(start), names)
+        begins = {name: before.get(name) or _beginning(name) for name in names}
+        after = dict(before)
+        for name, limits in self._limits(begins, limits_of(limit, self._options)).items():
+            end = self._reader(name).next_offset(begins[name], limits)
+            if end != begins[name]:
+                after[name] = end
+        return start if after == _offsets(start) else _document(after)
+
+    def _without_deleted(
+        self, offsets: Mapping[str, Json], names: tuple[str, ...]
+    ) -> Mapping[str, Json]:
+        pattern = self._options.bucket_pattern
+        if pattern is None:
+            return offsets
+        deleted = [name for name in offsets if name not in names and pattern.fullmatch(name)]
+        if deleted and self._options.fails_on_data_loss:
+            raise PipelineError(
+                "UPR_NO_BUCKET",
+                f"{self._options.address}: the stream has read {', '.join(deleted)}, which does "
+                "not exist any more: set failOnDataLoss=false to continue without it",
+            )
+        for name in deleted:
+            reader = self._readers.pop(name, None)
+            if reader is not None:
+                reader.stop()
+        return {name: offset for name, offset in offsets.items() if name not in deleted}
+
+    def _limits(self, begins: Mapping[str, Json], limits: Limits) -> dict[str, Limits]:
+        """How much each bucket may have in the next batch, by its backlog. A bucket whose share is
+        nothing is left out."""
+        if limits == Limits():
+            return dict.fromkeys(begins, limits)
+        backlogs = {name: self._reader(name).backlog(start) for name, start in begins.items()}
+        total = sum(backlogs.values())
+        # A bucket without a backlog is asked, too: it may have to go back.
+        limits_by_name = {name: limits for name, backlog in backlogs.items() if not backlog}
+        if total:
+            numbers = total if limits.numbers is None else limits.numbers
+            for name, share in shares(numbers, backlogs).items():
+                if share:
+                    nbytes = limits.nbytes
+                    if nbytes is not None:
+                        nbytes = max(1, nbytes * backlogs[name] // total)
+                    limits_by_name[name] = Limits(share, nbytes)
+        return limits_by_name
+
+    @sentence_first()
+    def reportLatestOffset(self) -> Json | None:  # noqa: N802
+        """How far the servers are, and the metrics of what they have more."""
+        progress = {name: reader.progress() for name, reader in self._readers.items()}
+        backlog = Backlog.merged(behind for _, behind in progress.values())
+        document = _document({name: latest for name, (latest, _) in progress.items()})
+        return {**document, "metrics": backlog.metrics()}
+
+    @sentence_first()
+    def partitions(self, start: Json, end: Json) -> Sequence[InputPartition]:
+        """The tasks that read a batch, for the first time or again."""
+        before, after = _offsets(start), _offsets(end)
+        skips_deleted = self._options.bucket_pattern and not self._options.fails_on_data_loss
+        existing = self._existing() if skips_deleted else tuple(after)
+        tasks: list[InputPartition] = []
+        for name, offset in after.items():
+            begin = before.get(name) or _beginning(name)
+            if offset != begin and name in existing:
+                tasks += self._reader(name).partitions(begin, offset)
+        return tasks
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one task."""
+        return read_task(partition, self._options, self._schema)  # type: ignore[arg-type]
+
+    @sentence_first()
+    def commit(self, end: Json) -> None:
+        """The batch that ends there is done with."""
+        for name, offset in _offsets(end).items():
+            if offset != self._committed.get(name):
+                self._reader(name).commit(offset)
+                self._committed[name] = offset
+
+    def stop(self) -> None:
+        """The query is over."""
+        for reader in self._readers.values():
+            reader.stop()
+        if self._driver is not None:
+            self._driver.close()
+
+
+def _beginning(bucket: str) -> Json:
+    """The beginning of a bucket that the stream has not met before."""
+    return Offset(bucket, {}, is_initial=True).to_json()
+
+
+def _document(offsets: Mapping[str, Json]) -> Json:
+    """The offsets of several buckets as one: equal ones are equal texts."""
+    return {_BUCKETS: {name: offsets[name] for name in sorted(offsets)}}
+
+
+def _offsets(document: Mapping[str, Any]) -> dict[str, Json]:
+    """The offset of each bucket."""
+    offsets = document.get(_BUCKETS)
+    if not isinstance(offsets, dict):
+        raise PipelineError(
+            "UPR_OFFSET",
+            "the checkpoint is of a stream of one bucket, and not of several: begin with a new "
+            "checkpoint",
+        )
+    return offsets

@@ -1,0 +1,152 @@
+"""Reading the items that an index finds."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
+from upr_protocol.errors import BrokenError, TlsError
+from upr_protocol.spark.driver_client import BucketDriverClient, explained
+from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.json_values import ValueParser
+from upr_protocol.spark.read_options import IndexQuery, ReadOptions
+from upr_protocol.spark.record_batches import column_as
+from upr_protocol.spark.schema import INDEX_COLUMNS, check_schema
+
+ENTRIES_AT_ONCE: Final = 1000
+"""So many items are asked for together."""
+
+
+def document_key(entry: IndexEntry) -> bytes:
+    """The key of the item that an entry is of."""
+    if entry.id_encoding:
+        return base64.b64decode(entry.id)
+    return entry.id.encode()
+
+
+_OF_ENTRY: Final[dict[str, Callable[[IndexEntry], Any]]] = {
+    "index_key": lambda entry: msgspec.json.encode(entry.key).decode(),
+    "included": lambda entry: (
+        None if entry.included is None else msgspec.json.encode(entry.included).decode()
+    ),
+    "key": document_key,
+}
+_OF_ITEM: Final[dict[str, Callable[[Item], Any]]] = {
+    "value": lambda item: item.value,
+    "partition": lambda item: item.partition,
+    "history_id": lambda item: f"{item.history_id:016x}",
+    "seq": lambda item: item.seq,
+    "cas": lambda item: item.cas,
+    "flags": lambda item: item.flags,
+    "expiry": lambda item: item.expiry,
+}
+
+
+class IndexReader(DataSourceReader):
+    """Reads the entries of an index in one task, of one moment, and the items that they are of, as
+    these are when they are read.
+
+    Args:
+        options: What is asked for.
+        schema: Which columns.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        check_schema(schema, INDEX_COLUMNS)
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """One task."""
+        return [InputPartition(0)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:  # noqa: ARG002
+        """The rows, in the order of the index."""
+        query = self._options.index
+        assert query is not None
+        with sentence_first():
+            rows = _Rows(self._options, self._schema)
+            try:
+                entries = _entries(query, self._options)
+                while some_entries := list(islice(entries, ENTRIES_AT_ONCE)):
+                    yield rows.of(some_entries)
+            except IndexerError as error:
+                raise PipelineError("UPR_INDEX", f"{query.indexer}: {error}") from error
+            except (BrokenError, TlsError) as error:
+                raise explained(error, self._options.address) from error
+            finally:
+                rows.close()
+
+
+def _entries(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
+    with IndexClient(query.indexer, query.security) as indexes:
+        yield from indexes.scan_all(
+            query.name,
+            prefix=query.prefix,
+            low=query.low,
+            high=query.high,
+            limit=ENTRIES_AT_ONCE,
+            consistency="now",
+            timeout_s=min(options.timeout_s, 300),
+        )
+
+
+class _Rows:
+    """Makes record batches of entries.
+
+    Args:
+        options: The server.
+        schema: Which columns.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        self._schema = to_arrow_schema(schema, timezone="UTC")
+        self._driver = BucketDriverClient(options)
+        self._has_items = not set(schema.fieldNames()) <= _OF_ENTRY.keys()
+        self._parsers = {
+            field.name: ValueParser(field.dataType)
+            for field in schema
+            if isinstance(field.dataType, StructType)
+        }
+
+    def of(self, entries: Sequence[IndexEntry]) -> pa.RecordBatch:
+        """Their rows, without those whose item is gone meanwhile."""
+        items: list[Item] = []
+        if self._has_items:
+            looked_up = self._driver.items([document_key(entry) for entry in entries])
+            pairs = [
+                (entry, item)
+                for entry, item in zip(entries, looked_up, strict=True)
+                if item is not None
+            ]
+            entries, items = [entry for entry, _ in pairs], [item for _, item in pairs]
+        columns = []
+        for field in self._schema:
+            name, kind = field.name, field.type
+            of_entry = _OF_ENTRY.get(name)
+            values = (
+                [_OF_ITEM[name](item) for item in items]
+                if of_entry is None
+                else [of_entry(entry) for entry in entries]
+            )
+            if name in self._parsers:
+                column = self._parsers[name].parse(pa.array(values, pa.binary()), kind)
+            elif name in ("key", "value"):
+                column = column_as(name, pa.array(values, pa.binary()), kind)
+            else:
+                column = pa.array(values, kind)
+            columns.append(column)
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._driver.close()
