@@ -27,6 +27,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 TESTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("upr_protocol/failover.py", ("tests/protocol/test_failover.py",)),
+    ("upr_protocol/scram.py", ("tests/protocol/test_scram.py",)),
+    ("upr_server/net/log_in.py", ("tests/server/test_log_in.py",)),
     ("upr_protocol/session", ("tests/protocol/session",)),
     ("upr_server/engine", ("tests/engine",)),
     ("upr_server/events", ("tests/events",)),

@@ -19,7 +19,7 @@ from upr_protocol.scram import (
     made_up_verifier,
     new_verifier,
 )
-from upr_protocol.users import UsersError, Verifier
+from upr_protocol.users import USER_NAME_BYTES_MAX, UsersError, Verifier
 
 SALT: Final = b"sixteen bytes..."
 ITERATIONS: Final = SCRAM_ITERATIONS_MIN
@@ -170,6 +170,7 @@ def test_what_a_server_refuses_first(mechanism: str, message: bytes, sentence: s
         (b"c=biws,r=nonce,p=AAAA", "repeats the nonce"),
         (b"c=biws,r=nonceserver,p=A", "not in base64"),
         (b"c=b,r=nonceserver,p=AAAA", "not in base64"),
+        (b"c=biws,r=nonceserver,p=AA*AA", "not in base64"),
         (b"r=nonceserver,p=AAAA", "must have the attributes c, r"),
     ],
 )
@@ -194,6 +195,13 @@ def test_a_name_arrives_as_it_was_meant(name: str) -> None:
         return
     first = FirstMessage.read(SCRAM, client.first(), offers_binding=False)
     assert first.name == client._name
+
+
+def test_a_name_is_as_long_as_a_user_s() -> None:
+    longest = "u" * USER_NAME_BYTES_MAX
+    assert log_in(ScramClient(longest, "pencil", "nonce"))
+    with pytest.raises(UsersError, match="at most 128 bytes"):
+        ScramClient(longest + "u", "pencil", "nonce")
 
 
 def test_names_and_passwords_are_compared_in_one_form() -> None:
