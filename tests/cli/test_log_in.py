@@ -95,6 +95,14 @@ def test_who_is_refused(
     assert "Traceback" not in refused.stderr
 
 
+def test_the_indexer_has_no_users_to_log_in_as(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--user" not in run("index", "list", "--help").stdout
+    # Nothing is asked for: it fails because nobody is there.
+    monkeypatch.setenv("UPR_USER", "bob")
+    refused = run("index", "list", "--indexer", "http://127.0.0.1:1", code=4)
+    assert "password" not in refused.stderr
+
+
 def test_a_password_in_a_url_is_not_shown(run: Run) -> None:
     refused = run("get", "upr://bob:pencil@127.0.0.1:1/b", "k", code=2)
     assert "users and passwords do not belong into URLs" in refused.stderr

@@ -62,6 +62,12 @@ def security_options() -> list[click.Option]:
             help="Do not verify the server's certificate. Anybody between you and the server can "
             "then read and change everything.",
         ),
+    ]
+
+
+def log_in_options() -> list[click.Option]:
+    """The options that say who gives a command to a server."""
+    return [
         _option(
             "--user",
             metavar="NAME",
@@ -82,7 +88,7 @@ def security_options() -> list[click.Option]:
 
 
 class SecurityCommand(click.Command):
-    """A command with the options of encrypted connections and of the log-in."""
+    """A command with the options of encrypted connections."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -108,7 +114,7 @@ def security_of(ctx: click.Context) -> Security:
 
 
 def _credentials(chosen: dict[str, Any]) -> Credentials | None:
-    user, password_file = chosen["user"], chosen["password_file"]
+    user, password_file = chosen.get("user"), chosen.get("password_file")
     if not user:
         if password_file:
             raise click.UsageError("--password-file needs a user: name one with --user or UPR_USER")
