@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from tests.indexer.processes import UPR_INDEXER
 from tests.kit.process import run
+from upr_server.indexer.app import serve
 from upr_server.indexer.cli import main
 from upr_server.indexer.config import IndexerConfig, load_config
 from upr_server.runtime import ConfigError
@@ -198,3 +199,36 @@ async def test_a_failed_start_prints_a_sentence(tmp_path: Path) -> None:
     assert finished.err.splitlines()[-1].startswith("upr-indexer: ")
     assert str(tmp_path / "file") in finished.err
     assert "Traceback" not in finished.err
+
+
+TLS: Final = {"tls_certificate": "indexer.pem", "tls_client_ca": "ca.pem"}
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0", "indexer.example:0"])
+@pytest.mark.parametrize(
+    ("settings", "is_safe"),
+    [
+        ({}, False),
+        ({"tls_certificate": "indexer.pem"}, False),
+        (TLS, True),
+        ({**TLS, "tls_client_certificates": "optional"}, False),
+        ({"insecure_no_authentication": True}, True),
+    ],
+)
+def test_where_others_reach_it_an_indexer_keeps_strangers_away(
+    listen: str, settings: dict[str, Any], is_safe: bool
+) -> None:
+    load(listen="127.0.0.1:0", **settings).check_exposure()
+    config = load(listen=listen, **settings)
+    if is_safe:
+        config.check_exposure()
+    else:
+        with pytest.raises(ConfigError, match="--insecure-no-authentication"):
+            config.check_exposure()
+
+
+async def test_such_an_indexer_does_not_start(tmp_path: Path) -> None:
+    config = load(listen="0.0.0.0:0", data_dir=str(tmp_path / "data"))
+    with pytest.raises(ConfigError, match="other machines could reach"):
+        await serve(config, lambda _: None)
+    assert not (tmp_path / "data").exists()

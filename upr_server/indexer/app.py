@@ -97,7 +97,11 @@ async def serve(config: IndexerConfig, on_listening: Callable[[str], None]) -> N
     Args:
         config: What it is told.
         on_listening: Called with `http://HOST:PORT`, or `https://…`, once it answers.
+
+    Raises:
+        ConfigError: Strangers could scan the indexes, or a setting is wrong.
     """
+    config.check_exposure()
 
     def on_running(url: str) -> None:
         on_listening(url)

@@ -86,6 +86,13 @@ and would wait for the default, 5 ms, each time that the loop has something to d
     help="The oldest version of TLS, in both directions.  [default: 1.3]",
 )
 @click.option(
+    "--insecure-no-authentication",
+    is_flag=True,
+    default=None,
+    help="Listen where other machines reach the indexer without --tls-client-ca. Anybody there can "
+    "then scan all indexes.",
+)
+@click.option(
     "--data-dir",
     metavar="DIR",
     help="Where indexes are kept; made when missing.  [default: the platform's data directory]",

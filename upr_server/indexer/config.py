@@ -24,7 +24,13 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import CredentialsError
 from upr_server.indexer.indexer import Settings
-from upr_server.runtime import ConfigError, certificate_files, load_settings, parse_listen
+from upr_server.runtime import (
+    ConfigError,
+    certificate_files,
+    is_loopback,
+    load_settings,
+    parse_listen,
+)
 
 ENVIRONMENT_PREFIX: Final = "UPR_INDEXER_"
 
@@ -58,6 +64,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tls_client_certificates: Whether a client without a certificate is refused (`required`) or
             not (`optional`), where `tls_client_ca` is set.
         tls_version_min: The oldest version of TLS, in both directions.
+        insecure_no_authentication: Whether the indexer may listen where other machines reach it,
+            though it does not require certificates of its clients.
         data_dir: Where indexes are kept; empty for the platform's data directory.
         pool_bytes: The memory for what waits to be indexed and for scans; 0 for 30 % of the
             machine's.
@@ -80,12 +88,29 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_client_ca: str = ""
     tls_client_certificates: Literal["required", "optional"] = "required"
     tls_version_min: Literal["1.2", "1.3"] = "1.3"
+    insecure_no_authentication: bool = False
     data_dir: str = ""
     pool_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     queues: _Count = 8
     undo_mutations: _Count = 200_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
+
+    def check_exposure(self) -> None:
+        """Checks whether strangers could scan the indexes.
+
+        Raises:
+            ConfigError: Other machines reach the indexer, and nothing keeps strangers away.
+        """
+        host, _ = parse_listen(self.listen)
+        wants_certificates = self.tls_client_ca and self.tls_client_certificates == "required"
+        if is_loopback(host) or wants_certificates or self.insecure_no_authentication:
+            return
+        raise ConfigError(
+            f"other machines could reach {host} and scan all indexes: require certificates of "
+            "clients with tls_certificate and tls_client_ca; or listen on 127.0.0.1; or, in a "
+            "network of people you trust, say --insecure-no-authentication"
+        )
 
     def address(self) -> Address:
         """The address of the bucket.
