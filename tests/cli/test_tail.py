@@ -11,11 +11,17 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import Line, Server, start_server
 from tests.kit.effort import effort
+from upr_protocol.cli.output import ProgressDisplay
+from upr_protocol.cli.tail import report_unplaced
+from upr_protocol.client import ConsumerStatistics
 from upr_protocol.errors import ADVICE, Status
+from upr_protocol.ids import PartitionId
 
 Tail = Callable[..., list[Line]]
 
@@ -369,6 +375,29 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
         _, err = process.finished(code=4)
     assert err.startswith(b"upr: ")
     assert err.count(b"\n") == 1
+
+
+class UnplacedConsumer:
+    """A consumer of which the figures say that no node serves some partitions, from 3 to 7 s and
+    from 9 s on."""
+
+    def statistics(self) -> ConsumerStatistics:
+        is_unplaced = 3 <= trio.current_time() < 7 or trio.current_time() >= 9
+        partitions = [PartitionId(0), PartitionId(1)] if is_unplaced else []
+        return ConsumerStatistics(1, True, 0, 0, 0, 0, 0, 0, 0, "", partitions, "")
+
+
+async def test_it_says_what_it_waits_for_each_time_that_no_node_serves_a_partition(
+    autojump_clock: trio.testing.MockClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = ProgressDisplay(str, 1.0)
+    with trio.move_on_after(20.5):
+        await report_unplaced(UnplacedConsumer(), 300, progress)
+    sentence = (
+        "upr: waiting for a node that serves partitions 0-1 (no node tells a newer partition map); "
+        "trying for up to 300 s\n"
+    )
+    assert capsys.readouterr().err == 2 * sentence
 
 
 def test_a_missing_bucket_is_refused(server: Server, start: Start) -> None:

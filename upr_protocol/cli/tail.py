@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import attrs
 import click
@@ -28,6 +28,7 @@ from upr_protocol.client import (
     Address,
     BarrierReached,
     Consumer,
+    ConsumerStatistics,
     LocalCopyFollower,
     ResumeState,
     RolledBack,
@@ -37,6 +38,7 @@ from upr_protocol.client import (
     consume,
     keep_local_copy,
 )
+from upr_protocol.client.operator import partitions_text
 from upr_protocol.limits import PARTITIONS_MAX
 
 CAUGHT_UP: Final = b"caught-up"
@@ -157,6 +159,10 @@ def tail(
     job.run()
 
 
+_UNPLACED_POLL_S: Final = 1.0
+"""How often it looks whether a partition has no node."""
+
+
 @attrs.define
 class _Tail:
     """One run of `upr tail`."""
@@ -196,6 +202,7 @@ class _Tail:
             else:
                 nursery.start_soon(progress.run)
             nursery.start_soon(self._report_connection, consumer, progress)
+            nursery.start_soon(report_unplaced, consumer, self.retry_timeout_s, progress)
             if self.until_caught_up:
                 consumer.send_barrier(CAUGHT_UP)
             await self._print_events(consumer)
@@ -250,3 +257,29 @@ class _Tail:
                 return
             if isinstance(event, StreamEnded):
                 self._deleted = True
+
+
+class ConsumerWithFigures(Protocol):
+    """A consumer, as far as its figures are concerned."""
+
+    def statistics(self) -> ConsumerStatistics:
+        """Its figures."""
+
+
+async def report_unplaced(
+    consumer: ConsumerWithFigures, retry_timeout_s: int, progress: ProgressDisplay
+) -> None:
+    """Says on standard error what a consumer waits for, once each time that no node has served a
+    partition for some seconds. Runs until cancelled."""
+    had_unplaced = False
+    while True:
+        await trio.sleep(_UNPLACED_POLL_S)
+        figures = consumer.statistics()
+        if figures.unplaced and not had_unplaced:
+            progress.clear()
+            reason = figures.unplaced_reason or "no node tells a newer partition map"
+            say(
+                f"waiting for a node that serves {partitions_text(figures.unplaced)} ({reason}); "
+                f"trying for up to {retry_timeout_s:,} s"
+            )
+        had_unplaced = bool(figures.unplaced)

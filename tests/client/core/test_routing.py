@@ -99,3 +99,15 @@ def test_the_time_without_a_node_counts_only_while_something_waits(
     router.route(PARTITIONS, (), waits, 100.0)
     assert router.timed_out(waits, 100.0 + TIMEOUT_S - 0.1) is None
     assert router.timed_out(waits, 100.0 + TIMEOUT_S) is not None
+
+
+def test_partitions_without_a_node_are_named_with_the_reason(router: PartitionRouter) -> None:
+    router.route(PARTITIONS, (), waits, 1.0)
+    router.refused(PARTITIONS[0], REFUSAL, 2.0)
+    assert router.unplaced_since(0.5) == ([], "")
+    only_second, reason = router.unplaced_since(1.0)
+    assert only_second == [PARTITIONS[1]]
+    assert "partition 1" in reason
+    assert router.unplaced_since(2.0) == (PARTITIONS, str(REFUSAL))
+    router.succeeded(PARTITIONS[0])
+    assert router.unplaced_since(2.0)[0] == [PARTITIONS[1]]

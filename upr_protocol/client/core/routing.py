@@ -125,6 +125,15 @@ class PartitionRouter:
         sentence = self._metadata.explain_no_holder(partition, self._state)
         return BrokenError(sentence) if sentence else self._refusals.get(partition)
 
+    def unplaced_since(self, moment: float) -> tuple[list[PartitionId], str]:
+        """The partitions that have had no node since `moment` or before, and why the first of them
+        has none; no text when that is not known."""
+        partitions = sorted(
+            partition for partition, since in self._unplaced_since.items() if since <= moment
+        )
+        reason = self.reason_unplaced(partitions[0]) if partitions else None
+        return partitions, "" if reason is None else str(reason)
+
     def timed_out(
         self, is_waiting_for: Callable[[PartitionId], bool], now: float
     ) -> UprError | None:

@@ -60,6 +60,10 @@ next event, and saves that event's state together with that.
 _YIELD_INTERVAL_S: Final = 0.001
 """How long waiting events may be handed out before other tasks get their turn."""
 
+UNPLACED_S: Final = 5.0
+"""For how long no node must have served a partition before the figures tell of it: a takeover or a
+restart is over by then."""
+
 _LAST_SAVE_S: Final = 10.0
 """The longest that the save on leaving may take."""
 
@@ -79,6 +83,8 @@ class ConsumerStatistics:
         saves: Saves of the resume state.
         waiting: Events that the application has not asked for yet.
         last_failure: Why the last connection, or attempt to connect, ended; empty at first.
+        unplaced: Partitions that no node has served for `UNPLACED_S` seconds or more.
+        unplaced_reason: Why the first of them is not served; empty if that is not known.
     """
 
     connections: int
@@ -91,6 +97,8 @@ class ConsumerStatistics:
     saves: int
     waiting: int
     last_failure: str
+    unplaced: Sequence[PartitionId] = ()
+    unplaced_reason: str = ""
 
 
 class Consumer:
@@ -321,6 +329,8 @@ class Consumer:
     def statistics(self) -> ConsumerStatistics:
         """The figures of the consumer."""
         streams, counts = self._streams, self._tracker.counts
+        router = streams.connections.router
+        unplaced, unplaced_reason = router.unplaced_since(trio.current_time() - UNPLACED_S)
         return ConsumerStatistics(
             streams.state.connection_count,
             streams.is_connected,
@@ -332,6 +342,8 @@ class Consumer:
             self._saves,
             len(streams.queue),
             streams.connections.last_failure,
+            unplaced,
+            unplaced_reason,
         )
 
 
