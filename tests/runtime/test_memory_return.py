@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_server.runtime.memory_return import FALL_BYTES, HeapTrimmer
+from upr_server.runtime.memory_return import (
+    FALL_BYTES,
+    PAUSE_MAX,
+    HeapTrimmer,
+    resident_bytes,
+)
 
 MIB: Final = 1024 * 1024
 
@@ -46,18 +51,74 @@ def test_trimming_returns_holes_between_live_objects() -> None:
     assert int(done.stdout) > 150 * MIB
 
 
-@given(st.lists(st.integers(0, 8 * FALL_BYTES), max_size=50))
-def test_the_heap_is_trimmed_when_half_of_the_peak_is_free(counts: list[int]) -> None:
-    times: list[int] = []
-    step = 0
-    trimmer = HeapTrimmer(lambda: times.append(step))
-    since = 0
-    for step, counted in enumerate(counts):
-        most = max(counts[since : step + 1])
-        is_time = most - counted >= FALL_BYTES and counted <= most / 2
-        before = len(times)
-        trimmer.note_use(counted)
-        assert len(times) - before == is_time
-        if is_time:
-            assert times[-1] == step
-            since = step
+class Memory:
+    """The memory of a process, of which some is in use.
+
+    Attributes:
+        in_use: Bytes in use.
+        resident: Bytes that the process has.
+        trims: How often the heap was trimmed.
+    """
+
+    def __init__(self) -> None:
+        self.in_use = 0
+        self.resident = 0
+        self.trims = 0
+        self.trimmer = HeapTrimmer(self._trim, lambda: self.resident)
+
+    def use(self, nbytes: int, counted: int = 0) -> None:
+        """So many bytes are in use; what was resident stays so."""
+        self.in_use = nbytes
+        self.resident = max(self.resident, nbytes)
+        self.trimmer.note_use(counted)
+
+    def _trim(self) -> None:
+        self.trims += 1
+        self.resident = self.in_use
+
+
+def test_memory_that_nobody_counts_is_given_back_once_it_does_not_grow() -> None:
+    memory = Memory()
+    memory.use(50 * MIB)
+    for number in range(1, 10):
+        memory.use(50 * MIB + number * FALL_BYTES)
+    assert memory.resident == 50 * MIB + 9 * FALL_BYTES
+    memory.use(50 * MIB)
+    assert memory.resident == 50 * MIB
+    assert memory.trims == 1
+
+
+def test_memory_that_is_counted_and_freed_is_given_back() -> None:
+    memory = Memory()
+    memory.use(50 * MIB)
+    memory.use(50 * MIB + 4 * FALL_BYTES, counted=4 * FALL_BYTES)
+    assert not memory.trims
+    for _ in range(2):
+        memory.use(50 * MIB)
+    assert memory.resident == 50 * MIB
+
+
+def test_memory_that_is_in_use_is_looked_through_more_and_more_rarely() -> None:
+    memory = Memory()
+    memory.use(50 * MIB)
+    for _ in range(10 * PAUSE_MAX):
+        memory.use(50 * MIB + 3 * FALL_BYTES)
+    assert memory.trims in range(10, 20)
+    for _ in range(PAUSE_MAX):
+        memory.use(50 * MIB)
+    assert memory.resident == 50 * MIB
+
+
+@given(st.lists(st.tuples(st.integers(0, 8 * FALL_BYTES), st.floats(0, 1)), max_size=50))
+def test_what_was_in_use_for_however_long_is_given_back(uses: list[tuple[int, float]]) -> None:
+    memory = Memory()
+    memory.use(MIB)
+    for nbytes, counted_part in uses:
+        memory.use(MIB + nbytes, counted=int(nbytes * counted_part))
+    for _ in range(2 * PAUSE_MAX):
+        memory.use(MIB)
+    assert memory.resident < MIB + FALL_BYTES
+
+
+def test_what_is_resident_is_told() -> None:
+    assert resident_bytes() > MIB or not sys.platform.startswith("linux")

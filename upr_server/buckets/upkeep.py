@@ -51,7 +51,8 @@ class Upkeep:
         self._short: dict[Bucket, None] = {}
         self._relief_wanted = Notifier()
         self._after_step: list[Callable[[], None]] = []
-        self._memory_counts: list[tuple[Callable[[], int], HeapTrimmer]] = []
+        self._memory_counts: list[Callable[[], int]] = []
+        self._heap_trimmer = HeapTrimmer()
         self.count_memory(lambda: sum([bucket.memory.total for bucket in self._disks]))
 
     def add_bucket(self, disk: BucketDisk) -> None:
@@ -65,13 +66,12 @@ class Upkeep:
         self._short.pop(bucket, None)
 
     def count_memory(self, count: Callable[[], int]) -> None:
-        """Has freed memory returned to the system when what `count` says has fallen far.
+        """Has freed memory returned to the system when much more is resident than is in use.
 
         Args:
-            count: How many bytes are in use for one purpose. Each purpose has a count of its own:
-                beside full buckets, a fall of what connections hold would not be noticed.
+            count: How many bytes are in use for one purpose.
         """
-        self._memory_counts.append((count, HeapTrimmer()))
+        self._memory_counts.append(count)
 
     def call_after_step(self, callback: Callable[[], None]) -> None:
         """Has `callback` called after each step that may have freed memory."""
@@ -181,8 +181,7 @@ class Upkeep:
                 self.relieve(disk.bucket)
 
     def _return_memory(self) -> None:
-        for count, heap_trimmer in self._memory_counts:
-            heap_trimmer.note_use(count())
+        self._heap_trimmer.note_use(sum(count() for count in self._memory_counts))
 
 
 async def _repeat(step: Callable[[], object]) -> None:
