@@ -16,6 +16,7 @@ from trio.testing import MockClock
 from tests.kit.certificates import Authority, Certificates
 from tests.kit.peer import Peer
 from tests.kit.proxy import proxy_to
+from tests.protocol.session.kit import encoded, frames, hello
 from upr_protocol.client import Address, BlockingClient, connect, consume, publisher
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
@@ -219,6 +220,24 @@ async def test_a_publisher_and_a_consumer_do_not_go_on_trying() -> None:
                 await trio.sleep_forever()
         assert caught.value.status is Status.LOG_IN_FAILED
         assert server.connections.resources.log_ins.failures.failed == 2
+
+
+async def test_a_certificate_logs_in_as_nobody_else(certificates: Certificates) -> None:
+    """SASL could name another user here; that is not taken for a log-in as oneself."""
+    settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
+    async with server_with_users(**certificates.server_settings(), **settings) as server:
+        tls = certificates.security_of(certificates.client).tls
+        assert tls is not None
+        stream = await trio.open_tcp_stream("127.0.0.1", server.port)
+        async with await encrypted_to_server(stream, tls, "127.0.0.1") as encrypted:
+            said = encoded(hello(idle_interval_s=20), LogIn(EXTERNAL, b"bob"))
+            await encrypted.send_all(said)
+            heard = b""
+            while data := await encrypted.receive_some():
+                heard += data
+        error = frames(heard)[-1]
+        assert isinstance(error, Error)
+        assert (error.status, error.sentence) == (Status.MALFORMED, "LogIn: EXTERNAL has no data")
 
 
 async def test_a_certificate_of_nobody(certificates: Certificates) -> None:

@@ -201,7 +201,6 @@ class LogInExchange:
         """The client answers the challenge; as `begin`."""
         assert self._exchange is not None, "the table lets it come only after a challenge"
         name, verifier, exchange = self._exchange
-        self._exchange = None
         # Many connections may have got their challenges before the first of them failed.
         if self._is_limited():
             return None
