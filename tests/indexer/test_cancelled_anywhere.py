@@ -83,6 +83,7 @@ async def in_the_loop(function: Callable[..., T], *arguments: Any, **_options: A
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
     monkeypatch.setattr(trio.to_thread, "run_sync", in_the_loop)
+    monkeypatch.setattr(trio.from_thread, "check_cancelled", lambda: None)
     return MemoryNetwork(monkeypatch)
 
 

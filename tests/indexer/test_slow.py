@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import trio
@@ -15,6 +16,7 @@ from tests.indexer.kit import a_server, an_indexer, by_brute_force, define, scan
 from tests.kit.process import eventually
 from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
 from upr_protocol.ids import PartitionId
+from upr_server.indexer import indexer as indexer_module
 from upr_server.indexer import pipeline as pipeline_module
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.freshness import Barriers
@@ -29,6 +31,7 @@ from upr_server.indexer.pipeline import (
 )
 from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.pure.extractor import Extractor
 from upr_server.indexer.scanner import NotFreshError
 
 T = TypeVar("T")
@@ -123,6 +126,47 @@ async def test_building_leaves_room_in_the_pool(
         await until_ready(indexer, "d/n")
         assert await scan(indexer, "d/n") == by_brute_force(BY_N, contents)
         assert indexer.pool.peak <= POOL_BYTES
+
+
+async def test_a_stop_does_not_wait_for_an_index_that_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the bound this takes as long as the documents do; what is not applied comes again."""
+    monkeypatch.setattr(indexer_module, "STOP_S", 0)
+    entries = Extractor.entries
+    began, goes_on = threading.Event(), threading.Event()
+    calls = 0
+
+    def entries_held(self: Extractor, key: bytes, document: Any) -> tuple[Sequence[bytes], bytes]:
+        nonlocal calls
+        if key.startswith(b"slow"):
+            calls += 1
+            began.set()
+            assert goes_on.wait(20)
+        return entries(self, key, document)
+
+    monkeypatch.setattr(Extractor, "entries", entries_held)
+    contents = {b"slow%d" % index: b'{"n": %d}' % index for index in range(100)}
+    async with a_server(partitions=1) as server, connect(server.url("b")) as client:
+        async with an_indexer(server.url("b"), tmp_path) as indexer:
+            await define(client, "d", {"n": BY_N})
+            await until_ready(indexer, "d/n")
+            async with publisher(server.url("b")) as writer:
+                for key, value in contents.items():
+                    await writer.set(key, value)
+            await trio.to_thread.run_sync(began.wait)
+            # The stop cancels the round while the worker is at its first document.
+            trio.lowlevel.spawn_system_task(_set_when_blocked, goes_on)
+        assert calls < len(contents)
+        goes_on.set()
+        async with an_indexer(server.url("b"), tmp_path) as indexer:
+            await until_ready(indexer, "d/n")
+            assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(BY_N, contents)
+
+
+async def _set_when_blocked(event: threading.Event) -> None:
+    await trio.testing.wait_all_tasks_blocked(0.05)
+    event.set()
 
 
 async def test_the_pool() -> None:

@@ -64,7 +64,12 @@ class _Entries:
         return self._extractor.failure
 
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
-        """The encoded keys, each with the document's key behind it, and the included values."""
+        """The encoded keys, each with the document's key behind it, and the included values.
+
+        Raises:
+            trio.Cancelled: The round is cancelled. It may have minutes to go.
+        """
+        trio.from_thread.check_cancelled()
         encoded, included = self._extractor.entries(change.key, change.document)
         return [encoded_key + change.key for encoded_key in encoded], included
 

@@ -25,6 +25,9 @@ from upr_server.indexer.stream import IndexerStream
 
 QUEUES_DEFAULT: Final = 8
 
+STOP_S: Final = 10.0
+"""How long a stop applies what was read. The rest is read again at the next start."""
+
 
 @attrs.frozen
 class Settings:
@@ -160,7 +163,8 @@ async def running_indexer(
 ) -> AsyncIterator[Indexer]:
     """An indexer that runs for as long as the context.
 
-    On leaving it, everything that was read is applied. Cancelled, or killed, it reads that again.
+    On leaving it, what was read is applied, for `STOP_S` at most. What is not applied then, or when
+    it is cancelled or killed, it reads again.
 
     Args:
         settings: How it works.
@@ -176,7 +180,8 @@ async def running_indexer(
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(indexer.run)
                 yield indexer
-                await indexer.pipeline.drain()
+                with trio.move_on_after(STOP_S):
+                    await indexer.pipeline.drain()
                 nursery.cancel_scope.cancel()
         finally:
             indexer.close()

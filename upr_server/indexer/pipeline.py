@@ -43,7 +43,7 @@ class Work(Protocol):
 
     async def __call__(self, function: Callable[[], T]) -> T:
         """Calls `function` in a thread, one at a time, and returns its result. On cancellation it
-        waits for the function to end."""
+        waits for the function to end, which may ask `trio.from_thread.check_cancelled`."""
 
 
 def worker_thread() -> Work:
@@ -178,7 +178,8 @@ class Pipeline:
             await self._work(member.file.sync)
 
     async def run(self) -> None:
-        """Applies what comes, for ever.
+        """Applies what comes, for ever. Cancelled, it does not commit to the index that it writes
+        to; the stream brings that again.
 
         Raises:
             IndexFileError: An index cannot be written.
