@@ -182,6 +182,16 @@ def test_every_server_orders_a_pending_rollback_again(
     assert rules.rolled_back(going, SeqNo(0)) == rules.rolled_back(position, SeqNo(0))
 
 
+def test_a_pending_rollback_into_a_cut_snapshot_gives_up_all_of_it() -> None:
+    """Otherwise the server would let the stream continue inside the snapshot."""
+    log = FailoverLog.of([(1, 0)])
+    cut = PartialSnapshot(HistoryId(1), SeqNo(5), SeqNo(10))
+    position = Position(log, SeqNo(5), SeqNo(8), cut)
+    decision = decide_start(log, SeqNo(20), SeqNo(0), rules.rollback_pending(position, SeqNo(7)))
+    assert isinstance(decision, RollBack)
+    assert decision.ceiling == 5
+
+
 STATES = st.builds(
     ResumeState,
     st.text(max_size=20),
