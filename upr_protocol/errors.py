@@ -202,3 +202,12 @@ class TlsError(UprError):
 
 class CredentialsError(UprError):
     """A password is not to be had: its file cannot be read, or others can read it."""
+
+
+def quoted_key(key: bytes) -> str:
+    """A key in quotes, for a sentence: the text that the user wrote, with escapes for what is not
+    printable, or not UTF-8. O(length)."""
+    try:
+        return repr(key.decode())
+    except UnicodeDecodeError:
+        return repr(key).removeprefix("b")

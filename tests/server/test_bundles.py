@@ -280,7 +280,7 @@ async def test_a_key_in_the_wrong_partition_refuses_its_run_alone() -> None:
         refusal = await answer_to(peer, await say(peer, Bundle.of_one(P1, sets(B1, A0))))
         assert isinstance(refusal, Refusal)
         assert refusal.status == Status.BAD_ARGUMENT
-        assert refusal.sentence == f"key {A0!r} belongs to partition 0, not 1"
+        assert refusal.sentence == f"key {A0.decode()!r} belongs to partition 0, not 1"
 
 
 async def test_a_read_of_a_key_in_the_wrong_partition_is_refused() -> None:
@@ -290,4 +290,4 @@ async def test_a_read_of_a_key_in_the_wrong_partition_is_refused() -> None:
         refusal = await answer_to(peer, opaque)
         assert isinstance(refusal, Refusal)
         assert refusal.status == Status.BAD_ARGUMENT
-        assert refusal.sentence == f"key {A0!r} belongs to partition 0, not 1"
+        assert refusal.sentence == f"key {A0.decode()!r} belongs to partition 0, not 1"

@@ -10,7 +10,7 @@ from typing import Any, Final
 import structlog
 import trio
 
-from upr_protocol.errors import ServerError, Status
+from upr_protocol.errors import ServerError, Status, quoted_key
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
@@ -326,7 +326,7 @@ def misplaced_error(key: bytes, partition: Partition, partition_count: int) -> S
     """Says that a key does not belong to a partition."""
     return ServerError(
         Status.BAD_ARGUMENT,
-        f"key {key[:40]!r} belongs to partition {partition_of(key, partition_count)}, "
+        f"key {quoted_key(key[:40])} belongs to partition {partition_of(key, partition_count)}, "
         f"not {partition.id}",
     )
 

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from upr_protocol.chunk import Buffer, Chunk, Mutation
+from upr_protocol.errors import quoted_key
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage.chunk_log import ChunkLog
@@ -273,8 +274,8 @@ class KeyIndex:
                     entry = KeyIndexEntry(request.seq, 0)
                 elif mark.damaged_through and (entry is None or entry.seq <= mark.damaged_through):
                     raise CorruptionError(
-                        f"the newest change of the key {request.key!r} may be among the changes of "
-                        f"partition {partition} up to {mark.damaged_through} that are damaged"
+                        f"the newest change of the key {quoted_key(request.key)} may be among the "
+                        f"changes of partition {partition} up to {mark.damaged_through} that are damaged"
                     )
                 entries.append(None if entry is None or entry.is_tombstone else entry)
         return entries
@@ -303,7 +304,7 @@ class KeyIndex:
                 if row.key != request.key or row.op != Operation.SET:
                     raise CorruptionError(
                         f"mutation {entry.seq} of partition {partition} is not of the key "
-                        f"{request.key!r} but of {row.key!r}"
+                        f"{quoted_key(request.key)} but of {quoted_key(row.key)}"
                     )
                 items.append(row)
             else:

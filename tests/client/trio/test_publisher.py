@@ -92,7 +92,7 @@ async def test_failures_are_reported_for_each_operation(
 async def test_failures_left_over_are_raised_when_the_context_ends(
     net: FakeNet, autojump_clock: MockClock
 ) -> None:
-    with pytest.raises(PublishError, match="1 operations failed; the first: delete of b'k'"):
+    with pytest.raises(PublishError, match="1 operations failed; the first: delete of 'k'"):
         async with publisher(URL, dial=net.dial) as sink:
             await sink.delete("k")
 

@@ -11,7 +11,7 @@ import msgspec
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.retry import WRONG_NODE
-from upr_protocol.errors import RemoteProtocolError, ServerError, Status
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status, quoted_key
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Message, MutateReply, Refusal
 
@@ -55,7 +55,8 @@ class Failure(msgspec.Struct, frozen=True):
     def error(self) -> ServerError:
         """The failure as an exception."""
         reason = self.status.name.replace("_", " ").lower()
-        return ServerError(self.status, f"{self.operation.name.lower()} of {self.key!r}: {reason}")
+        operation = self.operation.name.lower()
+        return ServerError(self.status, f"{operation} of {quoted_key(self.key)}: {reason}")
 
 
 class NotDurableError(ServerError):
