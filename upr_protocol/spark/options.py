@@ -24,6 +24,17 @@ IDLE_INTERVAL_S_MOST: Final = 300
 the server takes the worker for dead, and it has to connect again."""
 
 
+CONNECTION_OPTIONS: Final = frozenset(
+    {"url", "ca", "cert", "certkey", "user", "passwordfile", "timeoutseconds"}
+)
+"""Options of every read and write that say how to connect, in lower case."""
+
+
+def connection_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Those of the options of a read or write that another one of the same server needs, too."""
+    return {name: text for name, text in options.items() if name.lower() in CONNECTION_OPTIONS}
+
+
 class Options:
     """The options of one read or write.
 

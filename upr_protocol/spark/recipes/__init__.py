@@ -6,6 +6,7 @@
 - `backup` and `restore`: a chain of increments, and back into a bucket.
 - `bulk_load`: any DataFrame into a bucket.
 - `reprocess`: a bucket that holds what is computed from another.
+- `join`: a bucket that holds the items of one bucket, each with the item of another that it names.
 
 Each is a command, too (`python -m upr_protocol.spark --help`); docs/spark.md shows them.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from upr_protocol.spark.recipes.backup import backup
 from upr_protocol.spark.recipes.bulk_load import Loaded, bulk_load
+from upr_protocol.spark.recipes.join import join
 from upr_protocol.spark.recipes.latest import latest
 from upr_protocol.spark.recipes.latest_state import LatestState, keep_latest_state
 from upr_protocol.spark.recipes.manifest import Manifest, PartitionPart
@@ -29,6 +31,7 @@ __all__ = [
     "Restored",
     "backup",
     "bulk_load",
+    "join",
     "keep_latest_state",
     "latest",
     "read_snapshot",

@@ -9,8 +9,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
-from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.recipes.target import check_query_arguments, started, write_target
 from upr_protocol.spark.source import UprDataSource
 
 TEXT_SCHEMA: Final = "key STRING, value STRING"
@@ -62,13 +62,7 @@ def reprocess(
         OptionError: Both triggers are given, or `onRollback`.
         PipelineError: An option is wrong.
     """
-    if available_now and interval is not None:
-        raise OptionError("available_now and interval exclude each other")
-    if "onrollback" in map(str.lower, options or {}):
-        raise OptionError(
-            "the option onRollback is not for this recipe: the target cannot undo changes that the "
-            "source lost"
-        )
+    check_query_arguments(options, available_now=available_now, interval=interval)
     spark.dataSource.register(UprDataSource)
     changes = (
         spark.readStream.format("upr")
@@ -91,18 +85,12 @@ def reprocess(
             "expiry",
             F.when(is_kept, "upsert").otherwise("delete").alias("op"),
         )
-        writer = rows.write.format("upr").mode("append").options(**(write_options or {}))
-        writer = writer.option("url", target_url).option("operation", "apply")
-        writer.option("flagsColumn", "flags").option("expiryColumn", "expiry").save()
+        write_target(rows, target_url, write_options)
 
     with plain_errors():
         # A wrong expression is told before the query begins; and one of a key that uses more than
         # the key, which no deletion has.
         changes.select("key").select(F.expr(key))
         changes.select(F.expr(value), F.expr(where).cast("boolean"))
-        query = changes.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint)
-        if available_now:
-            query = query.trigger(availableNow=True)
-        elif interval is not None:
-            query = query.trigger(processingTime=interval)
-        return query.start()
+        writer = changes.writeStream.foreachBatch(write)
+        return started(writer, checkpoint, available_now=available_now, interval=interval)

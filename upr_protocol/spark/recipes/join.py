@@ -1,0 +1,300 @@
+"""Two buckets joined into a third: each item of the left one with the item of the right one that it
+names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.functions import arrow_udf
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.types import BooleanType, LongType, StructField, StructType
+
+from upr_protocol.client import Item, PartitionInfo
+from upr_protocol.failover import Position, RollBack, decide_start
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.spark.driver_client import BucketDriverClient
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.json_values import ValueParser
+from upr_protocol.spark.options import connection_options
+from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.recipes.latest import latest
+from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
+from upr_protocol.spark.recipes.target import check_query_arguments, started, write_target
+from upr_protocol.spark.record_batches import column_as
+from upr_protocol.spark.schema import check_schema
+from upr_protocol.spark.source import UprDataSource
+
+INNER: Final = "inner"
+LEFT: Final = "left"
+
+LOOKED_UP_AT_ONCE: Final = 1000
+"""So many keys are asked for together."""
+
+BOTH_VALUES: Final = "named_struct('left', left_value, 'right', right_value)"
+"""What the target has unless an expression says otherwise."""
+
+
+def join(
+    spark: SparkSession,
+    left_url: str,
+    right_url: str,
+    target_url: str,
+    checkpoint: str,
+    *,
+    on: str = "key",
+    value: str = BOTH_VALUES,
+    how: str = INNER,
+    left_schema: str = TEXT_SCHEMA,
+    right_schema: str = TEXT_SCHEMA,
+    available_now: bool = False,
+    interval: str | None = None,
+    options: Mapping[str, str] | None = None,
+    write_options: Mapping[str, str] | None = None,
+) -> StreamingQuery:
+    """Starts a query that has a bucket hold the join of two others: the items of the left bucket,
+    under their keys, each with the item of the right bucket whose key `on` computes from it.
+
+    The two streams only tell which keys changed; their items are read when a batch begins. So a
+    batch that runs again has no second effect, and the target has what both buckets hold once it
+    has caught up. When an item of the right bucket changes, the items of the left bucket are read
+    to find those that name it. So the right bucket is the one that changes less.
+
+    Args:
+        spark: A session.
+        left_url: The bucket whose items the target has, as `upr://host:port/bucket`.
+        right_url: The bucket whose items are added to them.
+        target_url: The bucket that is written. It exists, and nothing else writes to it.
+        checkpoint: The folder where the query keeps how far it is; its own.
+        on: An SQL expression over `key` and `value` of an item of the left bucket: the key of the
+            item of the right bucket.
+        value: An SQL expression over `key`, `left_value`, `right_key` and `right_value`. A struct
+            is written as a JSON object. `right_key` is what `on` gives, also without a partner.
+        how: `inner`: the target has the items that have a partner. `left`: it has all, those
+            without one with a `right_value` of null.
+        left_schema: How key and value of the left bucket are read, as the `schema` of a read.
+        right_schema: The same of the right bucket. The two keys have the same type.
+        available_now: Whether the query ends when the target has all that there is now.
+        interval: How often a batch begins, as `10 seconds`; None for as soon as one is done.
+        options: More options of the streams.
+        write_options: More options of the write, as `durability`.
+
+    Returns:
+        The query, which runs. It fails with `UPR_ROLLBACK` when a bucket lost changes that were
+        joined: then begin anew with an empty target.
+
+    Raises:
+        OptionError: `how` is another word, both triggers are given, or `onRollback`.
+        PipelineError: An option is wrong.
+    """
+    if how not in (INNER, LEFT):
+        raise OptionError(f"how is {how!r}, and not one of {INNER}, {LEFT}")
+    check_query_arguments(options, available_now=available_now, interval=interval)
+    spark.dataSource.register(UprDataSource)
+    given = dict(options or {})
+    with plain_errors():
+        left = _Side(spark, left_url, left_schema, given)
+        right = _Side(spark, right_url, right_schema, given)
+        # A wrong expression is told before the query begins.
+        joined = _joined(left.empty(), right.empty(), on)
+        joined.select(F.expr(value))
+    changes = left.changes().withColumn("is_left", F.lit(True))
+    changes = changes.union(right.changes().withColumn("is_left", F.lit(False)))
+
+    def write(batch: DataFrame, _batch_id: int) -> None:
+        left.check_history()
+        right.check_history()
+        changed = batch.select("is_left", "key").distinct().persist()
+        try:
+            keys = changed.where("is_left").select("key")
+            if not changed.where("NOT is_left").isEmpty():
+                renewed = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
+                named = left.everything().withColumn("renewed_key", F.expr(on))
+                named = named.join(renewed, "renewed_key", "leftsemi")
+                keys = keys.union(named.select("key")).distinct()
+            items = left.items(keys).persist()
+            try:
+                partners = items.where("is_there").select(F.expr(on).alias("key")).distinct()
+                partners = right.items(partners.where("key IS NOT NULL"))
+                rows = _joined(items, partners, on).persist()
+                try:
+                    rows.count()
+                    # What was read may be in memory alone: nothing is written that a crash undoes.
+                    left.note_history()
+                    right.note_history()
+                    write_target(_as_operations(rows, value, how), target_url, write_options)
+                finally:
+                    rows.unpersist()
+            finally:
+                items.unpersist()
+        finally:
+            changed.unpersist()
+
+    with plain_errors():
+        writer = changes.writeStream.foreachBatch(write)
+        return started(writer, checkpoint, available_now=available_now, interval=interval)
+
+
+def _joined(left: DataFrame, right: DataFrame, on: str) -> DataFrame:
+    """The items of the left bucket with their partners. Those that are gone are among them."""
+    of_right = right.select(
+        F.col("key").alias("right_key"),
+        F.col("value").alias("right_value"),
+        F.col("is_there").alias("has_partner"),
+    )
+    of_left = left.withColumn("_right_key", F.expr(on))
+    rows = of_left.join(of_right, F.col("_right_key") == F.col("right_key"), "left")
+    return rows.drop("_right_key").withColumnRenamed("value", "left_value")
+
+
+def _as_operations(rows: DataFrame, value: str, how: str) -> DataFrame:
+    is_kept = F.col("is_there")
+    if how == INNER:
+        is_kept &= F.coalesce(F.col("has_partner"), F.lit(False))
+    return rows.select(
+        F.when(is_kept, "upsert").otherwise("delete").alias("op"),
+        "key",
+        F.when(is_kept, F.expr(value)).alias("value"),
+        "flags",
+        "expiry",
+    )
+
+
+class _Side:
+    """One of the two buckets: its stream, and its items.
+
+    Args:
+        spark: The session.
+        url: The bucket.
+        schema: How key and value are read.
+        options: More options of its stream.
+    """
+
+    def __init__(
+        self, spark: SparkSession, url: str, schema: str, options: Mapping[str, str]
+    ) -> None:
+        self._spark = spark
+        self._schema = schema
+        self._options = {**options, "url": url}
+        self._connection = connection_options(self._options)
+        self._read_options = ReadOptions.parse(self._options, streaming=True)
+        names = StructType.fromDDL(schema)
+        assert isinstance(names, StructType)
+        check_schema(names)
+        if set(names.fieldNames()) != {"key", "value"}:
+            raise OptionError(f"the schema is {schema!r}, and has to have key and value")
+        self._items = StructType(
+            [
+                StructField("key", names["key"].dataType),
+                StructField("value", names["value"].dataType),
+                StructField("is_there", BooleanType()),
+                StructField("flags", LongType()),
+                StructField("expiry", LongType()),
+            ]
+        )
+        self._noted: dict[PartitionId, Position] = {}
+
+    def empty(self) -> DataFrame:
+        """No items, with their columns."""
+        return self._spark.createDataFrame([], self._items)
+
+    def changes(self) -> DataFrame:
+        """A stream of the keys that change."""
+        kind = self._items["key"].dataType.simpleString()
+        reader = self._spark.readStream.format("upr").options(**self._options)
+        return reader.schema(f"key {kind}").load()
+
+    def everything(self) -> DataFrame:
+        """All items that the bucket holds."""
+        reader = self._spark.read.format("upr").options(**self._connection)
+        reader = reader.option("deduplicate", "true")
+        return latest(reader.schema(f"{self._schema}, seq LONG, deleted BOOLEAN").load())
+
+    def items(self, keys: DataFrame) -> DataFrame:
+        """The items at keys, as they are now; `is_there` says which there are."""
+        fields = StructType([field for field in self._items if field.name != "key"])
+        lookup = _lookup(self._read_options, self._items)
+        item_of = arrow_udf(lookup, fields)  # type: ignore[call-overload]
+        # Else Spark may look up again for each column.
+        item_of = item_of.asNondeterministic()
+        return keys.select("key", item_of("key").alias("item")).select("key", "item.*")
+
+    def note_history(self) -> None:
+        """Waits until all is on disk that may have been read, and notes where that is."""
+        driver = BucketDriverClient(self._read_options)
+        try:
+            rows, infos = driver.persist(), driver.infos()
+        finally:
+            driver.close()
+        for partition, row in rows.items():
+            seq = row.persisted_seq
+            self._noted[partition] = Position(infos[partition].log, seq, seq, None)
+
+    def check_history(self) -> None:
+        """Makes sure that the bucket still has what was read of it. The stream notices only the
+        loss of what its batches had, and items are read that may be newer.
+
+        Raises:
+            PipelineError: `UPR_ROLLBACK`: it lost some of it.
+        """
+        if not self._noted:
+            return
+        driver = BucketDriverClient(self._read_options)
+        try:
+            driver.numbers()
+            infos = driver.infos()
+        finally:
+            driver.close()
+        for partition, position in self._noted.items():
+            info = infos.get(partition)
+            if info is None or _has_lost(info, position):
+                raise PipelineError(
+                    "UPR_ROLLBACK",
+                    f"{self._read_options.address}: partition {partition} has lost changes that "
+                    "were joined: begin with a new checkpoint and an empty target",
+                )
+
+
+def _has_lost(info: PartitionInfo, position: Position) -> bool:
+    high = max(info.high_seq, position.highest_received)
+    return isinstance(decide_start(info.log, high, SeqNo(0), position), RollBack)
+
+
+def _lookup(
+    options: ReadOptions, schema: StructType
+) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
+    """What a task does: reads the items at its keys, as structs of the columns of `schema` without
+    the key."""
+
+    def lookup(columns: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        kinds = to_arrow_schema(schema, timezone="UTC")
+        value_type = kinds.field("value").type
+        parser = ValueParser(schema["value"].dataType) if pa.types.is_struct(value_type) else None
+        client = BucketDriverClient(options)
+        try:
+            for keys in columns:
+                texts = keys.to_pylist()
+                items: list[Item | None] = []
+                for start in range(0, len(texts), LOOKED_UP_AT_ONCE):
+                    items += client.items(texts[start : start + LOOKED_UP_AT_ONCE])
+                values = pa.array([item and item.value for item in items], pa.binary())
+                if parser is None:
+                    values = column_as("value", values, value_type)
+                else:
+                    values = parser.parse(values, value_type)
+                fields = {
+                    "value": values,
+                    "is_there": pa.array([item is not None for item in items], pa.bool_()),
+                    "flags": pa.array([item.flags if item else 0 for item in items], pa.int64()),
+                    "expiry": pa.array([item.expiry if item else 0 for item in items], pa.int64()),
+                }
+                yield pa.StructArray.from_arrays(list(fields.values()), list(fields))
+        finally:
+            client.close()
+
+    return lookup
