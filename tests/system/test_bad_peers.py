@@ -65,7 +65,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read 
 
 MIB: Final = 1024 * 1024
 LONGEST_TURN_S: Final = 2.0
-LONGEST_STEP_S: Final = 0.05
+LONGEST_STEP_S: Final = 0.03
+"""On a machine with four times as much work as it can do, steps of up to 13 ms were measured."""
+
+LARGE_STEP_S: Final = 0.05
+"""The same where values of megabytes are read, and where thousands of connections end together:
+26 and 38 ms."""
+
 BUCKET: Final = "attacked"
 PARTITIONS: Final = 2
 P0: Final = PartitionId(0)
@@ -84,6 +90,7 @@ async def attacked(
     items: int = 0,
     value_bytes: int = 0,
     descriptors_max: int | None = None,
+    step_max_s: float = LONGEST_STEP_S,
 ) -> AsyncIterator[ServerProcess]:
     """A server with a bucket, and bystanders at work. However it is treated, it must not take
     `grows_at_most` bytes more than when it began; and that is seen at its worst moment.
@@ -93,6 +100,7 @@ async def attacked(
         items: How many items are in the bucket: `key-0`, and so on.
         value_bytes: How long their values are.
         descriptors_max: How many descriptors the server may have.
+        step_max_s: How long a task may hold the loop, in seconds of the processor.
     """
     async with server_process(descriptors_max=descriptors_max, variables=DEADLINES) as server:
         async with connect(server.url()) as client:
@@ -107,7 +115,7 @@ async def attacked(
             async with connect(server.url()) as client:
                 figures = (await client.stats())["server"]
             step_s, task = figures["longest_step_s"], figures["longest_step_task"]
-            assert step_s < LONGEST_STEP_S, f"{task} held the loop for {1000 * step_s:.0f} ms"
+            assert step_s < step_max_s, f"{task} held the loop for {1000 * step_s:.0f} ms"
             # A turn serves thousands of peers, each for some milliseconds.
             longest_turn_s = figures["longest_turn_s"]
             assert longest_turn_s < LONGEST_TURN_S, f"the loop was held for {longest_turn_s:.1f} s"
@@ -422,7 +430,10 @@ async def test_floods_of_requests_from_peers_that_do_not_read(
     frame = b"".join(question.frame())
     questions = frame * (256 * 1024 // len(frame) + 1)
     async with attacked(
-        grows_at_most=grows_at_most, items=items, value_bytes=value_bytes
+        grows_at_most=grows_at_most,
+        items=items,
+        value_bytes=value_bytes,
+        step_max_s=LARGE_STEP_S,
     ) as server:
 
         async def flood() -> None:
@@ -639,7 +650,7 @@ async def test_thousands_of_idle_connections() -> None:
     with many_descriptors() as limit:
         peers = min(2000, limit // 2 - 100)
         async with (
-            attacked(grows_at_most=peers * 48 * 1024 + 8 * MIB) as server,
+            attacked(grows_at_most=peers * 48 * 1024 + 8 * MIB, step_max_s=LARGE_STEP_S) as server,
             AsyncExitStack() as stack,
         ):
             for index in range(peers):
