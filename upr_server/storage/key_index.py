@@ -275,7 +275,8 @@ class KeyIndex:
                 elif mark.damaged_through and (entry is None or entry.seq <= mark.damaged_through):
                     raise CorruptionError(
                         f"the newest change of the key {quoted_key(request.key)} may be among the "
-                        f"changes of partition {partition} up to {mark.damaged_through} that are damaged"
+                        f"changes of partition {partition} up to {mark.damaged_through} that are "
+                        "damaged"
                     )
                 entries.append(None if entry is None or entry.is_tombstone else entry)
         return entries
