@@ -8,7 +8,8 @@ from trio.testing import MockClock
 
 from tests.kit.memory_network import HOST, MemoryNetwork, node
 from upr_protocol.client import Address
-from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
+from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
 from upr_server.net import HANDLERS
@@ -129,3 +130,20 @@ async def test_connections_to_nodes_that_the_map_does_not_name_any_more_are_clos
         assert network.open == 1
         await connections.status(other)
         assert dials.count == 2
+
+
+async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothing(
+    connections: NodeConnections, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Or whoever may have a node ask for one bucket could have it take any other from there."""
+    hostile = PartitionMap.of_one("secret", 2, "y", f"{HOST}:{PORT + 1}")
+    async with (
+        node("y", "b", "secret", port=PORT + 1) as attacked,
+        node("z", "b", port=PORT) as attacker,
+    ):
+        monkeypatch.setattr(attacker.partition_maps, "map_of", lambda _: hostile)
+        with pytest.raises(ServerError, match="sent that of 'secret'"):
+            await attacked.partition_maps.join("b", f"{HOST}:{PORT}")
+        with pytest.raises(RemoteProtocolError, match="sent that of 'secret'"):
+            await connections.status(THERE)
+        assert attacked.partition_maps.maps() == []

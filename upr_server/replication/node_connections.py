@@ -49,7 +49,7 @@ class NodeConnections:
         Raises:
             BrokenError: The node cannot be reached, or the connection was lost.
             ServerError: There is no such bucket, or this node may not ask.
-            RemoteProtocolError: The answer is not a partition map.
+            RemoteProtocolError: The answer is not a partition map of the bucket.
         """
         return await self._ask(address, lambda node: node.status(address.bucket))
 

@@ -73,7 +73,10 @@ def test_an_older_map_changes_nothing_and_a_newer_revision_makes_it_stale() -> N
 
 def test_the_map_of_another_bucket_is_an_error() -> None:
     with pytest.raises(RemoteProtocolError, match=r"'flights'.*'other'"):
-        ClusterMetadata(ADDRESS).update(map_with(1, Assignment(active="a"), bucket="other"))
+        partition_map_of(
+            MapReply(1, map_with(1, Assignment(active="a"), bucket="other").encode(), "a"),
+            "flights",
+        )
 
 
 def test_without_following_maps_everything_stays_with_the_users_address() -> None:
@@ -105,7 +108,7 @@ def test_the_current_node_stays_unless_it_is_down_and_another_is_not() -> None:
 
 
 def test_a_reply_brings_a_map_or_none_or_an_error() -> None:
-    assert partition_map_of(MapReply(3, TWO.encode(), "a")) == TWO
-    assert partition_map_of(MapReply(0, "", "a")) is None
+    assert partition_map_of(MapReply(3, TWO.encode(), "a"), "flights") == TWO
+    assert partition_map_of(MapReply(0, "", "a"), "flights") is None
     with pytest.raises(RemoteProtocolError):
-        partition_map_of(MapReply(3, "{}", "a"))
+        partition_map_of(MapReply(3, "{}", "a"), "flights")

@@ -113,9 +113,10 @@ class BlockingConnectionPool:
         deadline = self._options.clock() + _MAP_TIMEOUT_S
         while (message := connection.receive(deadline)) is not None:
             if message.opaque == opaque:
-                partition_map = partition_map_of(message) if isinstance(message, MapReply) else None
-                if partition_map is not None:
-                    self.metadata.update(partition_map)
+                if isinstance(message, MapReply):
+                    partition_map = partition_map_of(message, self.metadata.address.bucket)
+                    if partition_map is not None:
+                        self.metadata.update(partition_map)
                 return
 
     def refresh(self, map_revision: int = 0) -> float:

@@ -15,18 +15,28 @@ from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_protocol.wire import MapReply
 
 
-def partition_map_of(reply: MapReply) -> PartitionMap | None:
+def partition_map_of(reply: MapReply, bucket: str) -> PartitionMap | None:
     """The map in a node's answer; None when the node holds the bucket alone.
 
+    Args:
+        reply: The answer.
+        bucket: The bucket whose map the node was asked for.
+
     Raises:
-        RemoteProtocolError: The answer is not a valid map.
+        RemoteProtocolError: The answer is not a valid map, or is the map of another bucket.
     """
     if not reply.revision:
         return None
     try:
-        return PartitionMap.decode(reply.document)
+        partition_map = PartitionMap.decode(reply.document)
     except PartitionMapError as error:
         raise RemoteProtocolError(str(error)) from error
+    if partition_map.bucket != bucket:
+        raise RemoteProtocolError(
+            f"asked for the map of bucket {bucket!r}, the node sent that of "
+            f"{partition_map.bucket!r}"
+        )
+    return partition_map
 
 
 class ClusterMetadata:
@@ -71,16 +81,7 @@ class ClusterMetadata:
             self.newest_revision = max(self.newest_revision, revision)
 
     def update(self, partition_map: PartitionMap) -> bool:
-        """Takes in a node's map; whether it replaces the one before.
-
-        Raises:
-            RemoteProtocolError: It is the map of another bucket.
-        """
-        if partition_map.bucket != self.address.bucket:
-            raise RemoteProtocolError(
-                f"asked for the map of bucket {self.address.bucket!r}, the node sent that of "
-                f"{partition_map.bucket!r}"
-            )
+        """Takes in a node's map of the bucket; whether it replaces the one before."""
         if not self._by_map or partition_map.revision <= self.revision:
             return False
         self.map = partition_map

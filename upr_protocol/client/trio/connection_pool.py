@@ -302,9 +302,9 @@ class ConnectionPool(Generic[H]):
         """A node told its map.
 
         Raises:
-            RemoteProtocolError: The answer is not a valid map.
+            RemoteProtocolError: The answer is not a valid map of the bucket.
         """
-        partition_map = partition_map_of(reply)
+        partition_map = partition_map_of(reply, self.metadata.address.bucket)
         if partition_map is not None and self.metadata.update(partition_map):
             self.router.map_changed()
             self._refresher.map_changed()

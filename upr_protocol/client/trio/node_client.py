@@ -48,8 +48,8 @@ class NodeClient:
     """One node. Each call makes a connection of its own, to this node whatever its map says.
 
     Every call raises `BrokenError` if the node cannot be reached or does not answer in time, and
-    `RemoteProtocolError` if it answers with something that is not a partition map. Cancelling a
-    call leaves it open whether the node carries it out.
+    `RemoteProtocolError` if it answers with something that is not a partition map of the bucket.
+    Cancelling a call leaves it open whether the node carries it out.
 
     Attributes:
         address: The node, and the bucket.
@@ -127,7 +127,7 @@ class NodeClient:
 
     async def _join(self, bucket: str, source: str) -> PartitionMap | None:
         # The node does not have the bucket, so the connection does not open it.
-        call = Call(partial(Join, bucket, source), partition_map_of)
+        call = Call(partial(Join, bucket, source), partial(partition_map_of, bucket=bucket))
         return await self._ask(call, "")
 
     async def _join_any(self, partition_map: PartitionMap) -> None:
@@ -181,7 +181,7 @@ class NodeConnection:
         Raises:
             BrokenError: The connection was lost.
             ServerError: There is no such bucket.
-            RemoteProtocolError: The answer is not a partition map.
+            RemoteProtocolError: The answer is not a partition map of the bucket.
         """
         return await self._channel.ask(status_call(bucket))
 
@@ -234,8 +234,8 @@ def node_options(identity: str, timeout_s: float, dial: Dial) -> TrioOptions:
 
 def status_call(bucket: str) -> Call[NodeStatus]:
     """Asks a node for its name and its map of a bucket."""
-    return Call(partial(GetMap, bucket), _node_status)
+    return Call(partial(GetMap, bucket), partial(_node_status, bucket=bucket))
 
 
-def _node_status(reply: MapReply) -> NodeStatus:
-    return NodeStatus(reply.node, partition_map_of(reply))
+def _node_status(reply: MapReply, bucket: str) -> NodeStatus:
+    return NodeStatus(reply.node, partition_map_of(reply, bucket))
