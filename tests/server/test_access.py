@@ -109,7 +109,7 @@ TABLE: Final = """
     DeleteBucket         operate
     Stats                operate
     SetMap               operate
-    Join                 replicate operate
+    Join                 operate
     ListUsers            secure
     ChangeUsers          secure
     GetUsers             replicate

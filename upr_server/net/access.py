@@ -55,8 +55,6 @@ CHANGE: Final = WRITE | INDEX
 REPLICATE: Final = frozenset({Right.REPLICATE})
 OPERATE: Final = frozenset({Right.OPERATE})
 SECURE: Final = frozenset({Right.SECURE})
-JOIN: Final = REPLICATE | OPERATE
-"""Nodes and operators have a node take a map that another node has already."""
 USE: Final = EVERY_RIGHT - {Right.SECURE}
 """Whoever has any of these on a bucket may know that it is there, and how far it has come."""
 
@@ -233,7 +231,8 @@ NEEDED: Final[Mapping[type[Message], Need]] = {
     # Without a bucket it asks for the node's name, which every map tells.
     GetMap: lambda message: (USE, message.bucket or None),
     SetMap: _of_map,
-    Join: lambda message: (JOIN, message.bucket),
+    # Whoever names the node that the map comes from says what is in it.
+    Join: lambda message: (OPERATE, message.bucket),
     # These are about the whole cluster.
     ListUsers: lambda _: (SECURE, SERVER),
     ChangeUsers: lambda _: (SECURE, SERVER),

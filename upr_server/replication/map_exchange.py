@@ -144,7 +144,7 @@ class MapExchange:
                 isinstance(error, ServerError) and error.status in _NOT_LET_IN
             ):
                 # Nobody but an operator can mend it.
-                self._warn_once(f"node {name} at {host_port} does not tell its map: {error}")
+                self._warn_once(f"cannot exchange maps with node {name} at {host_port}: {error}")
             log.debug("cannot get a partition map", address=host_port, error=str(error))
         return None
 
