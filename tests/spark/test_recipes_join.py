@@ -17,6 +17,7 @@ from upr_protocol.ids import Operation
 from upr_protocol.spark.commands import join as script
 from upr_protocol.spark.recipes import command, join
 from upr_protocol.spark.recipes.join import INNER, LEFT
+from upr_protocol.spark.recipes.lookup_history import LookupHistory
 
 NewBucket = Callable[..., str]
 Documents = dict[str, dict[str, Any]]
@@ -58,9 +59,18 @@ def joined(flights: Documents, planes: Documents, how: str) -> Documents:
 
 @pytest.mark.parametrize("how", effort([INNER], [INNER, LEFT]))
 def test_the_target_follows_both_buckets(
-    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path, how: str
+    spark: SparkSession,
+    new_bucket: NewBucket,
+    tmp_path: Path,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Items come, change, name another partner and go, on both sides, also ones without partner."""
+    """Items come, change, name another partner and go, on both sides, also ones without partner.
+    The first lookup has to be done again."""
+    finish, answers = LookupHistory.finish, iter([False])
+    monkeypatch.setattr(
+        LookupHistory, "finish", lambda history: next(answers, True) and finish(history)
+    )
     left, right, target = new_bucket(4), new_bucket(2), new_bucket(1)
     flights: Documents = {}
     planes: Documents = {}
@@ -90,6 +100,7 @@ def test_the_target_follows_both_buckets(
     store(left, flights)
     store(right, planes)
     catch_up()
+    assert not list(answers), "the lookup was done again"
     # On the right one gets other seats, one goes, one comes; and one that a flight waits for. On
     # the left a flight takes another plane, and one goes.
     planes["p0"] = {"seats": 5}

@@ -14,16 +14,15 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import BooleanType, LongType, StructField, StructType
 
-from upr_protocol.client import Item, PartitionInfo
-from upr_protocol.failover import Position, RollBack, decide_start
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.client import Item
 from upr_protocol.spark.driver_client import BucketDriverClient
-from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.json_values import ValueParser
 from upr_protocol.spark.options import connection_options
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.latest import latest
+from upr_protocol.spark.recipes.lookup_history import LookupHistory
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 from upr_protocol.spark.recipes.target import check_query_arguments, started, write_target
 from upr_protocol.spark.record_batches import column_as
@@ -107,33 +106,39 @@ def join(
     changes = changes.union(right.changes().withColumn("is_left", F.lit(False)))
 
     def write(batch: DataFrame, _batch_id: int) -> None:
-        left.check_history()
-        right.check_history()
         changed = batch.select("is_left", "key").distinct().persist()
         try:
-            keys = changed.where("is_left").select("key")
-            if not changed.where("NOT is_left").isEmpty():
-                renewed = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
-                named = left.everything().withColumn("renewed_key", F.expr(on))
-                named = named.join(renewed, "renewed_key", "leftsemi")
-                keys = keys.union(named.select("key")).distinct()
-            items = left.items(keys).persist()
-            try:
-                partners = items.where("is_there").select(F.expr(on).alias("key")).distinct()
-                partners = right.items(partners.where("key IS NOT NULL"))
-                rows = _joined(items, partners, on).persist()
-                try:
-                    rows.count()
-                    # What was read may be in memory alone: nothing is written that a crash undoes.
-                    left.note_history()
-                    right.note_history()
-                    write_target(_as_operations(rows, value, how), target_url, write_options)
-                finally:
-                    rows.unpersist()
-            finally:
-                items.unpersist()
+            while not write_once(changed):
+                pass
         finally:
             changed.unpersist()
+
+    def write_once(changed: DataFrame) -> bool:
+        """Looks the items up and writes them; False when they have to be looked up again."""
+        left.history.begin()
+        right.history.begin()
+        keys = changed.where("is_left").select("key")
+        if not changed.where("NOT is_left").isEmpty():
+            renewed = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
+            named = left.everything().withColumn("renewed_key", F.expr(on))
+            named = named.join(renewed, "renewed_key", "leftsemi")
+            keys = keys.union(named.select("key")).distinct()
+        items = left.items(keys).persist()
+        try:
+            partners = items.where("is_there").select(F.expr(on).alias("key")).distinct()
+            partners = right.items(partners.where("key IS NOT NULL"))
+            rows = _joined(items, partners, on).persist()
+            try:
+                rows.count()
+                # What was read may be in memory alone: nothing is written that a crash undoes.
+                if not (left.history.finish() and right.history.finish()):
+                    return False
+                write_target(_as_operations(rows, value, how), target_url, write_options)
+                return True
+            finally:
+                rows.unpersist()
+        finally:
+            items.unpersist()
 
     with plain_errors():
         writer = changes.writeStream.foreachBatch(write)
@@ -173,6 +178,9 @@ class _Side:
         url: The bucket.
         schema: How key and value are read.
         options: More options of its stream.
+
+    Attributes:
+        history: Whether it still has what was looked up.
     """
 
     def __init__(
@@ -197,7 +205,8 @@ class _Side:
                 StructField("expiry", LongType()),
             ]
         )
-        self._noted: dict[PartitionId, Position] = {}
+        read_options = self._read_options
+        self.history = LookupHistory(read_options.address, lambda: BucketDriverClient(read_options))
 
     def empty(self) -> DataFrame:
         """No items, with their columns."""
@@ -223,46 +232,6 @@ class _Side:
         # Else Spark may look up again for each column.
         item_of = item_of.asNondeterministic()
         return keys.select("key", item_of("key").alias("item")).select("key", "item.*")
-
-    def note_history(self) -> None:
-        """Waits until all is on disk that may have been read, and notes where that is."""
-        driver = BucketDriverClient(self._read_options)
-        try:
-            rows, infos = driver.persist(), driver.infos()
-        finally:
-            driver.close()
-        for partition, row in rows.items():
-            seq = row.persisted_seq
-            self._noted[partition] = Position(infos[partition].log, seq, seq, None)
-
-    def check_history(self) -> None:
-        """Makes sure that the bucket still has what was read of it. The stream notices only the
-        loss of what its batches had, and items are read that may be newer.
-
-        Raises:
-            PipelineError: `UPR_ROLLBACK`: it lost some of it.
-        """
-        if not self._noted:
-            return
-        driver = BucketDriverClient(self._read_options)
-        try:
-            driver.numbers()
-            infos = driver.infos()
-        finally:
-            driver.close()
-        for partition, position in self._noted.items():
-            info = infos.get(partition)
-            if info is None or _has_lost(info, position):
-                raise PipelineError(
-                    "UPR_ROLLBACK",
-                    f"{self._read_options.address}: partition {partition} has lost changes that "
-                    "were joined: begin with a new checkpoint and an empty target",
-                )
-
-
-def _has_lost(info: PartitionInfo, position: Position) -> bool:
-    high = max(info.high_seq, position.highest_received)
-    return isinstance(decide_start(info.log, high, SeqNo(0), position), RollBack)
 
 
 def _lookup(
