@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -39,7 +39,7 @@ class UserStore:
         self._rights: dict[tuple[str | None, str], frozenset[Right]] = {}
         """By user and bucket. Many connections have the same, and all ask when the users change."""
         self._store = store
-        self._on_change: list[Callable[[], None]] = []
+        self._on_change: list[Callable[[], Iterator[None]]] = []
         # Changes are made one after the other.
         self._lock = trio.Lock()
 
@@ -78,8 +78,10 @@ class UserStore:
             except UsersError as error:
                 raise CorruptionError(f"the file of users is not readable: {error}") from error
 
-    def call_on_change(self, callback: Callable[[], None]) -> None:
-        """Has `callback`, which must not raise, called after each change."""
+    def call_on_change(self, callback: Callable[[], Iterator[None]]) -> None:
+        """Has `callback`, which must not raise, called after each change, and its steps made before
+        the change returns. Nothing else runs before its first step; others have their turn between
+        the steps."""
         self._on_change.append(callback)
 
     async def change(self, change: Callable[[Users], Users]) -> Users:
@@ -130,9 +132,10 @@ class UserStore:
         # Who asked for it may leave meanwhile. What is on disk must be in memory, too.
         with trio.CancelScope(shield=True):
             await self._store.ask(SaveUsers(users.to_json().encode()))
-        self.users = users
-        for callback in self._on_change:
-            callback()
+            self.users = users
+            for callback in self._on_change:
+                for _ in callback():
+                    await trio.lowlevel.checkpoint()
 
 
 def _rank(users: Users) -> tuple[int, str]:

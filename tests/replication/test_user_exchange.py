@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,11 @@ def as_bob(server: Server) -> Address:
     return Address.parse(f"upr://{HOST}:{server.port}", security)
 
 
+def _setting(event: trio.Event) -> Iterator[None]:
+    event.set()
+    yield
+
+
 async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
@@ -104,7 +109,7 @@ async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
                 await here.users.change(partial(_with_user, name=name))
                 began = trio.current_time()
                 changed = trio.Event()
-                there.users.call_on_change(changed.set)
+                there.users.call_on_change(partial(_setting, changed))
                 await changed.wait()
                 assert trio.current_time() - began < WITHIN_S
                 assert there.users.users == here.users.users

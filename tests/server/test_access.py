@@ -20,7 +20,8 @@ from upr_protocol.bucket_event import BucketEvent
 from upr_protocol.chunk import Bundle
 from upr_protocol.client import Address, Credentials, LookAtEverything, Security, follow_events
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.failover import NOTHING_YET
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.scram import new_verifier
 from upr_protocol.users import (
@@ -64,12 +65,15 @@ from upr_protocol.wire import (
     Role,
     SetMap,
     Stats,
+    Stream,
     StreamEnd,
+    StreamReply,
     UsersReply,
 )
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.net.access import NEEDED, Access
+from upr_server.net.streamer import STEP_STREAMS
 from upr_server.runtime import AuditLog
 from upr_server.storage.simulated import SimulatedStore
 from upr_server.user_store import UserStore
@@ -376,6 +380,30 @@ async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it() -> N
         await revoke(server, writing())
         await peer.say(Mutate(Bundle.of_one(P0, sets(b"k3")), opaque=peer.opaque()))
         assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+
+
+async def test_taking_the_right_to_read_ends_many_streams_in_steps() -> None:
+    """What needs the right is refused from the first step on."""
+    on_wide = Grant(Right.READ, "wide")
+    async with logged_in(on_wide) as (server, peer):
+        await server.catalog.create_bucket("wide", 3 * STEP_STREAMS, 8 * 1024 * 1024)
+        await peer.open("wide")
+        for number in range(3 * STEP_STREAMS):
+            partition, opaque = PartitionId(number), peer.opaque()
+            state = PartitionState.ACTIVE
+            await peer.say(Stream(state, NOTHING_YET, partition=partition, opaque=opaque))
+            await peer.hear(StreamReply)
+        (connection,) = server.connections.connections
+        server.users.users = server.users.users.revoking(USER, (on_wide,))
+        steps = server.connections._apply_rights()
+        next(steps)
+        assert len(connection.session.streams) == 2 * STEP_STREAMS
+        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        while not isinstance(answer := await peer.hear(Message), Refusal):
+            assert isinstance(answer, StreamEnd)
+        assert answer.status == Status.NOT_ALLOWED
+        assert [len(connection.session.streams) for _ in steps] == [STEP_STREAMS, 0, 0]
+        assert not list(server.connections._apply_rights()), "nothing changed since"
 
 
 async def test_taking_another_right_leaves_streams_alone() -> None:

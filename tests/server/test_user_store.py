@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ class FullStore(SimulatedStore):
 
 def adding(name: str) -> Any:
     return lambda users: users.with_user(User(name))
+
+
+def noting(store: UserStore, changes: list[Users]) -> Callable[[], Iterator[None]]:
+    def note() -> Iterator[None]:
+        changes.append(store.users)
+        yield
+
+    return note
 
 
 async def store_with_admin(directory: SimulatedDirectory | None = None) -> UserStore:
@@ -83,7 +92,7 @@ async def test_a_change_that_is_refused_or_not_stored_changes_nothing() -> None:
     disk = FullStore()
     store = UserStore(disk)
     changes: list[Users] = []
-    store.call_on_change(lambda: changes.append(store.users))
+    store.call_on_change(noting(store, changes))
     with pytest.raises(UsersError):
         await store.change(adding("bob"))
     with pytest.raises(DiskFullError):
@@ -110,7 +119,7 @@ async def test_a_change_is_made_though_its_author_left() -> None:
 async def test_each_change_is_told() -> None:
     store = await store_with_admin()
     changes: list[Users] = []
-    store.call_on_change(lambda: changes.append(store.users))
+    store.call_on_change(noting(store, changes))
     await store.change(adding("bob"))
     await store.adopt(store.users.with_user(User("eve")))
     assert [users.revision for users in changes] == [2, 3]

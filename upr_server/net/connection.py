@@ -466,12 +466,25 @@ class AcceptedConnection:
             )
             session.fail(Status.IDLE, "the peer sent nothing for two idle intervals")
 
-    def apply_rights(self) -> None:
-        """The users have changed: what the client may not have any more ends."""
+    def refresh_rights(self) -> bool:
+        """The users have changed: the client may do from now on what they say. O(1), where others
+        have the same rights.
+
+        Returns:
+            Whether something may have to end: `end_revoked` ends it.
+        """
         if self.session.state in BEFORE_READY or self.session.state is SessionState.CLOSED:
-            return
-        self.context.apply_rights()
-        if self.context.access.is_lost:
+            return False
+        access = self.context.access
+        rights_before = access.rights
+        access.refresh()
+        return access.is_lost or not access.rights >= rights_before
+
+    def end_revoked(self) -> Iterator[None]:
+        """Ends what the client may not have any more: streams, some in each step, and the session
+        of a user who was removed."""
+        yield from self.context.end_revoked()
+        if self.context.access.is_lost and self.session.state is not SessionState.CLOSED:
             self.session.fail(Status.NOT_ALLOWED, "the user of this connection was removed")
         self.wake()
 

@@ -126,12 +126,12 @@ class RequestContext:
         yield from self.streamer.end_all(Status.BUCKET_DELETED)
         self._wake()
 
-    def apply_rights(self) -> None:
-        """The users have changed: streams end that the client may not have any more."""
-        self.access.refresh()
+    def end_revoked(self) -> Iterator[None]:
+        """The client has lost a right: streams end that it may not have any more, some in each
+        step."""
         rights = self.access.rights
         if self.bucket is not None:
-            self.streamer.end_where(
+            yield from self.streamer.end_where(
                 Status.RIGHT_REVOKED,
                 of_consumers=Right.READ not in rights,
                 of_replicas=Right.REPLICATE not in rights,

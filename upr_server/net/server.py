@@ -183,10 +183,12 @@ class ConnectionServer:
         self.resources.credit_shares.remove_bucket(bucket)
         self.resources.queues.remove_bucket(bucket)
 
-    def _apply_rights(self) -> None:
-        """The users have changed: what somebody may not do any more ends. O(connections)."""
-        for connection in list(self.connections):
-            connection.apply_rights()
+    def _apply_rights(self) -> Iterator[None]:
+        # Nobody may begin anything more, from the first step on. What goes on ends step by step.
+        with_less = [connection for connection in self.connections if connection.refresh_rights()]
+        for connection in with_less:
+            yield from connection.end_revoked()
+            yield
 
     def _memory_bytes(self) -> int:
         """What the connections hold, about."""

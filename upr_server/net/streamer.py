@@ -215,18 +215,18 @@ class Streamer:
                     StreamEnd(partition=partition, opaque=stream.opaque, status=status)
                 )
 
-    def end_where(self, status: Status, *, of_consumers: bool, of_replicas: bool) -> None:
-        """Ends the streams of consumers, those of replicas, or both, and says why."""
-        for partition in list(self._streams):
+    def end_where(self, status: Status, *, of_consumers: bool, of_replicas: bool) -> Iterator[None]:
+        """Ends the streams of consumers, those of replicas, or both, and says why. In steps,
+        between which others may have their turn."""
+        for count, partition in enumerate(list(self._streams), 1):
             if of_replicas if self.feeds_replica(partition) else of_consumers:
                 self.end(partition, status)
+            if count % STEP_STREAMS == 0:
+                yield
 
     def end_all(self, status: Status) -> Iterator[None]:
         """Ends every stream and says why. In steps, between which others may have their turn."""
-        for count, partition in enumerate(list(self._streams), 1):
-            self.end(partition, status)
-            if count % STEP_STREAMS == 0:
-                yield
+        return self.end_where(status, of_consumers=True, of_replicas=True)
 
     def close(self) -> None:
         """Closes every reader; the connection is over."""
