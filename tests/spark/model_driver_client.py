@@ -61,6 +61,7 @@ class ModelDriverClient:
         """By lease, whose position it is, and the position by partition."""
         self.times: dict[tuple[int, int], datetime] = {}
         """When a number of a partition was given, where that matters."""
+        self.is_deleted = False
 
     def _new(self) -> ModelPartition:
         return ModelPartition(FailoverLog().with_branch(HistoryId(next(self._histories)), SeqNo(0)))
@@ -131,6 +132,8 @@ class ModelDriverClient:
     # What a driver client does.
 
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
+        if self.is_deleted:
+            raise ServerError(Status.NO_BUCKET)
         return {
             PartitionId(partition_id): PartitionNumbers(
                 PartitionId(partition_id),

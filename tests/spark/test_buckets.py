@@ -40,6 +40,11 @@ class Buckets:
         self.drivers[name] = ModelDriverClient(1)
         write_rows(self.drivers[name], 0, rows)
 
+    def delete(self, name: str) -> None:
+        """Nothing may be asked of it any more, but to end a lease."""
+        driver = self.drivers.pop(name)
+        driver.is_deleted = True
+
     def reader(self, **options_given: str) -> BucketsReader:
         options = options_of(url="upr://localhost", **options_given)
         pattern = options.bucket_pattern
@@ -123,7 +128,7 @@ def test_a_bucket_that_is_deleted_ends_the_stream_or_is_left_out() -> None:
     reader = buckets.reader(bucketPattern=".*")
     initial = reader.initialOffset()
     start = reader.latestOffset(initial, ReadAllAvailable())
-    del buckets.drivers["a"]
+    buckets.delete("a")
     with pytest.raises(PipelineError, match="has read a, which does not exist") as failed:
         reader.latestOffset(start, ReadAllAvailable())
     assert failed.value.code == "UPR_NO_BUCKET"
@@ -132,6 +137,44 @@ def test_a_bucket_that_is_deleted_ends_the_stream_or_is_left_out() -> None:
     end = reader.latestOffset(start, ReadAllAvailable())
     assert set(end["buckets"]) == {"b"}
     assert ranges_of(reader, start, end) == []
+
+
+@pytest.mark.parametrize("ends_at_what_there_was", [False, True])
+def test_a_stream_goes_on_after_a_bucket_was_deleted(ends_at_what_there_was: bool) -> None:
+    buckets = Buckets(a=10, b=10, empty=0)
+    reader = buckets.reader(bucketPattern=".*", failOnDataLoss="false", maxOffsetsPerTrigger="8")
+    start = reader.initialOffset()
+    if ends_at_what_there_was:
+        reader.prepareForTriggerAvailableNow()
+    end = reader.latestOffset(start, ReadMaxRows(8))
+    for name in ("a", "empty"):
+        buckets.delete(name)
+    later = reader.latestOffset(end, ReadMaxRows(8))
+    # The batch before is committed when the next one is planned.
+    reader.commit(end)
+    assert ranges_of(reader, end, later) == [("b", 0, 4, 10)]
+    document = reader.reportLatestOffset()
+    assert document is not None
+    assert set(document["buckets"]) == {"b"}
+    reader.commit(later)
+    assert reader.latestOffset(later, ReadMaxRows(8)) is later
+    reader.stop()
+
+
+def test_a_bucket_that_is_not_named_any_more_is_asked_nothing() -> None:
+    buckets = Buckets(a=10, b=10)
+    reader = buckets.reader(buckets="a,b")
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    buckets.delete("a")
+    reader = buckets.reader(buckets="b")
+    write_rows(buckets.drivers["b"], 0, 1)
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert set(end["buckets"]) == {"b"}
+    assert ranges_of(reader, start, end) == [("b", 0, 10, 11)]
+    reader.commit(start)
+    document = reader.reportLatestOffset()
+    assert document is not None
+    assert set(document["buckets"]) == {"b"}
 
 
 def test_the_progress_counts_all_buckets() -> None:

@@ -89,8 +89,10 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def latestOffset(self, start: Json, limit: ReadLimit) -> Json:  # noqa: N802
         """Where the batch ends that begins at `start`."""
-        names = self._existing() if self._names is None else self._names
-        before = self._without_deleted(_offsets(start), names)
+        names = self._existing()
+        if self._names is not None:
+            names = tuple(name for name in self._names if name in names)
+        before = self._of_those_read(_offsets(start), names)
         begins = {name: before.get(name) or _beginning(name) for name in names}
         after = dict(before)
         for name, limits in self._limits(begins, limits_of(limit, self._options)).items():
@@ -99,24 +101,23 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 after[name] = end
         return start if after == _offsets(start) else _document(after)
 
-    def _without_deleted(
+    def _of_those_read(
         self, offsets: Mapping[str, Json], names: tuple[str, ...]
     ) -> Mapping[str, Json]:
+        """The offsets without those of buckets that were deleted, or are not asked for any more.
+        Nobody asks for these buckets again."""
         pattern = self._options.bucket_pattern
-        if pattern is None:
-            return offsets
-        deleted = [name for name in offsets if name not in names and pattern.fullmatch(name)]
-        if deleted and self._options.fails_on_data_loss:
-            raise PipelineError(
-                "UPR_NO_BUCKET",
-                f"{self._options.address}: the stream has read {', '.join(deleted)}, which does "
-                "not exist any more: set failOnDataLoss=false to continue without it",
-            )
-        for name in deleted:
-            reader = self._readers.pop(name, None)
-            if reader is not None:
-                reader.stop()
-        return {name: offset for name, offset in offsets.items() if name not in deleted}
+        if pattern is not None and self._options.fails_on_data_loss:
+            deleted = [name for name in offsets if name not in names and pattern.fullmatch(name)]
+            if deleted:
+                raise PipelineError(
+                    "UPR_NO_BUCKET",
+                    f"{self._options.address}: the stream has read {', '.join(deleted)}, which "
+                    "does not exist any more: set failOnDataLoss=false to continue without it",
+                )
+        for name in self._readers.keys() - set(names):
+            self._readers.pop(name).stop()
+        return {name: offset for name, offset in offsets.items() if name in names}
 
     def _limits(self, begins: Mapping[str, Json], limits: Limits) -> dict[str, Limits]:
         """How much each bucket may have in the next batch, by its backlog. A bucket whose share is
@@ -166,8 +167,11 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: Json) -> None:
         """The batch that ends there is done with."""
         for name, offset in _offsets(end).items():
-            if offset != self._committed.get(name):
-                self._reader(name).commit(offset)
+            reader = self._readers.get(name)
+            # Without a reader the bucket is gone, or not asked for: nothing of it is pinned, or it
+            # ends by itself.
+            if reader is not None and offset != self._committed.get(name):
+                reader.commit(offset)
                 self._committed[name] = offset
 
     def stop(self) -> None:
