@@ -118,7 +118,9 @@ def scram_server(first: bytes = _FIRST) -> ScramServer:
 
 def _client_log_in() -> tuple[ClientLogIn, LogIn]:
     log_in = ClientLogIn(_CREDENTIALS, "client")
-    return log_in, log_in.begin((SCRAM,))
+    first = log_in.begin((SCRAM,))
+    assert first is not None
+    return log_in, first
 
 
 def _response() -> LogInResponse:

@@ -67,14 +67,14 @@ class Handshake:
         """Takes in a message of the server, and sends the next one.
 
         Raises:
-            ServerError: The server refused the bucket, or there is nothing to log in with.
+            ServerError: The server refused the bucket; or only one of the two sides wants a log-in.
             RemoteProtocolError: The server does not prove that it knows the user.
             UsersError: The user's name or the password is empty, or has a control character.
         """
         if isinstance(message, HelloReply):
             self.server = message
-            if message.mechanisms:
-                self._session.send(self._log_in.begin(message.mechanisms))
+            if (log_in := self._log_in.begin(message.mechanisms)) is not None:
+                self._session.send(log_in)
             else:
                 self._open()
         elif isinstance(message, LogInChallenge):

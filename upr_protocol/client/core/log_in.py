@@ -27,17 +27,26 @@ class ClientLogIn:
         self._binding = binding
         self._scram: ScramClient | None = None
 
-    def begin(self, mechanisms: tuple[str, ...]) -> LogIn:
-        """The first message. Its answer to the challenge
+    def begin(self, mechanisms: tuple[str, ...]) -> LogIn | None:
+        """The first message; None if neither side asks for a log-in. Its answer to the challenge
         takes some 20 ms the first time.
 
         Args:
-            mechanisms: The ways to log in that the server offers.
+            mechanisms: The ways to log in that the server offers; none if it wants no log-in.
 
         Raises:
             ServerError: There is nothing to log in with, or the server offers no way that fits.
             UsersError: The user's name or the password is empty, or has a control character.
         """
+        if not mechanisms:
+            if self._credentials is None:
+                return None
+            # By a log-in the server proves who it is, too. Anybody can leave that out.
+            raise ServerError(
+                Status.LOG_IN_FAILED,
+                "the server does not ask for a log-in, so it proves nothing; if the cluster has no "
+                "users, name none",
+            )
         if self._credentials is None:
             if EXTERNAL in mechanisms:
                 return LogIn(EXTERNAL)
