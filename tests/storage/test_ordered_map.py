@@ -22,6 +22,8 @@ from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTra
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 MAP_BYTES: Final = 1024 * 1024
+LMDB_MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
+LAST_PAGE: Final = 136  # the place in a meta page of the number of the last page in use
 # The key of one byte of 0 is LMDB's own: see `lmdb_store.COMMIT`.
 LOWEST, HIGHEST = b"\0\0", b"\xff" * 40
 
@@ -245,6 +247,54 @@ def test_a_map_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"something else" * 1_000)
     with pytest.raises(CorruptionError, match="cannot be opened"):
         LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+
+
+def test_every_flipped_version_of_the_meta_pages_is_damage(tmp_path: Path) -> None:
+    LmdbMap(tmp_path, bytes_max=MAP_BYTES).close()
+    file = tmp_path / "data.mdb"
+    content = bytearray(file.read_bytes())
+    place = content.index(LMDB_MAGIC) + len(LMDB_MAGIC)
+    for bit in range(32):
+        flipped = content.copy()
+        flipped[place + bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with pytest.raises(CorruptionError, match="cannot be opened"):
+            LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+
+
+def test_a_file_shorter_than_its_damaged_meta_pages_say_is_damage(tmp_path: Path) -> None:
+    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    put(first, [(b"a", b"1")])
+    first.close()
+    file = tmp_path / "data.mdb"
+    content = bytearray(file.read_bytes())
+    for page in range(2):
+        # The lowest byte of the last page's number, of which the map can hold no page more.
+        content[page * 4096 + LAST_PAGE] = MAP_BYTES // 4096 - 1
+    file.write_bytes(content)
+    damaged = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    with pytest.raises(CorruptionError, match="shorter than its meta page says"):
+        damaged.verify_length()
+    damaged.close()
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "folder"])
+def test_something_else_in_the_place_of_a_file_or_its_folder_is_damage(
+    tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "folder"
+    if name == "folder":
+        folder.touch()
+    else:
+        (folder / name).mkdir(parents=True)
+    for bytes_max in (0, MAP_BYTES):
+        with pytest.raises(CorruptionError, match="cannot be opened"):
+            LmdbMap(folder, bytes_max=bytes_max)
+
+
+def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
+    LmdbMap(tmp_path / "index").close()
+    assert (tmp_path / "index" / "data.mdb").is_file()
 
 
 # LMDB's memory map, and a disk that grows.

@@ -385,11 +385,17 @@ def flip_record(bucket: Path) -> None:
     file.write_bytes(content.replace(name, name[:-1] + b"r"))
 
 
+def put_a_file_in_place_of_the_index(bucket: Path) -> None:
+    shutil.rmtree(bucket / "index")
+    (bucket / "index").touch()
+
+
 DAMAGES: Final[Mapping[str, Callable[[Path], None]]] = {
     "no log": lambda bucket: (bucket / "log" / "data.mdb").unlink(),
     "an empty log": lambda bucket: os.truncate(bucket / "log" / "data.mdb", 0),
     "a log of one byte": lambda bucket: os.truncate(bucket / "log" / "data.mdb", 1),
     "an index of one byte": lambda bucket: os.truncate(bucket / "index" / "data.mdb", 1),
+    "a file in place of the index": put_a_file_in_place_of_the_index,
     "a record": flip_record,
 }
 

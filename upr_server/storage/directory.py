@@ -30,7 +30,12 @@ import platformdirs
 
 from upr_protocol.durable_files import replace_file, sync_path
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
-from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
+from upr_server.storage.errors import (
+    CorruptionError,
+    DataDirectoryError,
+    DiskFullError,
+    StorageError,
+)
 from upr_server.storage.event_queue_file import EventQueueFile
 from upr_server.storage.lmdb_map import FULL, LmdbMap
 from upr_server.storage.ordered_map import OrderedMap
@@ -207,8 +212,8 @@ class DataDirectory:
         log = self._path / name / "log" / "data.mdb"
         try:
             # In the place of a missing or empty file LMDB would make an empty map.
-            if not self._readonly and (not log.exists() or not log.stat().st_size):
-                raise CorruptionError(f"{log} is missing or empty")
+            if not self._readonly and (not log.is_file() or not log.stat().st_size):
+                raise CorruptionError(f"{log} is missing, empty or no file")
         except OSError as error:
             raise DataDirectoryError(
                 f"{log} cannot be read: {error.strerror}; give the server's user read permission"
@@ -216,20 +221,27 @@ class DataDirectory:
         return self._open(self._path / name)
 
     def _open(self, path: Path) -> tuple[OrderedMap, OrderedMap]:
-        log, index = (
-            LmdbMap(
-                path / part,
-                readonly=self._readonly,
-                bytes_max=self._bytes_max,
-                is_summed=part == "log",
-            )
-            for part in ("log", "index")
-        )
+        log = self._open_map(path / "log", is_summed=True)
+        try:
+            index = self._open_map(path / "index")
+        except StorageError:
+            log.close()
+            raise
         if not self._readonly:
-            log.verify_length()
-            index.verify_length()
-            log.verify()
+            try:
+                log.verify_length()
+                index.verify_length()
+                log.verify()
+            except StorageError:
+                log.close()
+                index.close()
+                raise
         return log, index
+
+    def _open_map(self, path: Path, *, is_summed: bool = False) -> LmdbMap:
+        return LmdbMap(
+            path, readonly=self._readonly, bytes_max=self._bytes_max, is_summed=is_summed
+        )
 
     def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         """Creates a bucket: it is there, filled, or not at all.

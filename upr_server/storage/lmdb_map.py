@@ -30,6 +30,9 @@ from upr_server.storage.records import seal, unseal
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a full disk, and of an exhausted quota."""
 
+WRONG_TYPES: Final = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+"""The errors of something else in the place of a file or of its folder."""
+
 MAP_BYTES_DEFAULT: Final = 256 * 1024 * 1024 * 1024
 """The largest memory map by default. A process has 128 TiB of addresses, and each bucket takes two
 maps. With maps as large as a disk of 4 TiB no addresses would be left for the 16th bucket, or for
@@ -80,7 +83,7 @@ class LmdbMap:
 
     Raises:
         DataDirectoryError: It cannot be opened.
-        CorruptionError: The file is not LMDB's, or its meta pages are damaged.
+        CorruptionError: The file is not LMDB's, its meta pages are damaged, or it is no file.
     """
 
     def __init__(
@@ -125,8 +128,6 @@ class LmdbMap:
             if not self._is_readonly:
                 # Killed processes leave their entries in the table of readers.
                 self._env.reader_check()
-        except lmdb.InvalidError as error:
-            raise CorruptionError(f"{self._path} cannot be opened: {error}") from error
         except lmdb.ReadonlyError as error:
             raise DataDirectoryError(
                 f"{self._path} cannot be opened: {error}; give the server's user write permission"
@@ -140,13 +141,22 @@ class LmdbMap:
         except lmdb.Error as error:
             if _is_full(error):
                 raise DiskFullError(f"the disk is full: {error}") from error
+            # The system's errors have positive numbers. The others are LMDB's own, and concern what
+            # the file holds; that of another version of LMDB's format has the number 0.
+            code = getattr(error, "code", 0)
+            if code <= 0 or code in WRONG_TYPES:
+                raise CorruptionError(f"{self._path} cannot be opened: {error}") from error
             raise DataDirectoryError(f"{self._path} cannot be opened: {error}") from error
 
     def _map_bytes_wanted(self) -> int:
         """How large the memory map should be, given the disk as it is now."""
         if self._bytes_max:
             return max(self._bytes_max, MAP_BYTES_MIN)
-        disk = os.statvfs(self._path)
+        try:
+            disk = os.statvfs(self._path)
+        except OSError:
+            # LMDB makes a folder that is missing, and says what else is wrong with it.
+            return MAP_BYTES_DEFAULT
         return max(min(disk.f_frsize * disk.f_blocks, MAP_BYTES_DEFAULT), MAP_BYTES_MIN)
 
     def _grow(self) -> None:
@@ -239,15 +249,23 @@ class LmdbMap:
         The length alone does not decide, since LMDB does not write pages at the end that are free
         again. So if the file is shorter than its meta page says, all records are read, and the list
         of free pages, which only a writer reads.
+
+        Raises:
+            CorruptionError: The meta page says more than the memory map can hold.
         """
         if (self._path / "data.mdb").stat().st_size >= self._file_bytes:
             return
         with self.read() as transaction:
             for _, value in transaction.scan(COMMIT, b"\xff" * 512):
                 bytes(value[-1:])
-        with self._env.begin(write=True) as writing:
-            writing.put(COMMIT, b"")
-            writing.abort()
+        try:
+            with self._env.begin(write=True) as writing:
+                writing.put(COMMIT, b"")
+                writing.abort()
+        except lmdb.MapFullError as error:
+            raise CorruptionError(
+                f"{self._path}/data.mdb is shorter than its meta page says"
+            ) from error
 
     @contextmanager
     def read(self) -> Iterator[_ReadTransaction]:
