@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -16,8 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 from tests.spark.model_driver_client import BYTES_A_ROW, ModelDriverClient
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
+from upr_protocol.spark.consumer_position import (
+    AGAIN_AFTER_REFUSAL_S,
+    AGAIN_AFTER_S,
+    ConsumerPosition,
+)
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.offset import Offset, PartitionOffset
@@ -957,6 +965,60 @@ def test_a_named_stream_puts_its_position_when_batches_are_done() -> None:
     end = reader.latestOffset(end, ReadAllAvailable())
     end = reader.latestOffset(end, ReadAllAvailable())
     assert put() == [("orders", {0: 22, 1: 20})], "as far as it is on disk"
+
+
+class RefusingDriver(ModelDriverClient):
+    """A bucket whose server may refuse positions."""
+
+    refuses = False
+    puts = 0
+
+    def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
+        self.puts += 1
+        if self.refuses:
+            raise ServerError(Status.LIMIT_REACHED, "there are too many leases")
+        super().put_position(lease_id, owner, seqs)
+
+
+def test_a_position_that_is_refused_does_not_end_the_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = RefusingDriver(1)
+    write_rows(driver, 0, 20)
+    driver.refuses = True
+    reader = reader_of(driver, consumerName="orders")
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(list(reader.partitions(start, end))) == [(0, 0, 20, None)]  # type: ignore[arg-type]
+    for _ in range(3):
+        assert reader.latestOffset(end, ReadAllAvailable()) is end
+    assert driver.puts == 2, "where it is has changed once"
+    (record,) = caplog.records
+    assert "there are too many leases" in record.getMessage()
+
+
+def test_a_position_that_does_not_change_is_put_again() -> None:
+    driver = RefusingDriver(1)
+    now = 0.0
+    position = ConsumerPosition(driver, "orders", lambda: now)
+    offset = Offset("b", {})
+    position.put(offset)
+    now = AGAIN_AFTER_S - 1
+    position.put(offset)
+    assert driver.puts == 1
+    now = AGAIN_AFTER_S
+    position.put(offset)
+    assert driver.puts == 2
+    assert len(driver.positions) == 1
+    assert AGAIN_AFTER_S < LEASE_TIME_TO_LIVE_S_MAX
+    driver.refuses = True
+    now += AGAIN_AFTER_S
+    position.put(offset)
+    driver.refuses = False
+    now += AGAIN_AFTER_REFUSAL_S
+    position.put(offset)
+    assert driver.puts == 4
+    assert len(driver.positions) == 1
 
 
 def test_offsets_of_partitions_that_are_not_there() -> None:

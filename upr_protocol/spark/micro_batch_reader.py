@@ -133,17 +133,11 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise explained(error, self._options.address) from error
         self._planned = end
         if self._options.consumer_name:
+            if self._position is None:
+                self._position = ConsumerPosition(self._server, self._options.consumer_name)
             # Here every batch up to `start` is done, also if no further one follows.
-            self._put_position(before)
+            self._position.put(before)
         return start if end is before else end.to_json()
-
-    def _put_position(self, offset: Offset) -> None:
-        if self._position is None:
-            self._position = ConsumerPosition(self._server, self._options.consumer_name)
-        try:
-            self._position.put(offset)
-        except ServerError as error:
-            raise explained(error, self._options.address) from error
 
     @sentence_first()
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
