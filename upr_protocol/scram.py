@@ -88,7 +88,8 @@ class ScramClient:
         name: The user.
         password: The password.
         nonce: A text that was never used, of printable ASCII without a comma.
-        binding: The hash of the server's certificate; empty for a connection without one.
+        binding: The hash of the server's certificate; empty for an encrypted connection without
+            one; None for one in the clear.
         server_offers_binding: Whether the server names `SCRAM_PLUS`.
 
     Attributes:
@@ -103,7 +104,7 @@ class ScramClient:
         name: str,
         password: str,
         nonce: str,
-        binding: bytes = b"",
+        binding: bytes | None = None,
         *,
         server_offers_binding: bool = False,
     ) -> None:
@@ -118,9 +119,10 @@ class ScramClient:
             self._header = f"p={BINDING},,"
         else:
             # "y" says that this side could bind: a server that offered to, and sees it, knows that
-            # somebody in between has removed the offer.
-            self._header = "y,," if binding else "n,,"
-        self._binding = binding if is_bound else b""
+            # somebody in between has removed the offer. Or has shown a certificate that nothing can
+            # be bound to: this side would see the server's own, and could bind to it.
+            self._header = "n,," if binding is None else "y,,"
+        self._binding = (binding or b"") if is_bound else b""
         self._bare = f"n={_escaped(self._name)},r={nonce}"
         self._signature = b""
 
@@ -204,8 +206,8 @@ class FirstMessage:
             raise ScramError(f"channel binding must be of the kind {BINDING}")
         if flag == "y" and offers_binding:
             raise ScramError(
-                "the client saw no offer of channel binding, and the server made one: somebody in "
-                "between may have removed it"
+                "the client saw no offer of channel binding, or a certificate without one, and the "
+                "server made an offer: somebody in between may have removed it"
             )
         if flag not in ("n", "y") and not flag.startswith("p="):
             raise ScramError("a first message begins with n,, or y,, or p=KIND,,")

@@ -100,6 +100,10 @@ def test_an_offer_that_somebody_removed_is_noticed() -> None:
     assert log_in(client)
     with pytest.raises(ScramError, match="somebody in between may have removed it"):
         log_in(client, server_binding=BINDING)
+    # A certificate that gives no binding is not the server's.
+    with pytest.raises(ScramError, match="somebody in between may have removed it"):
+        log_in(ScramClient("user", "pencil", "nonce", b""), server_binding=BINDING)
+    assert log_in(ScramClient("user", "pencil", "nonce", b"", server_offers_binding=True))
     # A client that cannot bind may still log in.
     assert log_in(ScramClient("user", "pencil", "nonce"), server_binding=BINDING)
 

@@ -149,6 +149,16 @@ async def test_who_listens_in_between_learns_no_password() -> None:
             assert b64encode(secret) not in proxy.recorded
 
 
+async def test_a_certificate_without_a_binding_is_not_that_of_a_server_that_binds(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upr_protocol.transport.tls_link.end_point", lambda _: b"")
+    async with server_with_users(**certificates.server_settings()) as server:
+        tls = certificates.security_of(certificates.client).tls
+        for _, said in await both_refused(Address.parse(server.url("b"), Security(tls, BOB))):
+            assert "somebody in between may have removed it" in said
+
+
 async def test_passwords_are_bound_to_the_certificate_that_a_connection_began_with(
     certificates: Certificates, tmp_path: Path
 ) -> None:

@@ -100,7 +100,7 @@ class BlockingConnection:
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
         self.session = options.session(self._clock())
-        binding = b"" if self._tls is None else self._tls.link.end_point
+        binding = None if self._tls is None else self._tls.link.end_point
         log_in = ClientLogIn(credentials, new_nonce(), binding)
         self.handshake = Handshake(self.session, address.bucket, log_in=log_in)
         try:

@@ -14,13 +14,17 @@ class ClientLogIn:
     Args:
         credentials: The user and the password; None to log in with the certificate that was shown.
         nonce: A text that was never used, of printable ASCII without a comma.
-        binding: The hash of the server's certificate; empty for a connection without one.
+        binding: The hash of the server's certificate; empty for an encrypted connection without
+            one; None for one in the clear.
     """
 
     __slots__ = ("_binding", "_credentials", "_nonce", "_scram")
 
     def __init__(
-        self, credentials: Credentials | None = None, nonce: str = "", binding: bytes = b""
+        self,
+        credentials: Credentials | None = None,
+        nonce: str = "",
+        binding: bytes | None = None,
     ) -> None:
         self._credentials = credentials
         self._nonce = nonce

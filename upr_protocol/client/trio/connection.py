@@ -314,7 +314,7 @@ async def open_connection(
     deadline = trio.current_time() + options.connect_timeout_s
     stream = await _dial(address, options, deadline)
     session = options.session(trio.current_time())
-    binding = stream.link.end_point if isinstance(stream, TlsStream) else b""
+    binding = stream.link.end_point if isinstance(stream, TlsStream) else None
     log_in = ClientLogIn(credentials, new_nonce(), binding)
     handshake = Handshake(session, address.bucket, partitions, log_in)
     connection = TrioConnection(address, stream, session, handshake, handler)
