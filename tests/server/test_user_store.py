@@ -71,7 +71,7 @@ async def test_without_a_file_there_are_no_users() -> None:
     assert store.users.is_open
 
 
-async def test_a_server_does_not_start_without_the_users_it_had() -> None:
+async def test_a_server_does_not_start_with_damaged_users() -> None:
     directory = SimulatedDirectory()
     await store_with_admin(directory)
     directory.users.data = directory.users.data[:-1]
@@ -211,3 +211,12 @@ async def test_rights_are_kept_until_the_users_change() -> None:
     assert len(store._rights) <= RIGHTS_MAX
     await store.adopt(store.users.without("bob"))
     assert not store.rights_of("bob", "b")
+
+
+@pytest.mark.parametrize("target", ["missing", "users"])
+def test_a_link_to_no_file_is_not_a_missing_file(tmp_path: Path, target: str) -> None:
+    file = UsersFile(tmp_path)
+    assert file.load() == b""
+    (tmp_path / "users").symlink_to(tmp_path / target)
+    with pytest.raises(DataDirectoryError, match="users cannot be read: "):
+        file.load()

@@ -29,25 +29,33 @@ class UsersFile:
         self._path = folder / "users"
 
     def load(self) -> bytes:
-        """Reads the file; empty when it is not there.
+        """Reads the file; empty when it is not there. A symbolic link that leads to no file is an
+        error: its disk may be missing, and without users a server serves everybody.
 
         Raises:
             CorruptionError: It is damaged.
             DataDirectoryError: It cannot be read, or others can read it, too.
         """
         try:
-            if not self._path.exists():
-                return b""
+            self._path.lstat()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise self._unreadable(error) from error
+        try:
             mode = self._path.stat().st_mode & 0o777
             sealed = self._path.read_bytes()
         except OSError as error:
-            raise DataDirectoryError(f"{self._path} cannot be read: {error.strerror}") from error
+            raise self._unreadable(error) from error
         if mode & 0o077:
             raise DataDirectoryError(
                 f"{self._path} has the mode {mode:o}: others can read or change who may do what; "
                 f"run chmod {_MODE:o} on it, and change the passwords if somebody may have read it"
             )
         return unseal(_KEY, sealed)
+
+    def _unreadable(self, error: OSError) -> DataDirectoryError:
+        return DataDirectoryError(f"{self._path} cannot be read: {error.strerror}")
 
     def save(self, data: bytes) -> None:
         """Writes the file: all of it, or nothing.
