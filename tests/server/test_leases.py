@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from typing import Any, TypeVar
 
 import pytest
 import trio
@@ -34,6 +34,8 @@ from upr_server.config import BucketConfig, ServerConfig
 from upr_server.storage import bucket_storage
 from upr_server.storage.online import leases
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
+
+T = TypeVar("T")
 
 PARTITIONS = 4
 KEYS = [b"key %d" % index for index in range(40)]
@@ -71,6 +73,16 @@ async def server(
         (disk,) = server.catalog.disks.values()
         monkeypatch.setattr(disk.leases, "_time", clock)
         yield server
+
+
+def result_of(steps: Generator[None, None, T]) -> T:
+    """What it gives after all its steps."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 async def write(client: Client, *rounds: int) -> None:
@@ -301,7 +313,7 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
     (disk,) = server.catalog.disks.values()
 
     def consumers() -> Any:
-        return disk.leases.list_consumers()
+        return result_of(disk.leases.list_consumers())
 
     async with connect(server.url("b")) as client:
         await write(client, 1)
@@ -326,6 +338,44 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
         assert disk.leases.ranges() == []
         await client.release_lease(6)
         assert consumers()[0]["numbers_behind"] == 2 * len(KEYS), "the one before"
+
+
+async def test_whoever_reads_an_empty_bucket_is_not_at_a_position(
+    server: Server, directory: SimulatedDirectory
+) -> None:
+    """Also not for a server that reads the leases from disk."""
+    async with connect(server.url("b")) as client:
+        await client.acquire_lease(ALL, time_to_live_s=60, owner="a read", lease_id=5)
+        ranges = [(partition, 0, 0) for partition, _, _ in ALL]
+        await client.acquire_lease(ranges, time_to_live_s=60, owner="orders", lease_id=6)
+        await client.renew_lease(6, time_to_live_s=90)
+    async with running_server(CONFIG, SimulatedStore(directory)) as restarted:
+        for each in (server, restarted):
+            (disk,) = each.catalog.disks.values()
+            assert [row["owner"] for row in result_of(disk.leases.list_held())] == [
+                "a read",
+                "orders",
+            ]
+            assert [row["name"] for row in result_of(disk.leases.list_consumers())] == ["orders"]
+
+
+async def test_many_leases_are_listed_in_steps(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "STEP_RANGES", 2 * PARTITIONS)
+    (disk,) = server.catalog.disks.values()
+    async with connect(server.url("b")) as client:
+        ranges = [(partition, 0, 0) for partition, _, _ in ALL]
+        for lease_id in range(1, 6):
+            owner = f"owner {lease_id}"
+            await client.acquire_lease(ranges, time_to_live_s=60, owner=owner, lease_id=lease_id)
+        statistics = await client.stats("b")
+    for steps in (disk.leases.list_held(), disk.leases.list_consumers()):
+        assert [next(steps), next(steps)] == [None, None]
+        with pytest.raises(StopIteration) as end:
+            next(steps)
+        assert len(end.value.value) == 5
+    assert len(statistics["leases"]["leases"]) == len(statistics["leases"]["consumers"]) == 5
 
 
 async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) -> None:

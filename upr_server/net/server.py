@@ -217,17 +217,18 @@ class ConnectionServer:
         if bucket_name:
             bucket = catalog.bucket(bucket_name)
             disk = catalog.disks[bucket]
-            return {
+            book = disk.leases
+            # All but the lists is read first: the bucket may be deleted between the steps.
+            of_bucket = {
                 "bucket": bucket_name,
                 **bucket.statistics(),
                 **disk.statistics(),
-                "leases": {
-                    **disk.leases.statistics(),
-                    "leases": disk.leases.list_held(),
-                    "consumers": disk.leases.list_consumers(),
-                },
                 **resources.partition_maps.statistics(bucket_name),
             }
+            leases = book.statistics()
+            leases["leases"] = yield from book.list_held()
+            leases["consumers"] = yield from book.list_consumers()
+            return {**of_bucket, "leases": leases}
         figures: dict[str, object] = {
             "server": {
                 "identity": resources.identity,

@@ -287,6 +287,8 @@ class LeaseRecord(msgspec.Struct, frozen=True):
         expires_at: When it lapses without renewal, in seconds since 1970. A lapsed lease protects
             nothing from compaction, but while it is whole its owner can renew it.
         is_whole: Whether compaction has dropped nothing in its ranges since it was granted.
+        is_position: Whether it was asked for with empty ranges, to say where its owner stands.
+            Missing in older records.
     """
 
     lease_id: int
@@ -295,6 +297,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     time_to_live_s: int
     expires_at: float
     is_whole: bool = True
+    is_position: bool = False
 
 
 class Watermark(msgspec.Struct, frozen=True):
