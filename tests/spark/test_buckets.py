@@ -108,6 +108,42 @@ def test_a_limit_holds_for_all_buckets_together() -> None:
     assert numbers == 90
 
 
+def test_buckets_that_went_back_do_not_have_the_limit_each() -> None:
+    buckets = Buckets(a=30, b=30, c=30)
+    reader = buckets.reader(buckets="a,b,c", onRollback="marker", maxOffsetsPerTrigger="9")
+    end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    for name in ("a", "b"):
+        buckets.drivers[name].fail_over(0, 20)
+    write_rows(buckets.drivers["c"], 0, 5)
+    sizes = []
+    rows: dict[str, set[int]] = {"a": set(), "b": set(), "c": set()}
+    while (later := reader.latestOffset(end, ReadMaxRows(9))) is not end:
+        ranges = ranges_of(reader, end, later)
+        sizes.append(sum(to - since for _, _, since, to in ranges))
+        for name, _, since, to in ranges:
+            rows[name].update(range(since, to))
+        reader.commit(later)
+        end = later
+    assert sizes == [9, 9, 9, 9, 9]
+    assert rows == {"a": set(range(20)), "b": set(range(20)), "c": set(range(30, 35))}
+
+
+def test_a_bucket_without_a_share_has_no_backlog_that_was_read_before() -> None:
+    buckets = Buckets(a=1000, b=1000)
+    start = buckets.reader(buckets="a,b").initialOffset()
+    start = buckets.reader(buckets="a,b").latestOffset(start, ReadAllAvailable())
+    write_rows(buckets.drivers["a"], 0, 1)
+    write_rows(buckets.drivers["b"], 0, 100)
+    # Another process goes on there, and has a share for the longer backlog alone.
+    reader = buckets.reader(buckets="a,b", maxOffsetsPerTrigger="1", consumerName="orders")
+    end = reader.latestOffset(start, ReadMaxRows(1))
+    assert ranges_of(reader, start, end) == [("b", 0, 1000, 1001)]
+    document = reader.reportLatestOffset()
+    assert document is not None
+    assert document["metrics"]["totalOffsetsBehindLatest"] == 1 + 99
+    assert list(buckets.drivers["a"].positions.values()) == [("orders", {0: 1000})]
+
+
 def test_a_marker_of_one_bucket_comes_once() -> None:
     buckets = Buckets(a=10, b=10)
     reader = buckets.reader(buckets="a,b", onRollback="marker")

@@ -94,11 +94,8 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             names = tuple(name for name in self._names if name in names)
         before = self._of_those_read(_offsets(start), names)
         begins = {name: before.get(name) or _beginning(name) for name in names}
-        after = dict(before)
-        for name, limits in self._limits(begins, limits_of(limit, self._options)).items():
-            end = self._reader(name).next_offset(begins[name], limits)
-            if end != begins[name]:
-                after[name] = end
+        ends = self._ends(begins, limits_of(limit, self._options))
+        after = {**before, **{name: end for name, end in ends.items() if end != begins[name]}}
         return start if after == _offsets(start) else _document(after)
 
     def _of_those_read(
@@ -119,24 +116,28 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._readers.pop(name).stop()
         return {name: offset for name, offset in offsets.items() if name in names}
 
-    def _limits(self, begins: Mapping[str, Json], limits: Limits) -> dict[str, Limits]:
-        """How much each bucket may have in the next batch, by its backlog. A bucket whose share is
-        nothing is left out."""
+    def _ends(self, begins: Mapping[str, Json], limits: Limits) -> Mapping[str, Json]:
+        """Where the next batch ends in each bucket that is part of it. The limit is divided by
+        backlog."""
         if limits == Limits():
-            return dict.fromkeys(begins, limits)
-        backlogs = {name: self._reader(name).backlog(start) for name, start in begins.items()}
-        total = sum(backlogs.values())
-        # A bucket without a backlog is asked, too: it may have to go back.
-        limits_by_name = {name: limits for name, backlog in backlogs.items() if not backlog}
-        if total:
-            numbers = total if limits.numbers is None else limits.numbers
-            for name, share in shares(numbers, backlogs).items():
-                if share:
-                    nbytes = limits.nbytes
-                    if nbytes is not None:
-                        nbytes = max(1, nbytes * backlogs[name] // total)
-                    limits_by_name[name] = Limits(share, nbytes)
-        return limits_by_name
+            return {
+                name: self._reader(name).next_offset(begin, limits)
+                for name, begin in begins.items()
+            }
+        backlogs = {name: self._reader(name).backlog(begin) for name, begin in begins.items()}
+        ends: dict[str, Json] = {}
+        for name in (name for name, backlog in backlogs.items() if not backlog):
+            # It is asked, too: it may have to go back. Then it has more than the backlog says, and
+            # the batch is its own.
+            ends[name] = self._reader(name).next_offset(begins[name], limits)
+            if ends[name] != begins[name]:
+                break
+        else:
+            for name, part in _divided(limits, backlogs).items():
+                ends[name] = self._reader(name).next_offset(begins[name], part)
+        for name in begins.keys() - ends.keys():
+            self._reader(name).stay_at(begins[name])
+        return ends
 
     @sentence_first()
     def reportLatestOffset(self) -> Json | None:  # noqa: N802
@@ -180,6 +181,21 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             reader.stop()
         if self._driver is not None:
             self._driver.close()
+
+
+def _divided(limits: Limits, backlogs: Mapping[str, int]) -> dict[str, Limits]:
+    """The limit of each bucket. Those whose share is nothing have none."""
+    total = sum(backlogs.values())
+    if not total:
+        return {}
+    limit_of = {}
+    for name, share in shares(limits.numbers or total, backlogs).items():
+        if share:
+            nbytes = limits.nbytes
+            if nbytes is not None:
+                nbytes = max(1, nbytes * backlogs[name] // total)
+            limit_of[name] = Limits(share, nbytes)
+    return limit_of
 
 
 def _beginning(bucket: str) -> Json:

@@ -131,13 +131,21 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             end = self._planner.next(before, limits)
         except ServerError as error:
             raise explained(error, self._options.address) from error
+        self._note(before, end)
+        return start if end is before else end.to_json()
+
+    def stay_at(self, start: dict[str, Any]) -> None:
+        """Another bucket has the next batch: this one stays at `start`."""
+        self._note(self._offset(start), self._offset(start))
+
+    def _note(self, before: Offset, end: Offset) -> None:
+        """Every batch up to `before` is done, also if no further one follows, and the next one ends
+        at `end`."""
         self._planned = end
         if self._options.consumer_name:
             if self._position is None:
                 self._position = ConsumerPosition(self._server, self._options.consumer_name)
-            # Here every batch up to `start` is done, also if no further one follows.
             self._position.put(before)
-        return start if end is before else end.to_json()
 
     @sentence_first()
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
