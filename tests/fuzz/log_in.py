@@ -27,7 +27,7 @@ FIRST, FINAL, CHALLENGE, OUTCOME, CERTIFICATE = range(5)
 _HASH: Final = bytes(range(32))
 _VERIFIER: Final = new_verifier("pencil", b"sixteen bytes...", SCRAM_ITERATIONS_MIN)
 _MANY_ITERATIONS: Final = re.compile(rb"i=0*([5-9]\d{3}|\d{5,})")
-"""More iterations cost up to a second, and that is all that they do."""
+"""More iterations cost up to 200 ms, and that is all that they do."""
 
 
 def client() -> ScramClient:

@@ -287,7 +287,7 @@ _REQUESTS: Final = tuple(
 def _follow_log_in(session: ClientSession, message: HelloReply | LogInChallenge | LoggedIn) -> None:
     """Logs in, and opens the bucket."""
     if isinstance(message, LogInChallenge):
-        # More iterations cost a second, and that is all that they do.
+        # More iterations cost up to 200 ms, and that is all that they do.
         if not _ITERATIONS.search(message.data):
             with suppress(RemoteProtocolError):
                 _say(session, _client_log_in()[0].respond(message))

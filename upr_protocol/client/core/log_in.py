@@ -18,7 +18,7 @@ class ClientLogIn:
             one; None for one in the clear.
     """
 
-    __slots__ = ("_binding", "_credentials", "_nonce", "_scram")
+    __slots__ = ("_binding", "_credentials", "_has_responded", "_nonce", "_scram")
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class ClientLogIn:
         self._nonce = nonce
         self._binding = binding
         self._scram: ScramClient | None = None
+        self._has_responded = False
 
     def begin(self, mechanisms: tuple[str, ...]) -> LogIn | None:
         """The first message; None if neither side asks for a log-in. Its answer to the challenge
@@ -73,10 +74,14 @@ class ClientLogIn:
         """The answer to the server's challenge.
 
         Raises:
-            RemoteProtocolError: It is not a challenge for this log-in.
+            RemoteProtocolError: It is not a challenge for this log-in, or not the first.
         """
         if self._scram is None:
             raise RemoteProtocolError("LogInChallenge: a certificate has nothing to answer")
+        if self._has_responded:
+            # Each would cost this side its iterations anew.
+            raise RemoteProtocolError("LogInChallenge: a log-in has one challenge")
+        self._has_responded = True
         try:
             return LogInResponse(self._scram.final(challenge.data))
         except ScramError as error:
