@@ -43,7 +43,8 @@ class DamagedPartition(msgspec.Struct, frozen=True):
             return (
                 f"bucket {self.bucket}: not mended: {self.damage}; `upr-server check` says what "
                 "else is damaged. If other nodes have the bucket, delete it here with `upr bucket "
-                "delete`; this node then copies it from them"
+                "delete`, and run `upr replicas remove` and `upr replicas add` for this node: it "
+                "then copies the bucket from them"
             )
         where = f"bucket {self.bucket}, partition {self.partition}"
         if self.is_emptied:
