@@ -213,9 +213,22 @@ class BucketDriverClient:
 
     def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
         ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
-        self.release(lease_id)  # a lease that exists would keep its ranges
+        lease = self._put(lease_id, owner, ranges)
+        if lease is None or {
+            (held.partition, held.start, held.end) for held in lease.ranges
+        } != set(ranges):
+            # A lease that exists keeps its ranges, and it may not have been released: there was no
+            # connection, or that broke.
+            self._put(lease_id, owner, ranges)
+
+    def _put(
+        self, lease_id: int, owner: str, ranges: Sequence[tuple[int, int, int]]
+    ) -> HeldLease | None:
+        """The lease of a position, made anew if the server can be told to end it; None where it
+        cannot list the position."""
+        self.release(lease_id)
         try:
-            self._ask_until_timeout(
+            return self._ask_until_timeout(
                 lambda client: client.acquire_lease(
                     ranges,
                     time_to_live_s=LEASE_TIME_TO_LIVE_S_MAX,
@@ -226,6 +239,7 @@ class BucketDriverClient:
         except ServerError as error:
             if error.status not in _ANSWERS:
                 raise
+            return None
 
     def close(self) -> None:
         if self._client is not None:
