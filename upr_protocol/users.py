@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from enum import Enum, unique
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -181,7 +182,7 @@ class User(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.verifier.check()
 
 
-class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The users of a cluster.
 
     Attributes:
@@ -235,7 +236,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsersError(f"the user's name {user.name!r} is not in the form NFKC")
         if user.name in self.users:
             raise UsersError(f"there is a user {user.name} already")
-        return self._next({**self.users, user.name: user})
+        return self._next({**self.users, user.name: user}, user)
 
     def with_verifier(self, name: str, verifier: Verifier | None) -> Users:
         """With another password of a user, or with none.
@@ -244,7 +245,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             UsersError: There is no such user.
         """
         user = msgspec.structs.replace(self._user(name), verifier=verifier)
-        return self._next({**self.users, name: user})
+        return self._next({**self.users, name: user}, user)
 
     def granting(self, name: str, grants: tuple[Grant, ...]) -> Users:
         """With more grants of a user; those that the user has already change nothing.
@@ -288,25 +289,33 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _with_grants(self, user: User, grants: set[Grant]) -> Users:
         ordered = tuple(sorted(grants, key=lambda grant: (grant.right.value, grant.pattern)))
-        return self._next({**self.users, user.name: msgspec.structs.replace(user, grants=ordered)})
+        user = msgspec.structs.replace(user, grants=ordered)
+        return self._next({**self.users, user.name: user}, user)
 
-    def _next(self, users: dict[str, User]) -> Users:
+    def _next(self, users: dict[str, User], user: User | None = None) -> Users:
+        """The next revision, in which only `user` is new. The others were checked when they were
+        new, and to check 1,000 of them again would hold a server's loop."""
         changed = Users(self.revision + 1, dict(sorted(users.items())), self.secret)
-        changed.check()
+        if user is not None:
+            user.check()
+        changed._check_limits()
         return changed
 
     def check(self) -> None:
         """Raises `UsersError` if the users contradict themselves, exceed a limit, or lock everybody
         out of changing them."""
-        if not 0 <= self.revision <= REVISION_MAX:
-            raise UsersError(f"a revision is 0 to {REVISION_MAX}, not {self.revision}")
-        if len(self.users) > USERS_MAX:
-            raise UsersError(f"a cluster has at most {USERS_MAX} users")
         for name, user in self.users.items():
             if name != user.name:
                 raise UsersError(f"the user {user.name!r} stands under the name {name!r}")
             user.check()
-        nbytes = len(msgspec.json.encode(self))
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        if not 0 <= self.revision <= REVISION_MAX:
+            raise UsersError(f"a revision is 0 to {REVISION_MAX}, not {self.revision}")
+        if len(self.users) > USERS_MAX:
+            raise UsersError(f"a cluster has at most {USERS_MAX} users")
+        nbytes = len(self._json)
         if nbytes > USERS_BYTES_MAX:
             raise UsersError(
                 f"the users would take {nbytes:,} bytes, and {USERS_BYTES_MAX:,} are possible; use "
@@ -315,7 +324,9 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.is_open:
             if self.users:
                 raise UsersError("users have a revision of 1 or more")
-        elif not any(Right.SECURE in user.rights_on(SERVER) for user in self.users.values()):
+        elif not any(
+            grant.right is Right.SECURE for user in self.users.values() for grant in user.grants
+        ):
             raise UsersError(
                 f"nobody would have {Right.SECURE.value} any more, and nobody could change users; "
                 "grant it to somebody first"
@@ -323,10 +334,14 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # As JSON.
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes, by which users can be compared that have the same revision."""
-        return hashlib.sha256(self.to_json().encode()).digest()
+        return hashlib.sha256(self._json).digest()
+
+    @cached_property
+    def _json(self) -> bytes:
+        return msgspec.json.encode(self)
 
     def listing(self) -> UserListing:
         """The users without what proves who they are."""
@@ -341,7 +356,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_json(self) -> str:
         """The users as JSON, with the bytes of verifiers in base64. Equal users give equal
         texts."""
-        return msgspec.json.encode(self).decode()
+        return self._json.decode()
 
     @classmethod
     def from_json(cls, document: str | bytes) -> Users:

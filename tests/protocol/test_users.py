@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upr_protocol.client.core.calls import get_users
+from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.users import (
     EVERYTHING,
     GRANTS_MAX,
@@ -33,6 +35,7 @@ from upr_protocol.users import (
     normalised,
     user_change_from_json,
 )
+from upr_protocol.wire import UsersReply
 
 VERIFIER = Verifier(b"s" * 16, 4096, b"k" * 32, b"v" * 32)
 ADMIN = User("ada", VERIFIER, (Grant(Right.SECURE, EVERYTHING),))
@@ -110,6 +113,26 @@ def test_somebody_can_always_change_users(change: object) -> None:
         change(users)
     second = users.granting("bob", (Grant(Right.SECURE, EVERYTHING),))
     assert change(second).revision == second.revision + 1
+
+
+def test_a_change_looks_at_the_user_alone_that_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = with_reader("a")
+    checked: list[str] = []
+    monkeypatch.setattr(User, "check", lambda user: checked.append(user.name))
+    users.granting("bob", (Grant(Right.READ, "b"),)).with_user(User("eve")).without("eve")
+    assert checked == ["bob", "eve"]
+    Users.from_json(users.to_json())
+    assert checked[2:] == list(users.users)
+
+
+def test_older_users_of_another_node_are_not_read() -> None:
+    users = with_reader("a")
+    call = get_users(users.revision, users.digest)
+    assert call.result(UsersReply(users.revision - 1, "unreadable")) is None
+    with pytest.raises(RemoteProtocolError):
+        call.result(UsersReply(users.revision, "unreadable"))
+    newer = users.with_user(User("eve"))
+    assert call.result(UsersReply(newer.revision, newer.to_json())) == newer
 
 
 def test_the_first_user_may_change_users() -> None:

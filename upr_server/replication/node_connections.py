@@ -55,7 +55,7 @@ class NodeConnections:
 
     async def users(self, address: Address, revision: int, digest: bytes) -> Users | None:
         """The users of the cluster as the node at `address` has them; None if they are those of
-        this revision and digest. Cancelled as `status`.
+        this revision and digest, or older. Cancelled as `status`.
 
         Raises:
             BrokenError: The node cannot be reached, or the connection was lost.

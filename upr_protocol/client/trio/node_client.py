@@ -193,7 +193,7 @@ class NodeConnection:
             digest: Their digest.
 
         Returns:
-            The node's users; None if they are those that this side has.
+            The node's users; None if they are those that this side has, or older.
 
         Raises:
             BrokenError: The connection was lost.
