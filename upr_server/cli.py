@@ -326,7 +326,8 @@ _data_dir = click.option(
 @click.option(
     "--password-file",
     metavar="FILE",
-    help="The file with the user's password in its first line.  [default: asks for it]",
+    help="The file with the user's password in its first line.  [default: asks for it; with --from "
+    "takes UPR_PASSWORD first]",
 )
 @click.option(
     "--certificate-only",
@@ -407,14 +408,12 @@ def _users_of(source: str, security: Security) -> Users:
 
 
 def _password(name: str, path: str | None, *, is_new: bool = False) -> str:
+    from upr_protocol.cli.passwords import log_in_password, new_password
     from upr_protocol.client import read_password
 
     if path is not None:
         return read_password(path)
-    what = "New password" if is_new else "Password"
-    prompt = f"{what} of {name}"
-    password: str = click.prompt(prompt, hide_input=True, confirmation_prompt=is_new, err=True)
-    return password
+    return new_password(name, "--password-file") if is_new else log_in_password(name)
 
 
 @main.command("check", epilog=_CHECK_EXITS)

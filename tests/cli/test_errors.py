@@ -74,3 +74,16 @@ def test_ctrl_c_determines_the_exit_code_whatever_else_failed() -> None:
         with pytest.raises(click.exceptions.Exit) as caught:
             leave_with(error)
         assert caught.value.exit_code == 130
+
+
+@pytest.mark.parametrize(("prompted", "code"), [(KeyboardInterrupt, 130), (EOFError, None)])
+def test_ctrl_c_at_a_question_is_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, prompted: type[BaseException], code: int | None
+) -> None:
+    def interrupt(_prompt: str) -> str:
+        raise prompted
+
+    monkeypatch.setattr("click.termui.visible_prompt_func", interrupt)
+    with pytest.raises((click.exceptions.Exit, click.Abort)) as caught, errors_as_exits():
+        click.confirm("Delete it?", abort=True)
+    assert getattr(caught.value, "exit_code", None) == code

@@ -12,12 +12,14 @@ from click.testing import CliRunner, Result
 
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import Server, start_server
+from upr_protocol.cli import passwords
 from upr_protocol.users import Users
 from upr_server.cli import main as server_main
 from upr_server.storage.users_file import UsersFile
 
 PASSWORD = "correct horse"
 Init = Callable[..., Result]
+Typing = Callable[..., None]
 
 
 def secret_file(path: Path, text: str = PASSWORD) -> str:
@@ -57,13 +59,24 @@ def become(monkeypatch: pytest.MonkeyPatch, name: str, password: str = PASSWORD)
 def init(tmp_path: Path) -> Init:
     """Runs `upr-server init` in this process, on a new data directory."""
 
-    def init(*arguments: str, code: int = 0, input: str | None = None) -> Result:  # noqa: A002
+    def init(*arguments: str, code: int = 0) -> Result:
         command = ["init", "--data-dir", str(tmp_path / "data"), *arguments]
-        result = CliRunner().invoke(server_main, command, input=input)
+        result = CliRunner().invoke(server_main, command)
         assert result.exit_code == code, result.output
         return result
 
     return init
+
+
+@pytest.fixture
+def typing(monkeypatch: pytest.MonkeyPatch) -> Typing:
+    """Has these lines typed at the terminal, one after the other: `typing("a", "a")`."""
+
+    def begin(*lines: str) -> None:
+        typed = iter(lines)
+        monkeypatch.setattr(passwords, "read_hidden", lambda _prompt: next(typed))
+
+    return begin
 
 
 def users_in(folder: Path) -> Users:
@@ -73,8 +86,11 @@ def users_in(folder: Path) -> Users:
 # upr-server init
 
 
-def test_init_makes_the_first_user_who_may_do_everything(init: Init, tmp_path: Path) -> None:
-    init("--user", "ada", input=f"{PASSWORD}\n{PASSWORD}\n")
+def test_init_makes_the_first_user_who_may_do_everything(
+    init: Init, tmp_path: Path, typing: Typing
+) -> None:
+    typing(PASSWORD, "mistyped", PASSWORD, PASSWORD)
+    assert init("--user", "ada").stderr == "The two differ.\n"
     users = users_in(tmp_path)
     assert len(users.secret) == 32
     (user,) = users.users.values()
@@ -118,7 +134,7 @@ def test_init_refuses_a_bad_name_and_a_node_that_is_not_there(init: Init, tmp_pa
 
 
 def test_another_node_gets_the_users_of_the_first(
-    init: Init, as_ada: Run, secured: Server, tmp_path: Path
+    init: Init, as_ada: Run, secured: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     password = secret_file(tmp_path / "node.password")
     as_ada("user", "add", "node2", "--new-password-file", password)
@@ -126,7 +142,10 @@ def test_another_node_gets_the_users_of_the_first(
     refused = init(*log_in, code=1)
     assert "upr user grant" in refused.stderr
     as_ada("user", "grant", "node2", "replicate", "*")
-    init(*log_in)
+    # As for `upr`, the password may also come from the environment.
+    become(monkeypatch, "node2")
+    init(*log_in[:4])
+    become(monkeypatch, "ada")
     users = users_in(tmp_path)
     assert {"ada", "node2"} <= set(users.users)
     as_ada("user", "remove", "node2")
@@ -136,15 +155,41 @@ def test_a_node_without_users_gives_none(init: Init, server: Server) -> None:
     assert "has no users" in init("--from", server.url, code=1).stderr
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (KeyboardInterrupt, 130, ""),
+        (EOFError, 2, "no password was typed"),
+        (OSError, 2, "there is no terminal to ask for it: name a file with --"),
+    ],
+)
+def test_a_prompt_that_gets_no_password(
+    init: Init,
+    as_ada: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    code: int,
+    sentence: str,
+) -> None:
+    def fail(_prompt: str) -> str:
+        raise error
+
+    monkeypatch.setattr(passwords, "read_hidden", fail)
+    for ended in (init("--user", "ada", code=code), as_ada("user", "add", "bob", code=code)):
+        assert sentence in ended.stderr
+        assert "Abort" not in ended.stderr
+
+
 # upr user
 
 
 def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
-    as_ada: Run, secured: Server, monkeypatch: pytest.MonkeyPatch
+    as_ada: Run, secured: Server, monkeypatch: pytest.MonkeyPatch, typing: Typing
 ) -> None:
     run, bucket = as_ada, f"{secured.url}planes"
     run("bucket", "create", bucket, "--partitions", "1")
-    added = run("user", "add", "bob", input=f"{PASSWORD}\n{PASSWORD}\n")
+    typing(PASSWORD, PASSWORD)
+    added = run("user", "add", "bob")
     assert "added user bob" in added.stdout
     become(monkeypatch, "bob")
     refused = run("get", bucket, "k", code=3)
@@ -171,8 +216,11 @@ def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
     run("get", bucket, "k", code=3)
 
 
-def test_another_password(as_ada: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_ada("user", "add", "eve", input="old\nold\n")
+def test_another_password(
+    as_ada: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typing: Typing
+) -> None:
+    typing("old", "old")
+    as_ada("user", "add", "eve")
     as_ada("user", "password", "eve", "--new-password-file", secret_file(tmp_path / "p", "new"))
     become(monkeypatch, "eve", "old")
     as_ada("bucket", "list", code=3)

@@ -95,7 +95,7 @@ def errors_as_exits() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         causes = _causes(error)
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        if any(_is_ctrl_c(cause) for cause in causes):
             raise click.exceptions.Exit(INTERRUPTED) from error
         if any(isinstance(cause, BrokenPipeError) for cause in causes):
             _discard_output()
@@ -105,6 +105,12 @@ def errors_as_exits() -> Iterator[None]:
             raise
         assert failures[0] is not None
         raise failures[0] from error
+
+
+def _is_ctrl_c(cause: BaseException) -> bool:
+    # Click's questions turn it into their own error, which is also that of the answer "no".
+    is_aborted = isinstance(cause, click.Abort)
+    return isinstance(cause.__context__ if is_aborted else cause, KeyboardInterrupt)
 
 
 def _failure(cause: BaseException) -> FailedError | None:

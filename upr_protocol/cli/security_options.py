@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
-import os
 from typing import Any, Final
 
 import click
 
 from upr_protocol.cli.errors import say
+from upr_protocol.cli.passwords import log_in_password
 from upr_protocol.client import Credentials, Security, TlsSettings
 
 _META: Final = "upr.tls"
@@ -121,17 +120,4 @@ def _credentials(chosen: dict[str, Any]) -> Credentials | None:
         return None
     if password_file:
         return Credentials(user, password_file=password_file)
-    return Credentials(user, os.environ.get("UPR_PASSWORD") or _asked_for(user))
-
-
-def _asked_for(user: str) -> str:
-    """The password that somebody types. It is asked for on the terminal, also if the command reads
-    a file from standard input."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        raise click.UsageError(
-            f"the password of {user} is missing, and there is no terminal to ask for it: set "
-            "UPR_PASSWORD, or name a file with --password-file"
-        ) from None
-    return getpass.getpass(f"Password of {user}: ")
+    return Credentials(user, log_in_password(user))

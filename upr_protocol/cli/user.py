@@ -9,6 +9,7 @@ import click
 from upr_protocol.cli.connection import ask
 from upr_protocol.cli.output import print_line, print_table
 from upr_protocol.cli.parameters import TargetCommand, json_option, server_argument
+from upr_protocol.cli.passwords import new_password
 from upr_protocol.client import Address, read_password
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
 from upr_protocol.scram import SALT_BYTES, new_verifier
@@ -88,11 +89,7 @@ _new_password_option = click.option(
 
 def _new_verifier(name: str, path: str | None) -> Verifier:
     """What the server keeps of a new password, which itself does not leave this process."""
-    if path is None:
-        prompt = f"New password of {name}"
-        password = click.prompt(prompt, hide_input=True, confirmation_prompt=True, err=True)
-    else:
-        password = read_password(path)
+    password = new_password(name, "--new-password-file") if path is None else read_password(path)
     try:
         return new_verifier(password, secrets.token_bytes(SALT_BYTES), SCRAM_ITERATIONS_DEFAULT)
     except UsersError as error:
