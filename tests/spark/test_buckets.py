@@ -17,6 +17,7 @@ from tests.spark.model_driver_client import ModelDriverClient
 from tests.spark.server import BlockingServer
 from tests.spark.test_read import load
 from tests.spark.test_stream_plan import options_of, write_rows
+from upr_protocol.spark.batch_reader import options_of_buckets
 from upr_protocol.spark.buckets_reader import BucketsReader
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
@@ -243,6 +244,21 @@ def test_options_of_several_buckets_that_are_wrong(options: dict[str, str], sent
     with pytest.raises(OptionError) as refused:
         options_of(**{"url": "upr://h", **options})
     assert sentence in str(refused.value)
+
+
+def test_a_start_in_a_bucket_that_no_pattern_matches_is_refused(
+    new_bucket: Callable[..., str],
+) -> None:
+    starts = '{"plans": {"0": 4}}'
+    sentence = "names the bucket plans; the buckets read are planes"
+    reader = Buckets(planes=10).reader(bucketPattern="pla.*", startingOffsets=starts)
+    with pytest.raises(OptionError, match=sentence):
+        reader.initialOffset()
+    server, _, name = new_bucket(1).rpartition("/")
+    for option in ("startingOffsets", "endingOffsets"):
+        options = ReadOptions.parse({"url": server, "bucketPattern": name, option: starts})
+        with pytest.raises(OptionError, match=f"names the bucket plans; .* are {name}"):
+            options_of_buckets(options)
 
 
 def test_spark_reads_and_streams_several_buckets(

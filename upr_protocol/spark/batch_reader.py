@@ -67,6 +67,7 @@ def options_of_buckets(options: ReadOptions) -> list[ReadOptions]:
     """The options of each bucket that is read.
 
     Raises:
+        OptionError: A start or an end is of a bucket that is not read.
         PipelineError: The server cannot be asked; or it has no bucket that the pattern matches.
     """
     if not options.are_several_buckets:
@@ -84,6 +85,7 @@ def options_of_buckets(options: ReadOptions) -> list[ReadOptions]:
                 f"{options.address}: no bucket has a name that bucketPattern matches, which is "
                 f"{options.bucket_pattern.pattern!r}",
             )
+    options.check_bucket_names(names)
     return [options.of_bucket(name) for name in names]
 
 

@@ -73,7 +73,9 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def initialOffset(self) -> Json:  # noqa: N802  Spark's name
         """Where a new query begins."""
-        return _document({name: self._reader(name).initialOffset() for name in self._existing()})
+        names = self._existing()
+        self._options.check_bucket_names(names)
+        return _document({name: self._reader(name).initialOffset() for name in names})
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What the options say of the size of a batch."""

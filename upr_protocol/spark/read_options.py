@@ -190,12 +190,8 @@ class ReadOptions:
                 "the option onRollback is rewind, which needs stability=durable and "
                 "failOnDataLoss=true: else the end of a batch may lack rows. Use onRollback=marker"
             )
-        for name in {**bucket_starts, **bucket_ends}:
-            if buckets and name not in buckets:
-                raise OptionError(
-                    f"startingOffsets or endingOffsets names the bucket {name}; buckets names "
-                    f"{', '.join(buckets)}"
-                )
+        if buckets:
+            _check_named(bucket_starts, bucket_ends, buckets)
         options.finish()
         return cls(
             address,
@@ -232,6 +228,17 @@ class ReadOptions:
         """Whether several buckets are read."""
         return bool(self.buckets or self.bucket_pattern)
 
+    def check_bucket_names(self, names: Sequence[str]) -> None:
+        """Makes sure that the numbers where to start and end are of buckets that are read.
+
+        Args:
+            names: The buckets that are read.
+
+        Raises:
+            OptionError: Some are of another bucket.
+        """
+        _check_named(self.bucket_starts, self.bucket_ends, names)
+
     def of_bucket(self, bucket: str) -> Self:
         """The same for one of the buckets alone."""
         return attrs.evolve(
@@ -263,6 +270,19 @@ def _buckets(options: Options) -> tuple[tuple[str, ...], re.Pattern[str] | None]
                 f"the option bucketPattern is {pattern_text!r}, and no regular expression: {error}"
             ) from error
     return names, pattern
+
+
+def _check_named(
+    starts: Mapping[str, Mapping[int, int]],
+    ends: Mapping[str, Mapping[int, int]],
+    names: Sequence[str],
+) -> None:
+    for name in {**starts, **ends}:
+        if name not in names:
+            raise OptionError(
+                f"startingOffsets or endingOffsets names the bucket {name}; the buckets read are "
+                f"{', '.join(names) or 'none'}"
+            )
 
 
 def _key_bytes(options: Options, name: str, *, low: int) -> bytes | None:
