@@ -172,6 +172,28 @@ def test_lines_that_find_no_room_in_the_queue_are_counted(
     ]
 
 
+def test_lines_that_wait_take_bounded_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = AuditLog(path, lambda: 0.0, queue_bytes_max=25_000)
+    is_writing, may_write = threading.Event(), threading.Event()
+    write = log._write
+
+    def wait(batch: list[Fields]) -> None:
+        is_writing.set()
+        assert may_write.wait(60)
+        write(batch)
+
+    monkeypatch.setattr(log, "_write", wait)
+    log.start()
+    assert is_writing.wait(60)
+    for number in range(5):
+        log.note("request", detail=f"{number}{'x' * 10_000}")
+    assert log.lost == 3
+    may_write.set()
+    written(log)
+    assert events(path) == ["lines lost", "started", "request", "request", "stopped"]
+    assert log._queued_bytes == 0
+
+
 def test_a_file_that_cannot_be_written_keeps_the_server_from_starting(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "no folder" / "audit.jsonl", lambda: 0.0)
     with pytest.raises(AuditLogError, match="audit_log"):

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -29,6 +29,7 @@ from upr_protocol.users import (
     SERVER,
     AddUser,
     Grant,
+    GrantRights,
     RemoveUser,
     RevokeRights,
     Right,
@@ -540,6 +541,35 @@ async def test_the_audit_log_has_who_asked_for_what(tmp_path: Path) -> None:
     assert "AddUser(name='eve'" in text
     for secret in ("the salt is here", "kkkk", "vvvv"):
         assert secret not in text
+
+
+def test_the_audit_log_has_little_of_what_is_refused() -> None:
+    """Or somebody without a right could fill the disk, and so hide what comes then."""
+
+    class Notes(AuditLog):
+        def __init__(self) -> None:
+            self.notes: list[dict[str, Any]] = []
+
+        def note(self, event: str, **fields: object) -> None:
+            self.notes.append(fields)
+
+    notes = Notes()
+    grants = tuple(Grant(Right.READ, f"bucket-{number}" * 5) for number in range(40))
+    change = GrantRights("eve", grants).to_json()
+    for access in (access_of(), access_of(Grant(Right.SECURE, EVERYTHING))):
+        access._audit_log = notes
+        for message in (
+            ChangeUsers(change, opaque=1),
+            ChangeUsers("x" * 10_000, opaque=1),
+            Join("b" * 10_000, "c" * 10_000, opaque=1),
+        ):
+            is_allowed(access, message)
+        access.note_log_in("u" * 1_000, "SCRAM", allowed=False)
+    refused, allowed = notes.notes[:4], notes.notes[4:]
+    assert refused[0]["detail"] == "GrantRights eve"
+    assert allowed[0]["detail"].count("bucket-39") == 5
+    for fields in (*refused, *allowed[1:]):
+        assert all(len(text) <= 501 for text in fields.values() if isinstance(text, str))
 
 
 # Events.

@@ -47,6 +47,10 @@ from upr_server.user_store import UserStore
 
 Rights = frozenset[Right]
 
+AUDITED_CHARACTERS_MAX: Final = 500
+"""Characters of a text in the audit log that a client without rights chose: it must not be able to
+fill the disk with few requests."""
+
 READ: Final = frozenset({Right.READ})
 WRITE: Final = frozenset({Right.WRITE})
 INDEX: Final = frozenset({Right.INDEX})
@@ -110,7 +114,7 @@ class Access:
         """Notes in the audit log that the client logged in, or tried to."""
         if self._audit_log is not None:
             self._audit_log.note(
-                "log-in", user=name, peer=self._peer, mechanism=mechanism, allowed=allowed
+                "log-in", user=_cut(name), peer=self._peer, mechanism=mechanism, allowed=allowed
             )
 
     def _note(self, message: Message, bucket: str, *, allowed: bool) -> None:
@@ -120,9 +124,9 @@ class Access:
                 user=self.user_name,
                 peer=self._peer,
                 request=type(message).__name__,
-                bucket=bucket,
+                bucket=_cut(bucket),
                 allowed=allowed,
-                detail=_detail(message),
+                detail=_detail(message, allowed=allowed),
             )
 
     def check(self, message: Message) -> None:
@@ -185,14 +189,23 @@ def _is_design(key: bytes) -> bool:
     return key.startswith(DESIGN_PREFIX)
 
 
-def _detail(message: Message) -> str:
-    """What the audit log tells of a request beside its bucket: nothing secret."""
+def _cut(text: str) -> str:
+    """The text, or its beginning if it is long."""
+    if len(text) <= AUDITED_CHARACTERS_MAX:
+        return text
+    return text[:AUDITED_CHARACTERS_MAX] + "…"
+
+
+def _detail(message: Message, *, allowed: bool) -> str:
+    """What the audit log tells of a request beside its bucket: nothing secret. A change of users
+    that is allowed is told whole: long grants must not hide those behind them."""
     if isinstance(message, ChangeUsers):
         try:
-            return repr(user_change_from_json(message.change))
+            change = user_change_from_json(message.change)
         except UsersError as error:
-            return str(error)
-    return message.address if isinstance(message, Join) else ""
+            return _cut(str(error))
+        return repr(change) if allowed else _cut(f"{type(change).__name__} {change.name}")
+    return _cut(message.address) if isinstance(message, Join) else ""
 
 
 def _of_map(message: SetMap) -> tuple[Rights, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,12 +33,18 @@ FILES_MAX: Final = 10
 QUEUE_LINES_MAX: Final = 10_000
 """Lines that wait for the disk, a few MiB. More are lost, and counted."""
 
+QUEUE_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Memory of lines that wait for the disk: users choose how long some of them are. More are lost,
+and counted."""
+
 KINDS_MAX: Final = 1000
 """Different lines of a second whose repetitions are counted; each of more is a line."""
 
 PERIOD_S: Final = 1.0
 STOP_TIMEOUT_S: Final = 2.0
 _MODE: Final = 0o600
+_LINE_BYTES: Final = 500
+"""Memory of a line beside its texts."""
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +64,7 @@ class AuditLog:
         file_bytes_max: A file that has reached this is full.
         files_max: Full files that are kept.
         queue_lines_max: Lines that may wait for the disk.
+        queue_bytes_max: The memory that they may take.
 
     Attributes:
         lost: Lines that were lost since the start.
@@ -70,6 +78,7 @@ class AuditLog:
         file_bytes_max: int = FILE_BYTES_MAX,
         files_max: int = FILES_MAX,
         queue_lines_max: int = QUEUE_LINES_MAX,
+        queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
         self.lost = 0
         self._path = path
@@ -77,6 +86,8 @@ class AuditLog:
         self._file_bytes_max = file_bytes_max
         self._files_max = files_max
         self._lines: queue.Queue[Fields | None] = queue.Queue(queue_lines_max)
+        self._queue_bytes_max = queue_bytes_max
+        self._queued_bytes = 0
         self._lock = threading.Lock()
         self._repeats: dict[Fields, int] = {}
         """What was noted in this period, and how often beside the line that was written."""
@@ -127,8 +138,10 @@ class AuditLog:
         if not self._thread.is_alive():
             return
         self._flush_repeats()
+        stopped: Fields = (("time", self._now()), ("event", "stopped"))
+        with self._lock:
+            self._queued_bytes += _nbytes(stopped)
         with suppress(queue.Full):
-            stopped: Fields = (("time", self._now()), ("event", "stopped"))
             self._lines.put(stopped, timeout=STOP_TIMEOUT_S)
             self._lines.put(None, timeout=STOP_TIMEOUT_S)
         self._thread.join(STOP_TIMEOUT_S)
@@ -137,9 +150,16 @@ class AuditLog:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
 
     def _queue(self, fields: Fields) -> None:
-        try:
-            self._lines.put_nowait(fields)
-        except queue.Full:
+        nbytes = _nbytes(fields)
+        with self._lock:
+            has_room = self._queued_bytes + nbytes <= self._queue_bytes_max
+            if has_room:
+                try:
+                    self._lines.put_nowait(fields)
+                    self._queued_bytes += nbytes
+                except queue.Full:
+                    has_room = False
+        if not has_room:
             self._lose(1)
 
     def _lose(self, count: int) -> None:
@@ -171,7 +191,10 @@ class AuditLog:
             except queue.Empty:
                 pass
             if batch:
+                nbytes = sum(map(_nbytes, batch))
                 self._write(batch)
+                with self._lock:
+                    self._queued_bytes -= nbytes
             if time.monotonic() - period_began >= PERIOD_S:
                 period_began = time.monotonic()
                 self._flush_repeats()
@@ -235,3 +258,8 @@ class AuditLog:
 
     def _opened(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _MODE)
+
+
+def _nbytes(fields: Fields) -> int:
+    """The memory that a line takes while it waits, about."""
+    return _LINE_BYTES + sum(sys.getsizeof(value) for _, value in fields if isinstance(value, str))
