@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Self
 
+import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.indexer.processes import indexer_process
 from tests.spark.bucket import change
 from tests.spark.test_read import load, until
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import IndexClient
+from upr_protocol.client import IndexClient, IndexEntry
+from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Operation
-from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark import index_reader
+from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.index_reader import IndexReader
 from upr_protocol.spark.read_options import ReadOptions
 
 
@@ -79,3 +87,68 @@ def test_options_of_an_index_that_are_wrong(options: dict[str, str], sentence: s
     with pytest.raises(OptionError) as refused:
         ReadOptions.parse({"url": "upr://h/b", **options})
     assert sentence in str(refused.value)
+
+
+class AbsentIndexer:
+    """An indexer that is away for some requests, and goes away after some entries."""
+
+    absences = 0
+    entries = 3
+    ends_early = False
+
+    def __init__(self, *_arguments: object) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        pass
+
+    def scan_all(self, _name: str, **_options: object) -> Iterator[IndexEntry]:
+        if AbsentIndexer.absences:
+            AbsentIndexer.absences -= 1
+            raise BrokenError("the indexer cannot be reached")
+        for number in range(self.entries):
+            yield IndexEntry(key=[number], id=f"p{number}")
+        if self.ends_early:
+            raise BrokenError("the indexer does not answer")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long a read has waited, each time; no time passes."""
+    waits: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
+    monkeypatch.setattr(index_reader, "time", clock)
+    monkeypatch.setattr(index_reader, "IndexClient", AbsentIndexer)
+    return waits
+
+
+def rows_of_absent_indexer() -> list[pa.RecordBatch]:
+    options = {"index": "a/b", "indexer": "http://h", "timeoutSeconds": "60"}
+    schema = StructType([StructField("index_key", StringType())])
+    reader = IndexReader(ReadOptions.parse({"url": "upr://h/b", **options}), schema)
+    return list(reader.read(InputPartition(0)))
+
+
+def test_an_indexer_that_is_away_is_waited_for(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AbsentIndexer, "absences", 3)
+    (batch,) = rows_of_absent_indexer()
+    assert batch.column("index_key").to_pylist() == ["[0]", "[1]", "[2]"]
+    assert len(waits) == 3
+    monkeypatch.setattr(AbsentIndexer, "absences", 1000)
+    with pytest.raises(PipelineError, match=r"UPR_UNREACHABLE.*the indexer cannot be reached"):
+        rows_of_absent_indexer()
+    assert 60 <= sum(waits) < 70
+
+
+def test_an_indexer_that_goes_away_during_a_read_fails_it(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AbsentIndexer, "ends_early", True)
+    with pytest.raises(PipelineError, match="UPR_UNREACHABLE"):
+        rows_of_absent_indexer()
+    assert not waits

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -14,6 +16,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, TlsError
 from upr_protocol.spark.driver_client import BucketDriverClient, explained
 from upr_protocol.spark.errors import PipelineError, sentence_first
@@ -88,6 +91,24 @@ class IndexReader(DataSourceReader):
 
 
 def _entries(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
+    """The entries. An indexer that is away is asked again until the time is over; but not when it
+    has given some, because a later answer would be of another moment."""
+    retries = RetryState(options.timeout_s, random.random)
+    has_begun = False
+    while True:
+        try:
+            for entry in _scanned(query, options):
+                has_begun = True
+                yield entry
+        except BrokenError as error:
+            if has_begun:
+                raise
+            time.sleep(retries.wait_s(error, time.monotonic()))  # noqa: TID251  no event for it
+        else:
+            return
+
+
+def _scanned(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
     with IndexClient(query.indexer, query.security) as indexes:
         yield from indexes.scan_all(
             query.name,
