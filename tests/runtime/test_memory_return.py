@@ -101,12 +101,26 @@ def test_memory_that_is_counted_and_freed_is_given_back() -> None:
 def test_memory_that_is_in_use_is_looked_through_more_and_more_rarely() -> None:
     memory = Memory()
     memory.use(50 * MIB)
-    for _ in range(10 * PAUSE_MAX):
-        memory.use(50 * MIB + 3 * FALL_BYTES)
-    assert memory.trims in range(10, 20)
+    for seconds, trims in ((60, 7), (3600, 13), (3 * PAUSE_MAX, 16)):
+        for _ in range(seconds):
+            memory.use(50 * MIB + 3 * FALL_BYTES)
+        assert memory.trims <= trims
     for _ in range(PAUSE_MAX):
         memory.use(50 * MIB)
     assert memory.resident == 50 * MIB
+
+
+def test_what_is_freed_beside_memory_that_is_in_use_is_given_back_at_once() -> None:
+    memory = Memory()
+    memory.use(50 * MIB)
+    for _ in range(PAUSE_MAX):
+        memory.use(50 * MIB + 3 * FALL_BYTES)
+    memory.use(50 * MIB + 9 * FALL_BYTES, counted=6 * FALL_BYTES)
+    trims_before = memory.trims
+    for _ in range(2):
+        memory.use(50 * MIB + 3 * FALL_BYTES)
+    assert memory.resident == 50 * MIB + 3 * FALL_BYTES
+    assert memory.trims == trims_before + 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 8 * FALL_BYTES), st.floats(0, 1)), max_size=50))
@@ -115,7 +129,8 @@ def test_what_was_in_use_for_however_long_is_given_back(uses: list[tuple[int, fl
     memory.use(MIB)
     for nbytes, counted_part in uses:
         memory.use(MIB + nbytes, counted=int(nbytes * counted_part))
-    for _ in range(2 * PAUSE_MAX):
+    # In about as many seconds as it was in use.
+    for _ in range(2 * len(uses) + 2):
         memory.use(MIB)
     assert memory.resident < MIB + FALL_BYTES
 

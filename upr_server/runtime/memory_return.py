@@ -24,9 +24,10 @@ holes."""
 GROWTH_BYTES: Final = 1024 * 1024
 """What memory may grow by from one look to the next and count as standing still."""
 
-PAUSE_MAX: Final = 64
+PAUSE_MAX: Final = 4096
 """The longest pause between two trims of a heap that is in use though nobody counts it, in seconds.
-One that returns nothing takes some 7 ms for 500 MiB with 40,000 holes."""
+One that returns nothing takes some 7 ms for 500 MiB with 40,000 holes. Without any, memory that is
+freed later would never go back."""
 
 RARE_OBJECTS: Final = 50_000
 """How many objects more must be made than freed before the youngest generation is collected. By
@@ -116,6 +117,8 @@ class HeapTrimmer:
         self._resident = resident
         self._least_bytes = math.inf
         """The least that was ever resident and not counted."""
+        self._in_use_bytes = math.inf
+        """The least that was resident and not counted since a trim was in vain."""
         self._last_bytes = math.inf
         self._pause = 1
         """How many looks to wait before the next trim: twice as many after one that was in vain."""
@@ -124,19 +127,28 @@ class HeapTrimmer:
     def note_use(self, nbytes: int) -> None:
         """So many bytes are in use now, as far as they are counted: to be called once a second.
         Trims the heap when what is resident beside them is half more than it was at its least, and
-        does not grow: as long as it does, it is in use."""
+        does not grow: as long as it does, it is in use. So is what a trim did not give back: until
+        half more is resident than that, trims are more and more rare."""
         uncounted_bytes = self._resident() - nbytes
         self._least_bytes = min(self._least_bytes, uncounted_bytes)
+        self._in_use_bytes = min(self._in_use_bytes, uncounted_bytes)
         is_growing = uncounted_bytes > self._last_bytes + GROWTH_BYTES
         self._last_bytes = uncounted_bytes
-        if uncounted_bytes - self._least_bytes < max(FALL_BYTES, self._least_bytes / 2):
+        if not _is_much_more(uncounted_bytes, self._least_bytes):
             self._pause, self._looks = 1, 0
             return
         self._looks += 1
-        if is_growing or self._looks < self._pause:
+        is_new = _is_much_more(uncounted_bytes, self._in_use_bytes)
+        if is_growing or (self._looks < self._pause and not is_new):
             return
         self._trim()
         self._last_bytes = self._resident() - nbytes
         is_in_vain = uncounted_bytes - self._last_bytes < FALL_BYTES
-        self._pause = min(2 * self._pause, PAUSE_MAX) if is_in_vain else 1
+        if is_in_vain:
+            self._in_use_bytes = self._last_bytes
+        self._pause = min(2 * self._pause, PAUSE_MAX) if is_in_vain and not is_new else 1
         self._looks = 0
+
+
+def _is_much_more(nbytes: float, least_bytes: float) -> bool:
+    return nbytes - least_bytes >= max(FALL_BYTES, least_bytes / 2)
