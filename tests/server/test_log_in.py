@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from tests.kit.audit_notes import AuditNotes
 from tests.kit.certificates import Authority, Certificates
 from tests.kit.peer import Peer
 from tests.kit.proxy import proxy_to
@@ -410,6 +411,18 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
         assert sorted(statuses) == [Status.TOO_MANY] * 5 + [Status.LOG_IN_FAILED] * FAILURES_MAX
         assert trio.current_time() - began >= FAILURE_DELAY_S
         assert (failures.failed, failures.refused) == (FAILURES_MAX, 5)
+
+
+async def test_it_is_noted_which_host_must_wait() -> None:
+    log = AuditNotes()
+    async with server_with_users() as server, stranger(server) as peer:
+        for _ in range(FAILURES_MAX + 1):
+            server.connections.resources.log_ins.failures.count("127.0.0.1", trio.current_time())
+        (connection,) = server.connections.connections
+        connection.context.access._audit_log = log
+        await peer.send(LogIn(SCRAM, ScramClient("bob", "pencil", "nonce").first()))
+        await peer.expect_error(Status.TOO_MANY)
+    assert log.notes == [("log-in limited", {"host": "127.0.0.1"})]
 
 
 def test_failures_are_forgotten_with_time() -> None:

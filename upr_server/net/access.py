@@ -117,6 +117,15 @@ class Access:
                 "log-in", user=_cut(name), peer=self._peer, mechanism=mechanism, allowed=allowed
             )
 
+    def note_limited(self, host: str) -> None:
+        """Notes in the audit log that nothing from a host is tried, as too many log-ins failed."""
+        if self._audit_log is not None:
+            self._audit_log.note("log-in limited", host=host)
+
+    def note_told_users(self, message: GetUsers) -> None:
+        """Notes in the audit log that the client is told what proves who the users are."""
+        self._note(message, SERVER, allowed=True)
+
     def _note(self, message: Message, bucket: str, *, allowed: bool) -> None:
         if self._audit_log is not None:
             self._audit_log.note(

@@ -163,6 +163,7 @@ class LogInExchange:
         """Whether nothing that comes from this host is tried now; the client is told so."""
         if not self._log_ins.failures.is_limited(self._host, trio.current_time()):
             return False
+        self._access.note_limited(self._host)
         self._session.fail(
             Status.TOO_MANY,
             f"too many attempts to log in from {self._host} have failed; wait a few seconds",

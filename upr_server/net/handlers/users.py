@@ -43,4 +43,7 @@ def get_users(context: RequestContext, request: GetUsers) -> None:
     users = context.users.users
     is_same = (request.revision, request.digest) == (users.revision, context.users.digest)
     document = "" if is_same else users.to_json()
+    if not is_same:
+        # Nodes ask every half second, and nearly always have the same.
+        context.access.note_told_users(request)
     context.send(UsersReply(users.revision, document, opaque=request.opaque))
