@@ -95,10 +95,10 @@ def join(
         raise OptionError(f"how is {how!r}, and not one of {INNER}, {LEFT}")
     check_query_arguments(options, available_now=available_now, interval=interval)
     spark.dataSource.register(UprDataSource)
-    given = dict(options or {})
+    stream_options = dict(options or {})
     with plain_errors():
-        left = _Side(spark, left_url, left_schema, given)
-        right = _Side(spark, right_url, right_schema, given)
+        left = _Side(spark, left_url, left_schema, stream_options)
+        right = _Side(spark, right_url, right_schema, stream_options)
         # A wrong expression is told before the query begins.
         joined = _joined(left.empty(), right.empty(), on)
         joined.select(F.expr(value))
