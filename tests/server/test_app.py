@@ -20,6 +20,7 @@ from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Bucket, batch_of
 from upr_server.runtime import System
 from upr_server.storage.calls import Maintain, StoreCall
+from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.online.maintenance import REST_S
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
@@ -125,6 +126,29 @@ async def test_a_bucket_that_is_made_again_has_other_histories(
             await server.catalog.delete_bucket("b")
     assert len(set(histories)) == 16
     assert max(histories) > 1 << 56, "they are drawn from 64 bits"
+
+
+async def test_a_bucket_whose_files_cannot_be_deleted_is_refused_and_can_be_deleted_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = SimulatedDirectory()
+
+    def fail(_name: str) -> None:
+        raise DataDirectoryError("cannot be deleted")
+
+    config = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
+    async with running_server(config, SimulatedStore(directory)) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "delete", fail)
+            # The second attempt is that of a bucket that is not served any more.
+            for _ in range(2):
+                with pytest.raises(DataDirectoryError):
+                    await server.catalog.delete_bucket("b")
+                with pytest.raises(ServerError, match="cannot be deleted") as refused:
+                    await server.catalog.create_bucket("b", 1, 64 * MIB)
+                assert refused.value.status is Status.DAMAGED
+        await server.catalog.delete_bucket("b")
+        await server.catalog.create_bucket("b", 1, 64 * MIB)
 
 
 async def test_an_expired_item_becomes_a_deletion_without_being_asked_for(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -307,8 +308,33 @@ def test_folders_that_a_crash_left_are_no_buckets_and_are_removed(tmp_path: Path
     (buckets / "notes.txt").write_text("not ours")
     assert DataDirectory(tmp_path, readonly=True).names() == ["b"]
     assert len(list(buckets.iterdir())) == 4, "a reader changes nothing"
+    assert directory.remove_leftovers() == {}
     assert directory.names() == ["b"]
     assert sorted(path.name for path in buckets.iterdir()) == ["b", "notes.txt"]
+
+
+@pytest.mark.parametrize("function", ["rename", "rmtree"])
+def test_a_bucket_that_cannot_be_deleted_can_be_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    prepare(tmp_path)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
+    directory.create("b", lambda _log, _index: None)
+
+    def fail(*_arguments: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if function == "rename" else shutil, function, fail)
+        for _ in range(2):
+            with pytest.raises(DataDirectoryError, match="cannot be deleted"):
+                directory.delete("b")
+        is_half_deleted = function == "rmtree"
+        assert list(directory.remove_leftovers()) == [".deleted-b"] * is_half_deleted
+    directory.delete("b")
+    assert list((tmp_path / "buckets").iterdir()) == []
+    # Somebody else may have removed the files.
+    directory.delete("b")
 
 
 def test_a_disk_without_space_refuses_a_new_bucket(

@@ -31,7 +31,7 @@ from upr_server.storage.calls import (
     StartServing,
 )
 from upr_server.storage.chunk_log import StoredBucket
-from upr_server.storage.errors import DiskFullError
+from upr_server.storage.errors import DataDirectoryError, DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk, recover_partitions
 from upr_server.storage.online.maintenance import IDLE_S
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartialRecord, PartitionRecord
@@ -176,6 +176,8 @@ class BucketCatalog:
                     bucket=name,
                     damage=damage,
                 )
+            for name, reason in loaded.leftovers.items():
+                log.warning("cannot remove what a crash left", folder=name, reason=reason)
             for stored in loaded.buckets:
                 await self._recover(stored)
             yield
@@ -326,7 +328,8 @@ class BucketCatalog:
 
         Raises:
             BucketError: No bucket has this name.
-            StorageError: It could not be deleted.
+            StorageError: It could not be deleted. Its name stays taken, and it is not served; who
+                deletes it again tries again.
         """
         async with self._lock:
             if name in self.damaged:
@@ -342,6 +345,13 @@ class BucketCatalog:
                     for _ in callback(bucket):
                         await trio.lowlevel.checkpoint()
                 await self.disks.pop(bucket).abandon()
-                await self._store.ask(DeleteBucketFiles(name))
+                failure: DataDirectoryError | None = None
+                try:
+                    await self._store.ask(DeleteBucketFiles(name))
+                except DataDirectoryError as error:
+                    failure = error
+                    self.damaged[name] = str(error)
                 for _ in bucket.release_partitions():
                     await trio.lowlevel.checkpoint()
+                if failure is not None:
+                    raise failure

@@ -83,10 +83,12 @@ class LoadedBuckets(msgspec.Struct, frozen=True):
     Attributes:
         buckets: The buckets that can be served, by name.
         damaged: Why the others cannot be served, by the name of the bucket's folder.
+        leftovers: Why folders that a crash left could not be removed, by name.
     """
 
     buckets: Sequence[StoredBucket]
     damaged: dict[str, str]
+    leftovers: dict[str, str] = {}
 
 
 class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
@@ -96,6 +98,7 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
     def run_on(self, server: StorageServer) -> LoadedBuckets:
         buckets: list[StoredBucket] = []
         damaged: dict[str, str] = {}
+        leftovers = server.remove_leftovers()
         for name in server.names():
             try:
                 bucket = server.bucket(name).open()
@@ -106,7 +109,7 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
             except CorruptionError as error:
                 server.close_bucket(name)
                 damaged[name] = str(error)
-        return LoadedBuckets(buckets, damaged)
+        return LoadedBuckets(buckets, damaged, leftovers)
 
 
 class CreateBucketFiles(StoreCall[None], frozen=True):

@@ -193,14 +193,23 @@ class DataDirectory:
         self._bytes_max = bytes_max
 
     def names(self) -> list[str]:
-        """The buckets, sorted. Folders that a crash left half made or half deleted are removed;
-        files that are not ours stay."""
-        folders = [path for path in self._path.iterdir() if path.is_dir()]
-        if not self._readonly:
-            for folder in folders:
-                if folder.name.startswith("."):
+        """The buckets, sorted; without folders that a crash left half made or half deleted."""
+        return sorted(path.name for path in self._folders() if not path.name.startswith("."))
+
+    def remove_leftovers(self) -> dict[str, str]:
+        """Removes the folders that a crash left half made or half deleted; files that are not ours
+        stay. Returns why a folder could not be removed, by its name."""
+        failures: dict[str, str] = {}
+        for folder in self._folders():
+            if folder.name.startswith("."):
+                try:
                     shutil.rmtree(folder)
-        return sorted(folder.name for folder in folders if not folder.name.startswith("."))
+                except OSError as error:
+                    failures[folder.name] = str(error)
+        return failures
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self._path.iterdir() if path.is_dir()]
 
     def open(self, name: str) -> tuple[OrderedMap, OrderedMap]:
         """Opens log and index of a bucket.
@@ -290,8 +299,22 @@ class DataDirectory:
             sync_path(folder)
 
     def delete(self, name: str) -> None:
-        """Deletes a bucket's files, which are closed."""
-        deleted = self._path / f".deleted-{name}"
-        (self._path / name).rename(deleted)
-        sync_path(self._path)
-        shutil.rmtree(deleted)
+        """Deletes a bucket's files, which are closed. If somebody has removed them, it is done.
+
+        Raises:
+            DataDirectoryError: They cannot be deleted, or only in part.
+        """
+        folder, deleted = self._path / name, self._path / f".deleted-{name}"
+        try:
+            if deleted.exists():
+                # A deletion that failed left it.
+                shutil.rmtree(deleted)
+            if folder.exists():
+                folder.rename(deleted)
+                sync_path(self._path)
+                shutil.rmtree(deleted)
+        except OSError as error:
+            raise DataDirectoryError(
+                f"{folder} cannot be deleted: {error}; give the server's user write permission, "
+                "and delete the bucket again"
+            ) from error

@@ -49,6 +49,10 @@ class BucketDirectory(Protocol):
     def names(self) -> list[str]:
         """The buckets there are, sorted."""
 
+    def remove_leftovers(self) -> dict[str, str]:
+        """Removes what a crash left of buckets. Returns why something could not be removed, by its
+        name."""
+
     def open(self, name: str) -> tuple[OrderedMap, OrderedMap]:
         """Log and index of a bucket."""
 
@@ -84,6 +88,11 @@ class StorageServer:
         """The buckets there are, sorted."""
         return self._directory.names()
 
+    def remove_leftovers(self) -> dict[str, str]:
+        """Removes what a crash left of buckets. Returns why something could not be removed, by its
+        name."""
+        return self._directory.remove_leftovers()
+
     def bucket(self, name: str) -> BucketStorage:
         """A bucket's disk; it is opened if it is not open yet.
 
@@ -106,7 +115,11 @@ class StorageServer:
         self.bucket(record.name).open()
 
     def delete(self, name: str) -> None:
-        """Closes a bucket and deletes it."""
+        """Closes a bucket and deletes it.
+
+        Raises:
+            DataDirectoryError: It cannot be deleted.
+        """
         self.close_bucket(name)
         self._directory.delete(name)
 
