@@ -52,9 +52,10 @@ def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn
         reason = str(error) or "out of memory"
         sys.stderr.write(f"{program}: cannot start: {reason}; look at `ulimit -a`\n")
         sys.exit(EXIT_FAILED)
-    if is_interruptible:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if is_interruptible:
+            # From here on Ctrl-C may be raised at once.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(command())
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
