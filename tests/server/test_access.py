@@ -226,6 +226,20 @@ def test_every_logged_in_user_may_ask_for_the_name_of_the_node() -> None:
     assert is_allowed(access_of(), GetMap("", opaque=1))
 
 
+@pytest.mark.parametrize("name", ["bucket", r"b\u0075cket"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_map_that_names_two_buckets_needs_the_right_on_the_one_that_counts(
+    name: str, is_first: bool
+) -> None:
+    document = PartitionMap.of_one(OWN, 1, "node", "host:1").encode()
+    other = f'"{name}":"{OTHER}"'
+    document = f"{{{other},{document[1:]}" if is_first else f"{document[:-1]},{other}}}"
+    bucket = PartitionMap.decode(document).bucket
+    assert bucket == (OWN if is_first else OTHER)
+    operator = access_of(Grant(Right.OPERATE, OWN))
+    assert is_allowed(operator, SetMap(0, document, opaque=1)) == is_first
+
+
 def test_a_map_that_is_none_is_refused_before_anything_is_looked_up() -> None:
     with pytest.raises(ServerError) as refused:
         access_of().check(SetMap(0, "{}", opaque=1))

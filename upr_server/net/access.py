@@ -219,7 +219,7 @@ def _detail(message: Message, *, allowed: bool) -> str:
 
 def _of_map(message: SetMap) -> tuple[Rights, str]:
     try:
-        return OPERATE, PartitionMap.decode(message.document).bucket
+        return OPERATE, PartitionMap.bucket_of(message.document)
     except PartitionMapError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
 
