@@ -27,7 +27,13 @@ import attrs
 
 from upr_protocol.errors import UprError
 from upr_protocol.limits import SCRAM_ITERATIONS_MAX, SCRAM_ITERATIONS_MIN
-from upr_protocol.users import USER_NAME_BYTES_MAX, UsersError, Verifier, normalised
+from upr_protocol.users import (
+    USER_NAME_BYTES_MAX,
+    UsersError,
+    Verifier,
+    normalised,
+    normalised_name,
+)
 
 SCRAM: Final = "SCRAM-SHA-256"
 SCRAM_PLUS: Final = "SCRAM-SHA-256-PLUS"
@@ -108,7 +114,7 @@ class ScramClient:
         *,
         server_offers_binding: bool = False,
     ) -> None:
-        self._name = normalised(name, "the user's name")
+        self._name = normalised_name(name, "the user's name")
         if len(self._name.encode()) > USER_NAME_BYTES_MAX:
             raise UsersError(f"a user's name has at most {USER_NAME_BYTES_MAX} bytes in UTF-8")
         self._password = normalised(password, "the password")
@@ -214,7 +220,7 @@ class FirstMessage:
         name, nonce = _attributes(bare, "n", "r")
         if not 1 <= len(nonce) <= _NONCE_MAX:
             raise ScramError(f"a nonce has 1 to {_NONCE_MAX} characters")
-        return cls(normalised(_unescaped(name), "the user's name"), f"{flag},,", bare, nonce)
+        return cls(normalised_name(_unescaped(name), "the user's name"), f"{flag},,", bare, nonce)
 
 
 class ScramServer:

@@ -105,6 +105,11 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises `UsersError` if there can be no such grant."""
+        if _has_any(self.pattern, _UNSEEN):
+            raise UsersError(
+                "a pattern of buckets has no control or format characters and no other ends of "
+                "lines: nobody would see what it grants"
+            )
         if not 1 <= len(self.pattern.encode()) <= BUCKET_NAME_BYTES_MAX:
             raise UsersError(
                 f"a pattern of buckets has 1 to {BUCKET_NAME_BYTES_MAX} bytes; "
@@ -232,7 +237,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         Raises:
             UsersError: The name is taken, or there can be no such user.
         """
-        if user.name != normalised(user.name, "a user's name"):
+        if user.name != normalised_name(user.name, "a user's name"):
             raise UsersError(f"the user's name {user.name!r} is not in the form NFKC")
         if user.name in self.users:
             raise UsersError(f"there is a user {user.name} already")
@@ -537,9 +542,29 @@ def normalised(text: str, what: str) -> str:
     form = unicodedata.normalize("NFKC", text)
     if not form:
         raise UsersError(f"{what} is empty")
-    if any(unicodedata.category(character) in _REFUSED for character in form):
+    if _has_any(form, _REFUSED):
         raise UsersError(f"{what} has a control character, or one that Unicode does not assign")
     return form
 
 
+def normalised_name(text: str, what: str) -> str:
+    """A user's name in the one form in which it is compared; see `normalised`.
+
+    Raises:
+        UsersError: Also if it has a character that nobody sees, or that changes how others are
+            shown: two users must not look the same.
+    """
+    form = normalised(text, what)
+    if _has_any(form, _UNSEEN):
+        raise UsersError(f"{what} has a format character, or an end of a line")
+    return form
+
+
+def _has_any(text: str, categories: frozenset[str]) -> bool:
+    return any(unicodedata.category(character) in categories for character in text)
+
+
 _REFUSED: Final = frozenset(("Cc", "Cn", "Cs", "Co"))
+_UNSEEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+"""What may be in no pattern. Not what Unicode does not assign: that may be assigned at another
+node."""

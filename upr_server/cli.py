@@ -21,7 +21,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
 from upr_protocol.scram import SALT_BYTES, new_verifier
 from upr_protocol.security import Credentials, Security, TlsSettings
-from upr_protocol.users import EVERYTHING, Grant, Right, User, Users, UsersError, normalised
+from upr_protocol.users import EVERYTHING, Grant, Right, User, Users, UsersError, normalised_name
 from upr_server.config import ServerConfig, load_config
 from upr_server.runtime import (
     ConfigError,
@@ -388,7 +388,7 @@ def _first_users(name: str, password_file: str | None, *, certificate_only: bool
     grants = tuple(Grant(right, EVERYTHING) for right in Right)
     # What strangers hear of users who do not exist follows from the secret, on all nodes alike.
     return Users(secret=os.urandom(SECRET_BYTES)).with_user(
-        User(normalised(name, "the user's name"), verifier, grants)
+        User(normalised_name(name, "the user's name"), verifier, grants)
     )
 
 

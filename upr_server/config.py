@@ -21,7 +21,7 @@ from upr_protocol.limits import (
 )
 from upr_protocol.partition_map import NODE_NAME
 from upr_protocol.security import Credentials, Security, TlsSettings
-from upr_protocol.users import UsersError, normalised
+from upr_protocol.users import UsersError, normalised_name
 from upr_server.engine import QUOTA_BYTES_MIN, BucketError, check_bucket
 from upr_server.runtime import (
     ConfigError,
@@ -237,7 +237,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             from upr_protocol.client import read_password
 
             try:
-                normalised(self.node_user, "node_user")
+                normalised_name(self.node_user, "node_user")
                 read_password(self.node_password_file)
             except (CredentialsError, UsersError) as error:
                 raise ConfigError(f"node_password_file: {error}") from error

@@ -253,6 +253,8 @@ def test_streams_end_when_the_right_is_revoked(
         (("grant", "bob", "secure", "b"), "grant it on *"),
         (("grant", "bob", "read", ""), "write * for every bucket"),
         (("add", "a\nb"), "control character"),
+        (("add", "a\u200bb", "--certificate-only"), "format character"),
+        (("grant", "bob", "read", "\udcff"), "no control or format characters"),
         (("add", "bob", "--certificate-only", "--new-password-file", "x"), "give either"),
     ],
 )

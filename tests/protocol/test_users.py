@@ -146,6 +146,10 @@ def test_the_first_user_may_change_users() -> None:
         (lambda users: users.with_user(User("bob")), "there is a user bob already"),
         (lambda users: users.with_user(User("")), "is empty"),
         (lambda users: users.with_user(User("a\nb")), "control character"),
+        (lambda users: users.with_user(User("ad\u200ba")), "format character"),
+        (lambda users: users.with_user(User("\u202eada")), "format character"),
+        (lambda users: users.with_user(User("a\u2028b")), "an end of a line"),
+        (lambda users: users.with_user(User("a\u2029b")), "an end of a line"),
         (lambda users: users.with_user(User("ﬁ")), "not in the form NFKC"),
         (lambda users: users.with_user(User("b" * 129)), "1 to 128 bytes"),
         (lambda users: users.with_verifier("eve", None), "there is no user eve"),
@@ -153,6 +157,13 @@ def test_the_first_user_may_change_users() -> None:
         (lambda users: users.granting("eve", ()), "there is no user eve"),
         (lambda users: users.granting("bob", (Grant(Right.READ, ""),)), "write * for every"),
         (lambda users: users.granting("bob", (Grant(Right.READ, "b" * 101),)), "1 to 100 bytes"),
+        *(
+            (
+                lambda users, pattern=pattern: users.granting("bob", (Grant(Right.READ, pattern),)),
+                "no control or format characters",
+            )
+            for pattern in ("a\n", "\u200b*", "\u202ea", "\u2028", "\u2029", "\udcff", "\ud800*")
+        ),
         (lambda users: users.granting("bob", (Grant(Right.SECURE, "a"),)), "grant it on *"),
         (
             lambda users: users.revoking("bob", (Grant(Right.WRITE, "a"),)),
@@ -241,6 +252,10 @@ def test_texts_have_one_form() -> None:
         with pytest.raises(UsersError) as refused:
             normalised(text, "a password")
         assert not text or text not in str(refused.value)
+
+
+def test_a_password_may_have_what_a_name_may_not() -> None:
+    assert normalised("a\u200db", "a password") == "a\u200db"
 
 
 def test_another_version_of_unicode_does_not_refuse_a_user() -> None:

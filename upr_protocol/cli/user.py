@@ -25,7 +25,7 @@ from upr_protocol.users import (
     UserChange,
     UsersError,
     Verifier,
-    normalised,
+    normalised_name,
 )
 
 _RIGHTS_HELP = """\b
@@ -51,7 +51,7 @@ def user() -> None:
 
 def _name(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     try:
-        return normalised(text, "the user's name")
+        return normalised_name(text, "the user's name")
     except UsersError as error:
         raise click.BadParameter(str(error)) from error
 
