@@ -94,7 +94,7 @@ class AcceptedConnection:
         self._resources = resources
         self._handlers = handlers
         self._stream = stream
-        self._known = trio.Event()
+        self._ready = trio.Event()
         self._is_idle = False
         """Whether the writer waits for something to write."""
         self._unwritten: Sequence[Buffer] = ()
@@ -235,7 +235,7 @@ class AcceptedConnection:
                 error=str(error),
             )
         if self.session.state not in BEFORE_READY:
-            self._known.set()
+            self._ready.set()
         return self._handled_count > handled_before
 
     def _handle_in_step(self, events: Iterator[Message]) -> Continuation | None:
@@ -432,8 +432,8 @@ class AcceptedConnection:
         """Says or does something about silence when it is time, until the conversation is over."""
         session = self.session
         with trio.move_on_at(self._opened_at + HANDSHAKE_TIMEOUT_S):
-            await self._known.wait()
-        if not self._known.is_set():
+            await self._ready.wait()
+        if not self._ready.is_set():
             awaited = "log-in" if session.client_identity else "Hello"
             session.fail(Status.IDLE, f"no {awaited} within {HANDSHAKE_TIMEOUT_S:.0f} seconds")
             self.wake()

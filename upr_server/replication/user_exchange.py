@@ -44,7 +44,7 @@ class UserExchange:
         """Asks the other nodes, for ever."""
         if self._users.users.is_open:
             await trio.sleep_forever()
-        partition_maps, asked = self._partition_maps, 0
+        partition_maps, node_index = self._partition_maps, 0
         async with trio.open_nursery() as nursery:
             identity = f"node:{partition_maps.node}"
             connections = NodeConnections(nursery, identity, partition_maps.system.dial)
@@ -52,11 +52,11 @@ class UserExchange:
                 addresses = self._other_nodes()
                 connections.close_others(addresses)
                 for _ in range(min(len(addresses), NODES_PER_INTERVAL)):
-                    asked = (asked + 1) % len(addresses)
+                    node_index = (node_index + 1) % len(addresses)
                     # A node that does not answer holds nobody up.
-                    if addresses[asked] not in self._being_asked:
-                        self._being_asked.add(addresses[asked])
-                        nursery.start_soon(self._ask, connections, addresses[asked])
+                    if addresses[node_index] not in self._being_asked:
+                        self._being_asked.add(addresses[node_index])
+                        nursery.start_soon(self._ask, connections, addresses[node_index])
                 await trio.sleep(INTERVAL_S)
 
     def _other_nodes(self) -> list[Address]:

@@ -60,13 +60,13 @@ def list_buckets(context: RequestContext, request: ListBuckets) -> None:
             (bucket.name, len(bucket.partitions), bucket.memory_policy.limit_bytes)
             for bucket in context.catalog.buckets
         ]
-        known = []
+        allowed_rows = []
         for count, row in enumerate(rows, 1):
             if count % SLICE_BUCKETS == 0:
                 await trio.lowlevel.checkpoint()
             if context.access.may_use(row[0]):
-                known.append(row)
-        context.send(ListBucketsReply(tuple(known), opaque=request.opaque))
+                allowed_rows.append(row)
+        context.send(ListBucketsReply(tuple(allowed_rows), opaque=request.opaque))
 
     context.reply_in_order(request, answer)
 

@@ -46,8 +46,10 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
         finally:
             context.is_asking_for_events = False
         # An answer without events is acknowledged as any other, and the next question follows.
-        known = tuple(event for event in bucket_events if context.access.may_use(event.bucket))
-        context.send(EventsReply(batch, is_everything, known, opaque=request.opaque))
+        allowed_events = tuple(
+            event for event in bucket_events if context.access.may_use(event.bucket)
+        )
+        context.send(EventsReply(batch, is_everything, allowed_events, opaque=request.opaque))
 
     context.reply_later(request, wait)
 
