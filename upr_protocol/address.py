@@ -142,7 +142,7 @@ def _node_text(host: str, port: int) -> str:
 
 def _wrong(url: str, why: str) -> AddressError:
     # What may be a password is not shown.
-    shown = re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", url))
+    masked_url = re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", url))
     return AddressError(
-        f"{shown!r} is not a valid address: {why} (example: upr://127.0.0.1:12000/flights)"
+        f"{masked_url!r} is not a valid address: {why} (example: upr://127.0.0.1:12000/flights)"
     )

@@ -172,17 +172,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host, _ = self.address()
         if is_loopback(host) or self.insecure_no_authentication:
             return
-        must = []
+        advice = []
         if not self.tls_certificate:
-            must.append("set tls_certificate, so that connections are encrypted")
+            advice.append("set tls_certificate, so that connections are encrypted")
         wants_certificates = self.tls_client_ca and self.tls_client_certificates == "required"
         if not has_users and not wants_certificates:
-            must.append("make a first user with `upr-server init`, so that clients must log in")
-        if must:
+            advice.append("make a first user with `upr-server init`, so that clients must log in")
+        if advice:
             raise ConfigError(
                 f"other machines could reach {host} and read and change everything: "
-                f"{'; '.join(must)}; or listen on 127.0.0.1; or, in a network of people you trust, "
-                "say --insecure-no-authentication"
+                f"{'; '.join(advice)}; or listen on 127.0.0.1; or, in a network of people you "
+                "trust, say --insecure-no-authentication"
             )
 
     def check(self) -> None:

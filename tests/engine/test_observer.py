@@ -21,22 +21,22 @@ class Observer:
     """Records what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str] | list[bytes]] = []
+        self.calls: list[tuple[str, str] | list[bytes]] = []
 
     def created(self, bucket: Bucket) -> None:
-        self.told.append(("created", bucket.name))
+        self.calls.append(("created", bucket.name))
 
     def deleted(self, bucket: Bucket) -> None:
-        self.told.append(("deleted", bucket.name))
+        self.calls.append(("deleted", bucket.name))
 
     def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
         assert bucket.name == "b"
-        self.told.append(list(designs))
+        self.calls.append(list(designs))
 
     def news(self) -> list[tuple[str, str] | list[bytes]]:
         """What it was told since the last call."""
-        told, self.told = self.told, []
-        return told
+        calls, self.calls = self.calls, []
+        return calls
 
 
 @pytest.fixture

@@ -96,24 +96,24 @@ class SecurityCommand(click.Command):
 
 def security_of(ctx: click.Context) -> Security:
     """How the links of the command are protected; says so if they are not verified."""
-    chosen: dict[str, Any] = ctx.meta[_META]
+    options: dict[str, Any] = ctx.meta[_META]
     tls = TlsSettings(
-        chosen["ca"],
-        chosen["cert"],
-        chosen["cert_key"],
-        is_verified=not chosen["tls_insecure"],
-        allows_tls_1_2=chosen["tls_version_min"] == "1.2",
+        options["ca"],
+        options["cert"],
+        options["cert_key"],
+        is_verified=not options["tls_insecure"],
+        allows_tls_1_2=options["tls_version_min"] == "1.2",
     )
-    if chosen["tls_insecure"]:
+    if options["tls_insecure"]:
         say(
             "WARNING: the server's certificate is not verified (--tls-insecure): anybody between "
             "here and the server can read and change everything"
         )
-    return Security(None if tls == TlsSettings() else tls, _credentials(chosen))
+    return Security(None if tls == TlsSettings() else tls, _credentials(options))
 
 
-def _credentials(chosen: dict[str, Any]) -> Credentials | None:
-    user, password_file = chosen.get("user"), chosen.get("password_file")
+def _credentials(options: dict[str, Any]) -> Credentials | None:
+    user, password_file = options.get("user"), options.get("password_file")
     if not user:
         if password_file:
             raise click.UsageError("--password-file needs a user: name one with --user or UPR_USER")

@@ -253,8 +253,8 @@ class AuditLog:
         return self._path.with_name(f"{self._path.name}.{number}")
 
     def _replace_descriptor(self) -> None:
-        full, self._descriptor = self._descriptor, self._opened()
-        os.close(full)
+        full_descriptor, self._descriptor = self._descriptor, self._opened()
+        os.close(full_descriptor)
 
     def _opened(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _MODE)
