@@ -57,6 +57,8 @@ def submit(
         env={
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             "PYSPARK_PYTHON": python,
+            # The session that other tests share sets it.
+            "PYSPARK_DRIVER_PYTHON": python,
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_WORKER_DIR": str(cwd / "work"),
         },
