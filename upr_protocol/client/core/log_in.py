@@ -33,8 +33,7 @@ class ClientLogIn:
         self._has_responded = False
 
     def begin(self, mechanisms: tuple[str, ...]) -> LogIn | None:
-        """The first message; None if neither side asks for a log-in. Its answer to the challenge
-        takes some 20 ms the first time.
+        """The first message; None if neither side asks for a log-in.
 
         Args:
             mechanisms: The ways to log in that the server offers; none if it wants no log-in.
@@ -71,7 +70,8 @@ class ClientLogIn:
         return LogIn(self._scram.mechanism, self._scram.first())
 
     def respond(self, challenge: LogInChallenge) -> LogInResponse:
-        """The answer to the server's challenge.
+        """The answer to the server's challenge. It takes some 20 ms the first time for
+        a password and a salt.
 
         Raises:
             RemoteProtocolError: It is not a challenge for this log-in, or not the first.
