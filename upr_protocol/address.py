@@ -21,6 +21,19 @@ PORT_DEFAULT: Final = 12000
 """Where a server listens unless it is told otherwise."""
 
 
+_HOSTS: Final = "a host is a name, an IPv4 address, or an IPv6 address in brackets"
+
+_MASKS: Final = (
+    # All before the last @, but for the beginning that says what kind of a URL it is.
+    (re.compile(r"^(uprs?://)?.*@", re.DOTALL | re.IGNORECASE), r"\1***@"),
+    (re.compile(r"\?.*", re.DOTALL), "?***"),
+    (re.compile(r"#.*", re.DOTALL), "#***"),
+    # What stands in the place of a port, and is none: the host may have been left out.
+    (re.compile(r":(?!\d{1,5}(?:[,/?#]|\Z))[^:,/?#\[\]]+(?=[,/?#]|\Z)"), ":***"),
+)
+"""What may be a password in a URL that is refused, and what is shown in its place."""
+
+
 class AddressError(UprError, ValueError):
     """The text is not a valid address of a server or bucket."""
 
@@ -56,10 +69,17 @@ class Address:
             AddressError: It is not valid, or not encrypted though there are TLS settings; the
                 message names the mistake and shows an example.
         """
+        if "@" in url:
+            # Anywhere: a password may have any character, and be cut at another place.
+            raise _wrong(
+                url,
+                "users and passwords do not belong into URLs, which logs show; name the user with "
+                "--user or UPR_USER, and give the password with UPR_PASSWORD or --password-file",
+            )
         try:
             parts = urlsplit(url)
-        except ValueError as error:
-            raise _wrong(url, str(error)) from error
+        except ValueError:
+            raise _wrong(url, _HOSTS) from None
         if parts.scheme not in ("upr", "uprs"):
             raise _wrong(url, "it does not begin with upr:// or uprs://")
         if parts.scheme == "uprs" and security.tls is None:
@@ -67,12 +87,6 @@ class Address:
         if parts.scheme == "upr" and security.tls is not None:
             raise _wrong(
                 url, "a connection with certificates is encrypted, and begins with uprs://"
-            )
-        if "@" in parts.netloc:
-            raise _wrong(
-                url,
-                "users and passwords do not belong into URLs, which logs show; name the user with "
-                "--user or UPR_USER, and give the password with UPR_PASSWORD or --password-file",
             )
         if parts.query or parts.fragment:
             raise _wrong(url, "it has only a host, a port and a bucket")
@@ -124,11 +138,16 @@ class Address:
 
 def _node(url: str, text: str) -> tuple[str, int]:
     """The host and the port that `text` names."""
+    # What `urllib` says of a mistake shows the text, which may be a password.
     try:
         parts = urlsplit(f"upr://{text}")
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise _wrong(url, str(error)) from error
+        host = parts.hostname
+    except ValueError:
+        raise _wrong(url, _HOSTS) from None
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
     if not host:
         raise _wrong(url, "the host is missing")
     if port == 0:
@@ -142,7 +161,9 @@ def _node_text(host: str, port: int) -> str:
 
 def _wrong(url: str, why: str) -> AddressError:
     # What may be a password is not shown.
-    masked_url = re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", url))
+    masked_url = url
+    for pattern, mask in _MASKS:
+        masked_url = pattern.sub(mask, masked_url)
     return AddressError(
         f"{masked_url!r} is not a valid address: {why} (example: upr://127.0.0.1:12000/flights)"
     )
