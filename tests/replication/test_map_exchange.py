@@ -14,6 +14,7 @@ from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
 from upr_server.net import HANDLERS
 from upr_server.replication.node_connections import NodeConnections
+from upr_server.runtime import System
 
 PORT = 77
 
@@ -43,7 +44,7 @@ def dials() -> Dials:
 
 @pytest.fixture
 def connections(network: MemoryNetwork, dials: Dials, nursery: trio.Nursery) -> NodeConnections:
-    return NodeConnections(nursery, "node:a", dials.dial)
+    return NodeConnections(nursery, "node:a", System(dial=dials.dial))
 
 
 async def test_one_connection_serves_all_questions(

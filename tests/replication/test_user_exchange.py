@@ -20,6 +20,7 @@ from upr_protocol.scram import new_verifier
 from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.runtime.log_in_pauses import PAUSE_MAX_S
 from upr_server.storage.simulated import SimulatedStore
 
 PASSWORD: Final = "pencil"
@@ -150,6 +151,26 @@ async def test_a_node_without_the_right_to_replicate_is_told_nothing(
         await second.users.change(partial(_with_user, name="eve"))
         await trio.sleep(10)
         assert first.users.users.get("eve") is None
+
+
+async def test_a_node_with_another_password_leaves_attempts_to_others(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    """It tries ever more rarely; its exchanges and its replication have one pause together."""
+    async with two_nodes(password_file) as (first, second):
+        await trio.sleep(10)
+        failures = first.connections.resources.log_ins.failures
+        assert not failures.failed
+        new = new_verifier("another", b"sixteen bytes...", 4096)
+        await first.users.change(lambda users: users.with_verifier("node", new))
+        await trio.sleep(10)
+        network.cut(first.port)
+        await trio.sleep(120)
+        assert failures.failed in range(4, 12)
+        assert not failures.refused
+        await first.users.change(lambda users: users.with_verifier("node", VERIFIER))
+        await trio.sleep(PAUSE_MAX_S + 2)
+        assert second.users.users == first.users.users
 
 
 async def test_a_node_that_was_away_learns_what_it_missed(

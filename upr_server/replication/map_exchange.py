@@ -43,7 +43,7 @@ class MapExchange:
         """Asks the other nodes, for ever."""
         partition_maps = self._partition_maps
         async with trio.open_nursery() as nursery:
-            connections = NodeConnections(nursery, self._identity, partition_maps.system.dial)
+            connections = NodeConnections(nursery, self._identity, partition_maps.system)
             while True:
                 unconfirmed = partition_maps.unconfirmed()
                 for bucket in unconfirmed:

@@ -9,9 +9,9 @@ import attrs
 import trio
 
 from upr_protocol.client import Address, NodeConnection, NodeStatus, open_node
-from upr_protocol.errors import BrokenError
-from upr_protocol.transport import Dial
+from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.users import Users
+from upr_server.runtime import System
 
 T = TypeVar("T")
 
@@ -33,13 +33,14 @@ class NodeConnections:
     Args:
         nursery: Where the connections' tasks run.
         identity: What this node calls itself to the others.
-        dial: How to reach an address.
+        system: How to reach an address.
     """
 
-    def __init__(self, nursery: trio.Nursery, identity: str, dial: Dial) -> None:
+    def __init__(self, nursery: trio.Nursery, identity: str, system: System) -> None:
         self._nursery = nursery
         self._identity = identity
-        self._dial = dial
+        self._dial = system.dial
+        self._log_in_pauses = system.log_in_pauses
         self._connections: dict[Address, _OpenConnection] = {}
 
     async def status(self, address: Address) -> NodeStatus:
@@ -72,7 +73,13 @@ class NodeConnections:
                 return await self._answer(connection, question)
             except BrokenError:
                 pass  # the node may have been stopped and started since it was asked last
-        connection = await self._nursery.start(self._hold, address)
+        self._log_in_pauses.check(address)
+        try:
+            connection = await self._nursery.start(self._hold, address)
+        except UprError as error:
+            self._log_in_pauses.note_error(address, error)
+            raise
+        self._log_in_pauses.note_success(address)
         return await self._answer(connection, question)
 
     async def _answer(

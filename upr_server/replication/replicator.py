@@ -161,6 +161,7 @@ class Replicator:
         logged = ""
         while True:
             try:
+                self._system.log_in_pauses.check(self._address)
                 async with consume_as_replica(
                     self._address,
                     partitions=partitions,
@@ -180,6 +181,7 @@ class Replicator:
                             await self._wait_for_room()
                 self.trouble = "every stream has ended"
             except UprError as error:
+                self._system.log_in_pauses.note_error(self._address, error)
                 self.trouble = str(error)
             write_log = log.debug if self.trouble == logged else log.warning
             logged = self.trouble
@@ -207,6 +209,7 @@ class Replicator:
             self._report(event.partition)
         elif isinstance(event, StreamAccepted):
             self.trouble = ""
+            self._system.log_in_pauses.note_success(self._address)
             self._consumers[event.partition] = consumer
             self._received[event.partition].discard_answers()
             self._report(event.partition)

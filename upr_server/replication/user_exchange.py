@@ -47,7 +47,7 @@ class UserExchange:
         partition_maps, node_index = self._partition_maps, 0
         async with trio.open_nursery() as nursery:
             identity = f"node:{partition_maps.node}"
-            connections = NodeConnections(nursery, identity, partition_maps.system.dial)
+            connections = NodeConnections(nursery, identity, partition_maps.system)
             while True:
                 addresses = self._other_nodes()
                 connections.close_others(addresses)

@@ -14,6 +14,7 @@ from upr_protocol.ids import HistoryId
 from upr_protocol.security import UNPROTECTED, Security
 from upr_protocol.transport import Dial, dial_tcp
 from upr_server.runtime.listeners import BoundListeners, bind_tcp
+from upr_server.runtime.log_in_pauses import LogInPauses
 
 
 @attrs.frozen
@@ -27,6 +28,7 @@ class System:
         dial: Connects to another server.
         security: How links to other servers are protected.
         bind: Listens at `HOST:PORT` for as long as the context.
+        log_in_pauses: Which servers have refused this one, and when to try again.
     """
 
     time: Callable[[], float] = time.time
@@ -35,6 +37,7 @@ class System:
     dial: Dial = dial_tcp
     security: Security = UNPROTECTED
     bind: Callable[[str], AbstractAsyncContextManager[BoundListeners]] = bind_tcp
+    log_in_pauses: LogInPauses = attrs.field(factory=LogInPauses)
 
     def new_id(self) -> HistoryId:
         """A fresh random ID of a history, a bucket or an event batch; never 0."""
