@@ -120,6 +120,9 @@ CONSUMER_NAME_BYTES_MAX: Final = 100
 CONSUMERS_MAX: Final = 100
 """Consumers of one node's event bus: each has a queue, in which every bucket may stand once."""
 
+CONSUMERS_OF_USER_MAX: Final = 10
+"""Consumers of one user on one node's event bus, where there are users: nobody takes all places."""
+
 HEALTH_TIMEOUT_S_MIN: Final = 1
 """A consumer polls three times in its timeout: at this rate it does not burden the server."""
 

@@ -15,7 +15,7 @@ from upr_protocol.bucket_event import (
     EventFilter,
     EventKind,
 )
-from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX
+from upr_protocol.limits import CONSUMERS_MAX, CONSUMERS_OF_USER_MAX, DESIGNS_MAX
 from upr_server.events.queues import (
     _KINDS_REMEMBERED_MAX,
     EventBatch,
@@ -257,6 +257,16 @@ def test_no_consumer_times_out_while_the_node_was_down() -> None:
     restored.restore(queues.to_bytes(), now=1000.0)
     assert restored.remove_dead(1000.0 + TIMEOUT_S - 1) == ([], 1000.0 + TIMEOUT_S)
     assert restored.remove_dead(1000.0 + TIMEOUT_S)[0] == ["c"]
+
+
+def test_the_number_of_event_consumers_of_one_user_is_bounded() -> None:
+    queues = EventQueues()
+    for index in range(CONSUMERS_OF_USER_MAX):
+        queues.register(f"c{index}@bob@home", TIMEOUT_S, now=0.0)
+    with pytest.raises(TooManyConsumersError, match="user bob@home already has 10"):
+        queues.register("one-more@bob@home", TIMEOUT_S, now=0.0)
+    queues.register("one-more@bob", TIMEOUT_S, now=0.0)
+    assert queues.report_health("c0@bob@home", TIMEOUT_S, 0.0)
 
 
 def test_the_number_of_event_consumers_is_bounded() -> None:

@@ -60,6 +60,7 @@ from upr_protocol.wire import (
     Message,
     Mutate,
     MutateReply,
+    NextEvents,
     Open,
     PartitionStart,
     Refusal,
@@ -587,6 +588,18 @@ def test_the_audit_log_has_little_of_what_is_refused() -> None:
 
 
 # Events.
+
+
+async def test_a_user_who_may_use_no_bucket_is_told_no_events() -> None:
+    async with logged_in(reading()) as (server, peer):
+        # It may ask; the server of these tests has no event bus.
+        await peer.say(NextEvents("c", opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.UNSUPPORTED
+        await revoke(server, reading())
+        await peer.say(NextEvents("c", opaque=peer.opaque()))
+        refusal = await peer.hear(Refusal)
+        assert refusal.status == Status.NOT_ALLOWED
+        assert "on any bucket" in refusal.sentence
 
 
 async def test_events_tell_each_user_of_the_buckets_that_it_may_use() -> None:

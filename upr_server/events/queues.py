@@ -19,7 +19,12 @@ import msgspec
 
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventFilter, EventKind
 from upr_protocol.errors import UprError
-from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX, EVENT_KEYS_MAX
+from upr_protocol.limits import (
+    CONSUMERS_MAX,
+    CONSUMERS_OF_USER_MAX,
+    DESIGNS_MAX,
+    EVENT_KEYS_MAX,
+)
 from upr_server.events import packed_counter
 from upr_server.events.packed_counter import IDLE, UPDATE
 
@@ -218,6 +223,12 @@ def is_own(consumer: str) -> bool:
     return consumer.startswith(_OWN_PREFIX)
 
 
+def user_of(name: str) -> str:
+    """The user whose consumer has this name in the queues, which is `CONSUMER@USER`; empty where
+    nobody logs in."""
+    return name.partition("@")[2]
+
+
 class EventQueues:
     """The queues of one node, by consumer."""
 
@@ -259,13 +270,20 @@ class EventQueues:
         if one of the filters lets it through.
 
         Raises:
-            TooManyConsumersError: `CONSUMERS_MAX` are registered, beside the node's own.
+            TooManyConsumersError: `CONSUMERS_MAX` are registered, beside the node's own; or
+                `CONSUMERS_OF_USER_MAX` of the same user.
         """
         count = self.consumer_count
         if count >= CONSUMERS_MAX and not is_own(consumer):
             raise TooManyConsumersError(
                 f"this node already has {count} event consumers, which is the maximum; wait until "
                 "one of them times out"
+            )
+        user = user_of(consumer)
+        if user and sum(user_of(name) == user for name in self._queues) >= CONSUMERS_OF_USER_MAX:
+            raise TooManyConsumersError(
+                f"user {user} already has {CONSUMERS_OF_USER_MAX} event consumers on this node, "
+                "which is the maximum; wait until one of them times out"
             )
         queue = self._queues[consumer] = EventQueue(timeout_s, now, filters)
         return queue

@@ -62,6 +62,9 @@ SECURE: Final = frozenset({Right.SECURE})
 USE: Final = EVERY_RIGHT - {Right.SECURE}
 """Whoever has any of these on a bucket may know that it is there, and how far it has come."""
 
+ANY_BUCKET: Final = "*"
+"""In the place of a bucket's name: whichever. No bucket has this name."""
+
 
 class Access:
     """What the client of one connection may do.
@@ -109,6 +112,18 @@ class Access:
     def may_use(self, bucket: str) -> bool:
         """Whether the client may know of a bucket. O(grants)."""
         return not USE.isdisjoint(self.rights_on(bucket))
+
+    def check_uses_any(self, message: Message) -> None:
+        """Checks that there is some bucket that the client may know of. O(grants).
+
+        Raises:
+            ServerError: `NOT_ALLOWED`: there is none.
+        """
+        users = self._users.users
+        user = None if self.user_name is None else users.get(self.user_name)
+        grants = () if user is None else user.grants
+        if not users.is_open and not any(grant.right in USE for grant in grants):
+            raise self._refusal(message, USE, ANY_BUCKET)
 
     def note_log_in(self, name: str, mechanism: str, *, allowed: bool) -> None:
         """Notes in the audit log that the client logged in, or tried to."""
@@ -188,6 +203,8 @@ class Access:
         names = " or ".join(right.value for right in Right if right in needed)
         who = "somebody who did not log in" if self.user_name is None else f"user {self.user_name}"
         where = f"bucket {bucket}" if bucket else "the server itself (*)"
+        if bucket == ANY_BUCKET:
+            where = "any bucket"
         return ServerError(
             Status.NOT_ALLOWED,
             f"{who} may not do this: {type(message).__name__} needs the right {names} on {where}",
@@ -242,7 +259,8 @@ NEEDED: Final[Mapping[type[Message], Need]] = {
     Ack: None,
     Barrier: None,
     CloseStream: None,
-    # These answer with what the client may know.
+    # These answer with what the client may know. `NextEvents`, which takes room in the server, is
+    # refused by `check_uses_any` when that is nothing.
     ListBuckets: None,
     NextEvents: None,
     # These name what they are about.

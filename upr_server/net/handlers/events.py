@@ -22,6 +22,7 @@ CONSUMER_NAME: Final = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{CONSUMER_NAME_BYTE
 
 def next_events(context: RequestContext, request: NextEvents) -> None:
     """Waits for something to tell an event consumer."""
+    context.access.check_uses_any(request)
     _check(request)
     events = context.events
     if events is None:
