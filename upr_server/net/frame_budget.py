@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -34,9 +34,6 @@ SHORT_TIMEOUT_S: Final = 0.5
 
 SHORT_BYTES_PER_S_MIN: Final = 1024 * 1024
 """The same while memory is short: the largest frame then has about half a minute."""
-
-STEP_BYTES: Final = 4 * 1024 * 1024
-"""What one step gives up: to return a MiB to the system takes 0.3 to 1 ms."""
 
 _SWEEP_S: Final = 10.0
 _SHORT_SWEEP_S: Final = 0.1
@@ -196,34 +193,22 @@ class FrameBudget:
         while True:
             with trio.move_on_after(_SHORT_SWEEP_S if self.is_short else _SWEEP_S):
                 await self._is_exceeded.wait()
-            for _ in self.sweep(trio.current_time()):
-                await trio.lowlevel.checkpoint()
+            self.sweep(trio.current_time())
 
-    def sweep(self, now: float) -> Iterator[None]:
-        """Drops the frames that are too far behind at `now`, some in each step. O(n log n) for n
-        frames."""
-        dropped_bytes = 0
-        for frame, reason in self._due(now):
-            dropped_bytes += frame.nbytes
-            self._drop(frame, reason)
-            if dropped_bytes >= STEP_BYTES:
-                dropped_bytes = 0
-                yield
-
-    def _due(self, now: float) -> Iterator[tuple[UnfinishedFrame, str]]:
-        """The frames to drop, one after the other, each with why. What was dropped may have ended
-        the shortage, and the others then have their whole time again."""
-        for frame in sorted(self._frames, key=lambda frame: frame.lag_s(now), reverse=True):
-            timeout_s = SHORT_TIMEOUT_S if self.is_short else FRAME_TIMEOUT_S
-            if frame in self._frames and frame.lag_s(now) > timeout_s:
-                yield frame, "the rest takes too long to arrive"
+    def sweep(self, now: float) -> None:
+        """Drops the frames that are too far behind at `now`. O(n log n) for n frames."""
+        frames = sorted(self._frames, key=lambda frame: frame.lag_s(now), reverse=True)
+        for frame in frames:
+            # Asked anew for each: what was dropped may have ended the shortage, and the others then
+            # have their whole time again.
+            if frame.lag_s(now) > (SHORT_TIMEOUT_S if self.is_short else FRAME_TIMEOUT_S):
+                self._drop(frame, "the rest takes too long to arrive")
         if self.used <= self._hard_limit:
             return
         for frame in sorted(self._frames, key=self._excess, reverse=True):
+            self._drop(frame, "the server is short of memory for frames")
             if not self.is_short:
                 return
-            if frame in self._frames:
-                yield frame, "the server is short of memory for frames"
 
     def _excess(self, frame: UnfinishedFrame) -> float:
         """How many times its share a frame holds."""
