@@ -396,7 +396,7 @@ async def test_changes_of_many_tasks_ride_together(
             counts[index % 5].append(result.count)
         elif index % 2:
             assert isinstance(result, ServerError)
-            assert (result.status, "b'there'" in str(result)) == (Status.EXISTS, True)
+            assert (result.status, "'there'" in str(result)) == (Status.EXISTS, True)
         else:
             assert isinstance(result, WriteResult)
             assert server.contents()[b"key-%d" % index] == b"v"
