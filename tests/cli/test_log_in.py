@@ -141,19 +141,19 @@ def in_terminal(*args: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def shown_until(terminal: int, text: bytes) -> bytes:
-    shown = b""
-    while text not in shown:
-        shown += os.read(terminal, 1024)
-    return shown
+    output = b""
+    while text not in output:
+        output += os.read(terminal, 1024)
+    return output
 
 
 def rest_of(terminal: int) -> bytes:
-    """What is still shown when the program has ended."""
-    shown = b""
+    """What it still prints when the program has ended."""
+    output = b""
     with suppress(OSError):  # the terminal's other side is gone
         while data := os.read(terminal, 1024):
-            shown += data
-    return shown
+            output += data
+    return output
 
 
 def test_the_password_is_asked_for_on_the_terminal(secured: str) -> None:

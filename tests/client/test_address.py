@@ -87,9 +87,9 @@ def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(AddressError) as caught:
         Address.parse(url)
     # Nor in what a traceback shows.
-    shown = "".join(traceback.format_exception_only(caught.value))
-    assert "cil" not in shown
-    assert "***" in shown
+    traceback_text = "".join(traceback.format_exception_only(caught.value))
+    assert "cil" not in traceback_text
+    assert "***" in traceback_text
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 

@@ -41,12 +41,12 @@ async def https_indexer(
         )
         files = certificate_files(config)
         assert files is not None
-        shown = DaemonCertificates(files)
+        certificates_shown = DaemonCertificates(files)
         async with (
             running_indexer(config.settings()) as indexer,
-            serving(indexer, "127.0.0.1:0", shown) as url,
+            serving(indexer, "127.0.0.1:0", certificates_shown) as url,
         ):
-            yield url, shown
+            yield url, certificates_shown
 
 
 async def status_of(url: str, security: Security = UNPROTECTED) -> dict[str, Any]:

@@ -523,8 +523,8 @@ async def test_a_node_is_told_the_users_that_it_does_not_have() -> None:
         await peer.say(GetUsers(users.revision, users.digest, opaque=peer.opaque()))
         reply = await peer.hear(UsersReply)
         assert (reply.revision, reply.document) == (users.revision, "")
-    told = {"request": "GetUsers", "user": USER, "peer": "memory", "bucket": "", "detail": ""}
-    assert log.notes == [("request", {**told, "allowed": True})] * 3
+    note = {"request": "GetUsers", "user": USER, "peer": "memory", "bucket": "", "detail": ""}
+    assert log.notes == [("request", {**note, "allowed": True})] * 3
 
 
 # The audit log.

@@ -139,8 +139,8 @@ async def test_nodes_choose_the_same_of_two_changes_at_the_same_moment() -> None
     await first.change(adding("bob"))
     await second.change(adding("eve"))
     bobs, eves = first.users, second.users
-    taken = [await first.adopt(eves), await second.adopt(bobs)]
-    assert sorted(taken) == [False, True]
+    adopted = [await first.adopt(eves), await second.adopt(bobs)]
+    assert sorted(adopted) == [False, True]
     assert first.users == second.users
 
 

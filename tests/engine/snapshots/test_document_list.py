@@ -180,12 +180,12 @@ def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
         flags.skip(number)
     array.copy_flags(flags)
     sealed = array.sealed()
-    left = [mutation for mutation in expected if mutation.seq not in skipped]
-    assert (sealed.live, sealed.count, sealed.first) == (len(left), len(expected), 1)
+    live_mutations = [mutation for mutation in expected if mutation.seq not in skipped]
+    assert (sealed.live, sealed.count, sealed.first) == (len(live_mutations), len(expected), 1)
     after, through = sorted(data.draw(st.tuples(st.integers(0, seq), st.integers(0, seq))))
     for kind in (array, sealed):
         assert list(Chunk(gather(kind.rows(after, through), after, through))) == [
-            mutation for mutation in left if after < mutation.seq <= through
+            mutation for mutation in live_mutations if after < mutation.seq <= through
         ]
 
 
