@@ -16,6 +16,8 @@ from upr_protocol.client import Address, Client, ReceivedKeysLimits
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.indexer.answer import Answer
+from upr_server.indexer.definitions import Index
+from upr_server.indexer.index_file import EntrySource
 from upr_server.indexer.indexer import Indexer, Settings, running_indexer
 from upr_server.indexer.pipeline import Work
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
@@ -111,3 +113,9 @@ def by_brute_force(
 
 def without_designs(contents: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     return {key: value for key, value in contents if not key.startswith(b"_design/")}
+
+
+def source_of(index: Index) -> EntrySource:
+    """What makes the entries of an index, for a test that applies them itself: there is no round
+    that could be cancelled."""
+    return index.member(check_cancelled=lambda: None).source

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.indexer.brute_force import expected_answer, index_rows
-from tests.indexer.kit import a_server, an_indexer, ask, define, name_of, scan, until_ready
+from tests.indexer.kit import (
+    a_server,
+    an_indexer,
+    ask,
+    define,
+    name_of,
+    scan,
+    source_of,
+    until_ready,
+)
 from tests.indexer.test_index_file import apply, batch, entries, whole
 from tests.indexer.test_queries import (
     CONTENTS,
@@ -84,7 +93,7 @@ def test_pages_of_a_view_do_not_see_what_is_written_meanwhile(
                     seq += len(items)
                     contents = state
                     changes = batch(0, whole(seq), items)
-                    index.file.apply([(changes, list(changes.changes()))], index.member().source)
+                    index.file.apply([(changes, list(changes.changes()))], source_of(index))
     assert rows == expected
 
 

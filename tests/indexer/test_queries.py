@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.indexer.brute_force import Row, expected_answer, index_rows
 from tests.indexer.counted_reads import counted_reads
+from tests.indexer.kit import source_of
 from tests.indexer.test_index_file import batch, whole
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.answer import Answer, ScanAnswer
@@ -76,7 +77,7 @@ def an_index(
         index = Index(IndexName("d", "i"), definition, file, Extractor(definition))
         items = [(seq, key, value) for seq, (key, value) in enumerate(contents.items(), 1)]
         changes = batch(0, whole(len(items)), items)
-        file.apply([(changes, list(changes.changes()))], index.member().source)
+        file.apply([(changes, list(changes.changes()))], source_of(index))
         file.check_invariants()
         yield index
     finally:
@@ -238,7 +239,7 @@ def test_an_index_follows_its_documents(
     contents: dict[bytes, bytes] = {}
     seq = 0
     with an_index(tmp_path_factory.mktemp("index"), definition, {}) as index:
-        source = index.member().source
+        source = source_of(index)
         for state in states:
             items: list[tuple[int, bytes, bytes | None]] = []
             for key in contents.keys() | state.keys():
@@ -267,7 +268,7 @@ def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, array
         for seq, value in enumerate(("2", "2", long_value, '{"n": [3]}', "null"), 2):
             contents = {b"k": b'{"a": ["x", "y"], "d": %s}' % value.encode()}
             change = batch(0, whole(seq), [(seq, b"k", contents[b"k"])])
-            index.file.apply([(change, list(change.changes()))], index.member().source)
+            index.file.apply([(change, list(change.changes()))], source_of(index))
             entries = answer(index, Query()).entries
             expected = None if value == long_value else [json.loads(value)]
             assert [entry.included for entry in entries] == [expected] * (2 if array_key else 1)

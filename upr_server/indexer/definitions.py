@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.moments import Moments
 from upr_server.indexer.overlay import Overlay
-from upr_server.indexer.pipeline import Member, Pipeline, Work
+from upr_server.indexer.pipeline import Member, Pipeline, Work, check_cancelled
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.pure.definition import (
     Design,
@@ -50,12 +50,19 @@ class NoIndexError(UprError):
 class _Entries:
     """Makes the entries of an index, as its definition says.
 
+    Args:
+        extractor: Makes them.
+        check_cancelled: See `Index.member`.
+
     Attributes:
         has_payloads: Whether entries have included values.
     """
 
-    def __init__(self, extractor: Extractor, *, has_payloads: bool) -> None:
+    def __init__(
+        self, extractor: Extractor, check_cancelled: Callable[[], None], *, has_payloads: bool
+    ) -> None:
         self._extractor = extractor
+        self._check_cancelled = check_cancelled
         self.has_payloads = has_payloads
 
     @property
@@ -64,12 +71,8 @@ class _Entries:
         return self._extractor.failure
 
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
-        """The encoded keys, each with the document's key behind it, and the included values.
-
-        Raises:
-            trio.Cancelled: The round is cancelled. It may have minutes to go.
-        """
-        trio.from_thread.check_cancelled()
+        """The encoded keys, each with the document's key behind it, and the included values."""
+        self._check_cancelled()
         encoded, included = self._extractor.entries(change.key, change.document)
         return [encoded_key + change.key for encoded_key in encoded], included
 
@@ -96,10 +99,16 @@ class Index:
     readers: int = 0
     released: Notifier = attrs.field(factory=Notifier)
 
-    def member(self) -> Member:
-        """The index as a member of a pipeline."""
+    def member(self, check_cancelled: Callable[[], None] = check_cancelled) -> Member:
+        """The index as a member of a pipeline.
+
+        Args:
+            check_cancelled: Called before each document in the thread that makes the entries;
+                raises if the round is cancelled, which may have minutes to go.
+        """
+        has_payloads = bool(self.definition.include)
         return Member(
-            self.file, _Entries(self.extractor, has_payloads=bool(self.definition.include))
+            self.file, _Entries(self.extractor, check_cancelled, has_payloads=has_payloads)
         )
 
     @contextmanager

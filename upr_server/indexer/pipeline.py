@@ -43,7 +43,12 @@ class Work(Protocol):
 
     async def __call__(self, function: Callable[[], T]) -> T:
         """Calls `function` in a thread, one at a time, and returns its result. On cancellation it
-        waits for the function to end, which may ask `trio.from_thread.check_cancelled`."""
+        waits for the function to end, which may call `check_cancelled`."""
+
+
+def check_cancelled() -> None:
+    """For a function that a `Work` runs: raises `trio.Cancelled` if its caller is cancelled."""
+    trio.from_thread.check_cancelled()
 
 
 def worker_thread() -> Work:
