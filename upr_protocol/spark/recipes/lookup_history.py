@@ -25,7 +25,8 @@ class LookupHistory:
         self._connect = connect
         self._history_ids: dict[PartitionId, HistoryId] = {}
         """By partition, the history at the beginning of the lookup."""
-        self._noted: dict[PartitionId, Position] = {}
+        self._positions: dict[PartitionId, Position] = {}
+        """By partition, where it was after the last lookup, on disk."""
 
     def begin(self) -> None:
         """A lookup is to begin: makes sure that the bucket still has what was looked up before.
@@ -36,10 +37,10 @@ class LookupHistory:
         driver = self._connect()
         try:
             rows = driver.numbers()
-            infos = driver.infos() if self._noted else {}
+            infos = driver.infos() if self._positions else {}
         finally:
             driver.close()
-        for partition, position in self._noted.items():
+        for partition, position in self._positions.items():
             info = infos.get(partition)
             if info is None or _has_lost(info, position):
                 raise PipelineError(
@@ -72,7 +73,7 @@ class LookupHistory:
             return False
         for partition, row in rows.items():
             seq = row.persisted_seq
-            self._noted[partition] = Position(infos[partition].log, seq, seq, None)
+            self._positions[partition] = Position(infos[partition].log, seq, seq, None)
         return True
 
 
