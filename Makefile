@@ -18,8 +18,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 SOURCES := $(wildcard upr_kernel upr_protocol upr_server tests benchmarks deploy docs)
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# flake8-async is slow: it is given those files alone in which it could find something, and not told
-# to look for what is asyncio's (ASYNC3).
+# flake8-async is slow: it is given those files alone in which it could find something, no tests
+# (ruff's rules for async code hold there), and not told to look for what is asyncio's (ASYNC3).
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 # More for one run of pytest: make test ARGS="-k chunk -x"
@@ -71,7 +71,8 @@ check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/ruff format --check $(SOURCES) .ci
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports --no-logo --no-cache
-	grep -rlZE 'async (def|with|for)' --include='*.py' $(SOURCES) | xargs -0 -n 20 -P $(CORES) \
+	grep -rlZE 'async (def|with|for)' --include='*.py' --exclude='test_*.py' $(SOURCES) | \
+		xargs -0 -n 20 -P $(CORES) \
 		$(BIN)/flake8-async --enable ASYNC1,ASYNC2,ASYNC4,ASYNC912,ASYNC913 \
 		--startable-in-context-manager _hold
 	$(BIN)/python docs/generate_protocol.py --check docs/protocol.md

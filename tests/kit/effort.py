@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 from typing import Final, TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 VARIABLE: Final = "UPR_THOROUGH"
 THOROUGH: Final = bool(os.environ.get(VARIABLE))
 """Whether all of it is; else a sample, so that the suite is over in its time."""
+
+thorough = pytest.mark.skipif(
+    not THOROUGH, reason=f"takes long, and a quicker test stands for it; {VARIABLE}=1 runs it"
+)
+"""Marks a test that runs only where all is done."""
 
 
 def effort(sample: T, whole: T) -> T:

@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from tests.kit.bystander import bystanders
+from tests.kit.effort import effort
 from tests.kit.peer import Peer, peer
 from tests.kit.process import ServerProcess, many_descriptors, server_process
 from upr_protocol.client import connect, publisher
@@ -99,7 +100,7 @@ async def test_a_large_bucket_is_deleted() -> None:
 @pytest.mark.timeout(300)
 async def test_many_streams_come_and_leave_and_come_again() -> None:
     """Their memory is used again: a second round takes no more."""
-    peers = 90
+    peers = effort(30, 90)
     async with quick_server() as server:
         before = server.resident_bytes
         server.forget_peak()

@@ -24,7 +24,7 @@ import pytest
 import trio
 
 from tests.kit.counting_consumer import key_of, value_of
-from tests.kit.effort import effort
+from tests.kit.effort import effort, thorough
 from tests.kit.json_lines import JsonLines
 from tests.kit.process import ROOT, environment, server_process
 from tests.kit.watch import Watch
@@ -162,6 +162,7 @@ async def town(tmp_path: Path, consumer_count: int = 0) -> AsyncIterator[Town]:
         assert watch.more_bytes < BOUND_BYTES + consumer_count * ON_THEIR_WAY_BYTES
 
 
+@thorough
 @pytest.mark.timeout(600)
 async def test_nobody_follows(tmp_path: Path) -> None:
     async with town(tmp_path) as there:
@@ -170,6 +171,7 @@ async def test_nobody_follows(tmp_path: Path) -> None:
         assert await there.mutations() == COUNT
 
 
+@thorough
 @pytest.mark.timeout(600)
 async def test_a_consumer_that_is_stopped(tmp_path: Path) -> None:
     async with town(tmp_path) as there, consumers(there.url, 1) as following:

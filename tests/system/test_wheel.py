@@ -21,6 +21,7 @@ from zipfile import ZipFile
 import attrs
 import pytest
 
+from tests.kit.effort import thorough
 from tests.kit.process import ROOT, Finished, environment, run, server_process
 
 pytestmark = pytest.mark.timeout(900)
@@ -290,6 +291,7 @@ def test_every_install_line_of_the_documents_installs_this_wheel(
             assert (folder / "upr_server" / "cli.py").exists()
 
 
+@thorough
 def test_an_extra_brings_what_its_command_needs(installed: Installed, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True, env=environment(**ALONE))
