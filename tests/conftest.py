@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.kit import patience
 from tests.kit.certificates import Certificates
+from tests.kit.effort import effort
 from tests.kit.scheduler import seeded_scheduler
 
 # What a comparison outside of test files compared is told, too.
@@ -23,7 +24,12 @@ for _package in ("engine", "events", "indexer", "spark", "storage", "kit.group",
     pytest.register_assert_rewrite(f"tests.{_package}")
 
 # How long an example takes says more about the machine and what else runs on it than about us.
-settings.register_profile("upr", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "upr",
+    deadline=None,
+    max_examples=effort(40, 400),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("upr")
 
 # Servers and commands are started a thousand times: they are not to compile what they import each

@@ -157,7 +157,7 @@ def test_a_copy_killed_at_any_moment_ends_equal_to_the_server(
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     lots = random.Random(7)
     ids = count()
-    for _ in range(effort(5, 10)):
+    for _ in range(effort(3, 10)):
         with (tmp_path / "out").open("wb") as file:
             process = start("tail", bucket, "--state", str(folder), stdout=file)
         while process.returncode is None:

@@ -206,7 +206,7 @@ def test_killed_at_any_moment_it_resumes_and_nothing_is_missing(
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
     lots = random.Random(7)
     ids = count()
-    for _ in range(effort(6, 12)):
+    for _ in range(effort(3, 12)):
         size = out.stat().st_size if out.exists() else 0
         with out.open("ab") as file:
             process = start("tail", bucket, "--resume", state, stdout=file)

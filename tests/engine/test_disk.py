@@ -22,6 +22,7 @@ from tests.engine.helpers import NOW, free, get_item, new_partition, put, reques
 from tests.engine.model import check_result, contents
 from tests.engine.naive_disk import DiskModel, DiskReader, NaiveDisk
 from tests.engine.strategies import EXPIRIES, VALUES, requests
+from tests.kit.effort import effort
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
@@ -618,7 +619,7 @@ class Walk:
         machine.only_those_behind_the_disk_are_droppable()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(effort(20, 60)))
 def test_every_answer_is_that_of_a_model_that_forgets_nothing(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(800):

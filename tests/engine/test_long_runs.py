@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.helpers import get_item
 from tests.engine.model import Model, Reader, check_result, contents
+from tests.kit.effort import effort
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import Bucket, batch_of
@@ -83,7 +84,11 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("seed", "keys", "steps"), [(1, 5, 400), (2, 60, 400), (3, 800, 300), (4, 5000, 250)]
+    ("seed", "keys", "steps"),
+    effort(
+        [(1, 5, 200), (2, 60, 200), (3, 800, 150), (4, 5000, 60)],
+        [(1, 5, 400), (2, 60, 400), (3, 800, 300), (4, 5000, 250)],
+    ),
 )
 def test_readers_see_what_the_model_says(seed: int, keys: int, steps: int) -> None:
     run = Run(seed, keys)

@@ -15,11 +15,17 @@ from tests.fuzz import sessions
 from tests.fuzz.corpus import corpus, made
 from tests.fuzz.mutations import mutations
 from tests.fuzz.targets import TARGETS
+from tests.kit.effort import effort
 from upr_protocol.session import Session
 from upr_protocol.wire import MESSAGES, Close, Error, Message
 
-MUTATIONS: Final = 20_000
-MUTATIONS_OF_SLOW: Final = {"frames": 3000, "server": 4000, "client": 4000, "log-in": 6000}
+MUTATIONS: Final = effort(10_000, 200_000)
+MUTATIONS_OF_SLOW: Final = {
+    "frames": effort(1500, 15_000),
+    "server": effort(2000, 20_000),
+    "client": effort(2000, 20_000),
+    "log-in": effort(3000, 30_000),
+}
 """Of each target's corpus together: one to three seconds."""
 
 

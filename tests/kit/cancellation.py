@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from tests.kit.async_names import name_of
+from tests.kit.effort import effort
 
 STEPS_MAX: Final = 1_000_000
 """Work with more steps than this does not end."""
@@ -86,11 +87,13 @@ async def cancelled_at_each_step(
         then: Done each time behind that, and not cancelled: sees that all still works.
         undo: Done each time before anything is looked at: takes back what `work`, or `then`, may
             have done that has tasks of its own.
-        every: So many steps more each time, for work of many steps.
+        every: So many steps more each time, for work of many steps. A sample takes thrice as many.
         reaching: What must be cancelled inside. With `every` above 1 a pass may step over some of
             these; then another pass begins one step later, until all were met.
     """
     needed = {name_of(function) for function in reaching}
+    if every > 1 and needed:
+        every *= effort(3, 1)
     times = 0
     inside: set[str] = set()
     for first in range(every):

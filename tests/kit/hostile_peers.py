@@ -100,7 +100,9 @@ class Crowd:
             self.done["idle"] += 1
             is_at_it()
             try:
-                await idle.expect_end()
+                # `expect_end` gives up after a minute.
+                while await idle.stream.receive_some():
+                    pass
             finally:
                 self.done["idle"] -= 1
 

@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from tests.kit.cluster import BUCKET, TestCluster, cluster, enumerate_partitions
+from tests.kit.effort import effort
 from tests.kit.process import eventually
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.client import (
@@ -674,7 +675,7 @@ async def publish_for(group: TestCluster, load: Load, draw: Random, count: int, 
             load.acknowledged[key] = value
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(effort(1, 10)))
 async def test_failovers_at_random(seed: int) -> None:
     draw = Random(seed)
     load = Load()

@@ -14,6 +14,7 @@ from typing import Final
 import pytest
 
 from tests.client.resumed_takeover import ResumedTakeover
+from tests.kit.effort import effort
 from tests.kit.server_group import PARTITIONS, running_servers
 from tests.simulation.bugs import BUGS
 from tests.simulation.scenario import run_seed
@@ -30,9 +31,10 @@ NOT_FOUND: Final = (
 """Bugs that no profile finds often enough."""
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in BUGS if name not in {*IN_A_TAKEOVER, *NOT_FOUND}]
-)
+FOUND: Final = [name for name in BUGS if name not in {*IN_A_TAKEOVER, *NOT_FOUND}]
+
+
+@pytest.mark.parametrize("name", FOUND[:: effort(3, 1)])
 def test_a_bug_is_found(name: str) -> None:
     bug = BUGS[name]
     for seed in range(bug.seeds):

@@ -6,10 +6,11 @@ found: a seed means another history once anything that draws has changed.
 
 from __future__ import annotations
 
+from tests.kit.effort import effort
 from tests.simulation.__main__ import Totals
 from tests.simulation.scenario import run_seed
 
-SAMPLE = range(1000, 1012)
+SAMPLE = range(1000, 1000 + effort(4, 30))
 
 
 def test_a_sample_keeps_every_promise() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.effort import thorough
 from tests.kit.process import ROOT
 from tests.spark.bucket import contents
 from tests.spark.class_archive import JAVA_OPTIONS
@@ -20,6 +21,7 @@ CLIENT_S = 200.0
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("class_archive")
+@thorough
 def test_a_client_of_spark_connect_reads_writes_and_streams(
     new_bucket: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.differences import differences
-from tests.kit.effort import THOROUGH
+from tests.kit.effort import THOROUGH, thorough
 from tests.kit.process import ROOT, environment
 from tests.spark.driver import JOB, Job, stream
 from tests.spark.server import blocking_server
@@ -146,6 +146,7 @@ def test_a_driver_that_dies_reads_its_batch_again(
                 assert values[f"value {index}".encode().hex()] == len(KEYS), "every version"
 
 
+@thorough
 @pytest.mark.timeout(240)
 def test_a_driver_that_dies_in_its_first_batch_begins_where_it_began(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +169,7 @@ def test_a_driver_that_dies_in_its_first_batch_begins_where_it_began(
             assert Counter(values) == {b"first": len(KEYS), b"second": len(KEYS)}
 
 
+@thorough
 @pytest.mark.timeout(360)
 @pytest.mark.usefixtures("class_archive")
 def test_executors_that_die_while_they_read_and_write(tmp_path: Path) -> None:

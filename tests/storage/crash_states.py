@@ -49,7 +49,7 @@ PARTITIONS: Final = 3
 KEYS: Final = 40
 SECTOR_BYTES: Final = 512
 MAP_BYTES: Final = 256 * 1024 * 1024
-VARIANTS_MAX: Final = effort(3, 6)
+VARIANTS_MAX: Final = effort(1, 6)
 """How many states are made of one moment at which something was not synced yet."""
 LIE_WRITES: Final = 20
 """Of so many writes a disk that lies says that they are on disk, and they are not."""

@@ -27,8 +27,8 @@ from upr_server.storage.offline.bucket_files import open_bucket
 from upr_server.storage.offline.check import Check
 from upr_server.storage.offline.findings import Problem
 
-FLIPS: Final = effort(2_000, 10_000)
-FLIPS_OF_THE_TREE: Final = effort(500, 2_500)
+FLIPS: Final = effort(700, 10_000)
+FLIPS_OF_THE_TREE: Final = effort(200, 2_500)
 PAGE_BYTES: Final = 4096
 META_BYTES: Final = 2 * PAGE_BYTES
 HANGS_S: Final = 20

@@ -18,7 +18,7 @@ from tests.kit.process import ROOT, environment
 from tests.storage.crash_states import COMMITS, Tally
 from tests.storage.write_recorder import is_possible
 
-STATES_MIN: Final = effort(2_000, 5_000)
+STATES_MIN: Final = effort(1_000, 5_000)
 
 pytestmark = pytest.mark.skipif(
     not is_possible(), reason="the writes of a library are only recorded on Linux, 64 bits"

@@ -48,7 +48,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, Durability, HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 
-ROUNDS: Final = int(os.environ.get("UPR_FAILOVER_ROUNDS", "4"))
+ROUNDS: Final = int(os.environ.get("UPR_FAILOVER_ROUNDS", "2"))
 BUCKET: Final = "b"
 PARTITIONS: Final = 8
 NAMES: Final = ("a", "b", "c")

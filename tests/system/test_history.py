@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from tests.kit.checkers import Items, check
+from tests.kit.effort import effort
 from tests.kit.history import Fault, History, Level
 from tests.kit.history import Final as FinalState
 from tests.kit.process import eventually
@@ -21,7 +22,7 @@ from upr_protocol.client import connect
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 
-ROUNDS: Final = 3
+ROUNDS: Final = effort(2, 6)
 REPLICATED: Final[tuple[Level, ...]] = ("replicated", "replicated_persisted")
 
 

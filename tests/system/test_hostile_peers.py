@@ -22,6 +22,7 @@ from typing import Any, Final
 import pytest
 import trio
 
+from tests.kit.effort import effort
 from tests.kit.hostile_peers import FLOODERS, HOARDERS, LIARS, MISERS, TRICKLES
 from tests.kit.json_lines import JsonLines
 from tests.kit.mirror import Mirror, assert_same, server_contents
@@ -41,7 +42,7 @@ PACE_S: Final = 1.0
 PACE_MAX_S: Final = 8.0
 MARGIN: Final = 4
 ALONE: Final = 5
-BESIDE: Final = 15
+BESIDE: Final = effort(8, 15)
 SHARE: Final = 0.9
 
 IDLE_MAX: Final = 2000
@@ -233,9 +234,9 @@ def check_load(before: dict[str, int], done: dict[str, int], idlers: int) -> Non
 
     assert done["idle"] == idlers, "an idle connection was shown out"
     assert done["unacknowledged"] == MISERS
-    assert more("trickled") > 10 * TRICKLES
+    assert more("trickled") > 5 * TRICKLES
     assert more("shown out") >= TRICKLES, "a greeting that takes too long is not waited for"
     assert more("streams") > 100 * FLOODERS
     assert "flooders shown out" not in done, "to ask for many streams is allowed"
-    assert more("lies") > 10 * LIARS
+    assert more("lies") > 2 * LIARS
     assert done["hoards"] >= HOARDERS

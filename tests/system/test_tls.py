@@ -11,6 +11,7 @@ from typing import Final
 import pytest
 
 from tests.kit.certificates import Authority, Certificate, Certificates
+from tests.kit.effort import effort
 from tests.kit.process import (
     UPR,
     UPR_SERVER,
@@ -136,7 +137,7 @@ async def do_everything(
     await command("bucket", "delete", target, "--yes")
 
 
-@pytest.mark.parametrize("is_encrypted", [True, False])
+@pytest.mark.parametrize("is_encrypted", effort([True], [True, False]))
 async def test_who_listens_in_between_sees_nothing(
     certificates: Certificates, tmp_path: Path, is_encrypted: bool
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.effort import effort
 from tests.protocol.wire.strategies import FIELDS, MESSAGES_OF_ANY_KIND, messages_of
 from upr_protocol.chunk import Buffer, Bundle, Chunk, Mutation, Run, plain_chunk
 from upr_protocol.errors import ChunkError, RemoteProtocolError, Status
@@ -212,7 +213,7 @@ def whole_words(most: int = 12) -> st.SearchStrategy[bytes]:
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=effort(15, 200))
 def test_random_bodies_are_read_or_refused_as_declared(
     kind: type[Message], data: st.DataObject
 ) -> None:
@@ -228,7 +229,7 @@ def test_random_bodies_are_read_or_refused_as_declared(
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=effort(15, 200))
 def test_garbled_bodies_are_read_or_refused_as_declared(
     kind: type[Message], data: st.DataObject
 ) -> None:
@@ -241,7 +242,7 @@ def test_garbled_bodies_are_read_or_refused_as_declared(
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=effort(15, 200))
 def test_a_body_that_is_cut_is_refused(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages_of(kind))
     body = body_of(message)
@@ -251,7 +252,7 @@ def test_a_body_that_is_cut_is_refused(kind: type[Message], data: st.DataObject)
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=effort(15, 200))
 def test_a_body_that_is_too_long_is_refused(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages_of(kind))
     body = padded_body_of(message)
