@@ -218,6 +218,27 @@ async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
         assert group.map("b") == group.map("a")
 
 
+async def test_a_target_that_refuses_and_cannot_be_fenced_makes_the_histories_new() -> None:
+    """The earlier map may still be on its way to it."""
+    async with running_servers("ab") as group:
+        wrong = FailoverLog.of([(HistoryId(7), SeqNo(0))])
+
+        def on_progress(sentence: str) -> None:
+            if sentence.startswith("a: ") and "hands over" in sentence:
+                group.before_map(
+                    "b", lambda: group.partition("b").become(PartitionState.REPLICA, wrong)
+                )
+            elif "node b refuses" in sentence:
+                group.proxies["b"].half_open()
+                group.proxies["b"].cut()
+
+        operator = group.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=0.3)
+        with pytest.raises(NotDoneError, match=r"node b refuses.*so a is active again"):
+            await take_over(operator, to="b", all_of="a")
+        assert group.states("a") == ACTIVE
+        assert all(len(log) == 2 for log in logs(group, "a"))
+
+
 async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> None:
     async with running_servers("ab") as group:
         before = logs(group, "a")

@@ -12,10 +12,11 @@ import pytest
 import trio
 
 from tests.indexer.kit import BUCKET, POOL_BYTES, a_server
+from tests.kit.held_store import HeldStore
 from tests.kit.process import eventually
 from upr_protocol.client import Address, Consumer, Event, SnapshotEnd, connect, consume
 from upr_protocol.failover import FailoverEntry, FailoverLog, Position
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import Durability, HistoryId, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.entry_reader import Selection
@@ -178,4 +179,47 @@ async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: P
             await builder.run()
         assert file.is_built
         assert file.entry_count() == COUNT
+        file.close()
+
+
+async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_path: Path) -> None:
+    """The builder has no received keys to undo with, so the partition is built again from 0."""
+    other, store = OtherStream(), HeldStore()
+    store.released.set()
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope() as crash:
+            async with (
+                a_server(store, partitions=1) as server,
+                connect(server.url(BUCKET)) as client,
+            ):
+                for index in range(COUNT):
+                    await client.set(f"k{index}", "0", durability=Durability.PERSISTED)
+                builder, file = set_up(other, tmp_path, server.url(BUCKET))
+                nursery.start_soon(builder.run)
+                store.released = trio.Event()
+                await client.set("lost", "0")
+                await eventually(lambda: file.entry_count() == COUNT + 1, "it was read")
+                lost_history = file.mark(PARTITION).history_id
+                crash.cancel()
+        store = HeldStore(store.directory)
+        store.released.set()
+        async with (
+            a_server(store, partitions=1, port=server.port) as server,
+            connect(server.url(BUCKET)) as client,
+        ):
+            await client.set("k0", "1")
+            await eventually(
+                lambda: (
+                    file.mark(PARTITION).seq == COUNT + 1
+                    and file.mark(PARTITION).history_id != lost_history
+                ),
+                "it was read again",
+            )
+            assert not file.is_built
+            other.position = file.mark(PARTITION)
+            other.put(other.position)
+            await eventually(lambda: file.is_built, "it was built")
+        with file.view() as view:
+            result = view.scan(Selection(), COUNT + 2)
+        assert result.entries == [b"k%d" % index for index in range(COUNT)]
         file.close()

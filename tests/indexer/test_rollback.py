@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -12,11 +14,12 @@ from tests.indexer.kit import BUCKET, an_indexer, by_brute_force, define, scan, 
 from tests.indexer.test_oracle import World
 from tests.kit.process import eventually
 from tests.kit.server_group import running_servers
-from upr_protocol.client import WriteResult
+from upr_protocol.client import Event, RollbackConsumer, Undone, WriteResult
 from upr_protocol.client.operator import fail_over
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.ids import Durability
 from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import RequiredWrite
 
@@ -45,10 +48,39 @@ async def test_an_indexed_change_has_its_key_on_disk(tmp_path: Path) -> None:
         }
 
 
+@pytest.fixture
+def rollbacks_synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files whose rollbacks were synced before the stream asked for its next event: asking for
+    it forgets what was rolled back, and the machine may crash then."""
+    unsynced: set[IndexFile] = set()
+    synced: list[Path] = []
+    apply, sync, next_event = IndexFile.apply, IndexFile.sync, RollbackConsumer.__anext__
+
+    def apply_noted(file: IndexFile, batches: Sequence[Any], source: EntrySource) -> int:
+        if any(batch.is_rollback for batch, _ in batches):
+            unsynced.add(file)
+        return apply(file, batches, source)
+
+    def sync_noted(file: IndexFile) -> None:
+        sync(file)
+        if file in unsynced:
+            unsynced.remove(file)
+            synced.append(file.path)
+
+    async def next_event_noted(consumer: RollbackConsumer) -> Event | Undone:
+        assert not unsynced
+        return await next_event(consumer)
+
+    monkeypatch.setattr(IndexFile, "apply", apply_noted)
+    monkeypatch.setattr(IndexFile, "sync", sync_noted)
+    monkeypatch.setattr(RollbackConsumer, "__anext__", next_event_noted)
+    return synced
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("undo_mutations", [1000, 1])
 async def test_an_index_loses_what_the_server_lost(
-    tmp_path: Path, undo_mutations: int, restarts: bool
+    tmp_path: Path, undo_mutations: int, restarts: bool, rollbacks_synced: list[Path]
 ) -> None:
     world = World(0, tmp_path)
     world.undo_mutations = undo_mutations
@@ -77,6 +109,7 @@ async def test_an_index_loses_what_the_server_lost(
         assert await scan(world.indexer, "x/i", timeout_s=20) == expected
         assert not [key for key, _ in expected if key == ["lost"]]
         assert world.indexer.stream.rollbacks > 0
+        assert rollbacks_synced
         with pytest.raises(WriteLostError, match="a failover has undone it"):
             await scan(world.indexer, "x/i", consistency="at_least", written=as_written(answer))
 

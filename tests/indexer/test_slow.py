@@ -415,3 +415,27 @@ async def test_a_barrier_is_shared_by_scans_that_came_before_it_was_sent() -> No
         await trio.testing.wait_all_tasks_blocked()
         assert (sorted(done), sent) == (["a", "b", "c", "d"], 2)
         nursery.cancel_scope.cancel()
+
+
+async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
+    """Definitions ask so: a design document in a queue is not in the catalog yet."""
+    pool = MemoryPool(POOL_BYTES)
+    pipeline = Pipeline(pool, _work_at_once)
+    barriers = Barriers(trio.lowlevel.checkpoint, pipeline)
+    pipeline.put(_batch(pool, 0, 1000))
+    returned = trio.Event()
+
+    async def ask() -> None:
+        await barriers.wait()
+        returned.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(barriers.run)
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        assert barriers.sent == 1
+        assert not returned.is_set()
+        nursery.start_soon(pipeline.run)
+        await returned.wait()
+        assert pipeline.length == 0
+        nursery.cancel_scope.cancel()
