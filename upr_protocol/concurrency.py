@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self, TypeVar
@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 import trio
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 
 class Notifier:
@@ -108,3 +109,15 @@ def without_traceback(error: E) -> E:
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     return copy
+
+
+async def result_of(steps: Generator[None, None, T]) -> T:
+    """What `steps` return in the end. Others have their turn between the steps. Cancelled, the rest
+    of them is not done."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await trio.lowlevel.checkpoint()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Final
@@ -125,9 +125,14 @@ class Server:
         return await self.catalog.create_held(name, partition_count)
 
     def end_streams(
-        self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True
-    ) -> None:
-        self.connections.end_streams(bucket, partition, status, of_replicas=of_replicas)
+        self,
+        bucket: Bucket,
+        partitions: Container[PartitionId],
+        status: Status,
+        *,
+        of_replicas: bool = True,
+    ) -> Iterator[None]:
+        return self.connections.end_streams(bucket, partitions, status, of_replicas=of_replicas)
 
 
 @asynccontextmanager

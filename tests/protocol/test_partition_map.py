@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
 from upr_protocol.partition_map import (
+    STEP_PARTITIONS,
     Assignment,
     HistoryPoint,
     PartitionMap,
@@ -243,6 +244,14 @@ def test_the_largest_map_is_valid() -> None:
     document = largest.encode()
     assert PartitionMap.decode(document) == largest
     assert len(document) < 1024 * 1024
+
+
+def test_a_map_is_read_and_written_in_steps() -> None:
+    partition_map = map_of(*(Assignment(active="a"),) * (3 * STEP_PARTITIONS))
+    document = partition_map.encode()
+    assert len(list(partition_map.encode_in_steps())) == 3
+    # Each partition's text is read, and then checked; and the node's address is.
+    assert len(list(PartitionMap.decode_in_steps(document))) == 3 + len(partition_map.nodes) + 3
 
 
 def test_an_address_may_be_ipv6() -> None:

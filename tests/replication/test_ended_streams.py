@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from tests.kit.cluster import TestCluster, cluster
 from tests.kit.process import eventually
@@ -18,10 +20,15 @@ from upr_protocol.client import (
     connect,
     consume,
 )
+from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment
+from upr_protocol.session import ServerSession
+from upr_protocol.wire import Message, StreamReply
 from upr_server.engine import Partition
+from upr_server.net.streamer import STEP_STREAMS
+from upr_server.replication.local_server import streams_ended
 from upr_server.storage.chunk_log import StoredAnswer
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.records import PartitionRecord
@@ -145,7 +152,7 @@ async def test_a_replica_ends_its_streams_before_it_gives_data_of_a_new_history(
 async def test_a_replica_that_rolls_back_leaves_no_stream_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ends its streams before it takes anything back, and again those that began meanwhile."""
+    """It ends its streams before it takes anything back, and none begins meanwhile."""
     async with cluster(partitions=1) as group:
         await write(group, "a", "kept", 5)
         await group.quiet()
@@ -167,6 +174,14 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
             first = open_streams(group, "b")[CONSUMER]
             had_ended: list[bool] = []
             open_at_the_end: list[dict[str, int]] = []
+            refused: list[StreamReply] = []
+            send = ServerSession.send
+
+            def send_noted(session: ServerSession, message: Message) -> None:
+                if isinstance(message, StreamReply) and message.status is Status.WRONG_STATE:
+                    refused.append(message)
+                send(session, message)
+
             truncate_disk, truncate_memory = BucketDisk.truncate, Partition.truncate
 
             async def truncate_late(
@@ -176,14 +191,15 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
                 tokens: Sequence[StoredAnswer],
             ) -> list[int]:
                 had_ended.append(open_streams(group, "b").get(CONSUMER) != first)
-                # The consumer asks again in between, and has another stream.
-                await eventually(lambda: CONSUMER in open_streams(group, "b"), "it has a stream")
+                # The consumer asks again in between, and is refused.
+                await eventually(lambda: bool(refused), "it asked again")
                 return await truncate_disk(disk, partition, record, tokens)
 
             def truncate_noted(partition: Partition, seq: SeqNo) -> object:
                 open_at_the_end.append(open_streams(group, "b"))
                 return truncate_memory(partition, seq)
 
+            monkeypatch.setattr(ServerSession, "send", send_noted)
             monkeypatch.setattr(BucketDisk, "truncate", truncate_late)
             monkeypatch.setattr(Partition, "truncate", truncate_noted)
             await group.nodes["a"].kill()
@@ -199,4 +215,42 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
             assert open_at_the_end == [{}]
             assert follower.rollbacks == 1
             assert follower.keys == {b"later 0", *(b"kept %d" % index for index in range(5))}
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_map_ends_streams_in_steps_and_none_begins_meanwhile() -> None:
+    """The partitions change after the last step: until then what is sent is still true."""
+    async with cluster("a", partitions=3 * STEP_STREAMS) as group:
+        server = group.nodes["a"].server
+        assert server is not None
+        bucket = server.catalog.bucket("b")
+        async with (
+            consume(group.nodes["a"].url, identity=CONSUMER, by_map=False) as consumer,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(Follower().follow, consumer)
+            await eventually(lambda: CONSUMER in open_streams(group, "a"), "it has streams")
+
+            def streams() -> int:
+                return sum(len(each.session.streams) for each in server.connections.connections)
+
+            await eventually(lambda: streams() == len(bucket.partitions), "it has all streams")
+            partitions = bucket.partitions[1:]
+            left: list[int] = []
+            end_streams = server.end_streams
+
+            def end_noted(*args: Any, **options: Any) -> Iterator[None]:
+                for _ in end_streams(*args, **options):
+                    left.append(streams())
+                    yield
+
+            object.__setattr__(server, "end_streams", end_noted)
+            async with streams_ended(server, bucket, partitions, Status.STATE_CHANGED):
+                assert left[0] >= 2 * STEP_STREAMS
+                assert left == sorted(left, reverse=True)
+                assert streams() == 1
+                # The consumer asks again, and is refused.
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                assert streams() <= 1
+            await eventually(lambda: streams() == len(bucket.partitions), "it has them again")
             nursery.cancel_scope.cancel()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import trio
@@ -34,13 +34,14 @@ from tests.storage.test_store import BUCKET, create, some_write
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
-from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
+from upr_protocol.errors import Status
+from upr_protocol.ids import SEQ_MAX, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
 from upr_server.app import Server, running_server
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.config import ServerConfig
-from upr_server.engine import QUOTA_BYTES_MIN, FetchRequest
+from upr_server.engine import QUOTA_BYTES_MIN, Bucket, FetchRequest
 from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
@@ -52,6 +53,7 @@ from upr_server.net.step_writes import WOKEN_MAX, StepWrites
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
+from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 from upr_server.replication.node_connections import NodeConnections
 from upr_server.replication.replicator import Replicator
@@ -531,6 +533,31 @@ class _Nowhere:
 
 
 # The cluster.
+
+ENDED: Final = tries(streams_ended)
+
+
+class _ManyStreams:
+    """A server that ends streams in three steps."""
+
+    def end_streams(self, *_arguments: object) -> Iterator[None]:
+        yield from (None,) * 3
+
+
+async def test_streams_begin_again_when_what_ended_them_is_cancelled() -> None:
+    ids = count(1)
+    bucket = Bucket("b", new_history_id=lambda: HistoryId(next(ids)), partition_count=PARTITIONS)
+
+    async def work() -> None:
+        server = cast("LocalServer", _ManyStreams())
+        async with streams_ended(server, bucket, bucket.partitions, Status.STATE_CHANGED):
+            assert all(partition.begins_no_stream for partition in bucket.partitions)
+            await trio.lowlevel.checkpoint()
+
+    def look() -> None:
+        assert not any(partition.begins_no_stream for partition in bucket.partitions)
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*ENDED)
 
 
 def _map(server: Server) -> PartitionMap:

@@ -108,6 +108,8 @@ class Partition:
         replicas: What its replicas have reported.
         purge_seq: Tombstones at or below it may be gone.
         indexed_items: Keys that exist, as of `eviction.indexed`.
+        begins_no_stream: Whether its state or its failover log is about to change, and its streams
+            are being ended for that: none begins meanwhile.
     """
 
     __slots__ = (
@@ -115,6 +117,7 @@ class Partition:
         "_last_cas",
         "_lookup",
         "_on_update",
+        "begins_no_stream",
         "eviction",
         "failover_log",
         "id",
@@ -157,6 +160,7 @@ class Partition:
         self.replicas = ReplicaProgress()
         self.purge_seq = image.purge_seq
         self.indexed_items = image.items
+        self.begins_no_stream = False
 
     def __repr__(self) -> str:
         return f"<Partition {self.id}, {self.state.name.lower()}, at {self.high_seq}>"

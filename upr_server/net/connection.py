@@ -31,6 +31,7 @@ from upr_server.net.handlers.single_sets import apply_sets
 from upr_server.net.log_in import offered_mechanisms
 from upr_server.net.request_context import Handler, RequestContext, others_after_first
 from upr_server.net.resources import ServerResources
+from upr_server.net.streamer import streams_in_steps
 
 SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
@@ -493,7 +494,7 @@ class AcceptedConnection:
     def shut_down(self) -> Iterator[None]:
         """The server stops: every stream ends with that reason, some in each step, and then the
         session."""
-        yield from self.context.streamer.end_all(Status.SHUTTING_DOWN)
+        yield from streams_in_steps(self.context.streamer.end_each(Status.SHUTTING_DOWN))
         self.session.fail(Status.SHUTTING_DOWN, "the server is stopping")
         self.wake()
 

@@ -25,7 +25,7 @@ from upr_server.net.log_in import LogInExchange
 from upr_server.net.partition_request_queue import PartitionRequest
 from upr_server.net.replies import ReplyOrder
 from upr_server.net.resources import ServerResources
-from upr_server.net.streamer import Streamer
+from upr_server.net.streamer import Streamer, streams_in_steps
 from upr_server.storage.errors import StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -123,7 +123,7 @@ class RequestContext:
         streams end, some in each step."""
         self.credit.leave_bucket()
         self.bucket = self._disk = None
-        yield from self.streamer.end_all(Status.BUCKET_DELETED)
+        yield from streams_in_steps(self.streamer.end_each(Status.BUCKET_DELETED))
         self._wake()
 
     def end_revoked(self) -> Iterator[None]:
@@ -131,11 +131,12 @@ class RequestContext:
         step."""
         rights = self.access.rights
         if self.bucket is not None:
-            yield from self.streamer.end_where(
+            revoked = self.streamer.end_each(
                 Status.RIGHT_REVOKED,
                 of_consumers=Right.READ not in rights,
                 of_replicas=Right.REPLICATE not in rights,
             )
+            yield from streams_in_steps(revoked)
 
     # The bucket and the client.
 

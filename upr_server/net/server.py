@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Final
@@ -22,6 +22,7 @@ from upr_server.net.credit import CreditShares
 from upr_server.net.log_in import LogIns
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
+from upr_server.net.streamer import streams_in_steps
 from upr_server.runtime import AuditLog, Certificates
 from upr_server.user_store import UserStore
 
@@ -165,14 +166,26 @@ class ConnectionServer:
                 await stream.handshake()
 
     def end_streams(
-        self, bucket: Bucket, partition: PartitionId, status: Status, *, of_replicas: bool = True
-    ) -> None:
-        """Ends the streams of a partition with `status`; those of replicas if `of_replicas`."""
-        for connection in self.connections:
-            if connection.context.bucket is bucket:
-                if of_replicas or not connection.context.streamer.feeds_replica(partition):
-                    connection.context.streamer.end(partition, status)
-                connection.wake()
+        self,
+        bucket: Bucket,
+        partitions: Container[PartitionId],
+        status: Status,
+        *,
+        of_replicas: bool = True,
+    ) -> Iterator[None]:
+        """Ends the streams of some partitions with `status`, those of replicas if `of_replicas`. In
+        steps, between which others may have their turn."""
+
+        def streams() -> Iterator[None]:
+            for connection in list(self.connections):
+                if connection.context.bucket is bucket:
+                    yield from connection.context.streamer.end_each(
+                        status, partitions, of_replicas=of_replicas
+                    )
+                    connection.wake()
+                yield
+
+        return streams_in_steps(streams())
 
     def _leave_bucket(self, bucket: Bucket) -> Iterator[None]:
         # None can open it any more. Until its step comes, a connection goes on as before.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Final
 
 import attrs
@@ -91,6 +91,8 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
             Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
             f"the partition is {partition.state.name.lower()} here",
         )
+    if partition.begins_no_stream:
+        return _Refusal(Status.WRONG_STATE, "the partition's state or history is changing here")
     if not partition.failover_log.entries:
         return _Refusal(Status.SEQ_TOO_HIGH, "this replica has not heard of its active yet")
     # Within a lease no deletion was forgotten, wherever in it the client goes on.
@@ -106,6 +108,14 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
         except ServerError as error:
             return _Refusal(error.status, error.sentence, decision.seq)
     return decision
+
+
+def streams_in_steps(streams: Iterator[None]) -> Iterator[None]:
+    """Ends `STEP_STREAMS` of the streams that `streams` ends one by one in each step; others may
+    have their turn between the steps."""
+    for count, _ in enumerate(streams, 1):
+        if count % STEP_STREAMS == 0:
+            yield
 
 
 class Streamer:
@@ -215,18 +225,29 @@ class Streamer:
                     StreamEnd(partition=partition, opaque=stream.opaque, status=status)
                 )
 
-    def end_where(self, status: Status, *, of_consumers: bool, of_replicas: bool) -> Iterator[None]:
-        """Ends the streams of consumers, those of replicas, or both, and says why. In steps,
-        between which others may have their turn."""
-        for count, partition in enumerate(list(self._streams), 1):
-            if of_replicas if self.feeds_replica(partition) else of_consumers:
-                self.end(partition, status)
-            if count % STEP_STREAMS == 0:
-                yield
+    def end_each(
+        self,
+        status: Status,
+        partitions: Container[PartitionId] | None = None,
+        *,
+        of_consumers: bool = True,
+        of_replicas: bool = True,
+    ) -> Iterator[None]:
+        """Ends the streams of consumers, those of replicas, or both, and says why. Yields after
+        each stream: give it to `streams_in_steps`.
 
-    def end_all(self, status: Status) -> Iterator[None]:
-        """Ends every stream and says why. In steps, between which others may have their turn."""
-        return self.end_where(status, of_consumers=True, of_replicas=True)
+        Args:
+            status: Why.
+            partitions: The partitions whose streams end; None for all.
+            of_consumers: Whether those of consumers end.
+            of_replicas: Whether those of replicas end.
+        """
+        for partition in list(self._streams):
+            if (partitions is None or partition in partitions) and (
+                of_replicas if self.feeds_replica(partition) else of_consumers
+            ):
+                self.end(partition, status)
+            yield
 
     def close(self) -> None:
         """Closes every reader; the connection is over."""

@@ -16,6 +16,7 @@ from typing import Final
 import structlog
 import trio
 
+from upr_protocol.concurrency import result_of
 from upr_protocol.errors import Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState
@@ -23,7 +24,7 @@ from upr_protocol.partition_map import PartitionMap
 from upr_server.engine import Partition
 from upr_server.replication import roles
 from upr_server.replication.bucket_replicators import BucketReplicators
-from upr_server.replication.local_server import LocalServer
+from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.roles import ReplicationSource, RoleChange
 from upr_server.runtime import System
 from upr_server.storage.calls import PutPartitionMap
@@ -33,6 +34,9 @@ from upr_server.storage.records import PartitionRecord
 
 PERSIST_S: Final = 10.0
 """How long a partition that hands over may take to be on disk; it takes no writes meanwhile."""
+
+STEP_PARTITIONS: Final = 64
+"""Partitions that one step changes: below 2 ms."""
 
 log = structlog.get_logger(__name__)
 
@@ -129,9 +133,11 @@ class ClusteredBucket:
             for partition, since in self.suspects.items()
             if roles.is_still_suspect(new.partitions[partition], self._node, since)
         }
-        for change in changes:
-            self._carry_out(change, was_active=change.partition in demoted)
-        self.follow()
+        await self._change(changes)
+        await trio.lowlevel.checkpoint()
+        if self._server.disk_of(new.bucket) is self.disk:
+            # It was not deleted meanwhile.
+            self.follow()
         counts = {state.name.lower(): 0 for state in PartitionState}
         for state in states.values():
             counts[state.name.lower()] += 1
@@ -151,28 +157,28 @@ class ClusteredBucket:
         # must not take it back.
         await self._persist(list(demoted))
         is_confirming = not self.is_confirmed and new.revision == self.map.revision
-        changes = [
-            RoleChange(
+        changes: list[RoleChange] = []
+        for count, (partition, state) in enumerate(states.items(), 1):
+            failover_log = roles.failover_log_in(
                 partition,
                 state,
-                roles.failover_log_in(
-                    partition,
-                    state,
-                    new.partitions[partition.id],
-                    is_confirming=is_confirming,
-                    is_clean=self.is_clean,
-                    new_history_id=self._system.new_id,
-                ),
+                new.partitions[partition.id],
+                is_confirming=is_confirming,
+                is_clean=self.is_clean,
+                new_history_id=self._system.new_id,
             )
-            for partition, state in states.items()
-        ]
+            changes.append(RoleChange(partition, state, failover_log))
+            if count % STEP_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
         # Of a demoted partition the state here is PENDING already, and the disk's is still ACTIVE.
         changes = [
             change for change in changes if change.ends_streams or change.partition in demoted
         ]
         # One commit: after a crash the disk has the map and all of its records, or none of them.
         records = [(change.partition.id, _record_of(change)) for change in changes]
-        await self.disk.store.ask(PutPartitionMap(new.bucket, new.encode(), records))
+        await trio.lowlevel.checkpoint()
+        document = await result_of(new.encode_in_steps())
+        await self.disk.store.ask(PutPartitionMap(new.bucket, document, records))
         return changes
 
     async def _persist(self, partitions: list[Partition]) -> None:
@@ -186,21 +192,30 @@ class ClusteredBucket:
             f"{PERSIST_S:.0f} s: {self.disk.flusher.full or 'the disk is slow'}; repeat the command"
         )
 
-    def _carry_out(self, change: RoleChange, *, was_active: bool) -> None:
+    async def _change(self, changes: list[RoleChange]) -> None:
+        """Has the partitions change, in steps. No stream goes on after its partition's change."""
+        bucket, status = self.disk.bucket, Status.STATE_CHANGED
+        changing = [change.partition for change in changes if change.ends_streams]
+        # Replicas follow a node that hands over to the end. But a consumer's barrier would come
+        # back from here without anything that the next active has taken in by then. Streams of
+        # consumers do not begin there: the partition is pending already.
+        handed_over = {change.partition.id for change in changes if not change.ends_streams}
+        if handed_over:
+            for _ in self._server.end_streams(bucket, handed_over, status, of_replicas=False):
+                await trio.lowlevel.checkpoint()
+        async with streams_ended(self._server, bucket, changing, status):
+            for count, change in enumerate(changes, 1):
+                self._carry_out(change)
+                if count % STEP_PARTITIONS == 0:
+                    await trio.lowlevel.checkpoint()
+
+    def _carry_out(self, change: RoleChange) -> None:
         partition, state = change.partition, change.state
-        hands_over = was_active and state is PartitionState.PENDING
-        ends_streams = change.ends_streams
         has_new_history = change.failover_log != partition.failover_log
         partition.become(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             # Such a partition keeps nothing in memory: it stands where its disk stands.
             partition.restart_at(partition.manager.persistence.committed)
-        if ends_streams or hands_over:
-            # Replicas follow a node that hands over to the end. But a consumer's barrier would come
-            # back from here without anything that the next active has taken in by then.
-            self._server.end_streams(
-                self.disk.bucket, partition.id, Status.STATE_CHANGED, of_replicas=not hands_over
-            )
         if state is PartitionState.ACTIVE:
             # A replica leaves its newest mutations out of the index, so that they can be undone;
             # until they are in it, they can neither be read by key nor expire.

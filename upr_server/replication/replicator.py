@@ -25,9 +25,10 @@ from upr_protocol.client import (
 )
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition, unpack
-from upr_server.replication.local_server import LocalServer
+from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.roles import ReplicationSource
 from upr_server.runtime import System
@@ -49,6 +50,9 @@ RECONNECT_S: Final = 5.0
 
 REPLICATION_RETRY_S: Final = 0.5
 """The wait before that, and between attempts to write to a full disk."""
+
+STEP_PARTITIONS: Final = 64
+"""Partitions that one step moves to what was committed."""
 
 log = structlog.get_logger(__name__)
 
@@ -288,11 +292,9 @@ class Replicator:
                 return
             # Whoever stops this waits for the commit: to receive its data again would be wasted.
             with trio.CancelScope(shield=True):
-                is_written = await self._put(writes)
-            if is_written:
-                self._commits += 1
-                for write in writes:
-                    self._committed(write)
+                if await self._put(writes):
+                    self._commits += 1
+                    await self._take_over(writes)
         self._written.notify()
         self._disk.has_committed()
 
@@ -334,18 +336,32 @@ class Replicator:
             await trio.sleep(REPLICATION_RETRY_S)
         return False
 
-    def _committed(self, write: PartitionWrite) -> None:
+    async def _take_over(self, writes: list[PartitionWrite]) -> None:
+        """Has the partitions in memory stand where the disk stands now, in steps."""
+        # Logs that come meanwhile are written and taken over by the next commit.
+        logs = [self._received[PartitionId(write.partition)].log for write in writes]
+        partitions = [self._partition(PartitionId(write.partition)) for write in writes]
+        changing = [
+            partition
+            for partition, failover_log in zip(partitions, logs, strict=True)
+            if partition.failover_log != failover_log
+        ]
+        # A consumer of this node must hear of the new log before any data of it.
+        async with streams_ended(self._server, self._disk.bucket, changing, Status.ROLLBACK_NEEDED):
+            for count, (write, failover_log) in enumerate(zip(writes, logs, strict=True), 1):
+                self._committed(write, failover_log)
+                if count % STEP_PARTITIONS == 0:
+                    await trio.lowlevel.checkpoint()
+
+    def _committed(self, write: PartitionWrite, failover_log: FailoverLog) -> None:
         partition_id = PartitionId(write.partition)
         partition = self._partition(partition_id)
         self._on_disk[partition_id] = write.record
         move_to_record(partition, write.record)
         partition.notify_update(write.chunks)
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
-        failover_log = self._received[partition_id].log
         if partition.failover_log != failover_log:
             partition.become(partition.state, failover_log)
-            # A consumer of this node must hear of the new log before any data of it.
-            self._server.end_streams(self._disk.bucket, partition_id, Status.ROLLBACK_NEEDED)
         self._report(partition_id)
 
     # Rolling back.
@@ -366,8 +382,11 @@ class Replicator:
         disk, received = self._disk, self._received[partition_id]
         bucket, partition = disk.bucket, self._partition(partition_id)
         with trio.CancelScope(shield=True):
-            self._server.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
-            async with disk.maintenance.paused(), self._commit_lock:
+            async with (
+                disk.maintenance.paused(),
+                self._commit_lock,
+                streams_ended(self._server, bucket, [partition], Status.ROLLBACK_NEEDED),
+            ):
                 seq_before = received.received
                 snapshot_end = await disk.store.ask(
                     FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.eviction.indexed)
@@ -383,8 +402,6 @@ class Replicator:
                 if self._is_gone:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
                 broken_leases = await disk.truncate(partition_id, record, tokens)
-                # A consumer that began to read meanwhile may have received what is undone now.
-                self._server.end_streams(bucket, partition_id, Status.ROLLBACK_NEEDED)
                 disk.leases.mark_broken(broken_leases)
                 partition.truncate(seq)
                 received.truncate(seq)

@@ -100,10 +100,10 @@ def keep_streams_after_promotion() -> Iterator[None]:
     end_streams: Any = ConnectionServer.end_streams
 
     def end_some(
-        self: ConnectionServer, bucket: Any, partition: Any, status: Status, **options: Any
-    ) -> None:
+        self: ConnectionServer, bucket: Any, partitions: Any, status: Status, **options: Any
+    ) -> Iterator[None]:
         if status is not Status.STATE_CHANGED:
-            end_streams(self, bucket, partition, status, **options)
+            yield from end_streams(self, bucket, partitions, status, **options)
 
     with replaced(ConnectionServer, "end_streams", end_some):
         yield

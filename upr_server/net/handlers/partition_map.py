@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
+
+from upr_protocol.concurrency import result_of
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
-from upr_server.net.request_context import RequestContext
+from upr_server.net.request_context import RequestContext, others_after_first
 
 
-def get_map(context: RequestContext, request: GetMap) -> None:
+def get_map(context: RequestContext, request: GetMap) -> Iterator[None] | None:
     """Tells the map of a bucket."""
     if request.bucket:
         context.catalog.bucket(request.bucket)
-    _reply(context, request, context.partition_maps.map_of(request.bucket))
+    partition_map = context.partition_maps.map_of(request.bucket)
+    return others_after_first(_reply(context, request, partition_map))
 
 
 def set_map(context: RequestContext, request: SetMap) -> None:
@@ -19,7 +23,7 @@ def set_map(context: RequestContext, request: SetMap) -> None:
 
     async def apply() -> None:
         new_map = await context.partition_maps.set_map(request.expected_revision, request.document)
-        _reply(context, request, new_map)
+        await result_of(_reply(context, request, new_map))
 
     context.reply_in_order(request, apply)
 
@@ -29,15 +33,15 @@ def join(context: RequestContext, request: Join) -> None:
 
     async def apply() -> None:
         new_map = await context.partition_maps.join(request.bucket, request.address)
-        _reply(context, request, new_map)
+        await result_of(_reply(context, request, new_map))
 
     context.reply_in_order(request, apply)
 
 
 def _reply(
     context: RequestContext, request: GetMap | SetMap | Join, partition_map: PartitionMap | None
-) -> None:
+) -> Generator[None, None, None]:
     revision, document = 0, ""
     if partition_map is not None:
-        revision, document = partition_map.revision, partition_map.encode()
+        revision, document = partition_map.revision, (yield from partition_map.encode_in_steps())
     context.send(MapReply(revision, document, context.partition_maps.node, opaque=request.opaque))
