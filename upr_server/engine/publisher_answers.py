@@ -95,12 +95,14 @@ class _Change(msgspec.Struct, eq=False, gc=False):
 
 
 class _WriterAnswers:
-    """One writer's answers by counter, the newest last; and the highest attempt seen."""
+    """One writer's answers by counter, the newest last; its newest counter, and the highest attempt
+    seen."""
 
-    __slots__ = ("attempt", "by_counter", "nbytes")
+    __slots__ = ("attempt", "by_counter", "nbytes", "newest_counter")
 
     def __init__(self) -> None:
         self.attempt = 0
+        self.newest_counter = 0
         self.by_counter: dict[int, _Change] = {}
         self.nbytes = 0
 
@@ -147,7 +149,7 @@ class PublisherAnswers:
         remembered = answers.by_counter.get(token.counter)
         if remembered is not None:
             return remembered.answer, False
-        return None, token.counter <= next(reversed(answers.by_counter))
+        return None, token.counter <= answers.newest_counter
 
     def is_certainly_new(self, token: WriterToken, attempt: int) -> bool:
         """Whether the batch is new for certain: a quick yes for most batches. False means that the
@@ -156,7 +158,7 @@ class PublisherAnswers:
             return False
         answers = self._writers.get(token.writer)
         return answers is None or (
-            attempt >= answers.attempt and token.counter > next(reversed(answers.by_counter))
+            token.counter > answers.newest_counter and attempt >= answers.attempt
         )
 
     def attempt(self, writer: bytes) -> int:
@@ -169,7 +171,7 @@ class PublisherAnswers:
         answers = self._writers.get(writer)
         if answers is None:
             return None
-        newest = next(reversed(answers.by_counter.values()))
+        newest = answers.by_counter[answers.newest_counter]
         assert newest.answer is not None
         return newest.token, newest.answer
 
@@ -248,28 +250,32 @@ class PublisherAnswers:
             high: The partition's high number with the batch.
             attempt: Which run of the writer's task sent it.
         """
+        # Runs once a batch, for most with one answer: calls would take most of its time.
         nbytes = ANSWER_BYTES + len(answer)
-        answers = self._writers.get(token.writer)
+        writer, counter = token.writer, token.counter
+        writers, unsaved = self._writers, self._unsaved
+        answers = writers.get(writer)
         if answers is None:
-            answers = self._add_writer(token.writer, high)
-        else:
-            self._writers.move_to_end(token.writer)
+            answers = self._add_writer(writer, high)
+        elif len(writers) > 1:
+            writers.move_to_end(writer)
         answers.attempt = max(answers.attempt, attempt)
         change = _Change(token, answer, high, nbytes)
-        by_counter = answers.by_counter
-        by_counter[token.counter] = change
+        by_counter, order = answers.by_counter, self._order
+        by_counter[counter] = change
+        answers.newest_counter = counter
         answers.nbytes += nbytes
         self._answer_count += 1
-        self._order.append(change)
+        order.append(change)
         # Forgotten answers stay in the order until they are more than half of it. To take each out
         # at once would be a search, and this way an answer costs O(1) in all.
-        if len(self._order) > 2 * self._answer_count + ORDER_SLACK:
-            self._order = [change for change in self._order if not change.is_forgotten]
-        if self._unsaved is not None:
-            self._unsaved[change] = None
-            self._count(nbytes + UNSAVED_BYTES)
-        else:
-            self._count(nbytes)
+        if len(order) > 2 * self._answer_count + ORDER_SLACK:
+            self._order = [change for change in order if not change.is_forgotten]
+        if unsaved is not None:
+            unsaved[change] = None
+            nbytes += UNSAVED_BYTES
+        self._nbytes += nbytes
+        self._memory.writers += nbytes
         while len(by_counter) > BATCHES_MAX or (
             answers.nbytes > ANSWERS_BYTES_MAX and len(by_counter) > 1
         ):
@@ -353,7 +359,9 @@ class PublisherAnswers:
             answers.nbytes -= nbytes
             self._answer_count -= 1
             self._count(-nbytes)
-            if not answers.by_counter:
+            if answers.by_counter:
+                answers.newest_counter = next(reversed(answers.by_counter))
+            else:
                 del self._writers[writer]
                 self._count(-WRITER_OVERHEAD_BYTES)
         del self._order[first:]
@@ -381,6 +389,7 @@ class PublisherAnswers:
             counters = list(answers.by_counter)
             assert 0 < len(counters) <= BATCHES_MAX
             assert sorted(counters) == counters, "counters rise"
+            assert answers.newest_counter == counters[-1]
             sizes = [change.nbytes for change in answers.by_counter.values()]
             assert sum(sizes) == answers.nbytes
             assert answers.nbytes <= ANSWERS_BYTES_MAX or len(sizes) == 1

@@ -19,12 +19,14 @@ from tests.engine.helpers import (
 )
 from tests.engine.helpers import chunks as all_chunks
 from upr_kernel import gather
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import batch_of
 from upr_server.engine.snapshots.document_arrays import (
-    PART_ROWS_MIN,
+    PART_BYTES,
     ROW_BYTES,
+    SMALL_PART_ROWS,
+    SMALL_PARTS_MAX,
     FillingArray,
     NumberedArray,
     PublishedArray,
@@ -143,6 +145,7 @@ def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
 ) -> None:
     """Counters take the numbers between two runs."""
     array, expected, seq, nbytes = FillingArray(SeqNo(1)), [], 1, 0
+    can_pop = False
     for is_chunk, count, gap in runs:
         rows = [row(seq + n, b"k%d" % (seq + n), b"v" * n) for n in range(count)]
         if is_chunk:
@@ -150,6 +153,7 @@ def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
             nbytes += array.extend(chunk, 0, count, SeqNo(seq), Cas(seq + 100))
         else:
             nbytes += sum(array.append(single) for single in rows)
+        can_pop = not is_chunk or (can_pop and count < SMALL_PART_ROWS)
         expected += rows
         seq += count + gap
     array.check_invariants()
@@ -165,9 +169,7 @@ def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
     assert (whole.start, whole.end, list(whole)) == (0, seq, expected)
     if data.draw(st.booleans()):
         popped = array.pop()
-        assert popped == (
-            None if runs[-1][0] and runs[-1][1] >= PART_ROWS_MIN else nbytes - array.nbytes
-        )
+        assert popped == (nbytes - array.nbytes if can_pop else None)
         if popped is not None:
             del expected[-1]
         if not expected:
@@ -187,6 +189,24 @@ def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
         assert list(Chunk(gather(kind.rows(after, through), after, through))) == [
             mutation for mutation in live_mutations if after < mutation.seq <= through
         ]
+
+
+def test_small_parts_side_by_side_are_joined() -> None:
+    array, expected, nbytes = FillingArray(SeqNo(1)), list[Mutation](), 0
+    counts = [SMALL_PART_ROWS, *[1, 2] * (SMALL_PARTS_MAX - 1), SMALL_PART_ROWS, 1]
+    for count in counts:
+        seq = 1 + 2 * len(expected)
+        rows = [row(seq + n, b"k%d" % (seq + n)) for n in range(count)]
+        chunk = Chunk.build([Mutation(r.op, r.key, r.value, flags=3, expiry=4) for r in rows])
+        nbytes += array.extend(chunk, 0, count, SeqNo(seq), Cas(seq + 100))
+        expected += rows
+    assert array.nbytes == nbytes
+    separate_bytes = sum(PART_BYTES + encoded_bytes(count, count, count) for count in counts)
+    assert nbytes < 0.7 * separate_bytes, "half of the small parts are joined"
+    array.check_invariants()
+    assert [array.mutation(index) for index in range(len(expected))] == expected
+    assert [array.index(mutation.seq) for mutation in expected] == list(range(len(expected)))
+    assert list(array.sealed().whole(SeqNo(0), expected[-1].seq)) == expected
 
 
 # The window.
@@ -225,6 +245,8 @@ def test_the_tail_is_replaced_in_place() -> None:
     partition = new_partition()
     put(partition, b"a")
     send(partition, request(Operation.SET, b"b", b"1", expiry=5000))
+    # A plain `SET` stands in a part, where nothing is replaced: it is skipped.
+    send(partition, request(Operation.APPEND, b"b", b""))
     size = partition.snapshots.open.nbytes
     for index in range(50):
         send(
