@@ -564,6 +564,10 @@ async def _open_node(server: Server, folder: Path) -> None:
             await connection.wait_ended()
 
 
+async def _wants_log_in(server: Server, folder: Path) -> None:
+    assert not await NodeClient(Address.parse(server.url("b"))).wants_log_in()
+
+
 async def _set_map(server: Server, folder: Path) -> None:
     node = NodeClient(Address.parse(server.url("b")))
     current = server.partition_maps.map_of("b")
@@ -592,6 +596,7 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _open_node: (
         *(open_node, NodeConnection.status, NodeConnection.users, NodeConnection.wait_ended),
     ),
+    _wants_log_in: (NodeClient.wants_log_in,),
     _set_map: (NodeClient.set_map,),
     _join: (NodeClient.join,),
 }

@@ -32,6 +32,7 @@ from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 from upr_server.indexer import app, scanner, server_progress
 from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
+from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.pool import PIECE_BYTES, SCAN_BYTES
 from upr_server.indexer.query import Query
@@ -257,7 +258,7 @@ class Reader:
     """
 
     def __init__(self, indexer: Indexer, query: Any) -> None:
-        self._application = application(indexer)
+        self._application = application(indexer, HttpAccess(indexer.address))
         self._query = json.dumps(query).encode()
         self.body = b""
         self.pieces = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import signal
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from itertools import count
@@ -33,8 +34,10 @@ from tests.kit import async_names
 from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.memory_network import HOST, MemoryNetwork, check, node
 from tests.kit.process import eventually
-from upr_protocol.client import connect
+from tests.server.test_log_in import USERS
+from upr_protocol.client import Address, connect
 from upr_protocol.ids import Durability
+from upr_protocol.users import Right
 from upr_server.app import Server
 from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.app import serve, serving
@@ -43,6 +46,7 @@ from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.overlay import Overlay
@@ -344,6 +348,28 @@ async def test_over_http(
                 await trio.lowlevel.checkpoint()
 
         (await cancelled_at_each_step(work, then=work)).check_inside(*SERVING)
+
+
+ACCESS: Final = tries(HttpAccess.check)
+
+
+async def test_who_may_ask(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    server.users.users = USERS
+    server.connections.resources.log_ins.failure_delay_s = 0.01
+    header = "Basic " + b64encode(b"bob:pencil").decode()
+    open_before = network.open
+
+    async def work() -> None:
+        access = HttpAccess(Address.parse(server.url(BUCKET)))
+        await access.check(Right.READ, header, "10.0.0.9:1")
+
+    def look() -> None:
+        check(server)
+        assert network.open == open_before
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*ACCESS)
 
 
 SIGNALS: Final = tries(serve)

@@ -213,13 +213,16 @@ TLS: Final = {"tls_certificate": "indexer.pem", "tls_client_ca": "ca.pem"}
         (TLS, True),
         ({**TLS, "tls_client_certificates": "optional"}, False),
         ({"insecure_no_authentication": True}, True),
+        # Who logs in follows a server with users, and asks for them, over an encrypted link.
+        ({"tls_certificate": "indexer.pem", "user": "bob"}, True),
+        ({"user": "bob"}, False),
     ],
 )
 def test_where_others_reach_it_an_indexer_keeps_strangers_away(
     listen: str, settings: dict[str, Any], is_safe: bool
 ) -> None:
-    load(listen="127.0.0.1:0", **settings).check_exposure()
-    config = load(listen=listen, **settings)
+    IndexerConfig(URL, listen="127.0.0.1:0", **settings).check_exposure()
+    config = IndexerConfig(URL, listen=listen, **settings)
     if is_safe:
         config.check_exposure()
     else:

@@ -39,13 +39,8 @@ from upr_protocol.wire import (
 )
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
-from upr_server.net.log_in import (
-    FAILURE_DELAY_S,
-    FAILURES_MAX,
-    HOSTS_MAX,
-    FailedLogIns,
-    _network,
-)
+from upr_server.runtime import FAILURE_DELAY_S, FAILURES_MAX, FailedLogIns, network_of
+from upr_server.runtime.failed_log_ins import HOSTS_MAX
 from upr_server.storage.simulated import SimulatedStore
 
 RIGHTS: Final = tuple(Grant(right, "*") for right in Right)
@@ -463,7 +458,7 @@ def test_hosts_that_failed_take_bounded_memory() -> None:
     ],
 )
 def test_whose_failures_count_together(peer: str, network: str) -> None:
-    assert _network(peer) == network
+    assert network_of(peer) == network
 
 
 async def test_who_does_not_log_in_is_let_go(autojump_clock: MockClock) -> None:

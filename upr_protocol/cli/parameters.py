@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from upr_protocol.cli.security_options import SecurityCommand, log_in_options, security_of
+from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.client import Address, AddressError
 from upr_protocol.ids import Durability
 from upr_protocol.limits import PARTITIONS_MAX
@@ -26,10 +26,6 @@ URL_VARIABLE: Final = "UPR_URL"
 class TargetCommand(SecurityCommand):
     """A command whose first argument, `target`, may be left out where `UPR_URL` is set; with the
     options of encrypted connections and of the log-in."""
-
-    def __init__(self, *args: Any, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
-        self.params += log_in_options()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Inserts the URL from the environment when the command line has none."""

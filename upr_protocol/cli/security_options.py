@@ -87,11 +87,11 @@ def log_in_options() -> list[click.Option]:
 
 
 class SecurityCommand(click.Command):
-    """A command with the options of encrypted connections."""
+    """A command with the options of encrypted connections and of the log-in."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.params += security_options()
+        self.params += security_options() + log_in_options()
 
 
 def security_of(ctx: click.Context) -> Security:

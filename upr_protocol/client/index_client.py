@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import http.client
 import ssl
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from upr_protocol.client.core.results import WriteResult
+from upr_protocol.client.credentials import with_password
 from upr_protocol.errors import BrokenError, UprError
-from upr_protocol.security import UNPROTECTED, Security, TlsSettings
+from upr_protocol.security import UNPROTECTED, Credentials, Security, TlsSettings
 from upr_protocol.transport import client_context, explained
 
 T = TypeVar("T")
@@ -41,7 +44,8 @@ class IndexerError(UprError):
     """The indexer refused or failed.
 
     Attributes:
-        code: The reason as a word: `bad_definition`, `bad_query`, `no_index`, `building`,
+        code: The reason as a word: `log_in_needed`, `not_allowed`, `too_many_log_ins`,
+            `bad_definition`, `bad_query`, `no_index`, `building`,
             `overloaded`, `not_fresh`, `write_lost`, `moment_gone`, `failed`, `server_failed`.
         place: Where the mistake is in the request; empty if there is none.
         retry_after_s: After how long to ask again; 0 if that does not help.
@@ -177,10 +181,12 @@ class IndexClient:
     Args:
         url: For instance `http://127.0.0.1:12080`, or `https://…`.
         security: For `https://`, which certificates count; by default those whose authorities the
-            system trusts.
+            system trusts. Its credentials are sent with each request; a file with the password is
+            read at each new connection.
 
     Raises:
-        ValueError: The URL is malformed, or not encrypted though there are TLS settings.
+        ValueError: The URL is malformed, or not encrypted though there are TLS settings, or though
+            a password would go to another machine; or the user's name has a colon.
         TlsError: A file that `security` names cannot be used.
     """
 
@@ -199,7 +205,17 @@ class IndexClient:
                 f"{url!r} is not encrypted: an indexer that shows a certificate has a URL that "
                 "begins with https://"
             )
+        credentials = security.credentials
+        if credentials is not None and parts.scheme == "http" and not _is_loopback(parts.hostname):
+            raise ValueError(
+                f"{url!r} is not encrypted, and whoever listens would read the password: give the "
+                "indexer a certificate, and write https://"
+            )
+        if credentials is not None and ":" in credentials.user:
+            raise ValueError(f"HTTP has no users with a colon in their name: {credentials.user!r}")
         self.url = url
+        self._credentials = credentials
+        self._headers: dict[str, str] = {}
         host, port = parts.hostname, parts.port or PORT_DEFAULT
         self._connection = (
             http.client.HTTPConnection(host, port)
@@ -283,6 +299,7 @@ class IndexClient:
         Raises:
             IndexerError: The indexer refused or failed; the code says why.
             BrokenError: The indexer cannot be reached, or did not answer.
+            CredentialsError: The password is not to be had.
         """
         query = {
             "descending": descending,
@@ -472,13 +489,30 @@ class IndexClient:
 
     def _exchange(self, method: str, path: str, body: bytes) -> bytes:
         connection = self._connection
+        if connection.sock is None:
+            self._headers = _authorization(with_password(self._credentials))
         headers = {"Content-Type": "application/json"} if body else {}
+        headers |= self._headers
         connection.request(method, path, body or None, headers)
         response = connection.getresponse()
         data = response.read()
         if response.status >= 400:
             raise _failure(response.status, data)
         return data
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _authorization(credentials: Credentials | None) -> dict[str, str]:
+    if credentials is None:
+        return {}
+    pair = f"{credentials.user}:{credentials.password}".encode()
+    return {"Authorization": f"Basic {b64encode(pair).decode()}"}
 
 
 def _path(name: str) -> str:

@@ -15,9 +15,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from upr_protocol.errors import UprError
+from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.users import Right
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.http_access import (
+    HttpAccess,
+    LogInNeededError,
+    NotAllowedError,
+    TooManyLogInsError,
+)
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.openapi import Failure, Failures, openapi
@@ -30,6 +37,9 @@ BODY_BYTES_MAX: Final = 1024 * 1024
 """The largest body of a request: design documents and queries are small."""
 
 _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
+    (LogInNeededError, 401, "log_in_needed"),
+    (NotAllowedError, 403, "not_allowed"),
+    (TooManyLogInsError, 429, "too_many_log_ins"),
     (DefinitionError, 400, "bad_definition"),
     (QueryError, 400, "bad_query"),
     (NoIndexError, 404, "no_index"),
@@ -55,8 +65,13 @@ def _failure(error: UprError) -> Response:
     if isinstance(error, _TooLongError):
         return _json(Failures(Failure("too_long", str(error))), 413)
     status, code = next((s, c) for kind, s, c in _STATUSES if isinstance(error, kind))
+    if isinstance(error, ServerError) and error.status is Status.NOT_ALLOWED:
+        # The server checks who writes a definition.
+        status, code = 403, "not_allowed"
     retry_after_s: float = getattr(error, "retry_after_s", 0.0)
-    headers = {"Retry-After": f"{retry_after_s:.0f}"} if retry_after_s else None
+    headers = {"Retry-After": f"{retry_after_s:.0f}"} if retry_after_s else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = 'Basic realm="upr-indexer", charset="UTF-8"'
     place = getattr(error, "place", "")
     return _json(Failures(Failure(code, str(error), place, retry_after_s)), status, headers)
 
@@ -82,6 +97,22 @@ def _answering(
             return _failure(UprError("; ".join(str(reason) for reason in group.exceptions)))
 
     return answer
+
+
+def _guarded(
+    handler: Callable[[Request], Awaitable[ResponseT]], access: HttpAccess, needed: Right | None
+) -> Callable[[Request], Awaitable[ResponseT | Response]]:
+    """Calls a handler for those who have a right, or for everybody; the handler then has the bucket
+    with the credentials of the request's user as `request.state.bucket`."""
+
+    async def checked(request: Request) -> ResponseT:
+        if needed is not None:
+            host, port = request.client or ("", 0)
+            authorization = request.headers.get("authorization", "")
+            request.state.bucket = await access.check(needed, authorization, f"{host}:{port}")
+        return await handler(request)
+
+    return _answering(checked)
 
 
 async def _body(request: Request) -> bytes:
@@ -110,11 +141,12 @@ class _Handlers:
         return _json({"designs": indexes, "mistakes": dict(self._definitions.mistakes)})
 
     async def create(self, request: Request) -> Response:
-        design = await self._definitions.create(request.path_params["design"], await _body(request))
+        name, text = request.path_params["design"], await _body(request)
+        design = await self._definitions.create(name, text, request.state.bucket)
         return _json(design)
 
     async def drop(self, request: Request) -> Response:
-        await self._definitions.drop(request.path_params["design"])
+        await self._definitions.drop(request.path_params["design"], request.state.bucket)
         return Response(status_code=204)
 
     async def indexes(self, _request: Request) -> Response:
@@ -139,12 +171,14 @@ class _Handlers:
 class _Scan:
     """Scans, as an ASGI application: a scan holds its memory until its answer is sent."""
 
-    def __init__(self, scanner: Scanner) -> None:
+    def __init__(self, scanner: Scanner, access: HttpAccess) -> None:
         self._scanner = scanner
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        response = await _answering(partial(self._scan, send=send))(request)
+        scan = _guarded(partial(self._scan, send=send), self._access, Right.READ)
+        response = await scan(request)
         if response is not None:
             await response(scope, receive, send)
 
@@ -169,21 +203,32 @@ def _name(request: Request) -> IndexName:
     return IndexName(parts["design"], parts["index"])
 
 
-def application(indexer: Indexer) -> Starlette:
-    """The API of `indexer` as an ASGI application."""
+def application(indexer: Indexer, access: HttpAccess) -> Starlette:
+    """The API of `indexer` as an ASGI application.
+
+    Args:
+        indexer: What answers.
+        access: Says who may ask for what.
+    """
     handlers = _Handlers(indexer)
+
+    def route(
+        method: str, path: str, needed: Right | None, handler: Callable[[Request], Any]
+    ) -> Route:
+        return Route(path, _guarded(handler, access, needed), methods=[method])
+
     # A name with a slash has no index; it is refused with a sentence, as it matches a route.
-    index = "/v1/indexes/{design}/{index:path}"
+    design, index = "/v1/designs/{design:path}", "/v1/indexes/{design}/{index:path}"
     return Starlette(
         routes=[
-            Route("/openapi.json", _answering(handlers.openapi), methods=["GET"]),
-            Route("/v1/status", _answering(handlers.status), methods=["GET"]),
-            Route("/v1/designs", _answering(handlers.designs), methods=["GET"]),
-            Route("/v1/designs/{design:path}", _answering(handlers.create), methods=["PUT"]),
-            Route("/v1/designs/{design:path}", _answering(handlers.drop), methods=["DELETE"]),
-            Route("/v1/indexes", _answering(handlers.indexes), methods=["GET"]),
-            Route(index, _answering(handlers.index), methods=["GET"]),
-            Route("/v1/moments/{moment}", _answering(handlers.release), methods=["DELETE"]),
-            Route(index + "/scan", _Scan(indexer.scanner), methods=["POST"]),
+            route("GET", "/openapi.json", None, handlers.openapi),
+            route("GET", "/v1/status", Right.READ, handlers.status),
+            route("GET", "/v1/designs", Right.READ, handlers.designs),
+            route("PUT", design, Right.INDEX, handlers.create),
+            route("DELETE", design, Right.INDEX, handlers.drop),
+            route("GET", "/v1/indexes", Right.READ, handlers.indexes),
+            route("GET", index, Right.READ, handlers.index),
+            route("DELETE", "/v1/moments/{moment}", Right.READ, handlers.release),
+            Route(index + "/scan", _Scan(indexer.scanner, access), methods=["POST"]),
         ]
     )

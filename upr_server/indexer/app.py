@@ -19,6 +19,7 @@ from hypercorn.trio import serve as serve_http
 from upr_protocol.concurrency import background
 from upr_server.indexer.api import application
 from upr_server.indexer.config import IndexerConfig
+from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.runtime import (
     Certificates,
@@ -58,7 +59,11 @@ class _HttpSettings(hypercorn.Config):
 
 @asynccontextmanager
 async def serving(
-    indexer: Indexer, listen: str, certificates: Certificates | None = None
+    indexer: Indexer,
+    listen: str,
+    certificates: Certificates | None = None,
+    *,
+    asks_users: bool = True,
 ) -> AsyncIterator[str]:
     """Answers over HTTP for as long as the context; gives `http://HOST:PORT`.
 
@@ -66,6 +71,7 @@ async def serving(
         indexer: What answers.
         listen: Where to listen, `HOST:PORT`.
         certificates: What to show over HTTPS; None to answer in the clear.
+        asks_users: Whether clients must prove who they are, where the server has users.
 
     Raises:
         ListenError: The address cannot be listened on.
@@ -83,7 +89,7 @@ async def serving(
     settings.graceful_timeout = 1.0
     stop = trio.Event()
     async with trio.open_nursery() as nursery:
-        app = application(indexer)
+        app = application(indexer, HttpAccess(indexer.address, asks_users=asks_users))
         start = partial(serve_http, app, settings, shutdown_trigger=stop.wait, mode="asgi")  # type: ignore[arg-type]
         (url, *_) = await nursery.start(start)
         yield url
@@ -116,7 +122,12 @@ async def _running(config: IndexerConfig) -> AsyncIterator[str]:
     certificates = None if files is None else Certificates(files)
     async with (
         running_indexer(config.settings()) as indexer,
-        serving(indexer, config.listen, certificates) as url,
+        serving(
+            indexer,
+            config.listen,
+            certificates,
+            asks_users=not config.insecure_no_authentication,
+        ) as url,
         background() as nursery,
     ):
         if certificates is None:

@@ -89,8 +89,8 @@ and would wait for the default, 5 ms, each time that the loop has something to d
     "--insecure-no-authentication",
     is_flag=True,
     default=None,
-    help="Listen where other machines reach the indexer without --tls-client-ca. Anybody there can "
-    "then scan all indexes.",
+    help="Answer everybody, whether the server has users or not, and also where other machines "
+    "reach the indexer. Anybody there can then scan all indexes.",
 )
 @click.option(
     "--data-dir",

@@ -64,8 +64,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tls_client_certificates: Whether a client without a certificate is refused (`required`) or
             not (`optional`), where `tls_client_ca` is set.
         tls_version_min: The oldest version of TLS, in both directions.
-        insecure_no_authentication: Whether the indexer may listen where other machines reach it,
-            though it does not require certificates of its clients.
+        insecure_no_authentication: Whether everybody may ask over HTTP for what the indexer may
+            do: no user is asked for, and the indexer may listen where other machines reach it.
         data_dir: Where indexes are kept; empty for the platform's data directory.
         pool_bytes: The memory for what waits to be indexed and for scans; 0 for 30 % of the
             machine's.
@@ -104,12 +104,17 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         host, _ = parse_listen(self.listen)
         wants_certificates = self.tls_client_ca and self.tls_client_certificates == "required"
-        if is_loopback(host) or wants_certificates or self.insecure_no_authentication:
+        # An indexer that logs in with a password follows a server with users, and asks for them.
+        wants_users = self.tls_certificate and self.user
+        if is_loopback(host) or wants_certificates or wants_users:
+            return
+        if self.insecure_no_authentication:
             return
         raise ConfigError(
-            f"other machines could reach {host} and scan all indexes: require certificates of "
-            "clients with tls_certificate and tls_client_ca; or listen on 127.0.0.1; or, in a "
-            "network of people you trust, say --insecure-no-authentication"
+            f"other machines could reach {host} and scan all indexes: have clients log in with "
+            "tls_certificate, user and password_file; or require certificates of clients with "
+            "tls_certificate and tls_client_ca; or listen on 127.0.0.1; or, in a network of people "
+            "you trust, say --insecure-no-authentication"
         )
 
     def address(self) -> Address:

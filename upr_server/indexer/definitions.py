@@ -216,26 +216,35 @@ class Definitions:
 
     # Design documents.
 
-    async def create(self, name: str, text: bytes) -> Design:
+    async def create(self, name: str, text: bytes, address: Address | None = None) -> Design:
         """Writes a design document.
+
+        Args:
+            name: Its name.
+            text: The document.
+            address: The bucket, with the credentials of who asked for it; None for the indexer's.
 
         Raises:
             DefinitionError: The text is not a design document; nothing was written.
             UprError: The server could not be reached, or refused.
         """
         design = await trio.to_thread.run_sync(parse_design, name, text)
-        async with connect(self._address, identity="upr-indexer") as client:
+        async with connect(address or self._address, identity="upr-indexer") as client:
             await client.set(design_key(name), text, durability=Durability.PERSISTED)
         return design
 
-    async def drop(self, name: str) -> None:
+    async def drop(self, name: str, address: Address | None = None) -> None:
         """Removes a design document, and so its indexes.
+
+        Args:
+            name: Its name.
+            address: As for `create`.
 
         Raises:
             NoIndexError: No design document has this name.
             UprError: The server could not be reached, or refused.
         """
-        async with connect(self._address, identity="upr-indexer") as client:
+        async with connect(address or self._address, identity="upr-indexer") as client:
             try:
                 await client.delete(design_key(name), durability=Durability.PERSISTED)
             except ServerError as error:

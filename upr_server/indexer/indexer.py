@@ -52,6 +52,7 @@ class Indexer:
     """The indexes of one bucket; `running_indexer` makes one.
 
     Attributes:
+        address: The bucket.
         pool: The common memory pool.
         catalog: The design documents that the stream has brought.
         pipeline: The running indexes' queues.
@@ -65,6 +66,7 @@ class Indexer:
 
     def __init__(self, settings: Settings, work: Work) -> None:
         address, data_dir = settings.address, settings.data_dir
+        self.address = address
         self.pool = MemoryPool(settings.pool_bytes)
         self.catalog = Catalog(IndexFile(data_dir / "catalog", address.bucket))
         self.pipeline = Pipeline(self.pool, work, [self.catalog.member()], settings.queues)

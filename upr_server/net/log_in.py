@@ -9,9 +9,7 @@ none left, nothing that it sends is tried at all; so more connections do not hel
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 import attrs
@@ -35,17 +33,8 @@ from upr_protocol.transport import TlsStream
 from upr_protocol.users import UsersError, Verifier
 from upr_protocol.wire import LoggedIn, LogIn, LogInChallenge, LogInResponse
 from upr_server.net.access import Access
+from upr_server.runtime import FAILURE_DELAY_S, FailedLogIns, network_of
 from upr_server.user_store import UserStore
-
-FAILURE_DELAY_S: Final = 1.0
-"""How late a failed attempt is answered. A person does not mind; and connections wait, which are
-counted and end by themselves."""
-
-FAILURES_MAX: Final = 10
-"""Attempts of one host that may fail at once; each comes back after `FAILURE_DELAY_S`."""
-
-HOSTS_MAX: Final = 10_000
-"""Hosts whose failures are counted. Of more, the one that failed longest ago is forgotten."""
 
 _WRONG: Final = "the user's name or the password is wrong"
 
@@ -53,35 +42,6 @@ LateAnswer = Callable[[], Awaitable[None]]
 """Answers an attempt that failed, after a while."""
 
 log = structlog.get_logger(__name__)
-
-
-class FailedLogIns:
-    """Counts attempts that failed, and says who must wait before the next one.
-
-    Attributes:
-        failed: Attempts that failed.
-        refused: Attempts that were not tried, because too many of the same host had failed.
-    """
-
-    def __init__(self) -> None:
-        self.failed = 0
-        self.refused = 0
-        self._free_at: OrderedDict[str, float] = OrderedDict()
-        """For each host, when none of its failures counts any more; the oldest first."""
-
-    def is_limited(self, host: str, now: float) -> bool:
-        """Whether the host has failed so often that it must wait; counts the attempt if so."""
-        limited = self._free_at.get(host, now) - now > (FAILURES_MAX - 1) * FAILURE_DELAY_S
-        self.refused += limited
-        return limited
-
-    def count(self, host: str, now: float) -> None:
-        """An attempt of the host has failed."""
-        self.failed += 1
-        self._free_at[host] = max(self._free_at.get(host, now), now) + FAILURE_DELAY_S
-        self._free_at.move_to_end(host)
-        if len(self._free_at) > HOSTS_MAX:
-            self._free_at.popitem(last=False)
 
 
 @attrs.define(eq=False)
@@ -144,7 +104,7 @@ class LogInExchange:
         self._session = session
         self._stream = stream
         self._peer = peer
-        self._host = _network(peer)
+        self._host = network_of(peer)
         self._access = access
         self._wake = wake
         self._exchange: tuple[str, Verifier, ScramServer] | None = None
@@ -234,16 +194,3 @@ class LogInExchange:
                 self._wake()
 
         return answer
-
-
-def _network(peer: str) -> str:
-    """Whose failures count together: an address, or all those that begin like an IPv6 address, of
-    which everybody has more than can be counted."""
-    host = peer.rpartition(":")[0].strip("[]") or peer
-    try:
-        address = ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
-        return f"{IPv6Address(int(address) >> 64 << 64)}/64"
-    return host

@@ -2,6 +2,12 @@
 
 from upr_server.runtime.audit_log import AuditLog, AuditLogError
 from upr_server.runtime.certificates import CertificateFiles, Certificates, certificate_files
+from upr_server.runtime.failed_log_ins import (
+    FAILURE_DELAY_S,
+    FAILURES_MAX,
+    FailedLogIns,
+    network_of,
+)
 from upr_server.runtime.listeners import (
     BoundListeners,
     ListenError,
@@ -23,12 +29,15 @@ from upr_server.runtime.system import System
 from upr_server.runtime.turn_timer import TurnTimer
 
 __all__ = [
+    "FAILURES_MAX",
+    "FAILURE_DELAY_S",
     "AuditLog",
     "AuditLogError",
     "BoundListeners",
     "CertificateFiles",
     "Certificates",
     "ConfigError",
+    "FailedLogIns",
     "HeapTrimmer",
     "ListenError",
     "System",
@@ -39,6 +48,7 @@ __all__ = [
     "is_loopback",
     "keep_heap_small",
     "load_settings",
+    "network_of",
     "open_listeners",
     "parse_listen",
     "rare_collections",

@@ -71,6 +71,20 @@ class NodeClient:
         """
         return await self._ask(status_call(self.address.bucket), "")
 
+    async def wants_log_in(self) -> bool:
+        """Whether the node has users, so that its clients must log in. The address needs no
+        credentials for this."""
+        address = attrs.evolve(self.address, bucket="")
+        channel = RequestChannel(address, self.timeout_s)
+        try:
+            async with open_connection(address, self._options, channel) as connection:
+                server = connection.handshake.server
+                return server is not None and bool(server.mechanisms)
+        except ServerError as error:
+            if error.status not in (Status.LOG_IN_NEEDED, Status.LOG_IN_FAILED):
+                raise
+            return True
+
     async def status_with_partitions(self) -> NodeStatus:
         """The node's name, its map of the bucket, and the bucket's partitions under this map.
 

@@ -1,0 +1,283 @@
+"""Who may ask the indexer for what over HTTP, where its server has users."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import pytest
+import trio
+
+from tests.indexer.kit import until_ready
+from tests.indexer.test_tls import upr_index
+from tests.server.test_log_in import BOB, USERS, VERIFIER, address_of, server_with_users
+from upr_protocol.client import Credentials, IndexClient, IndexerError, Security
+from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
+from upr_server.app import Server
+from upr_server.indexer import http_access
+from upr_server.indexer.api import application
+from upr_server.indexer.app import serving
+from upr_server.indexer.http_access import FAILURES_MAX, HOST_FAILURES_MAX, HttpAccess
+from upr_server.indexer.indexer import Settings, running_indexer
+
+DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
+PASSWORD: Final = "pencil"
+
+# Every route with the right that it needs on the indexer's bucket, written by hand. A route without
+# a line here fails a test.
+TABLE: Final = """
+    GET    /openapi.json                             anybody
+    GET    /v1/status                                read
+    GET    /v1/designs                               read
+    GET    /v1/indexes                               read
+    GET    /v1/indexes/{design}/{index:path}         read
+    POST   /v1/indexes/{design}/{index:path}/scan    read
+    DELETE /v1/moments/{moment}                      read
+    PUT    /v1/designs/{design:path}                 index
+    DELETE /v1/designs/{design:path}                 index
+"""
+ROUTES: Final = [tuple(line.split()) for line in TABLE.strip().split("\n")]
+PATHS: Final = {
+    "{design}": "d",
+    "{index:path}": "city",
+    "{moment}": "nothing",
+    "{design:path}": "new",
+}
+STRANGER: Final = ""
+OWN, OTHER = "b", "other"
+
+
+def name_of(right: Right, bucket: str) -> str:
+    return f"{right.value}-{bucket}"
+
+
+def users_of_the_table() -> Users:
+    """A user for each right on each of the buckets."""
+    users = dict(USERS.users)
+    for right in Right:
+        for bucket in (OWN, OTHER) if right is not Right.SECURE else (EVERYTHING,):
+            name = name_of(right, bucket)
+            users[name] = User(name, VERIFIER, (Grant(right, bucket),))
+    return Users(1, users)
+
+
+def authorization(name: str, password: str = PASSWORD) -> str:
+    return "Basic " + b64encode(f"{name}:{password}".encode()).decode()
+
+
+class Front:
+    """An indexer's API, which is called without a network.
+
+    Attributes:
+        access: What it asks.
+        server: The server that the indexer follows.
+    """
+
+    def __init__(self, app: Any, access: HttpAccess, server: Server) -> None:
+        self._app = app
+        self.access = access
+        self.server = server
+
+    @property
+    def routes(self) -> set[tuple[str, str]]:
+        """Every method and path that is answered."""
+        methods = {(method, route.path) for route in self._app.routes for method in route.methods}
+        return {(method, path) for method, path in methods if method != "HEAD"}
+
+    async def ask(
+        self, method: str, path: str, header: str = "", host: str = "10.0.0.9"
+    ) -> tuple[int, Any]:
+        """The status and the body of an answer."""
+        for placeholder, text in PATHS.items():
+            path = path.replace(placeholder, text)
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"authorization", header.encode())] if header else [],
+            "client": (host, 50112),
+        }
+        status, body = 0, b""
+
+        async def receive() -> dict[str, Any]:
+            request_body = DESIGN if method == "PUT" else b""
+            return {"type": "http.request", "body": request_body, "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal status, body
+            status = message.get("status", status)
+            body += message.get("body", b"")
+
+        await self._app(scope, receive, send)
+        return status, json.loads(body) if body else None
+
+
+@asynccontextmanager
+async def a_front(
+    folder: Path, users: Users = USERS, *, asks_users: bool = True
+) -> AsyncIterator[Front]:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(server_with_users(users))
+        address = address_of(server, BOB if not users.is_open else None)
+        settings = Settings(address, folder, 64 * 1024 * 1024)
+        indexer = await stack.enter_async_context(running_indexer(settings))
+        await indexer.definitions.create("d", DESIGN)
+        await until_ready(indexer, "d/city")
+        access = HttpAccess(address, asks_users=asks_users)
+        yield Front(application(indexer, access), access, server)
+
+
+async def test_every_route_needs_its_right_on_the_indexers_bucket(tmp_path: Path) -> None:
+    async with a_front(tmp_path, users_of_the_table()) as front:
+        assert front.routes == {(method, path) for method, path, _ in ROUTES}
+        for method, path, needed in ROUTES:
+            status, _ = await front.ask(method, path)
+            assert status == (200 if needed == "anybody" else 401), (method, path)
+            for right in Right:
+                for bucket in (OWN, OTHER) if right is not Right.SECURE else (EVERYTHING,):
+                    name = name_of(right, bucket)
+                    status, _ = await front.ask(method, path, authorization(name))
+                    is_allowed = needed == "anybody" or (right.value, OWN) == (needed, bucket)
+                    assert (status not in (401, 403)) == is_allowed, (method, path, name, status)
+
+
+async def test_a_server_without_users_asks_nobody(tmp_path: Path) -> None:
+    async with a_front(tmp_path, Users()) as front:
+        for method, path, _ in ROUTES:
+            status, _ = await front.ask(method, path)
+            assert status not in (401, 403), (method, path)
+
+
+async def test_an_indexer_that_is_told_to_asks_nobody(tmp_path: Path) -> None:
+    async with a_front(tmp_path, asks_users=False) as front:
+        assert (await front.ask("GET", "/v1/status"))[0] == 200
+
+
+async def test_a_verdict_counts_for_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_front(tmp_path, users_of_the_table()) as front:
+        name = name_of(Right.READ, OWN)
+        reader = authorization(name)
+        logged_in = 0
+
+        async def may_read(access: HttpAccess, credentials: Credentials) -> bool:
+            nonlocal logged_in
+            logged_in += 1
+            return await original(access, credentials)
+
+        original = HttpAccess._may_read
+        monkeypatch.setattr(HttpAccess, "_may_read", may_read)
+        monkeypatch.setattr(http_access, "VERDICT_S", 1000.0)
+        for _ in range(3):
+            assert (await front.ask("GET", "/v1/status", reader))[0] == 200
+        assert logged_in == 1
+        assert PASSWORD not in repr(vars(front.access))
+        monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
+        front.access._verdicts.clear()
+        assert (await front.ask("GET", "/v1/status", reader))[0] == 200
+        await front.server.users.change(lambda users: users.without(name))
+        assert (await front.ask("GET", "/v1/status", reader))[0] == 401
+
+
+async def test_who_is_known_goes_on_while_the_server_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
+    async with a_front(tmp_path, users_of_the_table()) as front:
+        reader, other = (authorization(name_of(Right.READ, bucket)) for bucket in (OWN, OTHER))
+        for header, expected in ((reader, 200), (other, 403)):
+            assert (await front.ask("GET", "/v1/status", header))[0] == expected
+        nowhere = attrs.evolve(front.access._address, port=1)
+        front.access._address = nowhere
+        for header, expected in ((reader, 200), (other, 403)):
+            assert (await front.ask("GET", "/v1/status", header))[0] == expected
+        stranger = authorization("bob")
+        status, body = await front.ask("GET", "/v1/status", stranger)
+        assert (status, body["error"]["code"]) == (502, "server_failed")
+
+
+async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_path: Path) -> None:
+    async with a_front(tmp_path, users_of_the_table()) as front:
+        reader = authorization(name_of(Right.READ, OWN))
+        assert (await front.ask("GET", "/v1/status", reader))[0] == 200
+        failures = front.server.connections.resources.log_ins.failures
+        codes: list[int] = []
+
+        async def guess(number: int, host: str) -> None:
+            header = authorization("bob", f"guess {number}")
+            codes.append((await front.ask("GET", "/v1/status", header, host))[0])
+
+        for number in range(HOST_FAILURES_MAX + 2):
+            await guess(number, "10.0.0.1")
+        assert codes == [401] * HOST_FAILURES_MAX + [429] * 2
+        async with trio.open_nursery() as nursery:
+            for number in range(50):
+                nursery.start_soon(guess, number, f"10.0.1.{number}")
+        # The server does not yet refuse what comes from the indexer's host.
+        assert FAILURES_MAX <= failures.failed < 10
+        assert failures.refused == 0
+        front.access._verdicts.update(
+            {key: attrs.evolve(verdict, until=0) for key, verdict in front.access._verdicts.items()}
+        )
+        assert (await front.ask("GET", "/v1/status", reader))[0] == 200
+
+
+async def test_headers_that_say_nothing(tmp_path: Path) -> None:
+    async with a_front(tmp_path) as front:
+        for header in ("Bearer x", "Basic", "Basic ?", "Basic " + b64encode(b"bob").decode()):
+            status, body = await front.ask("GET", "/v1/status", header)
+            assert (status, body["error"]["code"]) == (401, "log_in_needed"), header
+        # A name that no server takes.
+        assert (await front.ask("GET", "/v1/status", authorization("a\x00b")))[0] == 401
+
+
+async def test_upr_index_and_the_client_log_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = User("reader", VERIFIER, (Grant(Right.READ, OWN),))
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(server_with_users(USERS.with_user(reader)))
+        settings = Settings(address_of(server), tmp_path, 64 * 1024 * 1024)
+        indexer = await stack.enter_async_context(running_indexer(settings))
+        url = await stack.enter_async_context(serving(indexer, "127.0.0.1:0"))
+        options = ("--indexer", url)
+        refused = await upr_index("list", *options)
+        assert refused.exit_code == 3
+        assert "the server has users: say who you are" in refused.output
+        monkeypatch.setenv("UPR_PASSWORD", PASSWORD)
+        create = ("create", "d", "--index", "city=city", *options)
+        refused = await upr_index(*create, "--user", "reader")
+        assert refused.exit_code == 3
+        assert "index" in refused.output
+        assert (await upr_index(*create, "--user", "bob")).exit_code == 0
+        await until_ready(indexer, "d/city")
+        listed = await upr_index("list", *options, "--user", "reader")
+        assert "d/city" in listed.output
+
+        def refusal(credentials: Credentials) -> str:
+            with (
+                IndexClient(url, Security(credentials=credentials)) as client,
+                pytest.raises(IndexerError) as caught,
+            ):
+                client.status()
+            return caught.value.code
+
+        wrong = Credentials("reader", "pen")
+        assert await trio.to_thread.run_sync(refusal, wrong) == "log_in_needed"
+
+
+def test_a_password_goes_over_no_link_in_the_clear() -> None:
+    security = Security(credentials=Credentials("bob", PASSWORD))
+    with pytest.raises(ValueError, match="would read the password"):
+        IndexClient("http://indexer.example:12080", security)
+    for url in ("http://127.0.0.1:12080", "http://[::1]:1", "http://localhost", "https://h"):
+        IndexClient(url, security).close()
+    with pytest.raises(ValueError, match="no users with a colon"):
+        IndexClient("https://h", Security(credentials=Credentials("a:b", PASSWORD)))

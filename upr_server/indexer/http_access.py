@@ -1,0 +1,230 @@
+"""Who may ask the indexer for what over HTTP: the bucket's server says it.
+
+The indexer has no users of its own. It logs in to the server with the name and the password that
+came with a request, and tries what the right allows. It keeps the verdict for a second, and no
+password. A definition it writes with the user's own credentials, so the server checks that itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from base64 import b64decode
+from binascii import Error as Base64Error
+from collections import OrderedDict
+from typing import Final
+
+import attrs
+import trio
+
+from upr_protocol.client import Address, Credentials, NodeClient, connect
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.users import Right, UsersError
+from upr_server.runtime import FailedLogIns, network_of
+
+VERDICT_S: Final = 1.0
+"""How long a verdict counts: whoever loses a right at the server loses it here within a second."""
+
+VERDICTS_MAX: Final = 1000
+"""Verdicts that are kept; of more, the one that was made longest ago is forgotten."""
+
+ASK_TIMEOUT_S: Final = 5.0
+"""How long the server may take to answer."""
+
+LOG_INS_MAX: Final = 4
+"""Log-ins that go on at once; others wait for their turn."""
+
+HOST_FAILURES_MAX: Final = 3
+FAILURES_MAX: Final = 5
+"""Attempts of one host, and of all, that may fail at once. With those that go on at that moment
+they are fewer than what the server allows the indexer's host: strangers must not lock the indexer
+itself out."""
+
+_PROBE: Final = b"_"
+"""A key that is looked up to see whether the user may read. It need not be there."""
+
+_TOO_MANY_S: Final = 1.0
+
+
+class LogInNeededError(UprError):
+    """The request has no name and password, or the wrong ones."""
+
+
+class NotAllowedError(UprError):
+    """The user may not do it."""
+
+
+class TooManyLogInsError(UprError):
+    """Too many attempts have failed just before."""
+
+    retry_after_s = _TOO_MANY_S
+
+
+@attrs.frozen
+class _Verdict:
+    """What the server said of a name and a password that are right."""
+
+    may_read: bool
+    until: float
+
+
+class HttpAccess:
+    """Asks the bucket's server who may do what.
+
+    Users whose password was right before go on with that verdict while the server is away.
+
+    Args:
+        address: The bucket, with the credentials of the indexer.
+        asks_users: Whether to ask at all; otherwise everybody may do what the indexer may.
+    """
+
+    def __init__(self, address: Address, *, asks_users: bool = True) -> None:
+        self._address = address
+        self._asks_users = asks_users
+        self._has_users: bool | None = None
+        """Whether the server has users, as far as is known."""
+        self._has_users_until = 0.0
+        self._key = secrets.token_bytes(32)
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        """By the hash of a name and a password, with a key that only this process knows."""
+        self._failures_of_hosts = FailedLogIns(HOST_FAILURES_MAX)
+        self._failures = FailedLogIns(FAILURES_MAX)
+        self._slots = trio.CapacityLimiter(LOG_INS_MAX)
+
+    async def check(self, needed: Right, authorization: str, peer: str) -> Address:
+        """Checks whether a request may be carried out.
+
+        Args:
+            needed: The right that it needs. Whether the user has `INDEX` is left to the server.
+            authorization: The header of this name; empty for none.
+            peer: Where the request came from, HOST:PORT.
+
+        Returns:
+            The bucket, with the credentials with which to write.
+
+        Raises:
+            LogInNeededError: The name and password are missing or wrong.
+            NotAllowedError: The user may not do it.
+            TooManyLogInsError: Too many attempts from that host have failed just before.
+            UprError: The server cannot be asked.
+        """
+        if not self._asks_users or not await self._wants_log_in():
+            return self._address
+        credentials = _credentials(authorization)
+        verdict = await self._verdict(credentials, network_of(peer))
+        if needed is Right.READ and not verdict.may_read:
+            raise NotAllowedError(
+                f"user {credentials.user} may not do this: it needs the right {needed.value} on "
+                f"bucket {self._address.bucket}"
+            )
+        return self._address_of(credentials)
+
+    def _address_of(self, credentials: Credentials) -> Address:
+        security = attrs.evolve(self._address.security, credentials=credentials)
+        return attrs.evolve(self._address, security=security)
+
+    async def _wants_log_in(self) -> bool:
+        if self._address.security.credentials is not None:
+            # The indexer itself would refuse a server without users.
+            return True
+        if self._has_users is None or trio.current_time() >= self._has_users_until:
+            try:
+                self._has_users = await self._ask_wants_log_in()
+            except UprError:
+                if self._has_users is None:
+                    raise
+            self._has_users_until = trio.current_time() + VERDICT_S
+        return self._has_users
+
+    async def _ask_wants_log_in(self) -> bool:
+        failure: UprError = BrokenError(f"{self._address} did not answer")
+        for node in self._address.each():
+            try:
+                return await NodeClient(node, "upr-indexer", ASK_TIMEOUT_S).wants_log_in()
+            except UprError as error:
+                failure = error
+        raise failure
+
+    async def _verdict(self, credentials: Credentials, host: str) -> _Verdict:
+        digest = self._digest(credentials)
+        if (verdict := self._fresh(digest)) is not None:
+            return verdict
+        async with self._slots:
+            # Another request may have brought it while this one waited for its turn.
+            if (verdict := self._fresh(digest)) is not None:
+                return verdict
+            last = self._verdicts.get(digest)
+            if last is None:
+                self._check_limits(host)
+            try:
+                may_read = await self._may_read(credentials)
+            except UsersError as error:
+                raise LogInNeededError(str(error)) from error
+            except UprError as error:
+                if isinstance(error, ServerError) and error.status is Status.LOG_IN_FAILED:
+                    self._note_failure(digest, host)
+                    raise LogInNeededError(error.sentence) from error
+                if last is None:
+                    raise
+                may_read = last.may_read
+            verdict = _Verdict(may_read, trio.current_time() + VERDICT_S)
+            self._verdicts[digest] = verdict
+            self._verdicts.move_to_end(digest)
+            if len(self._verdicts) > VERDICTS_MAX:
+                self._verdicts.popitem(last=False)
+            return verdict
+
+    def _digest(self, credentials: Credentials) -> bytes:
+        text = f"{credentials.user}\0{credentials.password}".encode()
+        return hashlib.blake2b(text, key=self._key, digest_size=32).digest()
+
+    def _fresh(self, digest: bytes) -> _Verdict | None:
+        verdict = self._verdicts.get(digest)
+        return None if verdict is None or verdict.until <= trio.current_time() else verdict
+
+    def _note_failure(self, digest: bytes, host: str) -> None:
+        self._verdicts.pop(digest, None)
+        now = trio.current_time()
+        self._failures_of_hosts.count(host, now)
+        self._failures.count("", now)
+
+    def _check_limits(self, host: str) -> None:
+        now = trio.current_time()
+        if self._failures_of_hosts.is_limited(host, now) or self._failures.is_limited("", now):
+            raise TooManyLogInsError(
+                f"too many attempts to log in have failed, from {host} or from all together; wait "
+                "a few seconds"
+            )
+
+    async def _may_read(self, credentials: Credentials) -> bool:
+        with trio.move_on_after(ASK_TIMEOUT_S):
+            try:
+                async with connect(self._address_of(credentials), identity="upr-indexer") as client:
+                    await client.get(_PROBE)
+            except ServerError as error:
+                if error.status is not Status.NOT_ALLOWED:
+                    raise
+                return False
+            return True
+        raise BrokenError(f"{self._address} did not answer in time")
+
+
+def _credentials(authorization: str) -> Credentials:
+    """The name and the password in the header of HTTP's basic authentication.
+
+    Raises:
+        LogInNeededError: There are none.
+    """
+    scheme, _, encoded = authorization.partition(" ")
+    if scheme.lower() != "basic":
+        raise LogInNeededError(
+            "the server has users: say who you are with HTTP's basic authentication, a user's name "
+            "and password"
+        )
+    try:
+        name, colon, password = b64decode(encoded, validate=True).decode().partition(":")
+    except (Base64Error, ValueError) as error:
+        raise LogInNeededError("the header Authorization has no name and password") from error
+    if not (name and colon and password):
+        raise LogInNeededError("the header Authorization has no name, or no password")
+    return Credentials(name, password)

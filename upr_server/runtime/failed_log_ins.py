@@ -1,0 +1,68 @@
+"""Counts log-ins that failed, by host, and says who must wait before the next one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from ipaddress import IPv6Address, ip_address
+from typing import Final
+
+FAILURE_DELAY_S: Final = 1.0
+"""How late a failed attempt is answered. A person does not mind; and connections wait, which are
+counted and end by themselves."""
+
+FAILURES_MAX: Final = 10
+"""Attempts of one host that may fail at once; each comes back after `FAILURE_DELAY_S`."""
+
+HOSTS_MAX: Final = 10_000
+"""Hosts whose failures are counted. Of more, the one that failed longest ago is forgotten."""
+
+
+class FailedLogIns:
+    """Counts attempts that failed, and says who must wait before the next one.
+
+    Args:
+        failures_max: Attempts of one host that may fail at once.
+
+    Attributes:
+        failed: Attempts that failed.
+        refused: Attempts that were not tried, because too many of the same host had failed.
+    """
+
+    def __init__(self, failures_max: int = FAILURES_MAX) -> None:
+        self.failed = 0
+        self.refused = 0
+        self._failures_max = failures_max
+        self._free_at: OrderedDict[str, float] = OrderedDict()
+        """For each host, when none of its failures counts any more; the oldest first."""
+
+    def is_limited(self, host: str, now: float) -> bool:
+        """Whether the host has failed so often that it must wait; counts the attempt if so."""
+        waits_s = self._free_at.get(host, now) - now
+        limited = waits_s > (self._failures_max - 1) * FAILURE_DELAY_S
+        self.refused += limited
+        return limited
+
+    def count(self, host: str, now: float) -> None:
+        """An attempt of the host has failed."""
+        self.failed += 1
+        self._free_at[host] = max(self._free_at.get(host, now), now) + FAILURE_DELAY_S
+        self._free_at.move_to_end(host)
+        if len(self._free_at) > HOSTS_MAX:
+            self._free_at.popitem(last=False)
+
+
+def network_of(peer: str) -> str:
+    """Whose failures count together: an address, or all those that begin like an IPv6 address, of
+    which everybody has more than can be counted.
+
+    Args:
+        peer: The address, a colon, and the port.
+    """
+    host = peer.rpartition(":")[0].strip("[]") or peer
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+        return f"{IPv6Address(int(address) >> 64 << 64)}/64"
+    return host
