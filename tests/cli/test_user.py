@@ -114,6 +114,13 @@ def test_init_refuses_a_directory_that_has_users(init: Init, tmp_path: Path) -> 
     assert list(users_in(tmp_path).users) == ["ada"]
 
 
+def test_init_gives_users_to_a_directory_that_lost_them(init: Init, tmp_path: Path) -> None:
+    init("--user", "ada", "--certificate-only")
+    (tmp_path / "data" / "users").unlink()
+    init("--user", "eve", "--certificate-only")
+    assert list(users_in(tmp_path).users) == ["eve"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

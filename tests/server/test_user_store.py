@@ -156,6 +156,31 @@ async def test_the_disk_keeps_users_from_others(tmp_path: Path) -> None:
     assert UsersFile(tmp_path / "data").load() == b"{} \0\xff"
 
 
+def test_a_file_that_was_deleted_opens_nothing(tmp_path: Path) -> None:
+    file = UsersFile(tmp_path)
+    file.save(b"{}")
+    (tmp_path / "users").unlink()
+    with pytest.raises(DataDirectoryError, match="users is missing, and without it everybody"):
+        file.load()
+    # A directory that is older than the mark gets one when it is read.
+    file.save(b"{}")
+    (tmp_path / "had-users").unlink()
+    assert file.load() == b"{}"
+    (tmp_path / "users").unlink()
+    with pytest.raises(DataDirectoryError, match="had-users, too"):
+        file.load()
+    (tmp_path / "had-users").unlink()
+    assert file.load() == b""
+
+
+async def test_a_server_whose_file_of_users_was_deleted_does_not_start(tmp_path: Path) -> None:
+    UsersFile(tmp_path).save(Users(1, {"ada": ADMIN}).to_json().encode())
+    (tmp_path / "users").unlink()
+    async with open_store(tmp_path) as store:
+        with pytest.raises(DataDirectoryError, match="users is missing"):
+            await UserStore(store).load()
+
+
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     file = UsersFile(tmp_path)
     file.save(b"{}")

@@ -9,6 +9,7 @@
       buckets/NAME/index/ its index, another environment: LMDB has one writer an environment
       event-queues        the event bus's queues, while no server runs; missing after a crash
       users               the users of the cluster, readable by the server's user alone
+      had-users           empty; says that there must be a file users
       audit.jsonl         who asked for what, where there are users; full ones have a number behind
 
 A bucket is created under a name that begins with a dot, and then renamed. Folders with such a name

@@ -11,7 +11,8 @@ from upr_server.storage.users_file import UsersFile
 
 
 def save_first_users(path: Path, users: Users) -> None:
-    """Gives the data directory its users; it is made if it is not there.
+    """Gives the data directory its users; it is made if it is not there. A directory whose file of
+    users was deleted gets them, too.
 
     Raises:
         DataDirectoryError: It has users already, a server uses it, or it cannot be written.
@@ -21,7 +22,9 @@ def save_first_users(path: Path, users: Users) -> None:
     prepare(path)
     with lock_for_writing(path):
         file = UsersFile(path)
-        if file.load():
+        if not file.is_missing():
+            # Damage is told as such.
+            file.load()
             raise DataDirectoryError(
                 f"{path} has users already; start the server, and change them with `upr user`"
             )
