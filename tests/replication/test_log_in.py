@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +12,7 @@ import pytest
 from tests.kit.certificates import Certificates
 from tests.kit.process import eventually
 from upr_protocol.client import Address, NodeClient, connect
+from upr_protocol.concurrency import background
 from upr_protocol.errors import ServerError
 from upr_protocol.limits import SCRAM_ITERATIONS_MIN
 from upr_protocol.partition_map import Assignment, PartitionMap
@@ -20,10 +21,12 @@ from upr_protocol.security import Credentials, Security
 from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.replication.user_exchange import UserExchange
 from upr_server.storage.simulated import SimulatedStore
 
 OPERATOR: Final = Credentials("operator", "pencil")
 VERIFIER: Final = new_verifier("pencil", b"sixteen bytes...", SCRAM_ITERATIONS_MIN)
+NOTHING: Final[Mapping[str, Any]] = {}
 EVERY_GRANT: Final = tuple(Grant(right, EVERYTHING) for right in Right)
 
 
@@ -33,13 +36,15 @@ def users_with(*others: User) -> Users:
 
 
 @asynccontextmanager
-async def two_nodes(users: Users, **settings: Any) -> AsyncIterator[tuple[Server, Server]]:
-    """Node a with a bucket, and node b, which is to replicate it."""
+async def two_nodes(
+    users: Users, *, of_b: Mapping[str, Any] = NOTHING, **settings: Any
+) -> AsyncIterator[tuple[Server, Server]]:
+    """Node a with a bucket, and node b, which is to replicate it, and may differ in settings."""
     config = {"listen": "127.0.0.1:0", "shutdown_deadline_s": 0.5, **settings}
     buckets = (BucketConfig("b", 1),)
     async with (
         running_server(ServerConfig(node="a", buckets=buckets, **config), SimulatedStore()) as a,
-        running_server(ServerConfig(node="b", **config), SimulatedStore()) as b,
+        running_server(ServerConfig(node="b", **{**config, **of_b}), SimulatedStore()) as b,
     ):
         for server in (a, b):
             server.users.users = users
@@ -132,3 +137,33 @@ async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -
             # It goes on to serve its clients.
             async with connect(Address.parse(b.url(), security)) as client:
                 await client.stats()
+
+
+async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certificates) -> None:
+    """Whoever may operate one bucket names a node of their own in its map. Its certificate is for
+    the address, and from the authority that nodes trust, but for nobody who may replicate: what it
+    says of users does not count."""
+    node = User("nodes", None, (Grant(Right.REPLICATE, EVERYTHING),))
+    hostile = User("localhost", None, (Grant(Right.READ, "b"), Grant(Right.REPLICATE, "b")))
+    authority = certificates.authority
+    # Its own certificate proves that the first node is one.
+    cert = authority.sign("node-cert", common_name="nodes")
+    settings = {"tls_ca": str(authority.ca), "tls_client_ca": str(authority.ca)}
+    security = Security(certificates.security_of(certificates.client).tls, OPERATOR)
+    settings |= cert.settings()
+    users = users_with(node, hostile)
+    for other, is_believed in ((certificates.server, False), (cert, True)):
+        async with two_nodes(users, of_b=other.settings(), **settings) as (a, b):
+            await give_map(a, b, security)
+            await b.users.change(lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT)))
+            exchange = UserExchange(a.users, a.partition_maps)
+            refusals = exchange._refusals
+            async with background() as nursery:
+                nursery.start_soon(exchange.run)
+                if is_believed:
+                    await eventually(lambda: a.users.users == b.users.users, "it is believed")
+                else:
+                    await eventually(refusals.__len__, "it is not believed")
+                    (refusal,) = refusals.values()
+                    assert "no user of this name has the right replicate on *" in refusal
+                    assert a.users.users == users

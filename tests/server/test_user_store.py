@@ -174,9 +174,9 @@ def test_a_file_that_was_deleted_opens_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_server_whose_file_of_users_was_deleted_does_not_start(tmp_path: Path) -> None:
-    UsersFile(tmp_path).save(Users(1, {"ada": ADMIN}).to_json().encode())
-    (tmp_path / "users").unlink()
     async with open_store(tmp_path) as store:
+        await UserStore(store).change(lambda users: users.with_user(ADMIN))
+        (tmp_path / "users").unlink()
         with pytest.raises(DataDirectoryError, match="users is missing"):
             await UserStore(store).load()
 

@@ -9,8 +9,8 @@ import attrs
 import trio
 
 from upr_protocol.client import Address, NodeConnection, NodeStatus, open_node
-from upr_protocol.errors import BrokenError, UprError
-from upr_protocol.users import Users
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.users import EVERYTHING, SERVER, Right, Users
 from upr_server.runtime import System
 
 T = TypeVar("T")
@@ -54,16 +54,37 @@ class NodeConnections:
         """
         return await self._ask(address, lambda node: node.status(address.bucket))
 
-    async def users(self, address: Address, revision: int, digest: bytes) -> Users | None:
-        """The users of the cluster as the node at `address` has them; None if they are those of
-        this revision and digest, or older. Cancelled as `status`.
+    async def users(self, address: Address, own: Users, digest: bytes) -> Users | None:
+        """The users of the cluster as the node at `address` has them; None if they are this
+        node's, or older. Cancelled as `status`.
+
+        Whoever changes a bucket's partition map says which nodes there are. So a node is believed
+        only if it proves that it is one: by the password with which this one logs in, which it must
+        know, too; or by a certificate for a user who may have the users.
+
+        Args:
+            address: The node.
+            own: The users that this node has.
+            digest: Their digest.
 
         Raises:
             BrokenError: The node cannot be reached, or the connection was lost.
-            ServerError: This node may not ask.
+            ServerError: This node may not ask, or the other one proves nothing.
             RemoteProtocolError: The answer is not a cluster's users.
         """
-        return await self._ask(address, lambda node: node.users(revision, digest))
+        has_password = address.security.credentials is not None
+
+        async def question(node: NodeConnection) -> Users | None:
+            name = node.certificate_name
+            if not (has_password or own.allows(name, Right.REPLICATE, SERVER)):
+                raise ServerError(
+                    Status.NOT_ALLOWED,
+                    f"it shows a certificate for {name!r}, and no user of this name has the right "
+                    f"{Right.REPLICATE.value} on {EVERYTHING}",
+                )
+            return await node.users(own.revision, digest)
+
+        return await self._ask(address, question)
 
     async def _ask(self, address: Address, question: Callable[[NodeConnection], Awaitable[T]]) -> T:
         address = attrs.evolve(address, bucket="")

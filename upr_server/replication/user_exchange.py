@@ -73,7 +73,7 @@ class UserExchange:
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
                 own = self._users
-                users = await connections.users(address, own.users.revision, own.digest)
+                users = await connections.users(address, own.users, own.digest)
                 if users is not None and await own.adopt(users):
                     log.info("users taken from another node", revision=users.revision)
                 self._refusals.pop(address, None)

@@ -131,6 +131,7 @@ class TrioConnection:
         failure: Why the connection is over; None while it is not.
         ended: Set when it is over.
         ready: Set when the handshake is done, or the connection is over before.
+        certificate_name: The name in the server's certificate; empty if it showed none.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class TrioConnection:
         self.failure: UprError | None = None
         self.ended = trio.Event()
         self.ready = trio.Event()
+        self.certificate_name = stream.link.peer_name if isinstance(stream, TlsStream) else ""
         self._stream = stream
         self._handler = handler
         self._wake = Notifier()

@@ -189,6 +189,11 @@ class NodeConnection:
     def __init__(self, channel: RequestChannel) -> None:
         self._channel = channel
 
+    @property
+    def certificate_name(self) -> str:
+        """The name in the node's certificate; empty if it showed none."""
+        return self._channel.connection.certificate_name
+
     async def status(self, bucket: str) -> NodeStatus:
         """The node's name, and its map of `bucket`. Cancelling it drops the answer.
 
