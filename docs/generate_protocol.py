@@ -80,8 +80,8 @@ from upr_server.engine.operations import (
 )
 from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
 from upr_server.net.handlers.publishing import EVALUATED_BYTES_MAX
-from upr_server.runtime import FAILURES_MAX
 from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
+from upr_server.runtime import FAILURES_MAX
 from upr_server.storage.online.leases import LAPSED_S
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,7 +88,7 @@ def troubles(server: Server) -> list[str]:
 
 async def test_a_node_logs_in_with_its_password(password_file: Path) -> None:
     node = User("nodes", VERIFIER, (Grant(Right.REPLICATE, EVERYTHING),))
-    settings = {"node_user": "nodes", "node_password_file": str(password_file)}
+    settings: dict[str, Any] = {"node_user": "nodes", "node_password_file": str(password_file)}
     security = Security(credentials=OPERATOR)
     async with two_nodes(users_with(node), **settings) as (a, b):
         await give_map(a, b, security)
@@ -118,11 +119,12 @@ async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -
     wrong.write_text("pen\n")
     wrong.chmod(0o600)
     security = Security(credentials=OPERATOR)
-    for settings, sentence in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "the server wants its clients to log in"),
         ({"node_user": "reader", "node_password_file": str(wrong)}, "the password is wrong"),
         ({"node_user": "reader", "node_password_file": str(password_file)}, "right replicate"),
-    ):
+    )
+    for settings, sentence in cases:
         async with two_nodes(users_with(reader), **settings) as (a, b):
             a.connections.resources.log_ins.failure_delay_s = 0
             # Every user of a bucket may see its map; nobody else gets that far.
@@ -163,7 +165,7 @@ async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certif
                 if is_believed:
                     await eventually(lambda: a.users.users == b.users.users, "it is believed")
                 else:
-                    await eventually(refusals.__len__, "it is not believed")
+                    await eventually(partial(bool, refusals), "it is not believed")
                     (refusal,) = refusals.values()
                     assert "no user of this name has the right replicate on *" in refusal
                     assert a.users.users == users

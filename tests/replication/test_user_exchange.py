@@ -13,11 +13,11 @@ import trio
 from trio.testing import MockClock
 
 from tests.kit.memory_network import HOST, MemoryNetwork
-from upr_protocol.client import Address, Credentials, Security, connect
+from upr_protocol.client import Address, Credentials, Security, connect, consume
 from upr_protocol.errors import ServerError
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.scram import new_verifier
-from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
+from upr_protocol.users import EVERYTHING, Grant, Right, User, Users, Verifier
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.runtime.log_in_pauses import PAUSE_MAX_S
@@ -187,3 +187,43 @@ async def test_a_node_that_was_away_learns_what_it_missed(
         network.away.clear()
         await trio.sleep(10)
         assert second.users.users == first.users.users
+
+
+async def test_a_consumer_goes_on_while_a_changed_password_spreads(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    """It reads the new password before the node that it connects to has heard of it."""
+    async with two_nodes(password_file) as (first, second):
+        await trio.sleep(10)
+        own_file = password_file.with_name("bob")
+        own_file.write_text(PASSWORD)
+        own_file.chmod(0o600)
+        security = Security(credentials=Credentials("bob", password_file=str(own_file)))
+        address = Address.parse(f"upr://{HOST}:{first.port}/b", security)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_consume, address)
+            await trio.sleep(1)
+            own_file.write_text("another")
+            new = new_verifier("another", b"sixteen bytes...", 4096)
+            network.away.add(second.port)
+            network.cut(second.port)
+            await second.users.change(partial(_with_verifier, verifier=new))
+            network.cut(first.port)
+            await trio.sleep(0.5)
+            network.away.clear()
+            await trio.sleep(10)
+            names = [row.context.access.user_name for row in first.connections.connections]
+            assert "bob" in names
+            nursery.cancel_scope.cancel()
+        # The consumer's, and that of its question for the partition map.
+        assert 1 <= first.connections.resources.log_ins.failures.failed <= 2
+
+
+async def _consume(address: Address) -> None:
+    async with consume(address) as consumer:
+        async for _ in consumer:
+            pass
+
+
+def _with_verifier(users: Users, verifier: Verifier) -> Users:
+    return users.with_verifier("bob", verifier)

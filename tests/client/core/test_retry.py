@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from upr_protocol.client.core.retry import (
     FIRST_WAIT_S,
+    LOG_IN_RETRY_S,
     WAIT_S_MAX,
     Backoff,
     RetryState,
@@ -82,3 +83,18 @@ def test_patience_counts_from_the_first_failure_without_progress() -> None:
 def test_errors_that_are_not_retryable_are_raised_at_once() -> None:
     with pytest.raises(ServerError):
         RetryState(10.0, lambda: 0.5).wait_s(ServerError(Status.NO_BUCKET), 0.0)
+
+
+def test_a_refused_log_in_is_tried_once_more() -> None:
+    retry = RetryState(10.0, lambda: 0.5)
+    refused = ServerError(Status.LOG_IN_FAILED)
+    for began in (0.0, 100.0):
+        assert retry.wait_s(refused, began) == LOG_IN_RETRY_S
+        # Another failure in between gives it no second one.
+        retry.wait_s(BrokenError("lost"), began + 1)
+        with pytest.raises(ServerError):
+            retry.wait_s(refused, began + 2)
+        retry.progress()
+    # Nobody waits who has no time.
+    with pytest.raises(ServerError):
+        RetryState(0.0, lambda: 0.5).wait_s(refused, 0.0)

@@ -34,6 +34,10 @@ MAP_WAIT_S_MAX: Final = 0.5
 """Between two rounds of asking for the partition map: when a partition is given to another node,
 clients notice not much later."""
 
+LOG_IN_RETRY_S: Final = 1.0
+"""After a refused log-in: within a second a changed password is on all nodes that reach each other.
+To try more often than once would take attempts from others on this host."""
+
 WRONG_NODE: Final = frozenset({Status.NOT_MY_PARTITION, Status.WRONG_STATE})
 """How a node refuses a request that another node may be able to do."""
 
@@ -112,27 +116,31 @@ class RetryState:
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
     """
 
-    __slots__ = ("_backoff", "_failing_since", "_timeout_s", "last_failure")
+    __slots__ = ("_backoff", "_failing_since", "_may_log_in_again", "_timeout_s", "last_failure")
 
     def __init__(self, timeout_s: float, draw: Callable[[], float]) -> None:
         self.last_failure = ""
         self._timeout_s = timeout_s
         self._failing_since: float | None = None
         self._backoff = Backoff(draw)
+        self._may_log_in_again = True
 
     def progress(self) -> None:
         """Something useful arrived from the server."""
         self._failing_since = None
+        self._may_log_in_again = True
         self._backoff.reset()
 
     def wait_s(self, error: UprError, now: float) -> float:
-        """How long to wait before the next attempt, after one that ended with `error`.
+        """How long to wait before the next attempt, after one that ended with `error`. A refused
+        log-in is tried once more, as the node may not know of a changed password yet.
 
         Raises:
             UprError: `error`, when another attempt is of no use or the time is over.
         """
         self.last_failure = str(error)
-        if not is_retryable(error):
+        is_log_in = isinstance(error, ServerError) and error.status is Status.LOG_IN_FAILED
+        if not (is_retryable(error) or (is_log_in and self._may_log_in_again)):
             raise error
         if self._failing_since is None:
             self._failing_since = now
@@ -143,4 +151,7 @@ class RetryState:
                 f"{now - self._failing_since:.0f} s"
             )
             raise error
+        if is_log_in:
+            self._may_log_in_again = False
+            return min(LOG_IN_RETRY_S, left_s)
         return min(self._backoff.next_wait_s(), left_s)
