@@ -34,6 +34,10 @@ USERS_BYTES_MAX: Final = 1024 * 1024
 GRANTS_MAX: Final = 64
 """Grants of one user: a decision may look at each of them."""
 
+BYTES_A_SECOND_MIN: Final = 1024 * 1024
+"""The lowest limit of a user's bytes: what a connection sends at a time then takes a quarter of a
+second, so that several connections still have their turn before one counts as silent."""
+
 REVISION_MAX: Final = (1 << 53) - 1
 """The highest number that every reader of JSON knows exactly."""
 
@@ -154,6 +158,42 @@ class Verifier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsersError("the keys of a verifier have 32 bytes each")
 
 
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much a user may have of a node at a time; 0 for no limit.
+
+    Attributes:
+        connections: Connections.
+        streams: Streams of all connections together.
+        leases: Leases that were acquired or renewed at the node since it was started.
+        bytes_in: Bytes that the node reads in a second, of all connections together.
+        bytes_out: Bytes that it writes in a second.
+    """
+
+    connections: int = 0
+    streams: int = 0
+    leases: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    def check(self) -> None:
+        """Raises `UsersError` if there can be no such limits."""
+        for name, number in msgspec.structs.asdict(self).items():
+            if not 0 <= number <= REVISION_MAX:
+                raise UsersError(f"a limit is 0 to {REVISION_MAX}, not {number}")
+            if name.startswith("bytes") and 0 < number < BYTES_A_SECOND_MIN:
+                raise UsersError(
+                    f"a limit of bytes is at least {BYTES_A_SECOND_MIN:,} a second: with less, "
+                    "connections would be silent for so long that they end"
+                )
+
+    def __str__(self) -> str:
+        named = msgspec.structs.asdict(self).items()
+        return " ".join(f"{name}={number}" for name, number in named if number)
+
+
+NO_LIMITS: Final = Limits()
+
+
 class User(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A user.
 
@@ -161,11 +201,13 @@ class User(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: The name, normalised.
         verifier: Checks the password; None for a user who shows a certificate with this name.
         grants: What the user may do, sorted.
+        limits: How much of a node the user may have.
     """
 
     name: str
     verifier: Verifier | None = None
     grants: tuple[Grant, ...] = ()
+    limits: Limits = NO_LIMITS
 
     def rights_on(self, bucket: str) -> frozenset[Right]:
         """What the user may do with a bucket, or with the server. O(grants)."""
@@ -185,6 +227,7 @@ class User(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             grant.check()
         if self.verifier is not None:
             self.verifier.check()
+        self.limits.check()
 
 
 class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -250,6 +293,15 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             UsersError: There is no such user.
         """
         user = msgspec.structs.replace(self._user(name), verifier=verifier)
+        return self._next({**self.users, name: user}, user)
+
+    def with_limits(self, name: str, limits: Limits) -> Users:
+        """With other limits of a user.
+
+        Raises:
+            UsersError: There is no such user, or there can be no such limits.
+        """
+        user = msgspec.structs.replace(self._user(name), limits=limits)
         return self._next({**self.users, name: user}, user)
 
     def granting(self, name: str, grants: tuple[Grant, ...]) -> Users:
@@ -353,7 +405,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return UserListing(
             self.revision,
             tuple(
-                UserInfo(user.name, user.verifier is not None, user.grants)
+                UserInfo(user.name, user.verifier is not None, user.grants, user.limits)
                 for user in self.users.values()
             ),
         )
@@ -386,11 +438,13 @@ class UserInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: The name.
         has_password: Whether the user can log in with a password, and not with a certificate alone.
         grants: What the user may do.
+        limits: How much of a node the user may have.
     """
 
     name: str
     has_password: bool
     grants: tuple[Grant, ...]
+    limits: Limits = NO_LIMITS
 
 
 class UserListing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -504,6 +558,20 @@ class RevokeRights(UserChange, frozen=True):
         return users.revoking(self.name, self.grants)
 
 
+class SetLimits(UserChange, frozen=True):
+    """Replaces a user's limits.
+
+    Attributes:
+        limits: All of them.
+    """
+
+    limits: Limits = NO_LIMITS
+
+    def apply(self, users: Users) -> Users:
+        """With other limits."""
+        return users.with_limits(self.name, self.limits)
+
+
 class RemoveUser(UserChange, frozen=True):
     """Removes a user."""
 
@@ -512,7 +580,7 @@ class RemoveUser(UserChange, frozen=True):
         return users.without(self.name)
 
 
-AnyUserChange = AddUser | SetPassword | GrantRights | RevokeRights | RemoveUser
+AnyUserChange = AddUser | SetPassword | GrantRights | RevokeRights | SetLimits | RemoveUser
 
 
 def user_change_from_json(document: str) -> AnyUserChange:

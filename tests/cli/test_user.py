@@ -212,8 +212,13 @@ def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
     assert run("bucket", "list").stdout.split()[3] == "planes"
     become(monkeypatch, "ada")
     run("user", "revoke", "bob", "write", "plan*")
+    run("user", "limit", "bob", "--streams", "1")
+    assert "at least 1,048,576" in run("user", "limit", "bob", "--bytes-in", "5", code=2).stderr
+    limited = run("user", "limit", "bob", "--connections", "5", "--bytes-in", "2000000")
+    assert limited.stdout == "the limits of bob: connections=5 bytes_in=2000000\n"
     rows = [json.loads(line) for line in run("user", "list", "--json").stdout.splitlines()]
     row = {"user": "bob", "logs_in_with": "password", "right": "read", "buckets": "plan*"}
+    row["limits"] = "connections=5 bytes_in=2000000"
     assert [row for row in rows if row["user"] == "bob"] == [row]
     become(monkeypatch, "bob")
     run("set", bucket, "k", "v2", code=3)

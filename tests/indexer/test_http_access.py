@@ -106,11 +106,13 @@ class Front:
         status, body = 0, b""
 
         async def receive() -> dict[str, Any]:
+            await trio.lowlevel.checkpoint()
             request_body = DESIGN if method == "PUT" else b""
             return {"type": "http.request", "body": request_body, "more_body": False}
 
         async def send(message: dict[str, Any]) -> None:
             nonlocal status, body
+            await trio.lowlevel.checkpoint()
             status = message.get("status", status)
             body += message.get("body", b"")
 

@@ -22,9 +22,11 @@ from upr_protocol.users import (
     AnyUserChange,
     Grant,
     GrantRights,
+    Limits,
     RemoveUser,
     RevokeRights,
     Right,
+    SetLimits,
     SetPassword,
     User,
     UserChange,
@@ -268,6 +270,7 @@ def test_another_version_of_unicode_does_not_refuse_a_user() -> None:
 
 
 GRANTS = (Grant(Right.READ, "a"),)
+LIMITS = Limits(connections=1, streams=2, leases=3, bytes_in=2**20, bytes_out=2**21)
 
 
 CHANGES: Final[list[tuple[AnyUserChange, User | None]]] = [
@@ -276,6 +279,7 @@ CHANGES: Final[list[tuple[AnyUserChange, User | None]]] = [
     (SetPassword("bob"), User("bob", None, GRANTS)),
     (GrantRights("bob", (Grant(Right.WRITE, "b"),)), None),
     (RevokeRights("bob", GRANTS), User("bob")),
+    (SetLimits("bob", LIMITS), User("bob", None, GRANTS, LIMITS)),
     (RemoveUser("bob"), None),
 ]
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from upr_protocol.cli.connection import ask
 from upr_protocol.cli.output import print_line, print_table
-from upr_protocol.cli.parameters import TargetCommand, json_option, server_argument
+from upr_protocol.cli.parameters import TargetCommand, json_option, number, server_argument
 from upr_protocol.cli.passwords import new_password
 from upr_protocol.client import Address, read_password
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
 from upr_protocol.scram import SALT_BYTES, new_verifier
 from upr_protocol.users import (
     EVERYTHING,
+    REVISION_MAX,
     AddUser,
     Grant,
     GrantRights,
+    Limits,
     RemoveUser,
     RevokeRights,
     Right,
+    SetLimits,
     SetPassword,
     UserChange,
     UsersError,
@@ -171,6 +176,40 @@ def revoke(target: Address, name: str, rights: tuple[Right, ...], pattern: str) 
     print_line(f"revoked {_names(rights)} on {pattern} from {name}")
 
 
+def _limit_option(name: str, what: str) -> Callable[[Any], Any]:
+    return click.option(
+        name, type=number(0, REVISION_MAX), default=0, metavar="NUMBER", help=f"{what}; 0 for any."
+    )
+
+
+@user.command(cls=TargetCommand)
+@server_argument
+@_name_argument
+@_limit_option("--connections", "The most connections")
+@_limit_option("--streams", "The most streams, of all connections together")
+@_limit_option("--leases", "The most leases")
+@_limit_option("--bytes-in", "The most bytes a second that a node reads, 1048576 or more")
+@_limit_option("--bytes-out", "The most bytes a second that a node writes, 1048576 or more")
+def limit(target: Address, name: str, **limits: int) -> None:
+    r"""Limit what a user may have of each node at a time.
+
+    The limits replace those from before: what is not named has none. More connections, streams and
+    leases are refused; bytes wait. What is open stays open.
+
+    \b
+    Examples:
+      upr user limit uprs://db1:12000 bob --connections 10 --bytes-in 10000000
+      upr user limit uprs://db1:12000 bob
+    """
+    of_user = Limits(**limits)
+    try:
+        of_user.check()
+    except UsersError as error:
+        raise click.UsageError(str(error)) from error
+    _change(target, SetLimits(name, of_user))
+    print_line(f"the limits of {name}: {of_user}" if str(of_user) else f"{name} has no limits")
+
+
 @user.command(cls=TargetCommand)
 @server_argument
 @_name_argument
@@ -190,13 +229,16 @@ def list_users(target: Address, as_json: bool) -> None:
     """
     listing = ask(target, lambda client: client.list_users(), bucket=False)
     rows = [
-        (info.name, "password" if info.has_password else "certificate", right, pattern)
+        (
+            *(info.name, "password" if info.has_password else "certificate", right, pattern),
+            str(info.limits),
+        )
         for info in listing.users
         for right, pattern in (
             [(grant.right.value, grant.pattern) for grant in info.grants] or [("", "")]
         )
     ]
-    print_table(("user", "logs_in_with", "right", "buckets"), rows, as_json=as_json)
+    print_table(("user", "logs_in_with", "right", "buckets", "limits"), rows, as_json=as_json)
     if not listing.revision:
         print_line(
             f"there are no users: everybody may do everything on {EVERYTHING}; `upr-server init` "

@@ -198,15 +198,19 @@ class HttpAccess:
 
     async def _may_read(self, credentials: Credentials) -> bool:
         with trio.move_on_after(ASK_TIMEOUT_S):
-            try:
-                async with connect(self._address_of(credentials), identity="upr-indexer") as client:
-                    await client.get(_PROBE)
-            except ServerError as error:
-                if error.status is not Status.NOT_ALLOWED:
-                    raise
-                return False
-            return True
+            return await _may_read(self._address_of(credentials))
         raise BrokenError(f"{self._address} did not answer in time")
+
+
+async def _may_read(address: Address) -> bool:
+    try:
+        async with connect(address, identity="upr-indexer") as client:
+            await client.get(_PROBE)
+    except ServerError as error:
+        if error.status is not Status.NOT_ALLOWED:
+            raise
+        return False
+    return True
 
 
 def _credentials(authorization: str) -> Credentials:

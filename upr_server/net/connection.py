@@ -116,6 +116,8 @@ class AcceptedConnection:
         not be applied at once. To join them again after each would take quadratic time."""
         self._bytes_in = 0
         self._bytes_out = 0
+        self._write_pause_s = 0.0
+        """How long to write nothing, because of the user's limits."""
 
     async def run(self) -> None:
         """Serves the connection until it ends. Cancelled, it leaves at once. The stream is closed
@@ -196,7 +198,8 @@ class AcceptedConnection:
                 # It is this connection's writer that meets the error.
                 length = YIELD_BYTES
             is_over = self.session.state not in _CONVERSING
-            if not self._unwritten and length < YIELD_BYTES and not is_over:
+            is_done = not self._unwritten and length < YIELD_BYTES and not self._write_pause_s
+            if is_done and not is_over:
                 return
         self._to_send.notify()
 
@@ -220,6 +223,8 @@ class AcceptedConnection:
                 self._frame.hold(held_bytes, trio.current_time(), is_new=has_whole_frame)
                 if held_bytes and self._resources.frame_budget.is_short:
                     await self._wait_for_frame_memory()
+            if (usage := self.context.log_in.usage) is not None:
+                await self._pause_reading(usage.pause_after_reading(count, session.now))
 
     async def _handle_frames(self) -> bool:
         """Handles every whole frame that has come; whether there was any."""
@@ -270,6 +275,12 @@ class AcceptedConnection:
                 return self._wait_for_backlog
             if trio.current_time() - began > SLICE_S:
                 return trio.lowlevel.checkpoint
+
+    async def _pause_reading(self, pause_s: float) -> None:
+        if pause_s:
+            self._is_unread = True
+            await trio.sleep(pause_s)
+            self._is_unread = False
 
     async def _wait_for_frame_memory(self) -> None:
         self._is_unread = True
@@ -385,6 +396,7 @@ class AcceptedConnection:
 
     async def _flush(self) -> None:
         """Writes until there is nothing to write now."""
+        await self._pause_writing()
         length = len(self._unwritten) or self._send()
         while length:
             if self._unwritten:
@@ -392,7 +404,13 @@ class AcceptedConnection:
                 self._has_sent()
             elif length >= YIELD_BYTES:
                 await trio.lowlevel.checkpoint()
+            await self._pause_writing()
             length = self._send()
+
+    async def _pause_writing(self) -> None:
+        if self._write_pause_s:
+            pause_s, self._write_pause_s = self._write_pause_s, 0.0
+            await trio.sleep(pause_s)
 
     def _send(self) -> int:
         """Gives the socket what there is to send; what it does not take at once is left in
@@ -416,6 +434,8 @@ class AcceptedConnection:
             return 0
         length = sum(map(len, outgoing))
         self._bytes_out += length
+        if (usage := self.context.log_in.usage) is not None:
+            self._write_pause_s = usage.pause_after_writing(length, trio.current_time())
         self._unwritten = outgoing
         self._unwritten = write_now(self._stream, outgoing)
         if not self._unwritten:

@@ -16,7 +16,7 @@ import attrs
 import structlog
 import trio
 
-from upr_protocol.errors import Status
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
 from upr_protocol.scram import (
     EXTERNAL,
@@ -33,6 +33,7 @@ from upr_protocol.transport import TlsStream
 from upr_protocol.users import UsersError, Verifier
 from upr_protocol.wire import LoggedIn, LogIn, LogInChallenge, LogInResponse
 from upr_server.net.access import Access
+from upr_server.net.user_usage import UserUsage, UserUsages
 from upr_server.runtime import FAILURE_DELAY_S, FailedLogIns, network_of
 from upr_server.user_store import UserStore
 
@@ -53,6 +54,7 @@ class LogIns:
         own_secret: What the salts of users who do not exist are made of, as long as the users have
             no secret of their own.
         failures: The attempts that failed.
+        usages: What each user has of this node.
         failure_delay_s: How late a failed attempt is answered.
     """
 
@@ -60,6 +62,10 @@ class LogIns:
     own_secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
     failures: FailedLogIns = attrs.field(factory=FailedLogIns)
     failure_delay_s: float = FAILURE_DELAY_S
+    usages: UserUsages = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.usages = UserUsages(self.users)
 
 
 def offered_mechanisms(log_ins: LogIns, stream: trio.abc.Stream) -> tuple[str, ...]:
@@ -89,6 +95,9 @@ class LogInExchange:
         peer: The other end's address, for logs.
         access: What the client may do; its user is set by the log-in.
         wake: Has what is in the session sent.
+
+    Attributes:
+        usage: What the user has of this node; None before the log-in.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class LogInExchange:
         self._host = network_of(peer)
         self._access = access
         self._wake = wake
+        self.usage: UserUsage | None = None
         self._exchange: tuple[str, Verifier, ScramServer] | None = None
 
     def begin(self, request: LogIn) -> LateAnswer | None:
@@ -177,7 +187,20 @@ class LogInExchange:
         self._accept(name, SCRAM, outcome)
         return None
 
+    def close(self) -> None:
+        """The connection is over."""
+        if self.usage is not None:
+            self.usage.disconnect(self._session)
+
     def _accept(self, name: str, mechanism: str, outcome: bytes) -> None:
+        usage = self._log_ins.usages.of(name)
+        try:
+            usage.connect(self._session)
+        except ServerError as error:
+            self._access.note_log_in(name, mechanism, allowed=False)
+            self._session.fail(error.status, error.sentence)
+            return
+        self.usage = usage
         self._access.user_name = name
         self._access.note_log_in(name, mechanism, allowed=True)
         self._session.send(LoggedIn(outcome))

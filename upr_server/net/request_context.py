@@ -112,6 +112,7 @@ class RequestContext:
 
     def close(self) -> None:
         """The connection is over."""
+        self.log_in.close()
         self.streamer.close()
         for partition, replica in self._replicas.items():
             partition.replicas.forget(replica, self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Lease, LeaseAction, LeaseReply
 from upr_server.net.request_context import RequestContext
@@ -10,12 +12,14 @@ from upr_server.storage.calls import MeasureRanges
 
 def lease(context: RequestContext, request: Lease) -> None:
     """Acquires, renews or releases a lease."""
-    disk = context.disk
+    disk, usage = context.disk, context.log_in.usage
 
     async def answer() -> None:
         async with disk.maintenance.paused():
             if request.action is LeaseAction.RELEASE:
                 await disk.leases.release(request.lease_id)
+                if usage is not None:
+                    usage.note_lease(request.lease_id, 0)
                 context.send(LeaseReply(request.lease_id, 0, opaque=request.opaque))
                 return
             if request.action is LeaseAction.ACQUIRE:
@@ -23,11 +27,18 @@ def lease(context: RequestContext, request: Lease) -> None:
                     # A copy may lag: what is persisted there is not all that was acknowledged.
                     if partition_number < len(disk.bucket.partitions):
                         context.active_partition(PartitionId(partition_number))
-                granted = await disk.leases.acquire(
-                    request.lease_id, request.owner, request.ranges, request.time_to_live_s
-                )
+                with (
+                    nullcontext()
+                    if usage is None
+                    else usage.acquiring_lease(request.lease_id, context.time())
+                ):
+                    granted = await disk.leases.acquire(
+                        request.lease_id, request.owner, request.ranges, request.time_to_live_s
+                    )
             else:
                 granted = await disk.leases.renew(request.lease_id, request.time_to_live_s)
+            if usage is not None:
+                usage.note_lease(granted.lease_id, context.time() + granted.time_to_live_s)
         sizes = await disk.ask(MeasureRanges(disk.bucket.name, granted.ranges))
         ranges = tuple(
             (

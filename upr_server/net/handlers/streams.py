@@ -75,6 +75,8 @@ def stream(context: RequestContext, request: Stream) -> None:
     """Opens a stream, or says why there is none."""
     partition = context.partition(request.partition)
     _check_replica(context, request)
+    if (usage := context.log_in.usage) is not None:
+        usage.check_streams()
     context.streamer.open(context.disk, partition, request, context.map_revision)
 
 

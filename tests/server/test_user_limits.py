@@ -1,0 +1,201 @@
+"""What a user may have of a node at a time, on a network in memory, on a mock clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.kit.memory_network import HOST, MemoryNetwork
+from tests.kit.placed_keys import key_in
+from tests.server.test_log_in import RIGHTS, VERIFIER
+from upr_protocol.client import Address, Credentials, Security, connect, consume, publisher
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.users import BYTES_A_SECOND_MIN, Limits, User, Users, UsersError
+from upr_server.app import Server, running_server
+from upr_server.config import BucketConfig, ServerConfig
+from upr_server.net.user_usage import BURST_S, ByteRate
+from upr_server.storage.simulated import SimulatedStore
+
+PARTITIONS: Final = 4
+MIB: Final = 1024 * 1024
+VALUE: Final = b"v" * 64 * 1024
+SOON_S: Final = 0.1
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> MemoryNetwork:
+    return MemoryNetwork(monkeypatch)
+
+
+@asynccontextmanager
+async def server_with(**limits: int) -> AsyncIterator[Server]:
+    """A server with bob, who has these limits, and eve, who has none."""
+    config = ServerConfig(
+        listen=f"{HOST}:71", buckets=(BucketConfig("b", PARTITIONS),), shutdown_deadline_s=0.1
+    )
+    users = (User("bob", VERIFIER, RIGHTS, Limits(**limits)), User("eve", VERIFIER, RIGHTS))
+    async with running_server(config, SimulatedStore()) as server:
+        server.users.users = Users(1, {user.name: user for user in users})
+        yield server
+
+
+def address(user: str) -> Address:
+    return Address.parse(f"upr://{HOST}:71/b", Security(credentials=Credentials(user, "pencil")))
+
+
+def keys(count: int) -> list[bytes]:
+    return [key_in(n % PARTITIONS, PARTITIONS, b"%d-" % n) for n in range(count)]
+
+
+async def publish(user: str, nbytes: int) -> float:
+    """Publishes so many bytes, and says how long that took."""
+    began = trio.current_time()
+    async with publisher(address(user)) as sink:
+        for key in keys(nbytes // len(VALUE)):
+            await sink.set(key, VALUE)
+    return trio.current_time() - began
+
+
+async def read(user: str, **options: Any) -> float:
+    """Reads the bucket to its end, if there is one, and says how long that took."""
+    began = trio.current_time()
+    async with consume(address(user), **options) as consumer:
+        async for _ in consumer:
+            pass
+    return trio.current_time() - began
+
+
+async def test_more_connections_are_refused_by_name(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with server_with(connections=2) as server, AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(connect(address("bob")))
+        with pytest.raises(ServerError, match="user bob has 2 connections at") as caught:
+            async with connect(address("bob"), retry_timeout_s=0):
+                pass
+        assert caught.value.status is Status.TOO_MANY
+        for _ in range(5):
+            await stack.enter_async_context(connect(address("eve")))
+        await stack.aclose()
+        await trio.sleep(1)
+        assert not server.connections.connections
+        async with connect(address("bob")) as client:
+            await client.set("k", "v")
+
+
+async def test_more_streams_are_refused_by_name(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with server_with(streams=PARTITIONS + 1):
+        await read("bob", end="now")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, "bob")
+            await trio.sleep(1)
+            with pytest.raises(ServerError, match="user bob has 5 streams") as caught:
+                await read("bob")
+            assert caught.value.status is Status.LIMIT_REACHED
+            nursery.cancel_scope.cancel()
+
+
+async def test_more_leases_are_refused_by_name_until_others_lapse(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with server_with(leases=2) as server, connect(address("bob")) as client:
+        seconds = 0.0
+        for connection in server.connections.connections:
+            connection.context.time = lambda: seconds
+
+        async def acquire(lease_id: int) -> None:
+            ranges = [(PartitionId(0), SeqNo(0), SeqNo(0))]
+            await client.acquire_lease(ranges, time_to_live_s=60, owner="bob", lease_id=lease_id)
+
+        await acquire(1)
+        await acquire(2)
+        # The first answer may have been lost.
+        await acquire(2)
+        with pytest.raises(ServerError, match="user bob has 2 leases") as caught:
+            await acquire(3)
+        assert caught.value.status is Status.LIMIT_REACHED
+        await client.release_lease(1)
+        await acquire(3)
+        with pytest.raises(ServerError, match="user bob has 2 leases"):
+            await acquire(4)
+        seconds = 61.0
+        await acquire(4)
+
+
+@pytest.mark.parametrize("publishers", [1, 4])
+async def test_who_writes_more_waits_and_others_do_not(
+    network: MemoryNetwork, autojump_clock: MockClock, publishers: int
+) -> None:
+    """Also with several connections. Another user's requests are answered at once meanwhile."""
+    nbytes = 8 * MIB
+    async with server_with(bytes_in=MIB), connect(address("eve")) as client:
+        took: list[float] = []
+
+        async def write() -> None:
+            took.append(await publish("bob", nbytes // publishers))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(publishers):
+                nursery.start_soon(write)
+            for number in range(6):
+                await trio.sleep(1)
+                assert len(took) < publishers, "bob still writes"
+                began = trio.current_time()
+                await client.set(f"k{number}", "v")
+                assert trio.current_time() - began < SOON_S
+            assert await publish("eve", nbytes) < 1
+        assert 7.5 < max(took) < 9.5
+
+
+async def test_who_reads_more_waits_and_others_do_not(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with server_with(bytes_out=MIB):
+        await publish("eve", 8 * MIB)
+        took: dict[str, float] = {}
+
+        async def measure(user: str) -> None:
+            took[user] = await read(user, end="now")
+
+        async with trio.open_nursery() as nursery:
+            for user in ("bob", "eve"):
+                nursery.start_soon(measure, user)
+        assert took["eve"] < 1
+        assert 7 < took["bob"] < 9.5
+
+
+async def test_a_change_of_limits_counts_at_once(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with server_with(connections=1) as server, connect(address("bob")):
+        await server.users.change(lambda users: users.with_limits("bob", Limits(connections=2)))
+        async with connect(address("bob")):
+            pass
+
+
+def test_bytes_of_a_second() -> None:
+    rate = ByteRate()
+    assert rate.pause_s(10**12, 0, 0.0) == 0
+    # A burst, and then the limit.
+    assert rate.pause_s(int(BURST_S * MIB), MIB, 100.0) == 0
+    assert rate.pause_s(MIB, MIB, 100.0) == 1
+    assert rate.pause_s(MIB, MIB, 101.0) == 1
+    assert rate.pause_s(0, MIB, 200.0) == 0
+
+
+def test_limits_that_cannot_be() -> None:
+    for limits, sentence in (
+        (Limits(connections=-1), "a limit is 0 to"),
+        (Limits(bytes_in=BYTES_A_SECOND_MIN - 1), "at least 1,048,576 a second"),
+    ):
+        with pytest.raises(UsersError, match=sentence):
+            Users(1, {"bob": User("bob", None, RIGHTS)}).with_limits("bob", limits)

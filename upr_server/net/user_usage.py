@@ -1,0 +1,167 @@
+"""How much of this node each user has, and what exceeds the user's limits.
+
+More connections, streams and leases are refused by name. Bytes wait: who reads or writes more than
+the limit pauses, until the user's bytes of a second are no more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.session import ServerSession
+from upr_protocol.users import NO_LIMITS, USERS_MAX, Limits
+from upr_server.user_store import UserStore
+
+BURST_S: Final = 0.25
+"""Whoever had not used a limit of bytes may exceed it by what it allows in so long a time."""
+
+
+class ByteRate:
+    """The bytes of one user in one direction."""
+
+    __slots__ = ("_free_at",)
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+        """When the bytes from before are no more than the limit allows."""
+
+    def pause_s(self, nbytes: int, limit: int, now: float) -> float:
+        """Counts bytes, and says how long to wait before more of them.
+
+        Args:
+            nbytes: How many were read or written.
+            limit: How many a second are allowed; 0 for any number.
+            now: The time, in seconds.
+        """
+        if not limit:
+            return 0.0
+        self._free_at = max(self._free_at, now - BURST_S) + nbytes / limit
+        return max(0.0, self._free_at - now)
+
+
+class UserUsage:
+    """What one user has of this node.
+
+    Args:
+        name: The user.
+        users: The users of the cluster.
+    """
+
+    def __init__(self, name: str, users: UserStore) -> None:
+        self._name = name
+        self._users = users
+        self._sessions: dict[ServerSession, None] = {}
+        self._read, self._written = ByteRate(), ByteRate()
+        self._leases: dict[int, float] = {}
+        """By lease that the user has acquired or renewed here, when it lapses."""
+        self._acquiring = 0
+
+    @property
+    def limits(self) -> Limits:
+        """The user's limits as they are now."""
+        user = self._users.users.get(self._name)
+        return NO_LIMITS if user is None else user.limits
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the user has no connection."""
+        return not self._sessions
+
+    def connect(self, session: ServerSession) -> None:
+        """The user has logged in.
+
+        Raises:
+            ServerError: `TOO_MANY`: there are too many connections.
+        """
+        count = len(self._sessions)
+        # Clients wait, and try again.
+        self._check("connections", count, self.limits.connections, Status.TOO_MANY)
+        self._sessions[session] = None
+
+    def disconnect(self, session: ServerSession) -> None:
+        """A connection is over."""
+        self._sessions.pop(session, None)
+
+    def check_streams(self) -> None:
+        """Checks that the user may have one more stream. O(connections), where there is a limit.
+
+        Raises:
+            ServerError: `LIMIT_REACHED`: there are too many.
+        """
+        if limit := self.limits.streams:
+            count = sum([len(session.streams) for session in self._sessions])
+            self._check("streams", count, limit)
+
+    @contextmanager
+    def acquiring_lease(self, lease_id: int, now: float) -> Iterator[None]:
+        """Checks that the user may have one more lease, which is acquired in the context. To ask
+        again for one makes no second one.
+
+        Args:
+            lease_id: The lease.
+            now: Seconds since 1970.
+
+        Raises:
+            ServerError: `LIMIT_REACHED`: there are too many.
+        """
+        if limit := self.limits.leases:
+            self._leases = {lease: end for lease, end in self._leases.items() if end > now}
+            if lease_id not in self._leases:
+                self._check("leases", len(self._leases) + self._acquiring, limit)
+        self._acquiring += 1
+        try:
+            yield
+        finally:
+            self._acquiring -= 1
+
+    def note_lease(self, lease_id: int, lapses_at: float) -> None:
+        """The user has acquired or renewed a lease; or released it, if it lapses at 0."""
+        if not lapses_at:
+            self._leases.pop(lease_id, None)
+        elif self.limits.leases:
+            self._leases[lease_id] = lapses_at
+
+    def pause_after_reading(self, nbytes: int, now: float) -> float:
+        """Counts bytes that were read, and says how long to wait before more are read."""
+        return self._read.pause_s(nbytes, self.limits.bytes_in, now)
+
+    def pause_after_writing(self, nbytes: int, now: float) -> float:
+        """Counts bytes that were written, and says how long to wait before more are written."""
+        return self._written.pause_s(nbytes, self.limits.bytes_out, now)
+
+    def _check(
+        self, what: str, count: int, limit: int, status: Status = Status.LIMIT_REACHED
+    ) -> None:
+        if limit and count >= limit:
+            raise ServerError(
+                status,
+                f"user {self._name} has {count} {what} at this node, and may have {limit}",
+            )
+
+
+class UserUsages:
+    """What each user has of this node.
+
+    Args:
+        users: The users of the cluster.
+    """
+
+    def __init__(self, users: UserStore) -> None:
+        self._users = users
+        self._usages: dict[str, UserUsage] = {}
+
+    def of(self, name: str) -> UserUsage:
+        """What a user has. It outlives the user's connections: a new one begins with no new limit
+        of bytes."""
+        usage = self._usages.get(name)
+        if usage is None:
+            if len(self._usages) >= USERS_MAX:
+                # Some of them may have been removed.
+                self._usages = {
+                    key: usage for key, usage in self._usages.items() if not usage.is_idle
+                }
+            usage = self._usages[name] = UserUsage(name, self._users)
+        return usage
