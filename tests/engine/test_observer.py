@@ -84,6 +84,21 @@ def test_each_batch_that_changes_something_is_told_with_its_design_documents(
     assert observer.news() == [], "nothing has changed"
 
 
+def test_a_batch_with_a_row_that_fails_is_told_with_its_design_documents_and_expires(
+    partition: Partition, observer: Observer
+) -> None:
+    """Whole columns say nothing of such a batch, so each row is looked at."""
+    result = send(
+        partition,
+        request(Operation.SET, b""),
+        request(Operation.SET, DESIGN),
+        request(Operation.SET, b"k", expiry=int(NOW) + 1),
+    )
+    assert result.failures == [(0, Status.BAD_KEY)]
+    assert observer.news() == [[DESIGN]]
+    assert partition.has_expired(NOW + 1)
+
+
 def test_expired_items_are_told(partition: Partition, observer: Observer) -> None:
     rows = [request(Operation.SET, key, expiry=int(NOW) + 5) for key in (b"k", DESIGN)]
     send(partition, *rows)

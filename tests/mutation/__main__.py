@@ -1,7 +1,8 @@
 """A mutation run: `python -m tests.mutation [--sample N] [--seed N] [MODULE ...]`.
 
 Each mutant is tried in a copy of the tree, with the tests that run the broken line, until one of
-them fails. If none fails, the mutant survives: it is printed, and a person judges it. Other tools
+them fails. Slow tests are run only for mutants that no quick test notices. If no test fails, the
+mutant survives: it is printed, and a person judges it. Other tools
 try every change of every line. This one breaks each line once, because the question is which lines
 no test holds. It forks for each mutant, so pytest is imported once.
 """
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -25,33 +26,67 @@ from tests.mutation.trials import Trials
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
-TESTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("upr_protocol/failover.py", ("tests/protocol/test_failover.py",)),
-    ("upr_protocol/scram.py", ("tests/protocol/test_scram.py",)),
-    ("upr_server/net/log_in.py", ("tests/server/test_log_in.py",)),
-    ("upr_protocol/session", ("tests/protocol/session",)),
-    ("upr_server/engine", ("tests/engine",)),
-    ("upr_server/events", ("tests/events",)),
-    ("upr_server/indexer", ("tests/indexer",)),
-    (
+SIMULATED_SEEDS: Final = "tests/simulation/test_seeds.py"
+
+
+@attrs.frozen
+class Concern:
+    """A part of the tree, and the tests that concern it.
+
+    Attributes:
+        path: A module or a package.
+        tests: The tests that each broken line is tried with, if they run it.
+        slow: Tests of these that only a line is tried with that the others do not notice.
+        wider: Further such tests.
+    """
+
+    path: str
+    tests: tuple[str, ...]
+    slow: tuple[str, ...] = ()
+    wider: tuple[str, ...] = ()
+
+
+CONCERNS: Final = (
+    Concern("upr_protocol/failover.py", ("tests/protocol/test_failover.py",)),
+    Concern("upr_protocol/scram.py", ("tests/protocol/test_scram.py",)),
+    Concern("upr_server/net/log_in.py", ("tests/server/test_log_in.py",)),
+    Concern("upr_protocol/session", ("tests/protocol/session",)),
+    Concern(
+        "upr_server/engine",
+        ("tests/engine",),
+        slow=(
+            "tests/engine/test_evaluation.py::TestSlicedBatches",
+            "tests/engine/test_model.py",
+            "tests/engine/test_disk.py",
+            "tests/engine/test_bundles.py",
+            "tests/engine/test_expiry.py::TestIndex",
+            "tests/engine/test_replicas.py::TestReplicated",
+            "tests/engine/test_long_runs.py",
+        ),
+        wider=(SIMULATED_SEEDS, "tests/server"),
+    ),
+    Concern("upr_server/events", ("tests/events",)),
+    Concern("upr_server/indexer", ("tests/indexer",)),
+    Concern(
         "upr_server/storage/online/flusher.py",
         (
             "tests/server/test_flusher.py",
             "tests/server/test_durability.py",
             "tests/server/test_bucket_disk.py",
         ),
+        wider=(SIMULATED_SEEDS,),
     ),
 )
-"""Modules, and the tests that concern them."""
+"""What may be broken."""
 
 
 @attrs.frozen
 class Candidate:
-    """A mutant, its module, and the tests that concern it."""
+    """A mutant, its module, and what concerns it."""
 
     module: str
     mutant: Mutant
-    tests: tuple[str, ...]
+    concern: Concern
 
     def __str__(self) -> str:
         mutant = self.mutant
@@ -65,9 +100,9 @@ def _short(code: str) -> str:
 def candidates(modules: Sequence[str], seed: int) -> list[Candidate]:
     """One for each line that can be broken, of the modules under these paths; of all if none."""
     return [
-        Candidate(name, mutant, tests)
-        for path, tests in TESTS
-        for name in _modules_under(path)
+        Candidate(name, mutant, concern)
+        for concern in CONCERNS
+        for name in _modules_under(concern.path)
         if not modules or any(name.startswith(module) for module in modules)
         for mutant in mutants_of((ROOT / name).read_text(), Random(f"{seed} {name}"))
     ]
@@ -86,8 +121,8 @@ def main(modules: Sequence[str], sample: int, seed: int) -> None:
     """Breaks one line at a time, and lists those that no test fails for."""
     chosen = candidates(modules, seed)
     if sample:
-        drawn = Random(seed).sample(chosen, min(sample, len(chosen)))
-        chosen = sorted(drawn, key=chosen.index)
+        # Not put in order: a run that is interrupted has tried a smaller sample.
+        chosen = Random(seed).sample(chosen, min(sample, len(chosen)))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trials = Trials(Path(folder).resolve())
         subprocess.run(
@@ -95,23 +130,45 @@ def main(modules: Sequence[str], sample: int, seed: int) -> None:
         )
         for library in (ROOT / "upr_kernel").glob("_native*.so"):
             shutil.copy(library, trials.tree / "upr_kernel")
-        costs = {
-            tests: trials.costs(tests, {c.module for c in chosen if c.tests == tests})
-            for tests in dict.fromkeys(candidate.tests for candidate in chosen)
-        }
-        survivors: Counter[str] = Counter()
-        for index, candidate in enumerate(chosen, 1):
-            module, mutant, tests = candidate.module, candidate.mutant, candidate.tests
-            if not trials.is_found(module, mutant, tests, costs[tests]):
-                survivors[module] += 1
-                click.echo(str(candidate))
-            if index % 20 == 0 or index == len(chosen):
-                click.echo(
-                    f"{index} of {len(chosen)} lines broken, {survivors.total()} survived",
-                    err=True,
-                )
+        unnoticed = _unnoticed(trials, chosen)
+        survivors = Counter(candidate.module for candidate in _survivors(trials, unnoticed))
         for module, lines in Counter(candidate.module for candidate in chosen).items():
             click.echo(f"{survivors[module]:4} of {lines:4} survived: {module}")
+
+
+def _unnoticed(trials: Trials, chosen: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that no quick test notices. All are tried before any slow test is."""
+    costs = {
+        concern: trials.costs(
+            concern.tests, {c.module for c in chosen if c.concern == concern}, concern.slow
+        )
+        for concern in dict.fromkeys(candidate.concern for candidate in chosen)
+    }
+    unnoticed = []
+    for index, candidate in enumerate(chosen, 1):
+        concern = candidate.concern
+        if not trials.is_found(candidate.module, candidate.mutant, costs[concern]):
+            unnoticed.append(candidate)
+            click.echo(f"no quick test notices {candidate}", err=True)
+        if index % 20 == 0 or index == len(chosen):
+            click.echo(
+                f"{index} of {len(chosen)} lines broken, {len(unnoticed)} unnoticed", err=True
+            )
+    return unnoticed
+
+
+def _survivors(trials: Trials, unnoticed: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Prints and yields the candidates that the slow and the wider tests do not notice either."""
+    for candidate in unnoticed:
+        tests = (
+            *candidate.concern.wider[:1],
+            *candidate.concern.slow,
+            *candidate.concern.wider[1:],
+        )
+        if tests and trials.is_found_by_all(candidate.module, candidate.mutant, tests):
+            continue
+        click.echo(str(candidate))
+        yield candidate
 
 
 if __name__ == "__main__":

@@ -68,13 +68,24 @@ broken = {
 }
 found = {
     name: trials.is_found(
-        module, Mutant(line, before, after, source.replace(before, after)), tests, costs
+        module, Mutant(line, before, after, source.replace(before, after)), costs
     )
     for name, (line, before, after) in broken.items()
 }
 lines = {test: sorted(line for _, line in cost.lines) for test, cost in costs.items()}
 seconds = [second for cost in costs.values() for second in (cost.processor_s, cost.elapsed_s)]
-print(json.dumps({"found": found, "lines": lines, "seconds": seconds}))
+line, before, after = broken["result"]
+changed = Mutant(line, before, after, source.replace(before, after))
+test = "tests/test_small.py::test_"
+found_by_all = {
+    name: trials.is_found_by_all(module, changed, [test + name])
+    for name in ("double", "count_down")
+}
+tests_left = sorted(trials.costs(tests, {module}, [test + "double", test + "negative"]))
+print(json.dumps({
+    "found": found, "lines": lines, "seconds": seconds,
+    "found_by_all": found_by_all, "tests_left": tests_left,
+}))
 """
 
 
@@ -112,6 +123,13 @@ def test_a_broken_line_is_found_if_a_test_fails_or_does_not_end(outcome: dict[st
         "unused": False,
         "nothing": False,
     }
+
+
+def test_slow_tests_are_left_out_at_first_and_run_by_themselves_later(
+    outcome: dict[str, Any],
+) -> None:
+    assert outcome["tests_left"] == ["tests/test_small.py::test_count_down"]
+    assert outcome["found_by_all"] == {"double": True, "count_down": False}
 
 
 def test_a_module_is_restored_after_its_trials(outcome: dict[str, Any]) -> None:

@@ -30,6 +30,9 @@ PRELOADED: Final = (hypothesis, np, pytest, trio.testing)
 MEMORY_LIMIT_BYTES: Final = 3 << 30
 """How much memory the tests may take for one mutant: some append for ever."""
 
+ALL_TESTS_S: Final = 900.0
+"""How long the slow and the wider tests may take of the processor for one mutant."""
+
 _NANOSECONDS: Final = 1_000_000_000
 
 OPTIONS: Final = ["-x", "-q", "-n0", "--assert=plain", "--timeout=0", "-p", "no:cacheprovider"]
@@ -41,8 +44,10 @@ class Trials:
 
     tree: Path
 
-    def costs(self, tests: Sequence[str], modules: Collection[str]) -> dict[str, TestCost]:
-        """What each test takes and runs with nothing broken.
+    def costs(
+        self, tests: Sequence[str], modules: Collection[str], slow: Sequence[str] = ()
+    ) -> dict[str, TestCost]:
+        """What each test takes and runs with nothing broken; `slow` ones are left out.
 
         Raises:
             click.ClickException: A test fails.
@@ -51,7 +56,7 @@ class Trials:
 
         def measure() -> int:
             plugin = CoveredLines(self.tree, modules)
-            status = self._run(tests, plugin)
+            status = self._run([*tests, *(f"--deselect={test}" for test in slow)], plugin)
             # This process has imported the class again, so its objects would not be understood.
             values = {
                 name: attrs.astuple(cost, recurse=False) for name, cost in plugin.costs.items()
@@ -63,30 +68,52 @@ class Trials:
             raise click.ClickException(f"{' '.join(tests)} fail before anything is broken")
         return {name: TestCost(*cost) for name, cost in pickle.loads(result.read_bytes()).items()}
 
-    def is_found(
-        self, module: str, mutant: Mutant, tests: Sequence[str], costs: Mapping[str, TestCost]
-    ) -> bool:
-        """Whether a test fails, or takes far too long, while a line of the module is broken."""
+    def is_found(self, module: str, mutant: Mutant, costs: Mapping[str, TestCost]) -> bool:
+        """Whether a test that runs a line fails, or takes far too long, while the line is broken.
+
+        Args:
+            module: The path of the module in the tree.
+            mutant: The broken module.
+            costs: What each test takes and runs. Others are not tried.
+        """
+        chosen = tests_of((module, mutant.line), costs)
+
+        def run() -> int:
+            limit_time(processor_s=30, elapsed_s=120)
+            files = {test.split("::")[0] for test in chosen}
+            return self._run(sorted(files), Selection(chosen, costs))
+
+        return bool(chosen) and self._is_noticed(module, mutant, run)
+
+    def is_found_by_all(self, module: str, mutant: Mutant, tests: Sequence[str]) -> bool:
+        """Whether one of all these tests fails while a line of the module is broken."""
+
+        def run() -> int:
+            limit_time(processor_s=ALL_TESTS_S, elapsed_s=6 * ALL_TESTS_S)
+            return self._run(tests)
+
+        return self._is_noticed(module, mutant, run)
+
+    def _is_noticed(self, module: str, mutant: Mutant, run: Callable[[], int]) -> bool:
         path = self.tree / module
         original, times = path.read_text(), path.stat()
 
-        def run() -> int:
+        def run_limited() -> int:
             # What is compiled from a broken module must not be taken for the module's.
             sys.dont_write_bytecode = True
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-            limit_time(processor_s=30, elapsed_s=120)
-            return self._run(tests, Selection(tests_of((module, mutant.line), costs), costs))
+            return run()
 
         path.write_text(mutant.source)
         # Python takes a module for unchanged if its length and the second of its time are.
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10 * _NANOSECONDS))
         try:
-            return not _succeeds(run)
+            return not _succeeds(run_limited)
         finally:
             path.write_text(original)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
-    def _run(self, tests: Sequence[str], plugin: object) -> int:
+    def _run(self, tests: Sequence[str], *plugins: object) -> int:
         """Runs tests of the copy in this process, a child that is there for them alone."""
         os.chdir(self.tree)
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -107,7 +134,7 @@ class Trials:
             report_multiple_bugs=False,
             suppress_health_check=list(hypothesis.HealthCheck),
         )
-        return int(pytest.main([*OPTIONS, "--hypothesis-profile=mutation", *tests], [plugin]))
+        return int(pytest.main([*OPTIONS, "--hypothesis-profile=mutation", *tests], plugins))
 
 
 def _succeeds(run: Callable[[], int]) -> bool:

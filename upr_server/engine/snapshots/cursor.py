@@ -321,9 +321,9 @@ class PersistenceCursor(Cursor):
     def restart_at(self, entry: SnapshotEntry) -> None:
         """Goes to the front of `entry`, up to which the disk has everything.
 
-        For the manager, which has let go of all other entries.
+        For the manager, which has let go of all other entries. This cursor holds none, as the disk
+        has all there is.
         """
-        self.held_entries.clear()
         self.entry = entry
         self.at_front = True
         entry.front_count += 1
