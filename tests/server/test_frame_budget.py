@@ -9,11 +9,13 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import MockClock
 
 from upr_server.net.frame_budget import (
     FRAME_BYTES_PER_S_MIN,
     FRAME_TIMEOUT_S,
     SHORT_BYTES_PER_S_MIN,
+    STEP_BYTES,
     FrameBudget,
     UnfinishedFrame,
 )
@@ -29,19 +31,41 @@ class _Frames:
     def __init__(self, limit: int) -> None:
         self.budget = FrameBudget(limit)
         self.dropped: dict[str, str] = {}
+        self.next_drop = trio.Event()
 
     def begin(
         self, name: str, nbytes: int, now: float = 0.0, address: str = ONE
     ) -> UnfinishedFrame:
-        frame = UnfinishedFrame(
-            self.budget, address, lambda reason: self.dropped.update({name: reason})
-        )
+
+        def drop(reason: str) -> None:
+            self.dropped[name] = reason
+            self.next_drop.set()
+
+        frame = UnfinishedFrame(self.budget, address, drop)
         frame.hold(nbytes, now, is_new=True)
         return frame
+
+    def sweep(self, now: float) -> None:
+        for _ in self.budget.sweep(now):
+            self.budget.check_invariants()
 
     def progress(self, frame: UnfinishedFrame, count: int, now: float) -> None:
         frame.read(count, now)
         frame.hold(frame.nbytes + count, now, is_new=False)
+
+
+def test_many_frames_are_dropped_some_in_each_step() -> None:
+    frames = _Frames(100 * MIB)
+    for number in range(8):
+        frames.begin(f"{number}", MIB)
+    finished = frames.begin("finished", MIB)
+    steps = frames.budget.sweep(FRAME_TIMEOUT_S + 1)
+    next(steps)
+    assert len(frames.dropped) == STEP_BYTES // MIB
+    finished.release()
+    assert list(steps) == [None]
+    assert frames.dropped.keys() == {f"{number}" for number in range(8)}
+    assert frames.budget.used == 0
 
 
 def test_counts_what_frames_hold() -> None:
@@ -60,9 +84,9 @@ def test_counts_what_frames_hold() -> None:
 def test_a_frame_that_stops_is_dropped_after_the_timeout_however_short_it_is() -> None:
     frames = _Frames(100)
     frames.begin("header", 8)
-    frames.budget.sweep(FRAME_TIMEOUT_S)
+    frames.sweep(FRAME_TIMEOUT_S)
     assert not frames.dropped
-    frames.budget.sweep(FRAME_TIMEOUT_S + 0.1)
+    frames.sweep(FRAME_TIMEOUT_S + 0.1)
     assert frames.dropped.keys() == {"header"}
     assert "8 bytes" in frames.dropped["header"]
     assert (frames.budget.used, frames.budget.dropped) == (0, 1)
@@ -72,9 +96,9 @@ def test_a_byte_now_and_then_does_not_keep_a_frame() -> None:
     frames = _Frames(100)
     trickle = frames.begin("trickle", 1)
     for second in range(5, 35, 5):
-        frames.budget.sweep(second)
+        frames.sweep(second)
         frames.progress(trickle, 1, second)
-    frames.budget.sweep(35)
+    frames.sweep(35)
     assert frames.dropped.keys() == {"trickle"}
 
 
@@ -83,7 +107,7 @@ def test_a_frame_that_keeps_the_slowest_rate_is_never_dropped() -> None:
     slow = frames.begin("slow", 1)
     for second in range(1, 1000):
         frames.progress(slow, FRAME_BYTES_PER_S_MIN, second)
-        frames.budget.sweep(second)
+        frames.sweep(second)
     assert not frames.dropped
 
 
@@ -91,7 +115,7 @@ def test_what_was_sent_quickly_buys_no_time_to_pause() -> None:
     frames = _Frames(1 << 30)
     burst = frames.begin("burst", 1)
     frames.progress(burst, 30_000_000, 0.1)
-    frames.budget.sweep(FRAME_TIMEOUT_S + 0.2)
+    frames.sweep(FRAME_TIMEOUT_S + 0.2)
     assert frames.dropped.keys() == {"burst"}
 
 
@@ -99,9 +123,9 @@ def test_time_in_which_the_server_does_not_read_does_not_count() -> None:
     frames = _Frames(100)
     unread = frames.begin("unread", 8)
     unread.read(8, 1.0)
-    frames.budget.sweep(1000.0)
+    frames.sweep(1000.0)
     unread.hold(16, 1000.0, is_new=False)
-    frames.budget.sweep(1000.0 + FRAME_TIMEOUT_S - 1.1)
+    frames.sweep(1000.0 + FRAME_TIMEOUT_S - 1.1)
     assert not frames.dropped
 
 
@@ -110,7 +134,7 @@ def test_another_frame_begins_without_the_lag_of_the_one_before() -> None:
     frame = frames.begin("frame", 8)
     frame.read(8, 29.0)
     frame.hold(8, 29.0, is_new=True)
-    frames.budget.sweep(50.0)
+    frames.sweep(50.0)
     assert not frames.dropped
 
 
@@ -119,11 +143,11 @@ def test_while_memory_is_short_the_frames_furthest_behind_go_until_it_is_not() -
     frames.begin("stopped first", 40, 0.0)
     frames.begin("stopped later", 40, 1.0)
     busy = frames.begin("busy", 10, 2.0)
-    frames.budget.sweep(3.0)
+    frames.sweep(3.0)
     assert not frames.dropped
     frames.progress(busy, 20, 3.0)
     assert frames.budget.is_short
-    frames.budget.sweep(3.0)
+    frames.sweep(3.0)
     assert frames.dropped.keys() == {"stopped first"}
 
 
@@ -135,7 +159,7 @@ def test_while_memory_is_short_a_trickle_is_not_enough() -> None:
     for step in range(1, 7):
         frames.progress(trickle, FRAME_BYTES_PER_S_MIN // 10 + 1, step * 0.1)
         frames.progress(good, SHORT_BYTES_PER_S_MIN // 10 + 1, step * 0.1)
-        frames.budget.sweep(step * 0.1)
+        frames.sweep(step * 0.1)
         assert not frames.dropped or step == 6
     assert frames.dropped.keys() == {"trickle"}
     assert frames.budget.is_short
@@ -146,7 +170,7 @@ def test_far_above_the_limit_the_frame_that_exceeds_its_share_most_goes() -> Non
     frames.begin("small", 20, address=ONE)
     frames.begin("large", 80, address=ONE)
     frames.begin("alone", 60, address=OTHER)
-    frames.budget.sweep(0.0)
+    frames.sweep(0.0)
     assert frames.dropped.keys() == {"large"}
     assert "short of memory" in frames.dropped["large"]
 
@@ -227,6 +251,29 @@ def test_agrees_with_a_sum_over_all_frames(steps: list[tuple[int, int, bool]]) -
         by_number[frame].read(1, now)
         by_number[frame].hold(nbytes, now, is_new=is_new)
         frames.budget.check_invariants()
-        frames.budget.sweep(now)
+        frames.sweep(now)
         frames.budget.check_invariants()
         assert frames.budget.used <= 125
+
+
+async def test_no_frame_is_read_while_others_are_dropped_in_steps(
+    autojump_clock: MockClock,
+) -> None:
+    """Else more could come in each turn than is dropped in it."""
+    frames = _Frames(100 * MIB)
+    for number in range(8):
+        frames.begin(f"{number}", MIB)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(frames.budget.run)
+        await trio.sleep(FRAME_TIMEOUT_S + 1)
+        assert not frames.budget.holds_up_frames
+        good = frames.begin("good", MIB, trio.current_time())
+        with trio.fail_after(0):
+            await good.wait_for_turn()
+        await frames.next_drop.wait()
+        assert 0 < len(frames.dropped) < 8
+        assert frames.budget.holds_up_frames
+        await good.wait_for_turn()
+        assert len(frames.dropped) == 8
+        assert not frames.budget.holds_up_frames
+        nursery.cancel_scope.cancel()

@@ -221,7 +221,7 @@ class AcceptedConnection:
             held_bytes = session.unfinished_frame_bytes
             if held_bytes or self._frame.nbytes:
                 self._frame.hold(held_bytes, trio.current_time(), is_new=has_whole_frame)
-                if held_bytes and self._resources.frame_budget.is_short:
+                if held_bytes and self._resources.frame_budget.holds_up_frames:
                     await self._wait_for_frame_memory()
             if (usage := self.context.log_in.usage) is not None:
                 await self._pause_reading(usage.pause_after_reading(count, session.now))
