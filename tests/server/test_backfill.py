@@ -153,7 +153,20 @@ class Reader:
     def step(self) -> CursorItem | Wait | None:
         """Takes the next item, if there is one now."""
         self._ready = trio.Event()
-        item = self.reader.next()
+        return self._take(self.reader.next())
+
+    def step_whole(self) -> bool:
+        """Takes the next snapshot at once, if the reader gives it so."""
+        start = self._at
+        chunk = self.reader.next_whole()
+        if chunk is None:
+            return False
+        self._take(SnapshotStartItem(SeqNo(start), chunk.end))
+        self._take(chunk)
+        self._take(SnapshotEndItem(chunk.end))
+        return True
+
+    def _take(self, item: CursorItem | Wait | None) -> CursorItem | Wait | None:
         if isinstance(item, SnapshotStartItem):
             assert item.start == self._at
             assert item.end >= self._end
@@ -173,9 +186,13 @@ class Reader:
             assert self._contents == self._model.contents(item.end)
         return item
 
-    async def read(self, items: int = 1 << 30) -> None:
-        """Takes so many items, or all up to the newest, or to the end of the stream."""
-        while items and not self._has_read_all():
+    async def read(self, items: int = 0) -> None:
+        """Takes so many items; or all up to the newest, or to the end of the stream, and whole
+        snapshots at once where it can."""
+        is_all = not items
+        while (is_all or items) and not self._has_read_all():
+            if is_all and self.step_whole():
+                continue
             if self.step() in (None, WAIT_FOR_DISK):
                 await self._ready.wait()
             self.reader.sent()

@@ -10,7 +10,7 @@ import attrs
 from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Retry, RollBack, Start, decide_start
-from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo, SnapshotKind
+from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.session.states import StreamState
 from upr_protocol.wire import (
@@ -276,7 +276,7 @@ class Streamer:
             if not session.window.open and not stream.only_end_is_missing:
                 # This partition keeps its turn, so the cycle continues in order.
                 return
-            if not self._advance(stream):
+            if not (self._send_whole(stream) or self._advance(stream)):
                 return
             if stream.reader.reads_disk and session.outgoing_bytes >= DISK_BATCH_BYTES:
                 return
@@ -286,6 +286,28 @@ class Streamer:
         for stream in self._disk_streams:
             stream.reader.sent()
         self._disk_streams.clear()
+
+    def _send_whole(self, stream: _Stream) -> bool:
+        """Puts the next snapshot into the session in one frame, where it is one chunk in memory;
+        returns whether it did."""
+        session, partition = self._session, stream.partition
+        if (
+            # One frame for the whole snapshot has neither of the two: the client takes them from
+            # the stream's last `PartitionStart`.
+            stream.last_start != (partition.failover_log.current, partition.purge_seq)
+            or not session.window.open
+            # What takes the place of a snapshot that was cut has a start of its own.
+            or session.streams[partition.id].state is not StreamState.BETWEEN
+        ):
+            return False
+        chunk = stream.reader.next_whole()
+        if chunk is None:
+            return False
+        if stream.answers_from is not None:
+            self._send_answers(stream, stream.answers_from, chunk.end)
+        session.send(PartitionSnapshot(chunk, partition=partition.id, opaque=stream.opaque))
+        self._has_ended(stream, chunk.end)
+        return True
 
     def _advance(self, stream: _Stream) -> bool:
         """Puts the next item into the session; False when it has yet to be read from disk."""
@@ -305,7 +327,7 @@ class Streamer:
         if isinstance(item, Chunk):
             session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
         elif isinstance(item, SnapshotStartItem):
-            return self._begin(stream, item)
+            self._begin(stream, item)
         elif isinstance(item, SnapshotEndItem):
             if stream.answers_from is not None:
                 # Before the end, so that a replica has them as soon as the snapshot counts.
@@ -319,27 +341,12 @@ class Streamer:
             self._end_turn(stream)
         return True
 
-    def _begin(self, stream: _Stream, start: SnapshotStartItem) -> bool:
-        """Puts the start of a snapshot into the session, or all of it where it is one chunk."""
-        session, partition = self._session, stream.partition
+    def _begin(self, stream: _Stream, start: SnapshotStartItem) -> None:
+        partition = stream.partition
         stream.snapshot_end = start.end
         history_id, purge_seq = partition.failover_log.current, partition.purge_seq
-        first: CursorItem | Wait | None = None
-        # One frame for the whole snapshot has neither of the two: the client takes them from the
-        # stream's last `PartitionStart`.
-        if stream.last_start == (history_id, purge_seq) and self._may_go_whole(stream, start):
-            # A snapshot in memory has a chunk right after its start.
-            first = stream.reader.next()
-            if isinstance(first, Chunk) and first.end == start.end:
-                end = stream.reader.next()
-                assert isinstance(end, SnapshotEndItem), "nothing follows a snapshot's last chunk"
-                if stream.answers_from is not None:
-                    self._send_answers(stream, stream.answers_from, end.end)
-                session.send(PartitionSnapshot(first, partition=partition.id, opaque=stream.opaque))
-                self._has_ended(stream, end.end)
-                return True
         stream.last_start = history_id, purge_seq
-        session.send(
+        self._session.send(
             PartitionStart(
                 history_id,
                 start.start,
@@ -350,16 +357,6 @@ class Streamer:
                 partition=partition.id,
                 opaque=stream.opaque,
             )
-        )
-        return first is None or self._put(stream, first)
-
-    def _may_go_whole(self, stream: _Stream, start: SnapshotStartItem) -> bool:
-        """Whether a snapshot that begins may come in one frame: none is under way in its stream."""
-        return (
-            start.kind is SnapshotKind.MEMORY
-            and not start.may_repeat
-            and self._session.window.open
-            and self._session.streams[stream.partition.id].state is StreamState.BETWEEN
         )
 
     def _has_ended(self, stream: _Stream, end: SeqNo) -> None:

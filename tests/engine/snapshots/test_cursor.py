@@ -435,3 +435,48 @@ def test_many_counters_are_divided_among_chunks() -> None:
     assert len(counts) > 4
     assert max(counts) < 1100
     partition.check_invariants()
+
+
+def test_a_snapshot_of_one_chunk_can_be_read_at_once() -> None:
+    partition = new_partition()
+    cursor = cursor_at(partition)
+    assert cursor.next_whole() is None, "there is nothing"
+    put(partition, b"a", b"b")
+    chunk = cursor.next_whole()
+    assert chunk is not None
+    assert (chunk.start, chunk.end, chunk.keys()) == (0, 2, [b"a", b"b"])
+    assert cursor.next_whole() is None
+    assert not cursor.is_reading
+    assert not cursor.poll()
+    put(partition, b"c")
+    assert transcript(items(cursor)) == "(2,3] c@3 ."
+    partition.manager.check_invariants()
+
+
+def test_what_is_no_whole_snapshot_is_not_read_at_once() -> None:
+    partition = new_partition()
+    first = cursor_at(partition)
+    put(partition, b"a", b"b")
+    assert first.next_whole() is not None
+    put(partition, b"c")
+    inside = cursor_at(partition, 1)
+    resumed = partition.manager.register("r", SeqNo(0), end_at_least=SeqNo(3)).cursor
+    assert inside.next_whole() is None
+    assert resumed.next_whole() is None
+    begun = cursor_at(partition, 2)
+    begun.next()
+    assert begun.next_whole() is None
+    assert transcript(items(inside)) == "(1,2] b@2 . (2,3] c@3 ."
+    assert transcript(items(resumed)) == "(0,3]* a@1 b@2 c@3 ."
+    assert transcript(items(begun)) == "c@3 ."
+
+
+def test_what_the_disk_has_read_at_once_stays_until_it_is_committed() -> None:
+    partition = new_partition()
+    put(partition, b"a")
+    disk = partition.manager.persistence
+    assert disk.next_whole() is not None
+    assert not partition.manager.free_oldest()
+    disk.commit(SeqNo(1))
+    assert partition.manager.free_oldest()
+    partition.manager.check_invariants()

@@ -24,16 +24,22 @@ from upr_server.engine.snapshots.snapshot_list import SnapshotList
 def drop_last_row_of_chunk() -> Iterator[None]:
     """A cursor leaves out the last row of each chunk that has several."""
     read: Any = Cursor.next
+    read_whole: Any = Cursor.next_whole
 
     def next_item(self: Cursor) -> Any:
-        item = read(self)
+        return without_last_row(self, read(self))
+
+    def next_whole(self: Cursor) -> Any:
+        return without_last_row(self, read_whole(self))
+
+    def without_last_row(self: Cursor, item: Any) -> Any:
         if type(self) is Cursor and isinstance(item, Chunk):
             rows = list(item)
             if len(rows) > 1:
                 return Chunk.build(rows[:-1], item.start, item.end)
         return item
 
-    with replaced(Cursor, "next", next_item):
+    with replaced(Cursor, "next", next_item), replaced(Cursor, "next_whole", next_whole):
         yield
 
 

@@ -245,6 +245,14 @@ class Flusher:
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
         # `_collect_group` others may write more, and close the snapshot.
         while cursor.seq < high_seq or cursor.is_reading:
+            whole = cursor.next_whole()
+            if whole is not None:
+                bytes_max -= whole.nbytes
+                yield whole
+                yield SnapshotEndItem(whole.end)
+                if bytes_max <= 0:
+                    return
+                continue
             item = cursor.next()
             if isinstance(item, Chunk):
                 bytes_max -= item.nbytes

@@ -49,6 +49,9 @@ class LeasedReader:
         """True: there is always something to read, now or once the disk has answered."""
         return True
 
+    def next_whole(self) -> None:
+        """None: memory has nothing of it."""
+
     def next(self) -> CursorItem | Wait:
         """The next item; `WAIT_FOR_DISK` when it has yet to be read.
 

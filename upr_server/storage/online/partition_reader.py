@@ -149,6 +149,18 @@ class PartitionReader:
         self._follow(item)
         return item
 
+    def next_whole(self) -> Chunk | None:
+        """The next snapshot at once, if memory has it as one chunk. None if not; ask `next` then.
+        See `Cursor.next_whole`."""
+        cursor = self._cursor
+        if cursor is None or self._backfill is not None or self.is_reading:
+            return None
+        chunk = cursor.next_whole()
+        if chunk is not None:
+            self.seq = chunk.end
+            self._end_at_least = SeqNo(0)
+        return chunk
+
     def _from_memory(self) -> CursorItem | Wait | None:
         if self._cursor is not None:
             item = self._cursor.next()
