@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 
 import attrs
 
-from upr_protocol.chunk import Buffer
+from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, OPEN_BARRIERS_MAX, REQUESTS_OPEN_MAX
@@ -16,6 +16,7 @@ from upr_protocol.session.partition_cycle import CycleCompleted, PartitionCycle
 from upr_protocol.session.session import Session
 from upr_protocol.session.states import SNAPSHOT_MESSAGES, StreamState
 from upr_protocol.wire import (
+    HEADER_BYTES,
     VERSION,
     Barrier,
     BarrierReply,
@@ -34,6 +35,7 @@ from upr_protocol.wire import (
     StreamEnd,
     encode_set_replies,
     read_sets,
+    snapshot_frame,
 )
 
 _DATA_STATES: Final = frozenset(Mutate.states)
@@ -108,6 +110,30 @@ class ServerSession(Session):
                 Status.OUT_OF_TURN,
             )
         super().send(message)
+
+    def send_snapshot(self, partition: PartitionId, chunk: Chunk) -> None:
+        """Queues the `PartitionSnapshot` of `chunk`, as `send` would, at a third of the cost: a
+        consumer that keeps up gets one for nearly every change.
+
+        Raises:
+            LocalProtocolError: As for `send`.
+        """
+        record, length = self.streams[partition], chunk.nbytes
+        if not (
+            self.state is SessionState.STREAMING
+            and partition == self._cycle.current
+            and self.window.open
+            and record.takes_whole(chunk)
+            and length <= FRAME_BODY_BYTES_MAX
+        ):
+            # `send` says what is wrong.
+            self.send(PartitionSnapshot(chunk, partition=partition, opaque=record.opaque))
+            return
+        record.seq = record.end = record.complete = chunk.end
+        self._outgoing += snapshot_frame(chunk, partition, record.opaque)
+        self.outgoing_bytes += HEADER_BYTES + length
+        self.window.use(HEADER_BYTES + length)
+        self._cycle.begin()
 
     # Single operations, many at a time.
 

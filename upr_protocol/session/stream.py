@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ProtocolError, Status
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.session.states import STREAM, StreamInput, StreamState, stream_input
@@ -74,6 +75,16 @@ class StreamRecord:
         if handle is not None:
             handle(self, message)
         self.state = state
+
+    def takes_whole(self, chunk: Chunk) -> bool:
+        """Whether `apply` would take a `PartitionSnapshot` of `chunk`, and the stream was not
+        closed. O(1)."""
+        return (
+            self.state is StreamState.BETWEEN
+            and self.history_id != 0
+            and chunk.start == self.seq
+            and chunk.end >= self.end
+        )
 
     def _accept(self, message: StreamReply) -> None:
         if message.seq > self.seq:

@@ -73,6 +73,7 @@ from upr_protocol.wire.streaming import (
     PartitionSnapshot,
     PartitionStart,
     StreamEnd,
+    snapshot_frame,
 )
 from upr_protocol.wire.users import ChangeUsers, GetUsers, ListUsers, UsersReply
 
@@ -177,4 +178,5 @@ __all__ = [
     "decode",
     "encode_set_replies",
     "read_sets",
+    "snapshot_frame",
 ]

@@ -110,6 +110,12 @@ class PartitionSnapshot(PartitionChunk, frozen=True):
     opcode = 0x8D
 
 
+def snapshot_frame(chunk: Chunk, partition: PartitionId, opaque: int) -> tuple[bytes, memoryview]:
+    """The frame of a `PartitionSnapshot`, as pieces, without the message."""
+    header = pack_header(PartitionSnapshot.opcode, 0, partition, opaque, chunk.nbytes, chunk.crc)
+    return header, chunk.encode()
+
+
 class PartitionEnd(U64Message, frozen=True):
     """The snapshot is complete: only here is the client consistent, at `end`."""
 

@@ -17,7 +17,6 @@ from upr_protocol.wire import (
     PartitionAnswers,
     PartitionChunk,
     PartitionEnd,
-    PartitionSnapshot,
     PartitionStart,
     Stream,
     StreamEnd,
@@ -305,7 +304,7 @@ class Streamer:
             return False
         if stream.answers_from is not None:
             self._send_answers(stream, stream.answers_from, chunk.end)
-        session.send(PartitionSnapshot(chunk, partition=partition.id, opaque=stream.opaque))
+        session.send_snapshot(partition.id, chunk)
         self._has_ended(stream, chunk.end)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -242,6 +243,77 @@ def test_a_snapshot_in_one_frame_equals_a_start_a_chunk_and_an_end() -> None:
     assert portrait(long.server) == portrait(short.server)
     assert portrait(long.client) == portrait(short.client)
     short.client.acknowledge(HEADER_BYTES + snapshot(3, 9, 10, 20).chunk.nbytes)
+
+
+def _no_history() -> Pair:
+    pair = Pair.in_state(SessionState.STREAMING)
+    pair.accept(3, 9)
+    pair.turn(3)
+    return pair
+
+
+def _interrupted() -> Pair:
+    pair = _stand("SOME")
+    pair.server_says(stream_end(3, 9, Status.STATE_CHANGED))
+    pair.client_says(stream(3, 9, _position(10, 15, begin=10, until=20)))
+    pair.server_says(stream_reply(3, 9, 15))
+    pair.turn(3)
+    return pair
+
+
+def _without_turn() -> Pair:
+    pair = _stand("BETWEEN")
+    pair.server.end_turn()
+    return pair
+
+
+def _window_used_up() -> Pair:
+    pair = _stand("BETWEEN")
+    pair.server.window.use(pair.server.window.left)
+    return pair
+
+
+def _closing() -> Pair:
+    pair = _stand("BETWEEN")
+    pair.client_says(close_stream(3, 9))
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("stand", "after", "until", "is_sent"),
+    [
+        (lambda: _stand("BETWEEN"), 10, 20, True),
+        (lambda: _stand("BETWEEN"), 11, 20, False),
+        (lambda: _stand("BETWEEN"), 9, 20, False),
+        (lambda: _stand("SOME"), 15, 20, False),
+        (_no_history, 0, 10, False),
+        (_interrupted, 15, 19, False),
+        (_without_turn, 10, 20, False),
+        (_window_used_up, 10, 20, False),
+        (_closing, 10, 20, False),
+    ],
+)
+def test_a_snapshot_that_is_sent_the_short_way_is_judged_as_any_message(
+    stand: Callable[[], Pair], after: int, until: int, is_sent: bool
+) -> None:
+    message = snapshot(3, 9, after, until)
+    general, short = stand(), stand()
+    errors: list[LocalProtocolError | None] = []
+    ways: tuple[Callable[[], None], ...] = (
+        lambda: general.server.send(message),
+        lambda: short.server.send_snapshot(message.partition, message.chunk),
+    )
+    for send in ways:
+        try:
+            send()
+        except LocalProtocolError as error:
+            errors.append(error)
+        else:
+            errors.append(None)
+    assert (errors[0] is None) == is_sent
+    assert str(errors[0]) == str(errors[1])
+    assert portrait(general.server) == portrait(short.server)
+    assert taken(general.server) == taken(short.server)
 
 
 def _refused_on_both_sides(pair: Pair, message: Message) -> None:

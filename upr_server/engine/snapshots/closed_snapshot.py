@@ -52,6 +52,11 @@ class ClosedSnapshot:
         memory: MemoryAccount,
     ) -> ClosedSnapshot:
         """From what an open snapshot held; see `segments_of`."""
+        if len(arrays) == 1 and not counters:
+            chunk = arrays[0].stored(start, end)
+            if chunk is not None:
+                memory.arrays -= arrays[0].nbytes
+                return cls([Segment(start, end, memory, chunk=chunk)], chunk.nbytes)
         nbytes = counter_bytes + sum([array.live_bytes for array in arrays])
         if nbytes <= SEGMENT_BYTES and len(counters) < SEGMENT_COUNTERS_MAX:
             return cls([Segment(start, end, memory, arrays, counters)], nbytes)

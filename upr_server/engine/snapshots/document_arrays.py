@@ -99,6 +99,10 @@ class DocumentArray(ABC):
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
         """Everything, skipped or not, as a stored chunk that covers (`start`, `end`]."""
 
+    def stored(self, start: SeqNo, end: SeqNo) -> Chunk | None:  # noqa: ARG002
+        """What `whole` would return, if it is there already and nothing of it is skipped."""
+        return None
+
     @abstractmethod
     def rows(self, after: int, through: int) -> list[Rows]:
         """What is not skipped of the numbers in (`after`, `through`], for the kernel to gather.
@@ -219,6 +223,11 @@ class NumberedArray(DocumentArray):
         if chunk.start == start and chunk.end == end:
             return chunk
         return chunk.rows(0, chunk.count, start, end)
+
+    def stored(self, start: SeqNo, end: SeqNo) -> Chunk | None:
+        chunk = self._chunk
+        is_whole = self.live == self.count and chunk.start == start and chunk.end == end
+        return chunk if is_whole else None
 
     def rows(self, after: int, through: int) -> list[Rows]:
         assert self.skip is not None

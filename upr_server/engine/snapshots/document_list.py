@@ -122,6 +122,12 @@ class DocumentList:
         if alone or count >= PUBLISHED_MUTATIONS_MIN or nbytes >= PUBLISHED_BYTES_MIN:
             if self._filling is not None:
                 self._seal(self._filling)
+            if count < PUBLISHED_MUTATIONS_MIN and nbytes < PUBLISHED_BYTES_MIN:
+                # With its numbers at once: so few are mostly closed as they are, and read.
+                start, end = SeqNo(first_seq - 1), SeqNo(first_seq + count - 1)
+                rows: Rows = (chunk.encode(), low, high, None, first_seq, first_cas)
+                self._append(NumberedArray(Chunk(gather([rows], start, end))))
+                return
             for piece in _pieces(chunk, low, high):
                 self._append(PublishedArray(piece, first_seq, first_cas))
                 first_seq = SeqNo(first_seq + piece.count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Final, Generic, Protocol, TypeVar
@@ -128,10 +128,13 @@ class SnapshotList(Generic[ReaderT]):
         self._waiting.pop(reader, None)
         self._resuming_in_open.pop(reader, None)
 
-    def released(self, entries: Iterable[SnapshotEntry]) -> None:
-        """A cursor has left these entries."""
-        for entry in entries:
-            self._on_released(entry)
+    def released(self, entries: Sequence[SnapshotEntry]) -> None:
+        """A cursor has left these entries, which rise."""
+        for index, entry in enumerate(entries, 1):
+            # Neighbours that are free belong to one run, which is found from the last of them.
+            following = entries[index] if index < len(entries) else None
+            if following is None or following is not entry.following or not following.is_free:
+                self._on_released(entry)
 
     def stop_notifying(self) -> None:
         """Nobody is told any more of what cursors have left."""
