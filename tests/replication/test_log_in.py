@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from tests.kit.certificates import Certificates
 from tests.kit.process import eventually
-from upr_protocol.client import Address, NodeClient, connect
+from upr_protocol.client import Address, NodeClient, connect, consume_as_replica
 from upr_protocol.concurrency import background
-from upr_protocol.errors import ServerError
+from upr_protocol.errors import ServerError, UprError
+from upr_protocol.ids import PartitionState
 from upr_protocol.limits import SCRAM_ITERATIONS_MIN
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.scram import new_verifier
@@ -169,3 +171,46 @@ async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certif
                     (refusal,) = refusals.values()
                     assert "no user of this name has the right replicate on *" in refusal
                     assert a.users.users == users
+
+
+async def test_a_hostile_node_cannot_join_send_a_map_or_replicate(
+    certificates: Certificates,
+) -> None:
+    """With a certificate of an unknown authority, with one that no user has, and as a user without
+    the right to replicate: over real sockets, encrypted."""
+    node = User("localhost", None, (Grant(Right.REPLICATE, EVERYTHING),))
+    reader = User("reader", VERIFIER, (Grant(Right.READ, "b"),))
+    authority = certificates.authority
+    settings = {**certificates.server_settings(), "tls_client_ca": str(authority.ca)}
+    tls = certificates.security_of(certificates.client).tls
+    as_reader = Security(tls, Credentials("reader", "pencil"))
+    async with two_nodes(users_with(node, reader), **settings) as (a, b):
+        a.connections.resources.log_ins.failure_delay_s = 0
+        await give_map(a, b, Security(tls, OPERATOR))
+        current = a.partition_maps.map_of("b")
+        assert current is not None
+        mine = replace(current, revision=2, nodes={**current.nodes, "h": "127.0.0.1:1"})
+        for security, sentence in (
+            (certificates.security_of(certificates.unknown), "does not trust the authority"),
+            # There is no user `alice`.
+            (certificates.security_of(certificates.client), "no user has the name"),
+            (as_reader, "needs the right"),
+        ):
+            address = bucket_of(a, security)
+            hostile = NodeClient(address)
+            with pytest.raises(UprError, match=sentence):
+                await hostile.set_map(1, mine)
+            with pytest.raises(UprError, match=sentence):
+                await hostile.join("127.0.0.1:1")
+            with pytest.raises(UprError, match=sentence):
+                await _replicate(address)
+        assert a.partition_maps.map_of("b") == current
+
+
+async def _replicate(address: Address) -> None:
+    """Asks for the stream of the replica that there is."""
+    async with consume_as_replica(
+        address, state=PartitionState.ACTIVE, identity="replica:b", retry_timeout_s=0
+    ) as consumer:
+        async for _ in consumer:
+            return

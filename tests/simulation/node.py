@@ -20,6 +20,7 @@ from tests.simulation.world import EPOCH_S
 from upr_protocol.chunk import Mutation
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, PartitionState, SeqNo
+from upr_protocol.security import UNPROTECTED, Security
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Evaluation, MutationBatch, Partition
@@ -58,6 +59,8 @@ class Node:
         history: Where what happens is written down.
         undo_mutations: See `ServerConfig`.
         purge_age_s: See `ServerConfig`.
+        users: The users of the cluster, whom it gets before each start; none for no users.
+        security: How it logs in to the other nodes.
         wear: What its disk is like.
         clock_s: What its clock is ahead of the true time.
         life: Counts its starts.
@@ -73,6 +76,8 @@ class Node:
     history: History
     undo_mutations: int
     purge_age_s: float
+    users: bytes = b""
+    security: Security = UNPROTECTED
     wear: Wear = attrs.field(factory=Wear)
     directory: SimulatedDirectory = attrs.field(factory=SimulatedDirectory)
     clock_s: float = 0.0
@@ -97,6 +102,7 @@ class Node:
             random_bits=self.chance.getrandbits,
             draw=self.chance.random,
             dial=partial(self.network.dial, self.name),
+            security=self.security,
             bind=self._bind,
         )
 
@@ -115,6 +121,8 @@ class Node:
         self.life += 1
         self.history.add(Said(self.name, f"starts, life {self.life}"))
         repaired(self.directory)
+        if not self.directory.users.data:
+            self.directory.users.save(self.users)
         self.network.come_back(self.name)
         self._scope, self._stopping, self.ended = trio.CancelScope(), trio.Event(), trio.Event()
         self.is_killed = False

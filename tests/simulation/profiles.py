@@ -46,6 +46,8 @@ class Profile:
         has_readers: Whether there are consumers that ask again and again for everything up to now.
         has_wrong_states: Whether there are consumers that ask for dead and pending partitions.
         has_followers: Whether there are consumers of events. Then each partition has one replica.
+        has_hostile_node: Whether the cluster has users, and somebody without the right plays a
+            node.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Profile:
     has_readers: bool = False
     has_wrong_states: bool = False
     has_followers: bool = False
+    has_hostile_node: bool = False
 
     def draw(self, chance: Random) -> Mix:
         """The mix of one seed."""
@@ -186,6 +189,14 @@ LOST_EVENT_QUEUES: Final = Profile(
 )
 """A node that alone has a partition is killed before consumers of events were told all."""
 
+HOSTILE_NODE: Final = Profile(
+    "hostile_node",
+    {"fail_over": 1.0, "take_over": 1.0, "crash": 1.0},
+    settings={"faults": (4,), "gap_s": (1.0, 2.0)},
+    has_hostile_node=True,
+)
+"""Somebody who may not replicate plays a node, while nodes are killed and partitions move."""
+
 _ONCE: Final = {"disk_s": (0.001, 0.01), "faults": (1,), "pause_s": (0.1,), "partitions": (1,)}
 
 _LEAD_AND_FOLLOW: Final = {"levels": (("replicated_persisted", "memory"),)}
@@ -280,6 +291,7 @@ PROFILES: Final = {
         MOVING_PARTITIONS,
         EVENTS,
         LOST_EVENT_QUEUES,
+        HOSTILE_NODE,
         ROTTEN_DISKS,
         DIVERGED,
         LAGGING_REPLICAS,

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Final
 
@@ -22,6 +22,7 @@ from tests.kit.recorded import RecordedConsumer, RecordedPublisher, contents_of
 from tests.kit.wrong_state_consumer import WrongStateConsumer
 from tests.simulation.disk import spared
 from tests.simulation.faults import COPY_COMES_BACK, FAULTS, FOLLOWER_CRASHES, Faults
+from tests.simulation.hostile_node import NODES, USERS, HostileNode, logging_in
 from tests.simulation.limits import small_limits
 from tests.simulation.mix import Mix
 from tests.simulation.network import Network, taken_at_once
@@ -107,6 +108,7 @@ class Cluster:
             self._has_readers = profile.has_readers
             has_wrong_states = profile.has_wrong_states
             has_followers = profile.has_followers
+        has_hostile_node = profile is not None and profile.has_hostile_node
         self.mix = mix
         self._has_one_replica = profile is not None and profile.has_followers
         self.history.add(Said("seed", f"{seed}: {mix}"))
@@ -153,6 +155,13 @@ class Cluster:
             self._wrong_state_consumer(index) for index in range(2 * has_wrong_states)
         ]
         self.followers = [self._follower(index) for index in range(2 * has_followers)]
+        self.hostile_node: HostileNode | None = None
+        if has_hostile_node:
+            self.hostile_node = HostileNode(
+                self.nodes, self.network, self.history, self.chance.of("hostile node")
+            )
+            for node in self.nodes.values():
+                node.users, node.security = USERS.to_json().encode(), NODES
         self.faults: Faults | None = None
 
     def _consumer(self, index: int) -> RecordedConsumer:
@@ -248,6 +257,8 @@ class Cluster:
                     work.start_soon(wrong_state_consumer.run)
                 for follower in self.followers:
                     work.start_soon(follower.run)
+                if self.hostile_node is not None:
+                    work.start_soon(self.hostile_node.run)
                 async with trio.open_nursery() as publishing:
                     for sink in self.publishers:
                         publishing.start_soon(sink.run)
@@ -390,7 +401,7 @@ def run_seed(seed: int, profile: Profile | None = None) -> tuple[Outcome, Histor
         cluster = Cluster(seed, clock, profile)
         clusters.append(cluster)
         try:
-            with trio.fail_after(3600.0):
+            with trio.fail_after(3600.0), logging_in() if cluster.hostile_node else nullcontext():
                 await cluster.run()
         finally:
             cluster.outcome.virtual_s = trio.current_time()

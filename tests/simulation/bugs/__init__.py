@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.simulation.bugs import disk, engine, events, failover, streams
+from tests.simulation.bugs import access, disk, engine, events, failover, streams
 from tests.simulation.bugs.planted_bug import PlantedBug
 
 BUGS: Final[dict[str, PlantedBug]] = {
-    bug.name: bug for module in (disk, engine, events, failover, streams) for bug in module.BUGS
+    bug.name: bug
+    for module in (access, disk, engine, events, failover, streams)
+    for bug in module.BUGS
 }
 """By name."""
 
