@@ -43,7 +43,7 @@ def test_buckets_are_made_listed_and_deleted() -> None:
     assert first.partition(PartitionId(3)) is None
     assert buckets.delete("second") is second
     assert buckets.get("second") is None
-    with pytest.raises(BucketError, match="no bucket") as missing:
+    with pytest.raises(BucketError, match=r"^there is no bucket") as missing:
         buckets.delete("second")
     assert missing.value.status is Status.NO_BUCKET
     with pytest.raises(BucketError, match="exists") as present:

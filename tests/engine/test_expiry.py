@@ -129,10 +129,12 @@ class _CountingTable:
         return self.looked_at - before
 
 
-def _stored(count: int, stale: int) -> tuple[_CountingTable, ExpiryIndex]:
+def _stored(
+    count: int, stale: int, memory: MemoryAccount | None = None
+) -> tuple[_CountingTable, ExpiryIndex]:
     """An index with `count` entries, of which the first `stale` by their time are stale."""
     counting = _CountingTable()
-    index = ExpiryIndex(counting, MemoryAccount())  # type: ignore[arg-type]
+    index = ExpiryIndex(counting, memory or MemoryAccount())  # type: ignore[arg-type]
     for seq in range(1, count + 1):
         counting.table.put(b"%d" % seq, seq)
         index.add(seq, seq, b"%d" % seq)
@@ -157,7 +159,8 @@ def test_no_call_looks_at_more_entries_than_it_says() -> None:
 
 
 def test_items_are_taken_by_their_times_while_the_index_is_being_cleaned() -> None:
-    counting, index = _stored(100, 0)
+    memory = MemoryAccount()
+    counting, index = _stored(100, 0, memory)
     index.begin_cleaning()
     for seq in range(101, 111):
         counting.table.put(b"%d" % seq, seq)
@@ -168,6 +171,7 @@ def test_items_are_taken_by_their_times_while_the_index_is_being_cleaned() -> No
     expected = [key for index in range(1, 11) for key in (index, 100 + index)]
     assert keys == [b"%d" % key for key in (*expected, *range(11, 101))]
     assert not index
+    assert memory.expiries == 0
 
 
 def test_an_item_behind_stale_entries_is_due_and_taken_in_the_end() -> None:

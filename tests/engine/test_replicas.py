@@ -104,6 +104,7 @@ def test_readers_continue_from_disk() -> None:
     partition.become(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(5))
     assert woken == ["it"]
+    assert not reading.held_entries, "a dropped cursor keeps no snapshot alive"
     assert waiting.next() == BackfillNeeded(SeqNo(1), SeqNo(5))
     assert reading.next() == BackfillNeeded(SeqNo(0), SeqNo(5))
     for cursor in (waiting, reading):
@@ -125,6 +126,7 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     partition.become(
         PartitionState.ACTIVE, partition.failover_log.with_branch(HistoryId(99), SeqNo(7))
     )
+    assert partition.missing_keys([b"other"], NOW), "the disk may have it"
     result = partition.mutate(batch_of(Chunk.build(rows)), now=NOW)
     assert (result.first_seq, result.history_id) == (8, 99)
     assert result.first_cas > 2 * 10**18, "the CAS never falls"

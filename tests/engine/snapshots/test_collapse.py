@@ -205,6 +205,7 @@ def test_a_cursor_that_leaves_makes_its_slot_collapsible() -> None:
     ("start", "meanwhile", "afterwards"),
     [
         pytest.param(0, 1, "(0,3] a@1 b@2 c@3 . (3,30] a@28 b@29 c@30 .", id="the first"),
+        pytest.param(3, 1, "(0,3] a@1 b@2 c@3 . (3,30] a@28 b@29 c@30 .", id="the second"),
         pytest.param(13, 0, "(0,30] a@28 b@29 c@30 .", id="one in the middle"),
         pytest.param(27, 1, "(0,27] a@25 b@26 c@27 . (27,30] a@28 b@29 c@30 .", id="the last"),
     ],

@@ -10,7 +10,7 @@ from tests.engine.helpers import (
     NOW,
     cursor_at,
     items,
-    new_partition,
+    new_bucket,
     put,
     read,
     request,
@@ -123,6 +123,10 @@ def test_a_replaced_tail_leaves_nothing() -> None:
     assert freed == 33 + 3
     array.check_invariants()
     assert list(array.seqs()) == [2, 4]
+    single = filling(2)
+    single.pop()
+    single.append(row(5))
+    assert single.sealed().first == 2, "the skip flags begin there"
 
 
 def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
@@ -242,7 +246,8 @@ def test_the_skip_flags_stay_in_proportion_to_the_live_rows() -> None:
 
 
 def test_the_tail_is_replaced_in_place() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     put(partition, b"a")
     send(partition, request(Operation.SET, b"b", b"1", expiry=5000))
     # A plain `SET` stands in a part, where nothing is replaced: it is skipped.
@@ -255,12 +260,13 @@ def test_the_tail_is_replaced_in_place() -> None:
         )
         send(partition, request(Operation.APPEND, b"b", b""))
     assert partition.snapshots.open.nbytes <= size
-    partition.check_invariants()
+    bucket.check_invariants()
     assert read(partition).count("@") == 2
 
 
 def test_arrays_skipped_whole_are_dropped() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     keys = [b"%d" % index for index in range(1000)]
     for _ in range(30):
         partition.mutate(batch_of(plain_chunk(keys, [bytes(200)] * 1000)), now=NOW)
@@ -268,10 +274,12 @@ def test_arrays_skipped_whole_are_dropped() -> None:
     assert figures["arrays"] < 6
     assert figures["rewritten"] == 0, "there is nothing to copy"
     assert figures["keys"] == 1000
+    bucket.check_invariants()
 
 
 def test_deleted_documents_are_freed_though_deletions_add_little() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     keys = [b"%d" % index for index in range(2000)]
     for low in range(0, 2000, 100):
         put(partition, *keys[low : low + 100], value=bytes(5000))
@@ -279,11 +287,12 @@ def test_deleted_documents_are_freed_though_deletions_add_little() -> None:
     for low in range(0, 2000, 100):
         send(partition, *(request(Operation.DELETE, key) for key in keys[low : low + 100]))
     assert partition.snapshots.open.nbytes < 1_000_000
-    partition.check_invariants()
+    bucket.check_invariants()
 
 
 def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     common = [b"common %d" % index for index in range(199)]
     for index in range(300):
         partition.mutate(
@@ -293,25 +302,43 @@ def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
     assert figures["keys"] == 499
     assert figures["arrays"] < 40
     assert figures["bytes"] < 4 * 500 * 150 + 128 * 1024
-    partition.check_invariants()
+    bucket.check_invariants()
     assert read(partition).count("@") == 499
 
 
 @pytest.mark.parametrize("op", [Operation.SET, Operation.ADD])
 def test_counters_do_not_stretch_the_window(op: Operation) -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     # The first lies in an array of its own, the second in the one that is being filled.
     send(partition, request(op, b"document", b"v"))
     rows = [request(Operation.INCREMENT, b"n", CounterDelta(1).encode())] * 500
     for _ in range(60):
         send(partition, *rows)
     assert partition.snapshots.open.statistics()["window"] < 10_000
-    partition.check_invariants()
+    bucket.check_invariants()
     assert read(partition) == "(0,30001] document@1 n@30001 ."
 
 
+def test_documents_behind_the_window_are_superseded_one_by_one() -> None:
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
+    put(partition, b"a", b"b")
+    rows = [request(Operation.INCREMENT, b"n", CounterDelta(1).encode())] * 500
+    for _ in range(60):
+        send(partition, *rows)
+    arrays = [partition.snapshots.open.statistics()["arrays"]]
+    for key in (b"a", b"b"):
+        put(partition, key)
+        bucket.check_invariants()
+        arrays.append(partition.snapshots.open.statistics()["arrays"])
+    assert arrays == [1, 2, 1], "the first is dropped with its last document"
+    assert read(partition) == "(0,30004] n@30002 a@30003 b@30004 ."
+
+
 def test_the_array_being_filled_is_sealed() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     for index in range(3000):
         put(partition, b"%d" % index)
     arrays = partition.snapshots.open.statistics()["arrays"]
@@ -319,19 +346,21 @@ def test_the_array_being_filled_is_sealed() -> None:
     for index in range(10):
         put(partition, b"%d" % index, value=bytes(60_000))
     assert partition.snapshots.open.statistics()["arrays"] > arrays
-    partition.check_invariants()
+    bucket.check_invariants()
 
 
 def test_a_snapshot_filled_by_adds_consists_of_a_few_arrays() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     for low in range(0, 3000, 50):
         send(partition, *(request(Operation.ADD, b"%d" % n) for n in range(low, low + 50)))
     assert partition.snapshots.open.statistics()["arrays"] == 3
-    partition.check_invariants()
+    bucket.check_invariants()
 
 
 def test_a_number_that_no_mutation_has_raises_a_key_error() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     increment = request(Operation.INCREMENT, b"n", CounterDelta(1).encode())
     for sent in (request(Operation.SET, b"a"), increment):
         send(partition, sent)
@@ -352,21 +381,26 @@ def test_a_number_that_no_mutation_has_raises_a_key_error() -> None:
     check()
     assert transcript(items(cursor)) == "a@1 large@3 n@5 ."
     check()
+    bucket.check_invariants()
 
 
 def test_small_arrays_share_a_segment() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     for low in range(0, 2000, 100):
         put(partition, *(b"%d" % index for index in range(low, low + 100)))
     assert partition.snapshots.open.statistics()["arrays"] == 20
     chunks = all_chunks(partition)
     assert [chunk.count for chunk in chunks] == [2000]
+    bucket.check_invariants()
 
 
 def test_segments_are_not_much_longer_than_they_should_be() -> None:
-    partition = new_partition()
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
     for low in range(0, 4000, 100):
         put(partition, *(b"%d" % index for index in range(low, low + 100)), value=bytes(400))
     chunks = all_chunks(partition)
     assert len(chunks) == 8
     assert max(chunk.nbytes for chunk in chunks) < 300_000
+    bucket.check_invariants()
