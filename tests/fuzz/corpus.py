@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from tests.fuzz import log_in
+from tests.fuzz import log_in, tls
 from tests.fuzz.frames import MENDED
 from tests.fuzz.sessions import CHALLENGE, FIRST, LATE, LOG_IN, PROOF, RESPONSE
 from tests.protocol.session.kit import (
@@ -198,6 +198,16 @@ def _log_in() -> Iterator[tuple[str, bytes]]:
         yield name, bytes([kind]) + message
 
 
+def _tls() -> Iterator[tuple[str, bytes]]:
+    alert, data = bytes.fromhex("15030300020100"), bytes.fromhex("1703030013") + bytes(19)
+    yield "hello", bytes([tls.FIRST]) + tls.HELLO
+    yield "in-clear", bytes([tls.FIRST]) + encoded(hello())
+    yield "proof", bytes([tls.PROOF]) + bytes.fromhex("140303000101") + data
+    yield "alert", bytes([tls.PROOF]) + alert
+    yield "to-server", bytes([tls.TO_SERVER]) + data
+    yield "to-client", bytes([tls.TO_CLIENT]) + alert
+
+
 def _several(stored: bool) -> Chunk:
     """Keys and values of several lengths, and every operation."""
     operations = STORED_OPERATIONS if stored else PUBLISHED_OPERATIONS
@@ -269,6 +279,7 @@ _MADE: Final = {
     "server": _server,
     "client": _client,
     "log-in": _log_in,
+    "tls": _tls,
     "chunk": _chunk,
     "stored": _stored,
     "record": _record,

@@ -13,6 +13,7 @@ from tests.fuzz.chunks import chunk, record, stored
 from tests.fuzz.frames import frames, messages
 from tests.fuzz.log_in import log_in
 from tests.fuzz.sessions import client, server
+from tests.fuzz.tls import tls
 
 TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
     "frames": frames,
@@ -20,6 +21,7 @@ TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
     "server": server,
     "client": client,
     "log-in": log_in,
+    "tls": tls,
     "chunk": chunk,
     "stored": stored,
     "record": record,

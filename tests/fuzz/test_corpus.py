@@ -25,6 +25,7 @@ MUTATIONS_OF_SLOW: Final = {
     "server": effort(2000, 20_000),
     "client": effort(2000, 20_000),
     "log-in": effort(3000, 30_000),
+    "tls": effort(300, 5000),
 }
 """Of each target's corpus together: one to three seconds."""
 
