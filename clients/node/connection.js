@@ -2,9 +2,11 @@
 // One session over one TCP connection: the handshake, opaques, credit, the window, keep-alive.
 
 const net = require('node:net')
+const { MECHANISM, scram } = require('./scram.js')
 const wire = require('./wire.js')
 
 const STREAM_FRAMES = new Set(['PartitionStart', 'PartitionChunk', 'PartitionSnapshot', 'PartitionAnswers', 'PartitionEnd', 'StreamEnd'])
+const WITHOUT_OPAQUE = new Set(['HelloReply', 'LogInChallenge', 'LoggedIn'])
 const FROM_THE_WINDOW = new Set(['PartitionChunk', 'PartitionSnapshot'])
 
 /** The server refused one request; the connection goes on. */
@@ -13,17 +15,13 @@ class Refused extends Error {
 }
 
 class Connection {
-  /** Connects, and says Hello. `onStream` is called with each StreamReply and frame of a stream, in order. */
-  static async connect ({ host, port, windowBytes = 16 << 20, idleIntervalS = 20, identity = 'node:client', onStream = () => {} }) {
+  /** Connects, says Hello, and logs in if the server wants it. `onStream` is called with each StreamReply and frame of a stream, in order. */
+  static async connect ({ host, port, windowBytes = 16 << 20, idleIntervalS = 20, identity = 'node:client', user = '', password = '', onStream = () => {} }) {
     const connection = new Connection(net.connect({ host, port, noDelay: true }), windowBytes, onStream)
     const answer = connection._waitFor('HelloReply')
     connection._send('Hello', { versions: [1], features: 0, window_bytes: windowBytes, idle_interval_s: idleIntervalS, identity })
     const { idle_interval_s: agreedS, mechanisms } = await answer
-    if (mechanisms.length) {
-      const error = new Error(`the server wants its clients to log in (${mechanisms.join(', ')}), and this client cannot`)
-      connection._fail(error)
-      throw error
-    }
+    if (mechanisms.length || user) await connection._logIn(mechanisms, user, password)
     connection._keepAlive(agreedS * 1000)
     return connection
   }
@@ -79,6 +77,23 @@ class Connection {
 
   // --- within ---------------------------------------------------------------------------------------
 
+  async _logIn (mechanisms, user, password) {
+    try {
+      // A server that asks for no log-in proves nothing.
+      if (!mechanisms.includes(MECHANISM) || !user) throw new Error(`the server wants a log-in by one of [${mechanisms.join(', ')}], and this client has ${user ? MECHANISM : 'no user'}`)
+      const steps = scram(user, password)
+      const challenge = this._waitFor('LogInChallenge')
+      this._send('LogIn', { mechanism: MECHANISM, data: steps.first })
+      const response = steps.respond((await challenge).data)
+      const outcome = this._waitFor('LoggedIn')
+      this._send('LogInResponse', { data: response })
+      steps.check((await outcome).data)
+    } catch (error) {
+      this._fail(error)
+      throw error
+    }
+  }
+
   _waitFor (key) {
     const answer = new Promise((resolve, reject) => this.failure ? reject(this.failure) : this.waiting.set(key, { resolve, reject, logs: [] }))
     answer.catch(() => {}) // who asked hears of it; nobody else has to
@@ -125,7 +140,7 @@ class Connection {
     } else if (name === 'PartitionLog') this.waiting.get(opaque)?.logs.push(message)
     else if (name === 'Credit') this._earn(Number(message.bytes))
     else if (name === 'Error') this._fail(Object.assign(new Error(`status ${message.status}: ${message.sentence}; ${message.advice}`), { status: message.status }))
-    else if (name === 'HelloReply') this._answer(name, message)
+    else if (WITHOUT_OPAQUE.has(name)) this._answer(name, message)
     else if (name === 'BarrierReply') this._answer(`barrier ${message.cookie.toString('hex')}`, message)
     else if (name !== 'Noop' && name !== 'CycleEnd') this._answer(opaque, message)
   }

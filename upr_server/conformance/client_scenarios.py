@@ -19,6 +19,9 @@ the wire has its UTF-8. The tasks:
 - `{"task": "get", "host", "port", "bucket", "partition", "keys"}`: the outcome is
   `{"items": {key: value}}`.
 
+A task may have `"user"` and `"password"`: then the client logs in with them, by SCRAM-SHA-256, and
+does nothing for a server that does not prove to know the user.
+
 A position has the fields of the document's; its `log` is a list of [history, number] instead of the
 vectors' objects.
 """
@@ -551,6 +554,22 @@ async def _play_get(accept: Accept) -> None:
     await script.hear_end()
 
 
+async def _play_log_in(accept: Accept) -> None:
+    # It asks for no log-in, and so proves nothing.
+    stranger = await accept()
+    await stranger.hear_end()
+    impostor = await accept()
+    await impostor.log_in(_USER, _PASSWORD, is_impostor=True)
+    await impostor.hear_end()
+    script = await accept()
+    await script.log_in(_USER, _PASSWORD)
+    await script.begin()
+    await script.start(0, 1)
+    await script.chunk(0, 1, rows_of(1))
+    await script.end(1)
+    await _finish(script)
+
+
 def _check_get(outcome: Any) -> None:
     expected = {"one": "found", "two": "found"}
     _require(outcome["items"] == expected, f"the items are {outcome['items']}, not {expected}")
@@ -564,6 +583,10 @@ _TASK_OF_GET: Final = {
 }
 _AT_9: Final = {str(P5): _position(2, highest=9, end=9)}
 _OTHER_LOG: Final = FailoverLog.of([(HistoryId(9), 4), (HISTORY, 0)])
+
+# With the characters that SCRAM writes otherwise.
+_USER: Final = "us=er,1"
+_PASSWORD: Final = "pa\u00dfw\u00f6rt"
 
 CLIENT_SCENARIOS: Final[Mapping[str, ClientScenario]] = {
     "consume": ClientScenario(
@@ -631,6 +654,13 @@ CLIENT_SCENARIOS: Final[Mapping[str, ClientScenario]] = {
         "sends Noop when it has sent nothing for the idle interval of 1 s",
         _consume(1, idle_interval_s=1),
         _play_silence,
+        _has(1, position=1),
+    ),
+    "log-in": ClientScenario(
+        "logs in by SCRAM-SHA-256, and leaves servers that do not prove to know the user",
+        # In another form than the one that is compared.
+        _consume(1, user=_USER, password=_PASSWORD.replace("\u00f6", "o\u0308")),
+        _play_log_in,
         _has(1, position=1),
     ),
     "publish": ClientScenario(

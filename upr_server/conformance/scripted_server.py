@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
@@ -19,13 +20,20 @@ from upr_protocol.ids import (
     SeqNo,
     SnapshotKind,
 )
+from upr_protocol.limits import SCRAM_ITERATIONS_MIN
+from upr_protocol.scram import SCRAM, FirstMessage, ScramError, ScramServer, new_verifier
 from upr_protocol.session import ServerSession
+from upr_protocol.users import UsersError
 from upr_protocol.wire import (
     Ack,
     Close,
     Credit,
     Go,
     Hello,
+    LoggedIn,
+    LogIn,
+    LogInChallenge,
+    LogInResponse,
     Message,
     Noop,
     Open,
@@ -67,10 +75,14 @@ class ScriptedServer:
 
     Attributes:
         session: Checks every message of the client.
+        mechanisms: The ways to log in that the client is offered; set it before `Hello` is heard.
     """
 
     def __init__(self, stream: trio.SocketStream) -> None:
-        self.session = ServerSession("conformance", now=trio.current_time())
+        self.mechanisms: tuple[str, ...] = ()
+        self.session = ServerSession(
+            "conformance", now=trio.current_time(), mechanisms=lambda: self.mechanisms
+        )
         self._stream = stream
         self._heard: list[Message] = []
 
@@ -154,6 +166,28 @@ class ScriptedServer:
         await self.cut()
 
     # The steps of a conversation.
+
+    async def log_in(self, user: str, password: str, *, is_impostor: bool = False) -> None:
+        """Hears a log-in by SCRAM-SHA-256, and lets the client in. An impostor does not know the
+        password, and says that the proof is right.
+
+        Raises:
+            ConformanceError: The client logs in otherwise, as another user, or with another
+                password.
+        """
+        self.mechanisms = (SCRAM,)
+        request = await self.hear(LogIn)
+        verifier = new_verifier(password, b"conformance salt", SCRAM_ITERATIONS_MIN)
+        try:
+            first = FirstMessage.read(request.mechanism, request.data, offers_binding=False)
+            exchange = ScramServer(first, verifier, "conformance", b"")
+            await self.say(LogInChallenge(exchange.challenge()))
+            outcome = exchange.outcome((await self.hear(LogInResponse)).data)
+        except (ScramError, UsersError) as error:
+            raise ConformanceError(f"the log-in is malformed: {error}") from error
+        if first.name != user or outcome is None:
+            raise ConformanceError(f"the client does not prove to be {user!r}")
+        await self.say(LoggedIn(b"v=" + b64encode(bytes(32)) if is_impostor else outcome))
 
     async def open(self, log: FailoverLog = LOG, high: int = 100, credit: int = 1 << 20) -> None:
         """Hears `Open`, and tells of the partitions asked for, all with the same log."""
