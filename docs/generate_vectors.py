@@ -24,6 +24,7 @@ from crc32c import crc32c
 
 from docs.conversations import conversations
 from docs.generate_protocol import EXAMPLE_MAP, bare, subcons
+from docs.session_rules import session_rules
 from upr_protocol import limits
 from upr_protocol.bucket_event import BucketEvent, BucketFate, EventKind
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run
@@ -712,6 +713,7 @@ VECTORS: Final = {
     "chunks": chunks,
     "bundles": bundles,
     "wrong_input": wrong_input,
+    "session_rules": session_rules,
     "positions": positions,
     "starts": starts,
     "window": window,
