@@ -16,6 +16,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_server.engine import (
     BackfillNeeded,
+    FetchRequest,
     MutateResult,
     Partition,
     PartitionImage,
@@ -126,7 +127,7 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     partition.become(
         PartitionState.ACTIVE, partition.failover_log.with_branch(HistoryId(99), SeqNo(7))
     )
-    assert partition.missing_keys([b"other"], NOW), "the disk may have it"
+    assert partition.missing_keys([b"other"], NOW) == [FetchRequest(b"other", SeqNo(0), True)]
     result = partition.mutate(batch_of(Chunk.build(rows)), now=NOW)
     assert (result.first_seq, result.history_id) == (8, 99)
     assert result.first_cas > 2 * 10**18, "the CAS never falls"
@@ -145,6 +146,7 @@ def test_a_cut_to_0_forgets_what_was_indexed_and_purged() -> None:
     partition.truncate(SeqNo(2))
     assert (partition.purge_seq, partition.indexed_items, partition.eviction.indexed) == (1, 2, 2)
     partition.truncate(SeqNo(0))
+    assert partition.high_seq == 0
     assert (partition.purge_seq, partition.indexed_items, partition.eviction.indexed) == (0, 0, 0)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, ChecksummedFileError
 from upr_protocol.client.rollback.received_keys import (
+    RECEIVED_KEY_BYTES,
     ReceivedKeys,
     ReceivedKeysLimits,
     ReceivedVersion,
@@ -66,6 +67,21 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
         assert set(foreign.keys) == outside
         inside = [version.seq for key, version in known.items() if key not in outside]
         assert foreign.highest_seq == max([8, *inside])
+
+
+def test_the_bytes_of_the_keys_are_bounded_and_not_only_their_number() -> None:
+    nbytes = 8 * (RECEIVED_KEY_BYTES + 100)
+    received_keys = ReceivedKeys(ReceivedKeysLimits(nbytes=nbytes))
+    rows = [(b"%0100d" % seq, SeqNo(seq), HistoryId(1)) for seq in range(1, 10)]
+    received_keys.receive(P, rows[:8])
+    assert not received_keys.overfull
+    received_keys.receive(P, rows[8:])
+    assert received_keys.overfull
+    received_keys.trim(lambda _: SeqNo(9))
+    # Seven are left: an eighth more goes than must.
+    assert [key for _, key, _ in received_keys.versions()] == [key for key, _, _ in rows[2:]]
+    assert received_keys.floor(P) == 2
+    received_keys.check_invariants()
 
 
 def test_a_sequence_number_belongs_to_the_branch_that_assigned_it() -> None:
