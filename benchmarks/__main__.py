@@ -19,7 +19,8 @@ ROWS: Final = (
     *("B1", "B1P", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9"),
     *("E1", "R1", "S1", "S2", "S3", "SOAK", "TLS1"),
 )
-"""Each is a module of `benchmarks.rows`. B1s is measured with B1, B2s with B2, and B6c with B6."""
+"""Each is a module of `benchmarks.rows`. B1s is measured with B1, B2s with B2, B6c with B6, and
+R1s with R1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,9 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _row(name: str) -> str:
-    """The row's module; B1s is measured with B1, B2s with B2, and B6c with B6."""
+    """The row's module; B1s is measured with B1, B2s with B2, B6c with B6, and R1s with
+    R1."""
     name = name.upper()
-    return {"B1S": "B1", "B2S": "B2", "B6C": "B6"}.get(name, name)
+    return {"B1S": "B1", "B2S": "B2", "B6C": "B6", "R1S": "R1"}.get(name, name)
 
 
 def _measure(name: str, runs: int, run: str) -> list[Figure]:

@@ -299,7 +299,7 @@ SAMPLES: Final[tuple[Message, ...]] = (
     SeqnosAtReply(((5, HISTORY, 40),), **_ASK),
     Await(HISTORY, SeqNo(44), 5000, Durability.PERSISTED, **_OF),
     AwaitReply(SeqNo(44), **_OF),
-    ReplicaAck(HISTORY, SeqNo(44), SeqNo(40), **{**_OF, "opaque": 0}),
+    ReplicaAck(((P5, HISTORY, SeqNo(44), SeqNo(40)),)),
     Lease(LeaseAction.ACQUIRE, 3, 60, "backup", ((5, 0, SEQ_MAX),), **_ASK),
     LeaseReply(3, 60, ((5, HISTORY, 0, 40, 4096),), **_ASK),
     CreateBucket("flights", 64, 1 << 30, **_ASK),

@@ -1,7 +1,8 @@
-"""B6's and B6c's publisher: a steady rate of single mutations, the time each was due in its value.
+"""The publisher of B6, B6c and R1s: a steady rate of single mutations, the time each was due in its
+value.
 
-B6 sends each in a frame of its own. In B6c those that are due go in one bundle, as the client
-library sends single operations of many tasks.
+B6 sends each in a frame of its own. In the others those that are due go in one bundle, as the
+client library sends single operations of many tasks. R1s wants them on replicas.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from benchmarks.kit.work import VALUE_BYTES, key_of
 from upr_protocol.chunk import Bundle, Run, plain_chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import PartitionId
-from upr_protocol.wire import Mutate, MutateReply
+from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.wire import Mutate, MutateReply, Refusal
 
 _FILLER = bytes(VALUE_BYTES - 8)
 
@@ -33,8 +34,9 @@ _UNANSWERED_MAX = 4_000
 
 
 class _Publisher:
-    def __init__(self, connection: RawConnection, keys: int) -> None:
+    def __init__(self, connection: RawConnection, keys: int, copies: int) -> None:
         self._connection = connection
+        self._copies = copies
         self._writer = WriterIdentity(os.urandom(16))
         # Every key once in a round: deduplication then leaves every mutation to be seen.
         shuffled = [key_of(index) for index in range(keys)]
@@ -43,7 +45,10 @@ class _Publisher:
             [(partition_of(key, connection.partition_count), key) for key in shuffled]
         )
         self._sent = 0
+        self._dues_of: dict[int, Sequence[int]] = {}
         self.answered = 0
+        self.latencies: list[int] = []
+        """How long after it was due each mutation was answered, ns."""
 
     def send(self, dues_ns: Sequence[int]) -> None:
         connection, session = self._connection, self._connection.session
@@ -57,7 +62,18 @@ class _Publisher:
             [due_ns.to_bytes(8, "little") + _FILLER for _, _, due_ns in rows],
         )
         bundle = Bundle(chunk, self._runs(rows))
-        session.send(Mutate(bundle, self._writer.id, opaque=session.new_opaque()))
+        durability = Durability.REPLICATED if self._copies else Durability.MEMORY
+        opaque = session.new_opaque()
+        self._dues_of[opaque] = dues_ns
+        session.send(
+            Mutate(
+                bundle,
+                self._writer.id,
+                durability=durability,
+                copies=self._copies,
+                opaque=opaque,
+            )
+        )
         connection.flush()
 
     def _runs(self, rows: Sequence[_Row]) -> Iterator[Run]:
@@ -66,7 +82,14 @@ class _Publisher:
 
     def receive(self) -> None:
         for message in self._connection.messages():
-            self.answered += isinstance(message, MutateReply)
+            if isinstance(message, Refusal):
+                raise ConnectionError(f"the server refused a bundle: {message.sentence}")
+            if isinstance(message, MutateReply):
+                if any(run.status for run in message.runs):
+                    raise ConnectionError("the server refused a run, or replicas took too long")
+                now = time.monotonic_ns()
+                self.answered += 1
+                self.latencies += [now - due for due in self._dues_of.pop(message.opaque)]
 
     def finish(self) -> None:
         while self.answered < self._sent:
@@ -75,14 +98,15 @@ class _Publisher:
 
 def serve(commands: Commands) -> None:
     """Each command publishes `count` mutations at `rate` a second, up to `together` in a frame. The
-    arguments say how many keys there are."""
+    arguments say how many keys there are, and how many replicas must have each mutation."""
     sharpen_timers()
     arguments = commands.arguments
     target = arguments["port"], arguments["bucket"], arguments.get("certificate", "")
     with RawConnection(*target) as connection:
-        publisher = _Publisher(connection, arguments["keys"])
+        publisher = _Publisher(connection, arguments["keys"], arguments.get("copies", 0))
         commands.answer(ready=True)
         for command in commands:
+            publisher.latencies.clear()
             used, started_at = time.process_time(), time.monotonic()
             late = paced(
                 command["rate"],
@@ -96,5 +120,6 @@ def serve(commands: Commands) -> None:
             commands.answer(
                 seconds=time.monotonic() - started_at,
                 late=percentiles_us(late),
+                answered=percentiles_us(publisher.latencies),
                 processor_s=time.process_time() - used,
             )

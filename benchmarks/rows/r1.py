@@ -1,16 +1,20 @@
-"""R1: ingest with a replica that keeps up, against the same without one."""
+"""R1: ingest with a replica that keeps up, against the same without one.
+
+R1s: the same of single mutations, each answered when the replica has it.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import attrs
 import trio
 
+from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.figures import Figure, Spread
 from benchmarks.kit.ingest import CONNECTIONS, publish, publishers
 from benchmarks.kit.processes import HOST, UprServer, Worker
@@ -28,6 +32,18 @@ SECONDS: Final = 6.0
 """How long each rate is held."""
 
 MUTATIONS: Final = 4_000_000
+
+
+SLOWEST: Final = 1_000
+FASTEST: Final = 160_000
+STEP: Final = 1.25
+"""R1s tries the rates from `SLOWEST` to `FASTEST`, each so many times the one before, until one is
+too high. Where a rate fails once it is tried again."""
+
+TOGETHER_MAX: Final = 1_000
+"""Of the mutations that are due, R1s's publisher sends so many at once at most."""
+
+KEYS: Final = 1_000_000
 
 
 @attrs.define
@@ -96,7 +112,7 @@ def held(active: UprServer, client: Worker, rate: float) -> tuple[float, float]:
 
 
 def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
-    """R1."""
+    """R1 and R1s."""
     say(f"R1: building the chunks; {CONNECTIONS} connections, {PARTITIONS} partitions")
     ours: list[float] = []
     alone: list[float] = []
@@ -140,5 +156,70 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             first_bar=0.5,
             aim=0.8,
             details={"longest_lag_s": Spread.of(lags).to_json(), "processor_s": processor},
+        ),
+        *_singles(runs, say),
+    ]
+
+
+def _singles(runs: int, say: Callable[[str], None]) -> list[Figure]:
+    say(f"R1s: the highest rate of single mutations answered within {LAG_MAX_S:.0f} s")
+    ours: list[dict[str, Any]] = []
+    alone: list[dict[str, Any]] = []
+    with (
+        UprServer(partitions=PARTITIONS) as single,
+        UprServer(partitions=PARTITIONS, node="active") as active,
+        UprServer(partitions=PARTITIONS, node="replica") as replica,
+        Worker("paced-publish", port=single.port, bucket=single.BUCKET, keys=KEYS) as memory_client,
+        Worker(
+            "paced-publish", port=active.port, bucket=active.BUCKET, keys=KEYS, copies=1
+        ) as client,
+    ):
+        memory_client.answer()
+        client.answer()
+        replicate(active, replica)
+        for index in range(runs):
+            alone.append(_highest(memory_client, [single]))
+            ours.append(_highest(client, [active, replica]))
+            say(
+                f"  run {index + 1}: {ours[-1]['rate']:,} mutations/s, server "
+                f"{ours[-1]['server_us']}; alone {alone[-1]['rate']:,}"
+            )
+    return [
+        Figure.more_is_better(
+            row="R1s",
+            text="Single mutations a second, each answered when one replica has it, at the highest "
+            f"rate with a 99th percentile of {LAG_MAX_S:.0f} s or less.",
+            unit="mutations/s",
+            ours=Spread.of([run["rate"] for run in ours]),
+            peer=Spread.of([run["rate"] for run in alone]),
+            peer_name="the same answered from memory, without a replica",
+            first_bar=0.5,
+            aim=0.8,
+            details={"ours": ours, "peer": alone},
         )
     ]
+
+
+def _highest(client: Worker, servers: Sequence[UprServer]) -> dict[str, Any]:
+    """The run with the highest rate that is kept up with."""
+    best: dict[str, Any] = {"rate": 0}
+    rate = float(SLOWEST)
+    while rate <= FASTEST:
+        for _attempt in range(2):
+            count = int(rate * SECONDS)
+            for server in servers:
+                server.lap()
+            answer = client.ask(count=count, rate=int(rate), together=TOGETHER_MAX)
+            if answer["answered"]["p99_us"] <= LAG_MAX_S * 1e6:
+                break
+        else:
+            break
+        used = [round(server.lap()["server"] / count * 1e6, 1) for server in servers]
+        best = {"rate": int(rate), "server_us": used, **answer["answered"]}
+        rate *= STEP
+    if not best["rate"]:
+        raise CannotMeasureError(
+            f"{SLOWEST:,} mutations a second take longer than {LAG_MAX_S:.0f} s; "
+            "measure on a machine on which nothing else runs"
+        )
+    return best

@@ -17,7 +17,7 @@ from tests.fuzz.targets import TARGETS
 from tests.protocol.session.kit import encoded, stored, stream
 from upr_protocol.bucket_event import BucketEvent, BucketFate
 from upr_protocol.chunk import plain_chunk, published_chunk
-from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
     Ack,
@@ -31,6 +31,7 @@ from upr_protocol.wire import (
     MutateReply,
     Noop,
     PartitionAnswers,
+    ReplicaAck,
     RunResult,
     Seqnos,
     SeqnosAt,
@@ -90,6 +91,9 @@ LISTS: Final[dict[str, Callable[[int], Message]]] = {
         0, (RunResult(PartitionId(3)),) * count, ((1, 2),) * count, ((1, 2),) * count
     ),
     "PartitionAnswers": lambda count: PartitionAnswers(((bytes(16), 1, 2, b"answer"),) * count),
+    "ReplicaAck": lambda count: ReplicaAck(
+        ((PartitionId(3), HistoryId(7), SeqNo(1), SeqNo(1)),) * count
+    ),
     "BarrierReply": lambda count: BarrierReply(b"cookie", ((PartitionId(3), SeqNo(1)),) * count),
     "EventsReply": lambda count: EventsReply(
         1, events=(BucketEvent("b", 1, BucketFate.NONE, 1, (b"key",) * 3),) * count

@@ -113,7 +113,8 @@ class Replica:
 
     def _has_reported(self) -> bool:
         reports = self.source.reports
-        return bool(reports) and reports[-1].received == self.source.partitions[PARTITION].high
+        high = self.source.partitions[PARTITION].high
+        return bool(reports) and reports[-1].rows[-1][2] == high
 
     async def persist(self) -> None:
         """Waits until the replica has on disk what the source has."""
@@ -195,8 +196,8 @@ async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
         source = follower.source
 
         def is_reported(partition: PartitionId) -> bool:
-            reports = [report for report in source.reports if report.partition == partition]
-            return bool(reports) and reports[-1].persisted == source.partitions[partition].high
+            rows = [row for report in source.reports for row in report.rows if row[0] == partition]
+            return bool(rows) and rows[-1][3] == source.partitions[partition].high
 
         for partition in (PARTITION, OTHER_PARTITION):
             source.put(key_in(partition, 2, b"early"), b"value")

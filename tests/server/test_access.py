@@ -373,7 +373,7 @@ async def test_reports_of_replicas_count_from_replicas_only() -> None:
     async with logged_in(reading(), writing()) as (server, peer):
         await peer.open()
         await peer.mutate(sets(b"k"))
-        await peer.say(ReplicaAck(HistoryId(1), SeqNo(1), SeqNo(1), partition=P0))
+        await peer.say(ReplicaAck(((P0, HistoryId(1), SeqNo(1), SeqNo(1)),)))
         # It has no answer; the next request is answered as if it had not come.
         await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
         await peer.hear(GetReply)

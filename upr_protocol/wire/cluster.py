@@ -8,7 +8,7 @@ from typing import Any, Final
 import construct as cs
 
 from upr_protocol.chunk import Buffer
-from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import (
     LayoutError,
@@ -26,11 +26,11 @@ from upr_protocol.wire.message import (
     Message,
     Role,
     check_end,
-    unpack_whole,
 )
 
-_ENDS: Final = Struct("<QQQ")
+_ENDS: Final = Struct("<HQQQ")
 _MAP: Final = Struct("<QI")
+_U16: Final = Struct("<H")
 _U32: Final = Struct("<I")
 _ANSWER: Final = Struct("<16sQQI")
 
@@ -179,27 +179,37 @@ class PartitionAnswers(Message, frozen=True):
 
 
 class ReplicaAck(Message, frozen=True):
-    """A replica reports the complete snapshot ends that it has received and persisted."""
+    """A replica reports the complete snapshot ends that it has received and persisted, for any
+    number of partitions. Of several rows about a partition the last counts."""
 
     opcode = 0x16
     sender = Role.CLIENT
     states = DATA
-    about_partition = True
+    body_bytes_max = 32 * 1024
     layout = cs.Struct(
-        "history_id" / cs.Int64ul * "the history the ends belong to",
-        "received" / cs.Int64ul * "the last complete snapshot end received",
-        "persisted" / cs.Int64ul * "the last complete snapshot end persisted",
+        "rows"
+        / tuple_of(
+            row(
+                partition=cs.Int16ul,
+                history_id=cs.Int64ul,
+                received=cs.Int64ul,
+                persisted=cs.Int64ul,
+            )
+        )
+        * "for each partition the history the ends belong to, and the last complete snapshot ends "
+        "received and persisted",
     )
 
-    history_id: HistoryId
-    received: SeqNo
-    persisted: SeqNo
+    rows: tuple[tuple[PartitionId, HistoryId, SeqNo, SeqNo], ...]
 
-    # Two of them come for each snapshot.
+    # They come for nearly every change.
 
     def body(self) -> tuple[Buffer, ...]:
-        return (_ENDS.pack(self.history_id, self.received, self.persisted),)
+        return (_U16.pack(len(self.rows)) + b"".join([_ENDS.pack(*row) for row in self.rows]),)
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
-        return unpack_whole(_ENDS, body)
+        (count,) = _U16.unpack_from(body)
+        end = _U16.size + _ENDS.size * count
+        check_end(body, end)
+        return (tuple(_ENDS.iter_unpack(memoryview(body)[_U16.size : end])),)

@@ -59,6 +59,23 @@ async def test_answers_come_before_the_end_of_their_snapshot(
     assert not any(isinstance(event, AnswersReceived) for event in events)
 
 
+async def test_reports_of_one_turn_leave_together_and_the_newest_counts(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    history, other = HistoryId(1000), PartitionId(P + 1)
+    async with as_replica(net) as consumer:
+        await until_completed(consumer)
+        for received in (SeqNo(1), SeqNo(2)):
+            for partition in (P, other):
+                consumer.report(partition, history, received, SeqNo(0))
+        await trio.sleep(1)
+        rows = tuple((partition, history, SeqNo(2), SeqNo(0)) for partition in (P, other))
+        assert server.reports == [ReplicaAck(rows)]
+        consumer.report(P, history, SeqNo(3), SeqNo(0))
+        await trio.sleep(1)
+        assert server.reports[1:] == [ReplicaAck(((P, history, SeqNo(3), SeqNo(0)),))]
+
+
 async def test_reports_reach_the_server_while_there_is_a_connection(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
@@ -67,7 +84,7 @@ async def test_reports_reach_the_server_while_there_is_a_connection(
         await until_completed(consumer)
         consumer.report(P, HistoryId(1000), SeqNo(3), SeqNo(2))
         await trio.sleep(1)
-        expected = ReplicaAck(HistoryId(1000), SeqNo(3), SeqNo(2), partition=P)
+        expected = ReplicaAck(((P, HistoryId(1000), SeqNo(3), SeqNo(2)),))
         assert server.reports == [expected]
         net.down = True
         net.cut()

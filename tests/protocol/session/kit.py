@@ -268,7 +268,7 @@ SAMPLES: Final[dict[type[Message], Message]] = {
         SeqnosAtReply(((3, 7, 10),), opaque=OPAQUE),
         Await(HISTORY, SeqNo(1), 1000, Durability.MEMORY, **_ABOUT),
         AwaitReply(SeqNo(1), **_ABOUT),
-        ReplicaAck(HISTORY, SeqNo(1), SeqNo(1), partition=PARTITION),
+        ReplicaAck(((PARTITION, HISTORY, SeqNo(1), SeqNo(1)),)),
         Lease(LeaseAction.ACQUIRE, 0, 60, "test", ((3, 0, 10),), opaque=OPAQUE),
         LeaseReply(1, 60, opaque=OPAQUE),
         CreateBucket("bucket", opaque=OPAQUE),

@@ -22,7 +22,7 @@ from upr_protocol.client.core.snapshot_deliveries import SnapshotDeliveries, del
 from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.session import ClientSession, SessionState
 from upr_protocol.session.states import SNAPSHOT_MESSAGES, StreamState
 from upr_protocol.wire import (
@@ -48,6 +48,11 @@ _FINAL_STATUSES: Final = frozenset(
 PROGRESS_MESSAGES: Final = (PartitionChunk, PartitionEnd)
 """What shows that a stream makes progress. A connection does not: a server may accept streams and
 end them again for ever."""
+
+
+ReplicaReport = tuple[PartitionId, HistoryId, SeqNo, SeqNo]
+"""What a replica has of a partition: the history, and in it the last complete snapshot ends that it
+has received, and on disk."""
 
 
 @attrs.frozen
@@ -79,6 +84,7 @@ class _ConnectionStreams:
         streaming: Streams that the node gives.
         reopening: Streams to request once an earlier stream of the partition has ended.
         barriers: By cookie of a barrier that was sent the streams that it passes.
+        reports: By partition what a replica has of it, to be sent.
     """
 
     session: ClientSession
@@ -90,6 +96,12 @@ class _ConnectionStreams:
     streaming: set[PartitionId] = attrs.field(factory=set)
     reopening: set[PartitionId] = attrs.field(factory=set)
     barriers: dict[bytes, set[PartitionId]] = attrs.field(factory=dict)
+    reports: dict[PartitionId, ReplicaReport] = attrs.field(factory=dict)
+
+    @property
+    def takes_reports(self) -> bool:
+        """Whether a replica may send reports."""
+        return self.session.state in (SessionState.OPEN, SessionState.STREAMING)
 
     def forget(self, partition: PartitionId) -> None:
         """The partition's stream is of no interest any more."""
@@ -244,17 +256,24 @@ class StreamFollower:
                 connection.session.send(Barrier(cookie))
                 connection.barriers[cookie] = set(connection.streaming)
 
-    def report(self, report: ReplicaAck) -> bool:
-        """Sends what a replica has, if the connection can take it.
+    def report(self, report: ReplicaReport) -> bool:
+        """Notes what a replica has of a partition for the next `send_reports`, instead of what was
+        noted before; drops it if the connection takes no reports.
 
         Returns:
-            Whether there is something to write.
+            Whether it was noted.
         """
-        takes_reports = (SessionState.OPEN, SessionState.STREAMING)
-        if self._connection is None or self._connection.session.state not in takes_reports:
+        if self._connection is None or not self._connection.takes_reports:
             return False
-        self._connection.session.send(report)
+        self._connection.reports[report[0]] = report
         return True
+
+    def send_reports(self) -> None:
+        """Sends the reports that were noted, in one message."""
+        connection = self._connection
+        if connection is not None and connection.reports and connection.takes_reports:
+            connection.session.send(ReplicaAck(tuple(connection.reports.values())))
+            connection.reports.clear()
 
     def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
         """The application has rolled back to `to`, from where the stream is requested now, or on

@@ -12,7 +12,6 @@ from upr_protocol.client.core.subscription import Subscription, checked_partitio
 from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, UndoCallback, open_consumer
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
-from upr_protocol.wire import ReplicaAck
 
 
 class ReplicaConsumer(Consumer):
@@ -24,8 +23,9 @@ class ReplicaConsumer(Consumer):
     def report(
         self, partition: PartitionId, history_id: HistoryId, received: SeqNo, persisted: SeqNo
     ) -> None:
-        """Reports to the server which complete snapshot ends a replica has. Without a connection
-        the report is dropped; report again after a stream was accepted.
+        """Reports to the server which complete snapshot ends a replica has. Reports that are made
+        before the writer's next turn leave in one message, the newest of each partition. Without a
+        connection the report is dropped; report again after a stream was accepted.
 
         Args:
             partition: The partition.
@@ -33,7 +33,7 @@ class ReplicaConsumer(Consumer):
             received: The last end received.
             persisted: The last end on disk.
         """
-        self._streams.report(ReplicaAck(history_id, received, persisted, partition=partition))
+        self._streams.report((partition, history_id, received, persisted))
 
 
 @asynccontextmanager

@@ -11,7 +11,11 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import Delivery
 from upr_protocol.client.core.retry import RetryState
-from upr_protocol.client.core.stream_follower import PROGRESS_MESSAGES, StreamFollower
+from upr_protocol.client.core.stream_follower import (
+    PROGRESS_MESSAGES,
+    ReplicaReport,
+    StreamFollower,
+)
 from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
 from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
@@ -19,7 +23,7 @@ from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.session.states import SNAPSHOT_MESSAGES
-from upr_protocol.wire import Message, ReplicaAck, StreamReply
+from upr_protocol.wire import Message, StreamReply
 
 DELIVERIES_MAX: Final = 4096
 """Deliveries that may wait for the application. The windows bound the chunks; this bounds the
@@ -148,7 +152,16 @@ class NodeStreams(NodeHandler):
         else:
             connection.flush()
 
+    def report(self, report: ReplicaReport) -> None:
+        """Has a replica's report sent, with those that other partitions have before the writer's
+        next turn. Drops it if there is no connection."""
+        if self.follower.report(report) and self._connection is not None:
+            self._connection.request_write()
+
     # What the connection calls; `ConnectionHandler` documents it.
+
+    def writable(self) -> None:
+        self.follower.send_reports()
 
     def connected(self, connection: TrioConnection) -> None:
         self.follower.connected(connection.session, connection.handshake)
@@ -291,12 +304,10 @@ class ConsumerStreams:
         node.react()
         return delivery
 
-    def report(self, report: ReplicaAck) -> None:
-        """Sends what a replica has, or drops the report if there is no connection."""
+    def report(self, report: ReplicaReport) -> None:
+        """Has what a replica has sent, or drops the report if there is no connection."""
         if self.connections.handlers:  # there are none once the consumer is closed
-            node = self._node_of(report.partition)
-            if node.follower.report(report):
-                node.flush()
+            self._node_of(report[0]).report(report)
 
     def send_barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes, now or as soon as they stream.

@@ -94,17 +94,26 @@ def _check_replica(context: RequestContext, request: Stream) -> None:
         )
 
 
-def replica_ack(context: RequestContext, request: ReplicaAck) -> None:
+def replica_ack(context: RequestContext, request: ReplicaAck) -> Iterator[None] | None:
     """Notes how far a replica is. Reports that fit no partition or history are dropped."""
-    bucket = context.bucket
-    if bucket is None or request.partition >= len(bucket.partitions):
-        return
+    return others_after_first(_note_reports(context, request))
+
+
+def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None]:
     name = context.replica_name
-    partition = bucket.partitions[request.partition]
-    if (
-        request.history_id == partition.failover_log.current
-        and request.received <= partition.high_seq
-        and context.partition_maps.is_replica(bucket.name, partition.id, name)
-    ):
-        context.note_replica(partition)
-        partition.replicas.report(name, request.received, request.persisted, context)
+    for index, (partition_id, history_id, received, persisted) in enumerate(request.rows, 1):
+        bucket = context.bucket
+        if bucket is None:
+            return
+        if partition_id >= len(bucket.partitions):
+            continue
+        partition = bucket.partitions[partition_id]
+        if (
+            history_id == partition.failover_log.current
+            and received <= partition.high_seq
+            and context.partition_maps.is_replica(bucket.name, partition.id, name)
+        ):
+            context.note_replica(partition)
+            partition.replicas.report(name, received, persisted, context)
+        if index % SLICE_PARTITIONS == 0:
+            yield
