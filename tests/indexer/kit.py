@@ -48,9 +48,14 @@ async def a_server(
 
 
 def settings(
-    url: str, data_dir: Path, pool_bytes: int = POOL_BYTES, undo_mutations: int = 1000
+    url: str,
+    data_dir: Path,
+    pool_bytes: int = POOL_BYTES,
+    undo_mutations: int = 1000,
+    slices: int = 1,
 ) -> Settings:
-    return Settings(Address.parse(url), data_dir, pool_bytes, ReceivedKeysLimits(undo_mutations))
+    limits = ReceivedKeysLimits(undo_mutations)
+    return Settings(Address.parse(url), data_dir, pool_bytes, limits, slices=slices)
 
 
 @asynccontextmanager
@@ -60,10 +65,11 @@ async def an_indexer(
     pool_bytes: int = POOL_BYTES,
     *,
     undo_mutations: int = 1000,
+    slices: int = 1,
     work: Work | None = None,
 ) -> AsyncIterator[Indexer]:
     async with running_indexer(
-        settings(url, data_dir, pool_bytes, undo_mutations), work=work
+        settings(url, data_dir, pool_bytes, undo_mutations, slices), work=work
     ) as indexer:
         yield indexer
 
@@ -79,10 +85,22 @@ async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> N
     index_names = [name_of(text) for text in names]
 
     def are_ready() -> bool:
-        there = set(index_names) <= set(indexer.definitions.names())
-        return there and all(indexer.definitions.find(name).file.is_built for name in index_names)
+        return all(is_built(indexer, name) for name in index_names)
 
     await eventually(are_ready, f"{names} are built", timeout_s)
+
+
+def is_built(indexer: Indexer, name: IndexName) -> bool:
+    """Whether every slice has an index, built, as it is defined now."""
+    if name not in indexer.designs.names():
+        return False
+    definition = indexer.designs.find(name)
+    return all(
+        name in part.definitions.names()
+        and part.definitions.find(name).definition == definition
+        and part.definitions.find(name).file.is_built
+        for part in indexer.slices
+    )
 
 
 def name_of(text: str) -> IndexName:

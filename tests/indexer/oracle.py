@@ -93,9 +93,9 @@ class Oracle:
         self.defined = definitions
 
     def _is_current(self) -> bool:
-        names = set(self.indexer.definitions.names())
-        return names == {name_of(f"{name}/i") for name in self.defined} and all(
-            self.indexer.definitions.find(name_of(f"{name}/i")).definition == definition
+        designs = self.indexer.designs
+        return set(designs.names()) == {name_of(f"{name}/i") for name in self.defined} and all(
+            designs.find(name_of(f"{name}/i")) == definition
             for name, definition in self.defined.items()
         )
 
@@ -114,11 +114,12 @@ class Oracle:
                 down = await scan(self.indexer, f"{name}/i", prefix=middle, descending=True)
                 with_prefix = [entry for entry in expected if compare(entry[0][0], middle[0]) == 0]
                 assert down == with_prefix[::-1]
-            self.indexer.definitions.find(name_of(f"{name}/i")).file.check_invariants()
+            for part in self.indexer.slices:
+                part.definitions.find(name_of(f"{name}/i")).file.check_invariants()
         for name, definition in self.defined.items():
             contents = await self.contents()
             assert await self._page_while_writing(name) == index_rows(definition, contents)
-        assert not self.indexer.moments
+        assert not any(len(part.moments) for part in self.indexer.slices)
 
     async def _page_while_writing(self, name: str) -> list[Row]:
         """The entries at `now`, page by page, of one moment, while documents change."""
@@ -128,7 +129,7 @@ class Oracle:
             page = await ask(self.indexer, f"{name}/i", query)
             rows += [Row(entry.key, entry.id, entry.included) for entry in page.entries]
             if not page.continuation:
-                self.indexer.scanner.release(page.moment)
+                await self.indexer.scanner.release(page.moment)
                 return rows
             await self.write(self.rng.randrange(6))
             query = msgspec.structs.replace(

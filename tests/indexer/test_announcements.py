@@ -62,29 +62,31 @@ async def a_town(data_dir: Path, **options: Any) -> AsyncIterator[tuple[Server, 
 @asynccontextmanager
 async def standing_still(indexer: Indexer) -> AsyncIterator[None]:
     """The indexes' stream takes nothing, not even a barrier."""
-    indexer.stream.pause()
+    indexer.slices[0].stream.pause()
     try:
         yield
     finally:
-        indexer.stream.resume()
+        indexer.slices[0].stream.resume()
 
 
 def entries_of(indexer: Indexer, name: str) -> int:
-    return indexer.definitions.find(name_of(name)).file.entry_count()
+    definitions = indexer.slices[0].definitions
+    is_there = name_of(name) in definitions.names()
+    return definitions.find(name_of(name)).file.entry_count() if is_there else 0
 
 
 async def test_an_announced_index_is_built_while_the_stream_is_paused(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
         async with standing_still(indexer):
             await define(client, "e", {"n": NUMBER})
-            await eventually(lambda: name_of("e/n") in indexer.definitions.names(), "it is begun")
+            await eventually(lambda: name_of("e/n") in indexer.designs.names(), "it is begun")
             # As far as it can be without the stream, too.
             await eventually(lambda: entries_of(indexer, "e/n") == len(CONTENTS), "it is built")
-            assert "e" not in await indexer.catalog.current()
+            assert "e" not in await indexer.slices[0].catalog.current()
         await until_ready(indexer, "e/n")
-        await eventually(lambda: not indexer.definitions._overlay.texts, "the catalog has it")
+        await eventually(lambda: not indexer.designs._overlay.texts, "the catalog has it")
         assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
-        assert indexer.definitions.names() == [name_of("d/city"), name_of("e/n")]
+        assert indexer.designs.names() == [name_of("d/city"), name_of("e/n")]
 
 
 @pytest.mark.parametrize("consistency", ["now", "at_least"])
@@ -107,24 +109,23 @@ async def test_an_index_is_dropped_while_the_stream_is_paused(
             # The drop does not wait for scans that wait for what does not come.
             nursery.start_soon(ask)
             await client.delete("_design/d")
-            await eventually(lambda: not indexer.definitions.names(), "it is dropped")
-            await eventually(
-                lambda: not list((tmp_path / "indexes").iterdir()), "its room is given back"
-            )
-            assert "d" in await indexer.catalog.current()
+            await eventually(lambda: not indexer.designs.names(), "it is dropped")
+            folder = tmp_path / indexer.slices[0].slice_id.folder / "indexes"
+            await eventually(lambda: not list(folder.iterdir()), "its room is given back")
+            assert "d" in await indexer.slices[0].catalog.current()
             if consistency == "at_least":
                 await ended.wait()
-        await eventually(lambda: not indexer.definitions._overlay.texts, "the catalog has it")
-        assert indexer.definitions.names() == []
+        await eventually(lambda: not indexer.designs._overlay.texts, "the catalog has it")
+        assert indexer.designs.names() == []
 
 
 async def test_a_dropped_index_that_is_still_read_is_closed_at_the_stop(tmp_path: Path) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
-        index = indexer.definitions.find(name_of("d/city"))
+        index = indexer.slices[0].definitions.find(name_of("d/city"))
         # Somebody reads it still.
         index.readers += 1
         await client.delete("_design/d")
-        await eventually(lambda: not indexer.definitions.names(), "it is dropped")
+        await eventually(lambda: not index.is_defined, "it is dropped")
     assert index.file._is_closed
 
 
@@ -133,26 +134,23 @@ async def test_a_definition_that_changes_often_ends_as_it_was_written_last(tmp_p
 
         def is_now(definition: IndexDefinition) -> bool:
             name = name_of("d/city")
-            return (
-                name in indexer.definitions.names()
-                and indexer.definitions.find(name).definition == definition
-            )
+            return name in indexer.designs.names() and indexer.designs.find(name) == definition
 
         async with standing_still(indexer):
             await client.delete("_design/d")
             await define(client, "d", {"city": NUMBER})
             await eventually(lambda: is_now(NUMBER), "it is another index")
             await client.set("_design/d", "{}")
-            await eventually(lambda: not indexer.definitions.names(), "a mistake has no indexes")
-            assert "indexes" in indexer.definitions.mistakes["d"]
+            await eventually(lambda: not indexer.designs.names(), "a mistake has no indexes")
+            assert "indexes" in indexer.designs.mistakes["d"]
             for _ in range(5):
                 await client.delete("_design/d")
                 await define(client, "d", {"city": CITY})
             await eventually(lambda: is_now(CITY), "it is defined again")
         await until_ready(indexer, "d/city")
-        await eventually(lambda: not indexer.definitions._overlay.texts, "the catalog has it")
+        await eventually(lambda: not indexer.designs._overlay.texts, "the catalog has it")
         assert is_now(CITY)
-        assert indexer.definitions.mistakes == {}
+        assert indexer.designs.mistakes == {}
         assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
 
 
@@ -167,16 +165,16 @@ async def test_a_definition_that_the_server_loses_is_undone(tmp_path: Path) -> N
             await define(world.client, "e", {"n": NUMBER})
             await world.client.delete("_design/d")
             await eventually(
-                lambda: world.indexer.definitions.names() == [name_of("e/n")], "it was told"
+                lambda: world.indexer.designs.names() == [name_of("e/n")], "it was told"
             )
             await world.crash("server")
             await world.start_server()
         await eventually(
-            lambda: world.indexer.definitions.names() == [name_of("d/city")],
+            lambda: world.indexer.designs.names() == [name_of("d/city")],
             "it is as the server has it",
         )
         await until_ready(world.indexer, "d/city")
-        assert not world.indexer.definitions._overlay.texts
+        assert not world.indexer.designs._overlay.texts
         assert await scan(world.indexer, "d/city", timeout_s=20) == []
 
 
@@ -184,9 +182,7 @@ async def redefine(client: Client, indexer: Indexer) -> None:
     """An index comes and another goes, by way of the stream."""
     await define(client, "e", {"n": NUMBER})
     await client.delete("_design/d")
-    await eventually(
-        lambda: indexer.definitions.names() == [name_of("e/n")], "the stream brings it"
-    )
+    await eventually(lambda: indexer.designs.names() == [name_of("e/n")], "the stream brings it")
     await until_ready(indexer, "e/n")
     assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
 

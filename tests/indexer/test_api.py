@@ -122,7 +122,7 @@ async def test_scans(site: Site) -> None:
 
 
 async def test_an_explanation_tells_how_a_scan_was_as_fresh_as_asked(site: Site) -> None:
-    ask, explain, pipeline = site.ask, site.asking.explain, site.indexer.pipeline
+    ask, explain, pipeline = site.ask, site.asking.explain, site.indexer.slices[0].pipeline
     explained = await ask(explain, "d/both", prefix=["a"], limit=3)
     assert (explained["index"], explained["expressions"]) == ("d/both", ["city", "n"])
     assert (explained["entries_given"], explained["entries_read"]) == (3, 4)
@@ -134,7 +134,7 @@ async def test_an_explanation_tells_how_a_scan_was_as_fresh_as_asked(site: Site)
     assert explained["entries_read"] == 11
     explained = await ask(explain, "d/both", consistency="at_least", written=[written])
     assert (explained["freshness"], explained["waits"]) == ("had_written", [])
-    site.indexer.stream.pause()
+    site.indexer.slices[0].stream.pause()
     # What is on its way is still received: the first of these, perhaps.
     for _ in range(10):
         written = await site.client.set("k00", DOCUMENT)
@@ -146,7 +146,7 @@ async def test_an_explanation_tells_how_a_scan_was_as_fresh_as_asked(site: Site)
 
         nursery.start_soon(explain_a_wait)
         await eventually(lambda: pipeline._waiting_tasks > 0, "the scan waits")
-        site.indexer.stream.resume()
+        site.indexer.slices[0].stream.resume()
     assert explained["freshness"] == "waited_for_written"
     assert [wait["reason"] for wait in explained["waits"]] == ["written"]
     assert explained["waits"][0]["seconds"] > 0
@@ -156,13 +156,13 @@ async def test_behind_counts_what_the_stream_has_not_received_yet(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_progress, "MAX_AGE_S", 0.0)
-    site.indexer.stream.pause()
+    site.indexer.slices[0].stream.pause()
     # What is on its way is still received: the first of these, perhaps.
     for row in range(10):
         await site.client.set(f"k{row:02}", "{}")
     index = await site.ask(site.asking.index, "d/city")
     assert index["behind"] >= 9
-    site.indexer.stream.resume()
+    site.indexer.slices[0].stream.resume()
     await site.ask(site.asking.scan, "d/city", consistency="now")
     index = await site.ask(site.asking.index, "d/city")
     assert index["behind"] == 0

@@ -61,6 +61,10 @@ class OtherStream:
     def reached(self) -> dict[PartitionId, Mark]:
         return {PARTITION: self.position}
 
+    async def partitions(self) -> list[PartitionId]:
+        await trio.lowlevel.checkpoint()
+        return [PARTITION]
+
     def put(self, mark: Mark) -> None:
         for listener in self.listeners:
             listener(IndexBatch(PARTITION, mark))

@@ -24,6 +24,7 @@ from trio.testing import MockClock
 from tests.indexer.kit import (
     BUCKET,
     an_indexer,
+    ask,
     by_brute_force,
     name_of,
     scan,
@@ -45,6 +46,7 @@ from upr_server.indexer.builder import Builder
 from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Definitions, NoIndexError
+from upr_server.indexer.designs import Designs
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
@@ -53,8 +55,11 @@ from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.query import Query
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
+from upr_server.indexer.slice import Slice
+from upr_server.indexer.slice_scanner import SliceScanner
 from upr_server.indexer.stream import IndexerStream
 
 T = TypeVar("T")
@@ -104,8 +109,8 @@ def whole(server: Server, indexer: Indexer) -> None:
     check(server)
     assert indexer.pool.scan_bytes == 0
     assert indexer.pool.used == 0
-    assert not indexer.moments
-    assert not any(index.readers for index in indexer.definitions._indexes.values())
+    assert not any(len(part.moments) for part in indexer.slices)
+    assert not any(index.readers for index in indexer.slices[0].definitions._indexes.values())
 
 
 # Questions.
@@ -113,8 +118,8 @@ def whole(server: Server, indexer: Indexer) -> None:
 
 async def read_twice(indexer: Indexer) -> None:
     """Two readers of one moment, one after the other."""
-    file = indexer.definitions.find(name_of("d/city")).file
-    moment = indexer.moments.hold(file, file.view())
+    file = indexer.slices[0].definitions.find(name_of("d/city")).file
+    moment = indexer.slices[0].moments.hold(file, file.view())
 
     async def read() -> None:
         async with moment.reading() as view:
@@ -126,22 +131,41 @@ async def read_twice(indexer: Indexer) -> None:
             nursery.start_soon(read)
             nursery.start_soon(read)
     finally:
-        indexer.moments.release(moment)
+        indexer.slices[0].moments.release(moment)
+
+
+async def hold_and_release(indexer: Indexer) -> None:
+    """A moment, until it is released."""
+    page = await ask(indexer, "d/city", Query(hold_s=1))
+    try:
+        await indexer.scanner.release(page.moment)
+    finally:
+        for moment in list(indexer.slices[0].moments._moments.values()):
+            indexer.slices[0].moments.release(moment)
 
 
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
+    Indexer.statistics: lambda indexer, _: indexer.statistics(),
     Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),
+    Scanner.release: lambda indexer, _: hold_and_release(indexer),
     Moment.reading: lambda indexer, _: read_twice(indexer),
-    Barriers.returned: lambda indexer, _: indexer.barriers.returned(),
-    Barriers.wait: lambda indexer, _: indexer.barriers.wait(),
-    IndexerStream.barrier: lambda indexer, _: indexer.stream.barrier(),
-    Catalog.current: lambda indexer, _: indexer.catalog.current(),
-    Pipeline.sync: lambda indexer, _: indexer.pipeline.sync(),
-    Definitions.create: lambda indexer, suffix: indexer.definitions.create(f"d{suffix}", DESIGN),
+    Barriers.returned: lambda indexer, _: indexer.slices[0].barriers.returned(),
+    Barriers.wait: lambda indexer, _: indexer.slices[0].barriers.wait(),
+    IndexerStream.barrier: lambda indexer, _: indexer.slices[0].stream.barrier(),
+    Catalog.current: lambda indexer, _: indexer.slices[0].catalog.current(),
+    Pipeline.sync: lambda indexer, _: indexer.slices[0].pipeline.sync(),
+    Designs.create: lambda indexer, suffix: indexer.designs.create(f"d{suffix}", DESIGN),
 }
-tries(*QUESTIONS)
+INSIDE: Final[dict[Function, tuple[Function, ...]]] = {
+    Scanner.status: (Slice.status, SliceScanner.status),
+    Scanner.scan: (Slice.scan, SliceScanner.scan),
+    Scanner.release: (Slice.release,),
+    Indexer.statistics: (Slice.statistics,),
+}
+"""What a question asks in its turn."""
+tries(*QUESTIONS, *(function for functions in INSIDE.values() for function in functions))
 
 
 @pytest.mark.parametrize("function", QUESTIONS)
@@ -154,7 +178,7 @@ async def test_a_question(
 ) -> None:
     numbers = count()
     async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
-        await indexer.definitions.create("d", DESIGN)
+        await indexer.designs.create("d", DESIGN)
         await until_ready(indexer, "d/city")
         await trio.sleep(5)
         open_before = network.open
@@ -165,9 +189,9 @@ async def test_a_question(
         async def undo() -> None:
             suffix = next(numbers) - 1
             with suppress(NoIndexError):
-                await indexer.definitions.drop(f"d{suffix}")
+                await indexer.designs.drop(f"d{suffix}")
             await eventually(
-                lambda: indexer.definitions.names() == [name_of("d/city")], "they are dropped"
+                lambda: indexer.designs.names() == [name_of("d/city")], "they are dropped"
             )
             await trio.sleep(5)
 
@@ -180,14 +204,19 @@ async def test_a_question(
             assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
 
         # Behind each that is created an index is built.
-        every = 3 if function is Definitions.create else 1
+        every = 3 if function is Designs.create else 1
         cancellations = await cancelled_at_each_step(
-            work, look, then=then, undo=undo, every=every, reaching=[function]
+            work,
+            look,
+            then=then,
+            undo=undo,
+            every=every,
+            reaching=[function, *INSIDE.get(function, ())],
         )
-    cancellations.check_inside(function)
+    cancellations.check_inside(function, *INSIDE.get(function, ()))
 
 
-DROP: Final = tries(Definitions.drop)
+DROP: Final = tries(Designs.drop)
 
 
 async def test_a_design_is_dropped(
@@ -196,18 +225,18 @@ async def test_a_design_is_dropped(
     async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
 
         async def there() -> None:
-            await indexer.definitions.create("d", DESIGN)
+            await indexer.designs.create("d", DESIGN)
             await until_ready(indexer, "d/city")
             await trio.sleep(5)
 
         async def work() -> None:
-            await indexer.definitions.drop("d")
+            await indexer.designs.drop("d")
 
         async def then() -> None:
             await work()
             with pytest.raises(NoIndexError):
                 await work()
-            await eventually(lambda: not indexer.definitions.names(), "it is dropped")
+            await eventually(lambda: not indexer.designs.names(), "it is dropped")
 
         await there()
         cancellations = await cancelled_at_each_step(
@@ -247,10 +276,17 @@ RUN: Final = tries(
     running_indexer,
     Indexer.run,
     Definitions.open,
+    Designs.run,
+    Designs.confirm,
+    Slice.run,
+    Slice.confirm,
+    Slice.stop,
+    Indexer.stop,
     Definitions.run,
     Builder.run,
     Pipeline.run,
     IndexerStream.run,
+    IndexerStream.partitions,
     Overlay.run,
     Announcements.run,
     Barriers.run,
@@ -267,15 +303,15 @@ async def test_an_indexer(
 
     async def work() -> None:
         async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
-            await indexer.definitions.create("d", DESIGN)
+            await indexer.designs.create("d", DESIGN)
             await until_ready(indexer, "d/city")
             await scan(indexer, "d/city", hold_s=2)
             contents[b"new"] = b'{"city": %d}' % next(numbers)
             async with connect(server.url(BUCKET)) as client:
                 await client.set(b"new", contents[b"new"])
             assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
-            await indexer.definitions.drop("d")
-            await eventually(lambda: not indexer.definitions.names(), "it is dropped")
+            await indexer.designs.drop("d")
+            await eventually(lambda: not indexer.designs.names(), "it is dropped")
 
     def look() -> None:
         check(server)
@@ -319,7 +355,7 @@ async def test_a_rollback(
             async with an_indexer(world.server.url(BUCKET), tmp_path) as indexer:
                 await until_ready(indexer, "d/city")
                 assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
-                rollbacks += indexer.stream.rollbacks
+                rollbacks += indexer.slices[0].stream.rollbacks
 
         await part()
         cancellations = await cancelled_at_each_step(

@@ -52,7 +52,7 @@ class World(Oracle):
             ) as indexer:
                 self.indexer = indexer
                 yield
-                self.rollbacks += indexer.stream.rollbacks
+                self.rollbacks += indexer.slices[0].stream.rollbacks
                 if self.rng.random() < 0.5:
                     self._scope.cancel()
                     await trio.lowlevel.checkpoint()

@@ -129,7 +129,7 @@ async def a_front(
         address = address_of(server, BOB if not users.is_open else None)
         settings = Settings(address, folder, 64 * 1024 * 1024)
         indexer = await stack.enter_async_context(running_indexer(settings))
-        await indexer.definitions.create("d", DESIGN)
+        await indexer.designs.create("d", DESIGN)
         await until_ready(indexer, "d/city")
         access = HttpAccess(address, asks_users=asks_users)
         yield Front(application(indexer, access), access, server)

@@ -32,7 +32,7 @@ from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition, IndexName
 from upr_server.indexer.query import Query, QueryError, RequiredWrite
-from upr_server.indexer.scanner import BuildingError, IndexFailedError, NotFreshError
+from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
 
 T = TypeVar("T")
 
@@ -115,8 +115,10 @@ async def test_a_restarted_indexer_resumes_where_it_was(tmp_path: Path) -> None:
         await client.delete("k1")
         async with an_indexer(server.url("b"), tmp_path) as indexer:
             # It is there at once, and was not built again.
-            await eventually(lambda: bool(indexer.definitions.names()), "the index is there")
-            assert indexer.definitions.find(name_of("d/city")).file.is_built
+            await eventually(
+                lambda: bool(indexer.slices[0].definitions.names()), "the index is there"
+            )
+            assert indexer.slices[0].definitions.find(name_of("d/city")).file.is_built
             assert await scan(indexer, "d/city") == [(["b"], "k2")]
 
 
@@ -131,22 +133,21 @@ async def test_an_added_index_is_built_and_a_dropped_one_removed(
         contents = {b"k%d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(200)}
         for key, value in contents.items():
             await client.set(key, value)
-        await indexer.definitions.create("d", b'{"indexes": {"city": {"key": ["city"]}}}')
+        await indexer.designs.create("d", b'{"indexes": {"city": {"key": ["city"]}}}')
         await until_ready(indexer, "d/city")
         assert await scan(indexer, "d/city") == by_brute_force(CITY, contents)
-        await indexer.definitions.create("e", b'{"indexes": {"both": {"key": ["city", "n"]}}}')
+        await indexer.designs.create("e", b'{"indexes": {"both": {"key": ["city", "n"]}}}')
         await until_ready(indexer, "e/both")
         assert len(await scan(indexer, "e/both")) == 200
-        await indexer.definitions.drop("d")
-        await eventually(
-            lambda: name_of("d/city") not in indexer.definitions.names(), "it was dropped"
-        )
+        await indexer.designs.drop("d")
+        await eventually(lambda: name_of("d/city") not in indexer.designs.names(), "it was dropped")
+        folder = tmp_path / indexer.slices[0].slice_id.folder / "indexes"
+        await eventually(lambda: len(list(folder.iterdir())) == 1, "its files are removed")
         assert len(await scan(indexer, "e/both")) == 200
         with pytest.raises(NoIndexError):
             await scan(indexer, "d/city")
         with pytest.raises(NoIndexError):
-            await indexer.definitions.drop("d")
-    assert len(list((tmp_path / "indexes").iterdir())) == 1
+            await indexer.designs.drop("d")
 
 
 async def test_a_definition_that_changes_is_another_index(tmp_path: Path) -> None:
@@ -163,10 +164,7 @@ async def test_a_definition_that_changes_is_another_index(tmp_path: Path) -> Non
 
         def is_another() -> bool:
             name = name_of("d/city")
-            return (
-                name in indexer.definitions.names()
-                and indexer.definitions.find(name).definition != CITY
-            )
+            return name in indexer.designs.names() and indexer.designs.find(name) != CITY
 
         await eventually(is_another, "it is another index")
         await until_ready(indexer, "d/city")
@@ -180,12 +178,12 @@ async def test_a_bad_definition_is_refused_or_listed_as_a_mistake(tmp_path: Path
         an_indexer(server.url("b"), tmp_path) as indexer,
     ):
         with pytest.raises(DefinitionError, match=r"indexes\.a\.key\[0\]: column 3"):
-            await indexer.definitions.create("d", b'{"indexes": {"a": {"key": ["x["]}}}')
+            await indexer.designs.create("d", b'{"indexes": {"a": {"key": ["x["]}}}')
         assert await client.get("_design/d") is None
         await client.set("_design/d", '{"indexes": {"a": {"key": ["x["]}}}')
-        await eventually(lambda: bool(indexer.definitions.mistakes), "the mistake is told")
-        assert "indexes.a.key[0]: column 3" in indexer.definitions.mistakes["d"]
-        assert indexer.definitions.names() == []
+        await eventually(lambda: bool(indexer.designs.mistakes), "the mistake is told")
+        assert "indexes.a.key[0]: column 3" in indexer.designs.mistakes["d"]
+        assert indexer.designs.names() == []
 
 
 async def test_at_least_sees_ones_own_writes(tmp_path: Path) -> None:
@@ -216,11 +214,11 @@ async def test_scans_that_come_together_share_a_barrier(tmp_path: Path) -> None:
         await define(client, "d", {"city": CITY})
         await until_ready(indexer, "d/city")
         await scan(indexer, "d/city")
-        sent = indexer.barriers.sent
+        sent = indexer.slices[0].barriers.sent
         async with trio.open_nursery() as nursery:
             for _ in range(40):
                 nursery.start_soon(scan, indexer, "d/city")
-        assert 1 <= indexer.barriers.sent - sent <= 2
+        assert 1 <= indexer.slices[0].barriers.sent - sent <= 2
 
 
 async def test_a_scan_of_an_index_that_is_being_built_is_refused(tmp_path: Path) -> None:
@@ -239,9 +237,9 @@ async def test_a_scan_of_an_index_that_is_being_built_is_refused(tmp_path: Path)
         connect(server.url("b")) as client,
         an_indexer(server.url("b"), tmp_path, work=work) as indexer,
     ):
-        names = indexer.definitions.names
+        names = indexer.designs.names
         await define(client, "d", {"city": CITY})
-        await eventually(lambda: bool(indexer.definitions.names()), "the index is there")
+        await eventually(lambda: bool(indexer.designs.names()), "the index is there")
         with pytest.raises(BuildingError):
             await scan(indexer, "d/city")
         gate.set()
@@ -261,7 +259,7 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
         answer = await client.set("k", '{"city": "a"}')
         await until_ready(indexer, "d/city")
         await scan(indexer, "d/city")
-        file = indexer.definitions.find(name_of("d/city")).file
+        file = indexer.slices[0].definitions.find(name_of("d/city")).file
         real_view = file.view
 
         def view_and_fail_over(**options: Any) -> View:
@@ -302,7 +300,7 @@ async def test_an_index_that_costs_too_much_fails_alone_and_is_named(
         # A simpler definition is another index.
         await define(client, "d", {"city": CITY, "hostile": CITY})
         async with an_indexer(server.url("b"), tmp_path) as indexer:
-            definitions, name = indexer.definitions, name_of("d/hostile")
+            definitions, name = indexer.slices[0].definitions, name_of("d/hostile")
             await eventually(
                 lambda: name in definitions.names() and definitions.find(name).definition == CITY,
                 "the index is defined anew",

@@ -30,8 +30,7 @@ from tests.indexer.test_queries import (
     CONTENTS,
     DEFINITIONS,
     an_index,
-    checked_selection,
-    decoded,
+    answer_of,
     queries,
     rows_of,
 )
@@ -40,7 +39,6 @@ from upr_protocol.client import Client, connect
 from upr_server.indexer import moments as moments_module
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.entry_reader import Selection
-from upr_server.indexer.explanation import FreshnessLog
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import (
@@ -56,7 +54,6 @@ from upr_server.indexer.moments import (
 from upr_server.indexer.pool import MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query, QueryError
-from upr_server.indexer.scanner import read
 
 POOL_BYTES = 64 * 1024 * 1024
 CITY = IndexDefinition(("city",))
@@ -78,8 +75,7 @@ def test_pages_of_a_view_do_not_see_what_is_written_meanwhile(
         query = msgspec.structs.replace(query, limit=limit)
         with index.file.view() as view:
             while True:
-                selection = checked_selection(query, len(definition.key))
-                page = decoded(read(view, index, query, selection, FreshnessLog()))
+                page = answer_of([view], [index], query)
                 rows += rows_of(page)
                 if not page.continuation:
                     break
@@ -235,7 +231,7 @@ async def test_every_kind_of_query_may_be_asked_of_a_moment(
     assert (await page(asked, moment=first.moment)).entries == first.entries
     with pytest.raises(MomentGoneError):
         await page(asked, moment=first.moment)
-    assert not asked.moments
+    assert not asked.slices[0].moments
     assert asked.pool.scan_bytes == 0
 
 
@@ -248,10 +244,10 @@ async def test_a_moment_is_of_one_index(indexer: tuple[Client, Indexer]) -> None
     with pytest.raises(MomentGoneError):
         await page(asked, moment="x")
     await client.delete("_design/d")
-    await eventually(lambda: not asked.definitions.names(), "the index is dropped")
+    await eventually(lambda: not asked.designs.names(), "the index is dropped")
     with pytest.raises(NoIndexError):
         await ask(asked, "d/city", query)
-    await eventually(lambda: not asked.moments, "its moments are let go")
+    await eventually(lambda: not asked.slices[0].moments, "its moments are let go")
     await define(client, "d", {"city": CITY})
     await until_ready(asked, "d/city")
     with pytest.raises(MomentGoneError):
@@ -274,7 +270,7 @@ async def test_a_moment_outlives_no_indexer(tmp_path: Path) -> None:
             await until_ready(asked, "d/city")
             first = await page(asked, hold_s=HOLD_S_MAX)
             name = name_of("d/city")
-            held_file = asked.definitions.find(name).file
+            held_file = asked.slices[0].definitions.find(name).file
         assert first.moment
         assert held_file._is_closed
         async with an_indexer(server.url("b"), tmp_path) as asked:

@@ -30,6 +30,7 @@ class World(Oracle):
     """A server that crashes, an indexer that crashes, and who writes.
 
     Attributes:
+        slices: How many slices the indexer has.
         rollbacks: How many times a partition of an indexer's went back.
     """
 
@@ -39,6 +40,7 @@ class World(Oracle):
         self._store = HeldStore()
         self._store.released.set()
         self.undo_mutations = self.rng.choice([5, 50, 1000])
+        self.slices = (1, 3, 2)[seed % 3]
         self._port = 0
         self._nursery: trio.Nursery | None = None
         self.server: Server
@@ -74,7 +76,7 @@ class World(Oracle):
     async def crash(self, what: str) -> None:
         """Cancels it where it stands: nothing is saved."""
         if what == "indexer":
-            self.rollbacks += self.indexer.stream.rollbacks
+            self.rollbacks += sum(part.stream.rollbacks for part in self.indexer.slices)
         self._stop[what].cancel()
         await self._ended[what].wait()
 
@@ -101,7 +103,10 @@ class World(Oracle):
     async def start_indexer(self) -> None:
         async def run(started: trio.Event) -> None:
             async with an_indexer(
-                self.server.url(BUCKET), self._data_dir, undo_mutations=self.undo_mutations
+                self.server.url(BUCKET),
+                self._data_dir,
+                undo_mutations=self.undo_mutations,
+                slices=self.slices,
             ) as self.indexer:
                 started.set()
                 await trio.sleep_forever()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,16 +19,18 @@ from tests.indexer.counted_reads import counted_reads
 from tests.indexer.kit import source_of
 from tests.indexer.test_index_file import batch, whole
 from upr_protocol.ids import PartitionId
-from upr_server.indexer.answer import Answer, ScanAnswer
+from upr_server.indexer.answer import Answer
 from upr_server.indexer.definitions import Index
-from upr_server.indexer.entry_reader import Selection
 from upr_server.indexer.explanation import FreshnessLog, RangeEnd, ReadRange
 from upr_server.indexer.index_batch import IndexBatch
-from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.index_file import IndexFile, View
+from upr_server.indexer.merge import MergedScan
+from upr_server.indexer.pool import ANSWER_BYTES_MAX
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.pure.extractor import Extractor
 from upr_server.indexer.query import Bound, Query, QueryError, Range
-from upr_server.indexer.scanner import read
+from upr_server.indexer.slice_scanner import read
+from upr_server.indexer.slices import SliceId, SliceScan
 
 PARTS: Final = 3
 DEFINITION: Final = IndexDefinition(("a", "b", "c"))
@@ -84,31 +86,67 @@ def an_index(
         file.close()
 
 
-def checked_selection(query: Query, part_count: int = PARTS) -> Selection:
-    query.check()
-    return query.selection(part_count)
+@contextmanager
+def slices_of(
+    folder: Path, definition: IndexDefinition, contents: Mapping[bytes, bytes], count: int
+) -> Iterator[list[Index]]:
+    """The slices of an index of documents."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                an_index(
+                    folder / SliceId(part, count).folder,
+                    definition,
+                    {key: value for key, value in contents.items() if sum(key) % count == part},
+                )
+            )
+            for part in range(count)
+        ]
 
 
 def answer(index: Index, query: Query) -> Answer:
-    selection = checked_selection(query, len(index.definition.key))
-    with index.file.view() as view:
-        return decoded(read(view, index, query, selection, FreshnessLog()))
+    return merged_answer([index], query)
 
 
-def decoded(answer: ScanAnswer) -> Answer:
-    return msgspec.json.decode(b"".join(answer.pieces()), type=Answer)
+def merged_answer(
+    slices: Sequence[Index], query: Query, bytes_max: int = ANSWER_BYTES_MAX
+) -> Answer:
+    with ExitStack() as stack:
+        views = [stack.enter_context(index.file.view()) for index in slices]
+        return answer_of(views, slices, query, bytes_max)
+
+
+def answer_of(
+    views: Sequence[View],
+    slices: Sequence[Index],
+    query: Query,
+    bytes_max: int = ANSWER_BYTES_MAX,
+) -> Answer:
+    """The answer to a query of these moments of the slices."""
+    name, definition = slices[0].name, slices[0].definition
+    query.check()
+    merged = MergedScan(name, definition, query, len(slices))
+    while not merged.is_complete:
+        scan = SliceScan(name, definition, merged.query, bytes_max)
+        selection = merged.query.selection(len(definition.key))
+        pairs = zip(views, slices, strict=True)
+        merged.add([read(view, index, scan, selection, FreshnessLog()) for view, index in pairs])
+    return msgspec.json.decode(b"".join(merged.answer().pieces()), type=Answer)
 
 
 def rows_of(page: Answer) -> list[Row]:
     return [Row(entry.key, entry.id, entry.included) for entry in page.entries]
 
 
-def all_rows(index: Index, query: Query, limit: int) -> list[Row]:
+def all_rows(
+    slices: Sequence[Index], query: Query, limit: int, bytes_max: int = ANSWER_BYTES_MAX
+) -> list[Row]:
     """The entries of all pages."""
     rows: list[Row] = []
     continuation = ""
     while True:
-        page = answer(index, msgspec.structs.replace(query, limit=limit, continuation=continuation))
+        page_query = msgspec.structs.replace(query, limit=limit, continuation=continuation)
+        page = merged_answer(slices, page_query, bytes_max)
         rows += rows_of(page)
         assert len(page.entries) <= limit
         continuation = page.continuation
@@ -121,20 +159,26 @@ def all_rows(index: Index, query: Query, limit: int) -> list[Row]:
     DEFINITIONS,
     CONTENTS,
     st.lists(st.tuples(queries(), st.integers(1, 5)), min_size=1, max_size=6),
+    st.integers(1, 3),
 )
 def test_every_query_answers_what_brute_force_finds(
     tmp_path_factory: pytest.TempPathFactory,
     definition: IndexDefinition,
     contents: dict[bytes, bytes],
     asked: list[tuple[Query, int]],
+    slice_count: int,
 ) -> None:
     rows = index_rows(definition, contents)
-    with an_index(tmp_path_factory.mktemp("index"), definition, contents) as index:
+    folder = tmp_path_factory.mktemp("index")
+    with slices_of(folder, definition, contents, slice_count) as slices:
         for query, limit in asked:
             expected = expected_answer(rows, query)
-            assert all_rows(index, query, 10_000) == expected.rows
-            assert all_rows(index, query, limit) == expected.rows
-            summary = answer(index, msgspec.structs.replace(query, count=True, min=True, max=True))
+            assert all_rows(slices, query, 10_000) == expected.rows
+            assert all_rows(slices, query, limit) == expected.rows
+            # Pages that end as they are full, at a different place in each slice.
+            assert all_rows(slices, query, 10_000, 100 * limit) == expected.rows
+            question = msgspec.structs.replace(query, count=True, min=True, max=True)
+            summary = merged_answer(slices, question)
             assert (summary.count, summary.min, summary.max) == (
                 expected.count,
                 expected.min,
@@ -249,7 +293,7 @@ def test_an_index_follows_its_documents(
             changes = batch(0, whole(seq), items)
             index.file.apply([(changes, list(changes.changes()))], source)
             index.file.check_invariants()
-            assert all_rows(index, Query(), 10_000) == index_rows(definition, contents)
+            assert all_rows([index], Query(), 10_000) == index_rows(definition, contents)
             # The same documents again change nothing.
             again = IndexBatch(PartitionId(0), whole(seq), rollback_documents=contents)
             assert index.file.apply([(again, list(again.changes()))], source) == 0
@@ -301,8 +345,13 @@ def test_a_query_that_contradicts_itself_is_refused(
     fields: dict[str, Any], place: str, reason: str
 ) -> None:
     with pytest.raises(QueryError, match=reason) as caught:
-        checked_selection(Query(**fields))
+        check(Query(**fields))
     assert caught.value.place == place
+
+
+def check(query: Query) -> None:
+    query.check()
+    query.selection(PARTS)
 
 
 @given(KEYS.filter(len), KEYS.filter(len))

@@ -38,7 +38,7 @@ async def test_an_indexed_change_has_its_key_on_disk(tmp_path: Path) -> None:
         await until_ready(world.indexer, "x/i")
         written = await world.client.set("k", '{"a": 1}')
         assert len(await scan(world.indexer, "x/i", prefix=[1])) == 1
-        path = tmp_path / "ring"
+        path = tmp_path / "slice-0-of-1" / "ring"
         copy = tmp_path / "copy"
         shutil.copy(path, copy)
         keys_file = ReceivedKeysFile(copy, BUCKET)
@@ -108,7 +108,7 @@ async def test_an_index_loses_what_the_server_lost(
         await until_ready(world.indexer, "x/i")
         assert await scan(world.indexer, "x/i", timeout_s=20) == expected
         assert not [key for key, _ in expected if key == ["lost"]]
-        assert world.indexer.stream.rollbacks > 0
+        assert world.indexer.slices[0].stream.rollbacks > 0
         assert rollbacks_synced
         with pytest.raises(WriteLostError, match="a failover has undone it"):
             await scan(world.indexer, "x/i", consistency="at_least", written=as_written(answer))
@@ -159,7 +159,7 @@ async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> N
             assert any(line["event"] == "rolling back" and not line["to"] for line in logs)
             # What is not defined any more is known so again.
             await world.client.delete("_design/x")
-            await eventually(lambda: not world.indexer.definitions.names(), "it is dropped", 20)
+            await eventually(lambda: not world.indexer.designs.names(), "it is dropped", 20)
     assert [
         line["event"] for line in logs if line["event"] in ("building index", "dropping index")
     ] == [

@@ -32,7 +32,7 @@ from upr_server.indexer.pipeline import (
 from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.extractor import Extractor
-from upr_server.indexer.scanner import NotFreshError
+from upr_server.indexer.slice_scanner import NotFreshError
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
         gate.open()
         assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(BY_N, contents)
         assert pool.peak <= POOL_BYTES
-        assert indexer.pipeline.length == 0
+        assert indexer.slices[0].pipeline.length == 0
 
 
 async def test_building_leaves_room_in_the_pool(
@@ -118,7 +118,7 @@ async def test_building_leaves_room_in_the_pool(
             contents[b"%d" % index] = value.encode()
             await client.set(str(index), value)
         await eventually(
-            lambda: indexer.statistics()["applied"] == 1500, "the stream has been read"
+            lambda: indexer.slices[0].figures()["applied"] == 1500, "the stream has been read"
         )
         gate.close()
         await define(client, "d", {"n": BY_N})
@@ -283,13 +283,17 @@ async def test_building_stops_at_half_of_the_pool(tmp_path: Path) -> None:
         async with publisher(server.url("b")) as writer:
             for index in range(COUNT):
                 await writer.set(str(index), json.dumps({"n": 1, "x": "x" * VALUE_BYTES}))
-        await eventually(lambda: indexer.statistics()["applied"] == COUNT, "it was read")
+        await eventually(lambda: indexer.slices[0].figures()["applied"] == COUNT, "it was read")
         await define(client, "d", {"n": BY_N})
-        await eventually(lambda: indexer.definitions.building_count == 1, "building has begun")
+        await eventually(
+            lambda: indexer.slices[0].definitions.building_count == 1, "building has begun"
+        )
         gate.close()
         await eventually(lambda: indexer.pool.used > pool_bytes // 2, "half of the pool is used")
         await client.set("more", "{}")
-        await eventually(lambda: indexer.statistics()["received"] == COUNT + 2, "it is received")
+        await eventually(
+            lambda: indexer.slices[0].figures()["received"] == COUNT + 2, "it is received"
+        )
         assert indexer.pool.used < pool_bytes // 2 + largest_chunk
         gate.open()
         await until_ready(indexer, "d/n")
@@ -309,14 +313,19 @@ async def test_a_full_queue_holds_the_stream(
     ):
         await client.set("k0", "{}")
         # The stream has saved where it begins, too, which works in the same place.
-        await eventually(lambda: indexer.statistics()["applied"] == 1, "the stream has begun")
+        await eventually(
+            lambda: indexer.slices[0].figures()["applied"] == 1, "the stream has begun"
+        )
         gate.close()
         written = 1
 
         def has_received() -> bool:
-            return indexer.pipeline.is_full or indexer.statistics()["received"] == written
+            return (
+                indexer.slices[0].pipeline.is_full
+                or indexer.slices[0].figures()["received"] == written
+            )
 
-        while not indexer.pipeline.is_full:
+        while not indexer.slices[0].pipeline.is_full:
             await client.set(f"k{written}", "{}")
             written += 1
             # Each is a snapshot of its own, as the next one comes later.
@@ -327,9 +336,11 @@ async def test_a_full_queue_holds_the_stream(
         # Another consumer is sent all of it.
         async with consume(server.url("b")) as other:
             await count_all(other, written)
-        assert indexer.pipeline.length == batches_max
+        assert indexer.slices[0].pipeline.length == batches_max
         gate.open()
-        await eventually(lambda: indexer.statistics()["applied"] == written, "all is applied")
+        await eventually(
+            lambda: indexer.slices[0].figures()["applied"] == written, "all is applied"
+        )
 
 
 async def test_a_full_queue_holds_the_stream_of_a_new_index(
@@ -353,13 +364,15 @@ async def test_a_full_queue_holds_the_stream_of_a_new_index(
         keys = 10 * partitions
         for index in range(keys):
             await client.set(f"k{index}", "{}")
-        await eventually(lambda: indexer.statistics()["applied"] == keys, "it was read")
+        await eventually(lambda: indexer.slices[0].figures()["applied"] == keys, "it was read")
         await define(client, "d", {"n": BY_N})
-        await eventually(lambda: indexer.definitions.queued_batches > 0, "building has begun")
+        await eventually(
+            lambda: indexer.slices[0].definitions.queued_batches > 0, "building has begun"
+        )
         # Another consumer is sent all of it.
         async with consume(server.url("b")) as other:
             await count_all(other, keys + 1)
-        assert indexer.definitions.queued_batches == 1
+        assert indexer.slices[0].definitions.queued_batches == 1
         gate.open()
         await until_ready(indexer, "d/n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,6 @@ import structlog
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventKind
 from upr_protocol.client import Address, connect, follow_events
 from upr_protocol.errors import UprError
-from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pure.definition import design_name
 
@@ -37,14 +36,20 @@ class Announcements:
     Args:
         address: The bucket.
         consumer: The indexer's name as a consumer of the bus.
-        catalog: The documents that the stream has brought.
+        streamed: Gives the documents that the stream has brought, by name.
         overlay: Takes the documents that it has not.
     """
 
-    def __init__(self, address: Address, consumer: str, catalog: Catalog, overlay: Overlay) -> None:
+    def __init__(
+        self,
+        address: Address,
+        consumer: str,
+        streamed: Callable[[], Mapping[str, bytes]],
+        overlay: Overlay,
+    ) -> None:
         self._address = address
         self._consumer = consumer
-        self._catalog = catalog
+        self._streamed = streamed
         self._overlay = overlay
 
     async def run(self) -> None:
@@ -85,7 +90,7 @@ class Announcements:
             log.info("announced documents unreadable; waiting for the stream", error=str(error))
             return
         announced = self._overlay.texts
-        streamed = await self._catalog.current()
+        streamed = self._streamed()
         for key, item in zip(keys, items, strict=True):
             design, text = design_name(key), None if item is None else bytes(item.value)
             # Mostly the stream was faster, and nothing is to be overlaid.

@@ -71,10 +71,10 @@ class ScanAnswer:
         part_count: How many parts of its keys the query is about.
         timestamps: How far each partition was; empty if that was not asked.
         explanation: How the scan was carried out; None if that was not asked.
+        moment: Names the moment that it is of; empty if that is not held.
 
     Attributes:
         nbytes: The memory that its entries take.
-        moment: Names the moment that it is of, if that is held.
     """
 
     def __init__(
@@ -83,11 +83,12 @@ class ScanAnswer:
         part_count: int,
         timestamps: Timestamps,
         explanation: Explanation | None = None,
+        moment: str = "",
     ) -> None:
         self._part_count = part_count
         self._entries: Sequence[bytes] = ()
         self._payloads: Sequence[bytes] = ()
-        rest = Answer(timestamps=_timestamps(timestamps), explanation=explanation)
+        rest = Answer(timestamps=_timestamps(timestamps), explanation=explanation, moment=moment)
         if isinstance(result, Summary):
             lowest, highest = (
                 None if entry is None else decode_parts(entry, part_count)[0]
@@ -97,16 +98,15 @@ class ScanAnswer:
         else:
             self._entries, self._payloads = result.entries, result.payloads
             if result.more:
-                continuation = base64.urlsafe_b64encode(result.entries[-1]).decode()
+                continuation = continuation_after(result.entries[-1])
                 rest = msgspec.structs.replace(rest, continuation=continuation)
         self._rest = rest
-        self.moment = ""
         self.nbytes = entries_bytes(self._entries) + entries_bytes(self._payloads)
 
     def pieces(self) -> Iterator[bytes]:
         """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
         the entries would take many times the memory."""
-        other_fields = msgspec.json.encode(msgspec.structs.replace(self._rest, moment=self.moment))
+        other_fields = msgspec.json.encode(self._rest)
         if not self._entries:
             yield other_fields
             return
@@ -127,6 +127,11 @@ class ScanAnswer:
     def _entry(self, position: int) -> Entry:
         payload = self._payloads[position] if self._payloads else b""
         return _entry(self._entries[position], self._part_count, payload)
+
+
+def continuation_after(entry: bytes) -> str:
+    """Names what comes behind an entry, or behind the beginning of keys."""
+    return base64.urlsafe_b64encode(entry).decode()
 
 
 def _timestamps(timestamps: Timestamps) -> dict[int, tuple[str, int]]:

@@ -31,7 +31,9 @@ from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
 from upr_server.indexer.query import Query, QueryError
-from upr_server.indexer.scanner import BuildingError, IndexFailedError, NotFreshError, Scanner
+from upr_server.indexer.scanner import Scanner
+from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
+from upr_server.indexer.slices import SliceMissingError
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 """The largest body of a request: design documents and queries are small."""
@@ -48,6 +50,7 @@ _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (IndexFailedError, 409, "failed"),
     (BuildingError, 503, "building"),
     (OverloadedError, 503, "overloaded"),
+    (SliceMissingError, 503, "slice_missing"),
     (NotFreshError, 504, "not_fresh"),
     (UprError, 502, "server_failed"),
 )
@@ -128,30 +131,30 @@ async def _body(request: Request) -> bytes:
 class _Handlers:
     def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
-        self._definitions = indexer.definitions
+        self._designs = indexer.designs
         self._scanner = indexer.scanner
 
     async def status(self, _request: Request) -> Response:
-        return _json(self._indexer.statistics())
+        return _json(await self._indexer.statistics())
 
     async def designs(self, _request: Request) -> Response:
         indexes: dict[str, list[str]] = {}
-        for name in self._definitions.names():
+        for name in self._designs.names():
             indexes.setdefault(name.design, []).append(name.index)
-        return _json({"designs": indexes, "mistakes": dict(self._definitions.mistakes)})
+        return _json({"designs": indexes, "mistakes": dict(self._designs.mistakes)})
 
     async def create(self, request: Request) -> Response:
         name, text = request.path_params["design"], await _body(request)
-        design = await self._definitions.create(name, text, request.state.bucket)
+        design = await self._designs.create(name, text, request.state.bucket)
         return _json(design)
 
     async def drop(self, request: Request) -> Response:
-        await self._definitions.drop(request.path_params["design"], request.state.bucket)
+        await self._designs.drop(request.path_params["design"], request.state.bucket)
         return Response(status_code=204)
 
     async def indexes(self, _request: Request) -> Response:
         statuses = []
-        for name in self._definitions.names():
+        for name in self._designs.names():
             # It may have been dropped while another one was looked at.
             with suppress(NoIndexError):
                 statuses.append(await self._scanner.status(name))
@@ -161,7 +164,7 @@ class _Handlers:
         return _json(await self._scanner.status(_name(request)))
 
     async def release(self, request: Request) -> Response:
-        self._scanner.release(request.path_params["moment"])
+        await self._scanner.release(request.path_params["moment"])
         return Response(status_code=204)
 
     async def openapi(self, _request: Request) -> Response:

@@ -39,7 +39,6 @@ from upr_protocol.client import (
     RolledBack,
     SnapshotEnd,
     StreamAccepted,
-    connect,
     consume,
 )
 from upr_protocol.concurrency import Notifier
@@ -106,7 +105,7 @@ class Builder:
         self._assembler = BatchAssembler(pool, self.pipeline.put, batch_bytes(pool))
         self._joined: set[PartitionId] = set()
         self._provisional: dict[PartitionId, Mark] = {}
-        self._partition_count = 0
+        self._partitions: list[PartitionId] = []
         self._scope = trio.CancelScope()
         self._stream_moved = Notifier()
 
@@ -155,13 +154,8 @@ class Builder:
     async def _prepare(self) -> None:
         """Learns the partitions. Builds a partition again if a crash has left the indexes in
         different histories of it."""
-        while not self._partition_count:
-            try:
-                async with connect(self._address, identity="upr-indexer") as client:
-                    self._partition_count = client.partition_count
-            except BrokenError:
-                await trio.sleep(STREAM_RETRY_S)
-        for partition in map(PartitionId, range(self._partition_count)):
+        self._partitions = await self._stream.partitions()
+        for partition in self._partitions:
             histories = {member.file.mark(partition).history_id for member in self.members}
             if len(histories) > 1:
                 self._begin_again(partition)
@@ -182,7 +176,7 @@ class Builder:
         """The partitions that have not joined, or have joined provisionally."""
         return [
             partition
-            for partition in map(PartitionId, range(self._partition_count))
+            for partition in self._partitions
             if partition not in self._joined or partition in self._provisional
         ]
 
@@ -190,7 +184,7 @@ class Builder:
         # What came over an earlier connection and is not a batch yet comes again.
         self._assembler.drop_all()
         await self.pipeline.drain()
-        partitions = sorted(set(range(self._partition_count)) - self._joined)
+        partitions = sorted(set(self._partitions) - self._joined)
         if not partitions:
             # All have joined, and some provisionally: the running stream has yet to reach them.
             await trio.sleep_forever()
@@ -246,7 +240,7 @@ class Builder:
         if self._stream.is_rolling_back:
             return
         reached = self._stream.reached()
-        for partition in map(PartitionId, range(self._partition_count)):
+        for partition in self._partitions:
             running = reached.get(partition, NO_MARK)
             if partition in self._provisional:
                 self._check_provisional(partition, running)
@@ -303,7 +297,7 @@ class Builder:
         have not joined. Each of these counts 1 at least."""
         behind = 0
         reached = self._stream.reached()
-        for partition in map(PartitionId, range(self._partition_count)):
+        for partition in self._partitions:
             if partition not in self._joined:
                 marks = [member.file.mark(partition) for member in self.members]
                 seq = min((mark.seq for mark in marks), default=SeqNo(0))

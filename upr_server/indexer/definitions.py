@@ -1,4 +1,4 @@
-"""The indexes that design documents define: made, built and dropped as the documents change."""
+"""The indexes of a slice: made, built and dropped as their definitions change."""
 
 from __future__ import annotations
 
@@ -7,40 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import attrs
 import structlog
 import trio
 
-from upr_protocol.client import Address, connect
+from upr_protocol.client import Address
 from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import ServerError, Status, UprError
-from upr_protocol.ids import Durability
-from upr_server.indexer.announcements import Announcements, consumer_name
+from upr_protocol.errors import UprError
 from upr_server.indexer.builder import Builder
-from upr_server.indexer.catalog import Catalog
-from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.moments import Moments
-from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Member, Pipeline, Work, check_cancelled
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.pure.definition import (
-    Design,
     IndexDefinition,
     IndexName,
-    design_key,
     fingerprint,
-    parse_design,
 )
 from upr_server.indexer.pure.extractor import Extractor
 from upr_server.indexer.stream import IndexerStream
 
 log = structlog.get_logger(__name__)
-
-_NEVER: Final = -1
 
 
 class NoIndexError(UprError):
@@ -123,21 +112,16 @@ class Index:
 
 
 class Definitions:
-    """Keeps the indexes of one bucket as its design documents define them.
-
-    The documents come from the catalog, which the stream feeds, and from the overlay, which holds
-    what the event bus announced and the stream has yet to bring.
+    """Keeps the indexes of a slice as they are defined.
 
     Args:
         address: The bucket.
-        data_dir: Where indexes are kept.
+        data_dir: Where the slice is kept.
         queues: How many queues the pipeline of a new index has.
         work: Where indexes are written.
         pool: The memory pool.
-        catalog: The design documents that the stream has brought.
         pipeline: The running indexes' pipeline.
         stream: The running indexes' stream.
-        barriers: Barriers of that stream.
         moments: The moments of indexes that are held.
     """
 
@@ -149,10 +133,8 @@ class Definitions:
         *,
         work: Work,
         pool: MemoryPool,
-        catalog: Catalog,
         pipeline: Pipeline,
         stream: IndexerStream,
-        barriers: Barriers,
         moments: Moments,
     ) -> None:
         self._address = address
@@ -160,34 +142,18 @@ class Definitions:
         self._queues = queues
         self._work = work
         self._pool = pool
-        self._catalog = catalog
         self._pipeline = pipeline
         self._stream = stream
-        self._barriers = barriers
         self._moments = moments
-        catalog.on_change = self._redefine
-        self._overlay = Overlay(barriers.wait, self._redefine)
-        self._announcements = Announcements(
-            address, consumer_name(data_dir), catalog, self._overlay
-        )
+        self._definitions: Mapping[IndexName, IndexDefinition] | None = None
         self._indexes: dict[IndexName, Index] = {}
         # The open files, also of indexes that are about to be removed.
         self._files: set[IndexFile] = set()
-        self._mistakes: dict[str, str] = {}
         self._builders: dict[Builder, trio.CancelScope] = {}
         self._is_redefined = False
         self._redefined = Notifier()
-        self._is_confirming = False
-        self._is_swept = False
-        # The stream's count of rollbacks when the catalog was known to be whole; see `_reconcile`.
-        self._whole_at = _NEVER
 
     # What there is.
-
-    @property
-    def mistakes(self) -> Mapping[str, str]:
-        """What is wrong with design documents, by name."""
-        return self._mistakes
 
     def names(self) -> list[IndexName]:
         """The indexes, in order."""
@@ -214,70 +180,40 @@ class Definitions:
         """How many batches wait for indexes that are being built."""
         return sum(builder.pipeline.length for builder in self._builders)
 
-    # Design documents.
+    # Following definitions.
 
-    async def create(self, name: str, text: bytes, address: Address | None = None) -> Design:
-        """Writes a design document.
-
-        Args:
-            name: Its name.
-            text: The document.
-            address: The bucket, with the credentials of who asked for it; None for the indexer's.
-
-        Raises:
-            DefinitionError: The text is not a design document; nothing was written.
-            UprError: The server could not be reached, or refused.
-        """
-        design = await trio.to_thread.run_sync(parse_design, name, text)
-        async with connect(address or self._address, identity="upr-indexer") as client:
-            await client.set(design_key(name), text, durability=Durability.PERSISTED)
-        return design
-
-    async def drop(self, name: str, address: Address | None = None) -> None:
-        """Removes a design document, and so its indexes.
-
-        Args:
-            name: Its name.
-            address: As for `create`.
-
-        Raises:
-            NoIndexError: No design document has this name.
-            UprError: The server could not be reached, or refused.
-        """
-        async with connect(address or self._address, identity="upr-indexer") as client:
-            try:
-                await client.delete(design_key(name), durability=Durability.PERSISTED)
-            except ServerError as error:
-                if error.status is not Status.NOT_FOUND:
-                    raise
-                raise NoIndexError(
-                    f"there is no design {name}; `upr index list` names all"
-                ) from error
-
-    # Following them.
+    def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
+        """Says which indexes there shall be."""
+        self._definitions = definitions
+        self._is_redefined = True
+        self._redefined.notify()
 
     async def open(self) -> None:
-        """Opens the indexes that were there at the last stop, before the stream begins.
+        """Waits for the first definitions, and opens the indexes that were there at the last stop,
+        before the stream begins. Removes others, which a crash may have left.
 
         Raises:
             IndexFileError: One cannot be opened.
         """
-        for name, definition in (await self._defined(await self._catalog.current())).items():
-            if self._path(name, definition).exists():
-                index = await self._make(name, definition)
+        await self._redefined.wait_until(lambda: self._definitions is not None)
+        assert self._definitions is not None
+        paths = {self._path(*item): item for item in self._definitions.items()}
+        for path in await self._work(partial(_listed, self._folder)):
+            if path in paths:
+                index = await self._make(*paths[path])
                 if index.file.is_built:
                     self._pipeline.members.append(index.member())
+            else:
+                await self._work(partial(_remove_folder, path))
 
     async def run(self) -> None:
-        """Makes and drops indexes as design documents come and go, for ever.
+        """Makes and drops indexes as they are defined, for ever.
 
         Raises:
             IndexFileError: An index cannot be written.
             UprError: The server refused.
         """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._overlay.run)
-            nursery.start_soon(self._announcements.run)
             while True:
                 self._is_redefined = False
                 await self._reconcile(nursery)
@@ -289,18 +225,8 @@ class Definitions:
         for file in self._files:
             file.close()
 
-    def _redefine(self) -> None:
-        self._is_redefined = True
-        self._redefined.notify()
-
     def _path(self, name: IndexName, definition: IndexDefinition) -> Path:
         return self._folder / fingerprint(name, definition)
-
-    async def _defined(self, texts: Mapping[str, bytes]) -> dict[IndexName, IndexDefinition]:
-        """The indexes that design documents define. Notes the mistakes in the others."""
-        # Not in the loop: compiling long expressions takes seconds.
-        definitions, self._mistakes = await trio.to_thread.run_sync(_parse_all, dict(texts))
-        return definitions
 
     async def _make(self, name: IndexName, definition: IndexDefinition) -> Index:
         path = self._path(name, definition)
@@ -311,24 +237,10 @@ class Definitions:
         return index
 
     async def _reconcile(self, nursery: trio.Nursery) -> None:
-        # The overlay first: what has left it by then is in the catalog.
-        announced = self._overlay.texts
-        texts = {**await self._catalog.current(), **announced}
-        # While a partition is streamed again from its beginning, the catalog lacks design documents
-        # that are still there. So an index is dropped for its absence from the catalog only once a
-        # barrier after the last rollback has come back. The overlay needs no such care: it was read
-        # from the server.
-        is_whole = self._whole_at == self._stream.rollbacks
-        definitions = await self._defined(
-            {name: text for name, text in texts.items() if text is not None}
-        )
+        definitions = dict(self._definitions or {})
         for index in list(self._indexes.values()):
-            is_current = definitions.get(index.name) == index.definition
-            if not is_current and (is_whole or index.name.design in announced):
+            if definitions.get(index.name) != index.definition:
                 await self._drop_index(index)
-        if not is_whole and not self._is_confirming:
-            self._is_confirming = True
-            nursery.start_soon(self._confirm)
         for name, definition in definitions.items():
             if name not in self._indexes:
                 log.info("building index", index=str(name))
@@ -336,25 +248,6 @@ class Definitions:
                 await self._work(partial(_remove_folder, self._path(name, definition)))
                 await self._make(name, definition)
         self._build_new(nursery)
-        if is_whole and not self._is_swept:
-            self._is_swept = True
-            await self._sweep()
-
-    async def _confirm(self) -> None:
-        """Notes that the catalog is whole once a barrier has come back, unless the stream has
-        rolled back meanwhile."""
-        rollbacks = self._stream.rollbacks
-        await self._barriers.wait()
-        self._whole_at = rollbacks
-        self._is_confirming = False
-        self._redefine()
-
-    async def _sweep(self) -> None:
-        """Removes files that a crash has left of dropped indexes."""
-        paths = {index.file.path for index in self._indexes.values()}
-        for path in await self._work(partial(_listed, self._folder)):
-            if path not in paths:
-                await self._work(partial(_remove_folder, path))
 
     def _build_new(self, nursery: trio.Nursery) -> None:
         building = {member.file for builder in self._builders for member in builder.members}
@@ -406,23 +299,6 @@ class Definitions:
         # Runs after the round that may still be under way: `work` runs one function at a time.
         await self._work(index.file.destroy)
         self._files.remove(index.file)
-
-
-def _parse_all(
-    texts: Mapping[str, bytes],
-) -> tuple[dict[IndexName, IndexDefinition], dict[str, str]]:
-    """The indexes that design documents define, and by name what is wrong with the others."""
-    definitions: dict[IndexName, IndexDefinition] = {}
-    mistakes: dict[str, str] = {}
-    for design, text in texts.items():
-        try:
-            parsed = parse_design(design, text)
-        except UprError as error:
-            mistakes[design] = str(error)
-            continue
-        for index, definition in parsed.indexes.items():
-            definitions[IndexName(design, index)] = definition
-    return definitions, mistakes
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -66,6 +66,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         index: `DESIGN/INDEX`.
         expressions: The expressions of its key.
+        slices: How many slices of the index were read. The counts are sums over them.
         index_entries: How many entries the whole index had.
         ranges: The ranges that were read, the lowest first: those of the query, without what came
             before its continuation, and joined where they overlap.
@@ -79,12 +80,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         ended_by: Why it has no more: the `ranges` have ended, the `limit` was reached, or the
             answer was full (`bytes`). Summaries read to the end of their ranges.
         freshness: How the index was as fresh as asked.
-        waits: What the scan waited for, in order.
-        read_seconds: How long the index was read.
+        waits: What the scan waited for, in order. Slices wait at the same time: the longest wait of
+            each kind.
+        read_seconds: How long the index was read; by the slice that took longest.
     """
 
     index: str
     expressions: tuple[str, ...]
+    slices: int
     index_entries: int
     ranges: tuple[ReadRange, ...]
     descending: bool

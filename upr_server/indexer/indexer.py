@@ -1,10 +1,11 @@
-"""The indexer of one bucket, put together."""
+"""The indexer of one bucket: slices, and what speaks for all of them."""
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,18 +13,15 @@ import attrs
 import trio
 
 from upr_protocol.client import Address, ReceivedKeysLimits
-from upr_server.indexer.catalog import Catalog
-from upr_server.indexer.definitions import Definitions
-from upr_server.indexer.freshness import Barriers
-from upr_server.indexer.index_file import IndexFile, IndexFileError
-from upr_server.indexer.moments import Moments
-from upr_server.indexer.pipeline import Pipeline, Work, worker_thread
+from upr_server.indexer.announcements import consumer_name
+from upr_server.indexer.designs import Designs
+from upr_server.indexer.directory import locked, remove_other_slices
+from upr_server.indexer.pipeline import Work, worker_thread
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
-from upr_server.indexer.stream import IndexerStream
-
-QUEUES_DEFAULT: Final = 8
+from upr_server.indexer.slice import QUEUES_DEFAULT, Slice, SliceSettings
+from upr_server.indexer.slices import SliceHolder, SliceId, SliceMissingError
 
 STOP_S: Final = 10.0
 """How long a stop applies what was read. The rest is read again at the next start."""
@@ -36,9 +34,10 @@ class Settings:
     Attributes:
         address: The bucket.
         data_dir: Where indexes are kept; created if missing.
-        pool_bytes: The memory pool.
+        pool_bytes: The memory pool of this process.
         received_keys_limits: How many received keys are kept for rollbacks.
         queues: Queues of a pipeline.
+        slices: How many slices the indexes have.
     """
 
     address: Address
@@ -46,57 +45,44 @@ class Settings:
     pool_bytes: int
     received_keys_limits: ReceivedKeysLimits = attrs.field(factory=ReceivedKeysLimits)
     queues: int = QUEUES_DEFAULT
+    slices: int = 1
+
+    def slice_settings(self) -> SliceSettings:
+        """How each of its slices works."""
+        return SliceSettings(self.address, self.data_dir, self.received_keys_limits, self.queues)
 
 
 class Indexer:
     """The indexes of one bucket; `running_indexer` makes one.
 
+    Args:
+        settings: How it works.
+        pool: The memory pool of this process.
+        holders: The slices, by their numbers.
+
     Attributes:
         address: The bucket.
-        pool: The common memory pool.
-        catalog: The design documents that the stream has brought.
-        pipeline: The running indexes' queues.
-        stream: The running indexes' stream.
-        barriers: The barriers that scans wait for.
-        moments: The moments of indexes that are held.
-        definitions: Which indexes there are.
+        pool: The memory pool of this process.
+        holders: The slices, by their numbers.
+        designs: Which indexes there are.
         server_progress: How far the server is.
         scanner: Answers scans.
     """
 
-    def __init__(self, settings: Settings, work: Work) -> None:
-        address, data_dir = settings.address, settings.data_dir
-        self.address = address
-        self.pool = MemoryPool(settings.pool_bytes)
-        self.catalog = Catalog(IndexFile(data_dir / "catalog", address.bucket))
-        self.pipeline = Pipeline(self.pool, work, [self.catalog.member()], settings.queues)
-        self.stream = IndexerStream(
-            address, self.pipeline, self.pool, data_dir / "ring", settings.received_keys_limits
-        )
-        self.barriers = Barriers(self.stream.barrier, self.pipeline)
-        self.moments = Moments(self.pool)
-        self.definitions = Definitions(
-            address,
-            data_dir,
-            settings.queues,
-            work=work,
-            pool=self.pool,
-            catalog=self.catalog,
-            pipeline=self.pipeline,
-            stream=self.stream,
-            barriers=self.barriers,
-            moments=self.moments,
-        )
-        self.server_progress = ServerProgress(address)
-        self.scanner = Scanner(
-            self.definitions,
-            self.pool,
-            self.pipeline,
-            self.stream,
-            self.barriers,
-            self.moments,
-            self.server_progress,
-        )
+    def __init__(
+        self, settings: Settings, pool: MemoryPool, holders: Sequence[SliceHolder]
+    ) -> None:
+        self.address = settings.address
+        self.pool = pool
+        self.holders = holders
+        self.designs = Designs(settings.address, consumer_name(settings.data_dir), holders)
+        self.server_progress = ServerProgress(settings.address)
+        self.scanner = Scanner(self.designs, holders, pool, self.server_progress)
+
+    @property
+    def slices(self) -> list[Slice]:
+        """The slices in this process."""
+        return [holder for holder in self.holders if isinstance(holder, Slice)]
 
     async def run(self) -> None:
         """Keeps the indexes up to date, for as long as the bucket is there.
@@ -106,62 +92,48 @@ class Indexer:
             UprError: The server refused.
         """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.pipeline.run)
-            nursery.start_soon(self.barriers.run)
-            nursery.start_soon(self.moments.run)
-            await self.definitions.open()
-            nursery.start_soon(self.definitions.run)
-            nursery.start_soon(self.stream.run)
+            for holder in self.holders:
+                nursery.start_soon(holder.run, self.designs)
+            nursery.start_soon(self.designs.run)
 
-    def close(self) -> None:
-        """Closes the files."""
-        self.catalog.file.close()
-        self.definitions.close()
+    async def stop(self) -> None:
+        """Has every slice apply what it has read."""
+        async with trio.open_nursery() as nursery:
+            for holder in self.holders:
+                nursery.start_soon(holder.stop)
 
-    def statistics(self) -> dict[str, Any]:
-        """Figures of the indexer, for `GET /v1/status`."""
+    async def statistics(self) -> dict[str, Any]:
+        """Figures of the indexer, for `GET /v1/status`: sums over the slices, and each of them."""
+        slices: list[dict[str, Any]] = []
+        totals = Counter[str](
+            pool_bytes=self.pool.nbytes,
+            pool_used=self.pool.used,
+            pool_peak=self.pool.peak,
+            scan_bytes=self.pool.scan_bytes,
+            scans_refused=self.pool.refused,
+        )
+        for holder in self.holders:
+            figures: dict[str, Any] = {}
+            try:
+                figures = await holder.statistics()
+            except SliceMissingError:
+                figures["connected"] = False
+            slices.append({"slice": holder.slice_id.index, **figures})
+            totals.update({name: figures[name] for name in figures.keys() - {"connected"}})
         return {
-            "connected": self.stream.is_connected,
-            "pool_bytes": self.pool.nbytes,
-            "pool_used": self.pool.used,
-            "pool_peak": self.pool.peak,
-            "scan_bytes": self.pool.scan_bytes,
-            "scans_refused": self.pool.refused,
-            "moments": len(self.moments),
-            "moments_given_up": self.moments.given_up,
-            "queued_batches": self.pipeline.length + self.definitions.queued_batches,
-            "mutations": self.pipeline.mutations,
-            "rounds": self.pipeline.rounds,
-            "building": self.definitions.building_count,
-            "rollbacks": self.stream.rollbacks,
-            "barriers": self.barriers.sent,
-            "barrier_scans": self.barriers.waits,
-            "received": sum(mark.seq for mark in self.stream.marks.values()),
-            "applied": sum(mark.seq for mark in self.catalog.file.marks.values()),
+            "connected": all(figures["connected"] for figures in slices),
+            **totals,
+            "slices": slices,
         }
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other indexers from the folder.
-
-    Raises:
-        IndexFileError: Another indexer uses it, or it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-    except BlockingIOError as error:
-        raise IndexFileError(
-            f"another indexer uses {folder}; stop it, or choose another --data-dir"
-        ) from error
+HolderMaker = Callable[[SliceId], SliceHolder]
+"""Makes a holder of a slice."""
 
 
 @asynccontextmanager
 async def running_indexer(
-    settings: Settings, *, work: Work | None = None
+    settings: Settings, *, work: Work | None = None, make_holder: HolderMaker | None = None
 ) -> AsyncIterator[Indexer]:
     """An indexer that runs for as long as the context.
 
@@ -171,19 +143,31 @@ async def running_indexer(
     Args:
         settings: How it works.
         work: Where indexes are written; by default a worker thread.
+        make_holder: Makes the holders of slices; by default they are in this process.
 
     Raises:
         IndexFileError: The data directory cannot be used.
         UprError: The server refused.
     """
-    with _locked(settings.data_dir):
-        indexer = Indexer(settings, work or worker_thread())
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(indexer.run)
-                yield indexer
-                with trio.move_on_after(STOP_S):
-                    await indexer.pipeline.drain()
-                nursery.cancel_scope.cancel()
-        finally:
-            indexer.close()
+    with locked(settings.data_dir), ExitStack() as files:
+        await trio.to_thread.run_sync(remove_other_slices, settings.data_dir, settings.slices)
+        pool = MemoryPool(settings.pool_bytes)
+        if make_holder is None:
+            make_holder = partial(
+                Slice,
+                settings=settings.slice_settings(),
+                pool=pool,
+                work=work or worker_thread(),
+            )
+        holders = []
+        for index in range(settings.slices):
+            holder = make_holder(SliceId(index, settings.slices))
+            files.callback(holder.close)
+            holders.append(holder)
+        indexer = Indexer(settings, pool, holders)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(indexer.run)
+            yield indexer
+            with trio.move_on_after(STOP_S):
+                await indexer.stop()
+            nursery.cancel_scope.cancel()

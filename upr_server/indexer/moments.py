@@ -72,7 +72,11 @@ class Moment:
             yield
         finally:
             self._users -= 1
-            self._expires_at = trio.current_time() + hold_s
+            self.expire_in(hold_s)
+
+    def expire_in(self, hold_s: float) -> None:
+        """Lets it expire so many seconds from now, if nobody uses it until then."""
+        self._expires_at = trio.current_time() + hold_s
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[View]:
@@ -96,7 +100,7 @@ class Moment:
             MomentGoneError: It was given up.
         """
         if self.is_gone:
-            raise _gone(self.token)
+            raise gone(self.token)
 
     def is_over(self) -> bool:
         """Whether it has been held for too long, or costs too much of the disk. O(1)."""
@@ -112,7 +116,8 @@ class Moment:
                 self._view.close()
 
 
-def _gone(token: str) -> MomentGoneError:
+def gone(token: str) -> MomentGoneError:
+    """The error for a moment that is not held."""
     return MomentGoneError(
         f"the moment {token!r} is not held: it was released, or not asked for in time, the index "
         "has changed too much since, or the indexer was restarted; scan again from the beginning"
@@ -169,7 +174,7 @@ class Moments:
         """
         moment = self._moments.get(token)
         if moment is None or (file is not None and moment.file is not file):
-            raise _gone(token)
+            raise gone(token)
         return moment
 
     def release(self, moment: Moment) -> None:

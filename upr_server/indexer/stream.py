@@ -1,4 +1,4 @@
-"""The one stream of the running indexes."""
+"""The one stream of the running indexes of a slice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import trio
 
 from upr_protocol.client import (
     Address,
-    BarrierReached,
     ChunkReceived,
     Event,
     Item,
@@ -23,6 +22,7 @@ from upr_protocol.client import (
     SnapshotEnd,
     StreamEnded,
     Undone,
+    connect,
     consume_with_rollback,
 )
 from upr_protocol.concurrency import Notifier
@@ -32,6 +32,7 @@ from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import Member, Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
+from upr_server.indexer.slices import SliceId
 
 log = structlog.get_logger(__name__)
 
@@ -98,6 +99,7 @@ class IndexerStream:
             this consumer, and for no other.
         received_keys_path: The file of the received keys.
         received_keys_limits: How many keys it keeps.
+        slice_id: The slice whose partitions it reads.
 
     Attributes:
         marks: By partition, how far it is after the batch that was put last.
@@ -113,12 +115,15 @@ class IndexerStream:
         pool: MemoryPool,
         received_keys_path: str | os.PathLike[str],
         received_keys_limits: ReceivedKeysLimits,
+        slice_id: SliceId,
     ) -> None:
         self._address = address
         self._pipeline = pipeline
         self._pool = pool
         self._received_keys_path = received_keys_path
         self._received_keys_limits = received_keys_limits
+        self._slice_id = slice_id
+        self._partitions: list[PartitionId] | None = None
         self._store = _IndexedState(address.bucket, pipeline)
         self._assembler = BatchAssembler(pool, self._put, batch_bytes(pool))
         self._consumer: RollbackConsumer | None = None
@@ -131,7 +136,9 @@ class IndexerStream:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection streams."""
+        """Whether a connection streams, if there is anything to stream."""
+        if self._partitions == []:
+            return True
         return self._consumer is not None and self._consumer.statistics().connected
 
     def reached(self) -> dict[PartitionId, Mark]:
@@ -144,6 +151,12 @@ class IndexerStream:
                 if not self._assembler.is_open(partition):
                     marks[partition] = Mark(position)
         return marks
+
+    async def partitions(self) -> list[PartitionId]:
+        """Waits until it is known which partitions there are; gives the slice's."""
+        await self._changed.wait_until(lambda: self._partitions is not None)
+        assert self._partitions is not None
+        return self._partitions
 
     async def run(self) -> None:
         """Follows the bucket for as long as it is there.
@@ -161,6 +174,13 @@ class IndexerStream:
             await trio.sleep(STREAM_RETRY_S)
 
     async def _follow(self) -> None:
+        if self._partitions is None:
+            async with connect(self._address, identity="upr-indexer") as client:
+                self._partitions = self._slice_id.partitions(client.partition_count)
+            self._changed.notify()
+        if not self._partitions:
+            # There are more slices than partitions.
+            await trio.sleep_forever()
         # What came over an earlier connection is applied first, so that this one resumes after it.
         self._assembler.flush_all()
         await self._pipeline.drain()
@@ -170,6 +190,7 @@ class IndexerStream:
             self._received_keys_path,
             resume=self._store,
             received_keys_limits=self._received_keys_limits,
+            partitions=self._partitions,
             buffer_received_keys=True,
             retry_timeout_s=math.inf,
             save_limits=NEVER,
@@ -259,14 +280,15 @@ class IndexerStream:
         self._pauses -= 1
         self._changed.notify()
 
-    async def barrier(self) -> BarrierReached:
+    async def barrier(self) -> None:
         """Waits until all that was acknowledged before the call has been put. Survives lost
         connections."""
-        while True:
+        while await self.partitions():
             await self._changed.wait_until(lambda: self._consumer is not None)
             assert self._consumer is not None
             try:
-                return await self._consumer.barrier()
+                await self._consumer.barrier()
+                return
             except UprError as error:
                 # `run` learns the reason, too, and connects again or ends.
                 log.debug("barrier lost; retrying", error=str(error))

@@ -1,0 +1,237 @@
+"""The design documents of a bucket, and which indexes they define."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import structlog
+import trio
+
+from upr_protocol.client import Address, connect
+from upr_protocol.concurrency import Notifier
+from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.ids import Durability
+from upr_server.indexer.announcements import Announcements
+from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.pure.definition import (
+    Design,
+    IndexDefinition,
+    IndexName,
+    design_key,
+    parse_design,
+)
+from upr_server.indexer.slices import CatalogReport, SliceHolder, SliceMissingError
+
+log = structlog.get_logger(__name__)
+
+CONFIRM_RETRY_S: Final = 1.0
+"""The pause before a slice that did not answer is asked again."""
+
+
+class Designs:
+    """Decides which indexes there are, and has every slice keep them.
+
+    The documents come from the slices' catalogs, which the streams feed: each document is in the
+    catalog of one slice. Over them lies what the event bus announced and the streams have yet to
+    bring.
+
+    Args:
+        address: The bucket.
+        consumer: The indexer's name as a consumer of the event bus.
+        holders: The slices, by their numbers.
+    """
+
+    def __init__(self, address: Address, consumer: str, holders: Sequence[SliceHolder]) -> None:
+        self._address = address
+        self._holders = holders
+        self._reports: dict[int, CatalogReport] = {}
+        # By slice, the count of rollbacks when its catalog was known to be whole.
+        self._whole_at: dict[int, int] = {}
+        # The slices that have begun to run and have yet to be told of definitions.
+        self._new_slices: set[int] = set()
+        self._overlay = Overlay(self.confirm, self._redefine)
+        self._announcements = Announcements(address, consumer, self._streamed, self._overlay)
+        self._definitions: dict[IndexName, IndexDefinition] = {}
+        self._mistakes: dict[str, str] = {}
+        self._is_redefined = False
+        self._redefined = Notifier()
+        self._is_confirming = False
+
+    # What there is.
+
+    @property
+    def mistakes(self) -> Mapping[str, str]:
+        """What is wrong with design documents, by name."""
+        return self._mistakes
+
+    def names(self) -> list[IndexName]:
+        """The indexes, in order."""
+        return sorted(self._definitions)
+
+    def find(self, name: IndexName) -> IndexDefinition:
+        """The definition of the index of this name.
+
+        Raises:
+            NoIndexError: No index has this name.
+        """
+        definition = self._definitions.get(name)
+        if definition is None:
+            raise NoIndexError(f"there is no index {name}; `upr index list` names all")
+        return definition
+
+    def is_defined(self, name: IndexName, definition: IndexDefinition) -> bool:
+        """Whether there is an index of this name with this definition."""
+        return self._definitions.get(name) == definition
+
+    # Design documents.
+
+    async def create(self, name: str, text: bytes, address: Address | None = None) -> Design:
+        """Writes a design document.
+
+        Args:
+            name: Its name.
+            text: The document.
+            address: The bucket, with the credentials of who asked for it; None for the indexer's.
+
+        Raises:
+            DefinitionError: The text is not a design document; nothing was written.
+            UprError: The server could not be reached, or refused.
+        """
+        design = await trio.to_thread.run_sync(parse_design, name, text)
+        async with connect(address or self._address, identity="upr-indexer") as client:
+            await client.set(design_key(name), text, durability=Durability.PERSISTED)
+        return design
+
+    async def drop(self, name: str, address: Address | None = None) -> None:
+        """Removes a design document, and so its indexes.
+
+        Args:
+            name: Its name.
+            address: As for `create`.
+
+        Raises:
+            NoIndexError: No design document has this name.
+            UprError: The server could not be reached, or refused.
+        """
+        async with connect(address or self._address, identity="upr-indexer") as client:
+            try:
+                await client.delete(design_key(name), durability=Durability.PERSISTED)
+            except ServerError as error:
+                if error.status is not Status.NOT_FOUND:
+                    raise
+                raise NoIndexError(
+                    f"there is no design {name}; `upr index list` names all"
+                ) from error
+
+    # Following them.
+
+    def began(self, index: int) -> None:
+        """A slice has begun to run: it knows of no definitions, and its catalog may be older than
+        what it reported before."""
+        self._whole_at.pop(index, None)
+        self._new_slices.add(index)
+        self._redefine()
+
+    def report(self, index: int, report: CatalogReport) -> None:
+        """A slice has read its catalog."""
+        self._reports[index] = report
+        self._redefine()
+
+    async def run(self) -> None:
+        """Tells the slices of definitions as design documents come and go, for ever.
+
+        Raises:
+            UprError: The server refused.
+        """
+        await self._redefined.wait_until(lambda: len(self._reports) == len(self._holders))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._overlay.run)
+            nursery.start_soon(self._announcements.run)
+            while True:
+                self._is_redefined = False
+                await self._reconcile(nursery)
+                await self._redefined.wait_until(lambda: self._is_redefined)
+
+    async def confirm(self) -> None:
+        """Waits until the catalogs have all that was acknowledged before the call, and were
+        reported since. It asks a slice that does not answer again."""
+        async with trio.open_nursery() as nursery:
+            for holder in self._holders:
+                nursery.start_soon(self._confirm_slice, holder)
+
+    async def _confirm_slice(self, holder: SliceHolder) -> None:
+        while True:
+            try:
+                rollbacks = await holder.confirm()
+            except SliceMissingError:
+                await trio.sleep(CONFIRM_RETRY_S)
+                continue
+            self._whole_at[holder.slice_id.index] = rollbacks
+            return
+
+    def _redefine(self) -> None:
+        self._is_redefined = True
+        self._redefined.notify()
+
+    def _streamed(self) -> dict[str, bytes]:
+        """The design documents that the streams have brought."""
+        texts: dict[str, bytes] = {}
+        for report in self._reports.values():
+            texts.update(report.texts)
+        return texts
+
+    async def _reconcile(self, nursery: trio.Nursery) -> None:
+        # The overlay first: what has left it by then is in the catalogs.
+        announced = self._overlay.texts
+        texts = {**self._streamed(), **announced}
+        # While a partition is streamed again from its beginning, a catalog lacks design documents
+        # that are still there. So an index is dropped for its absence from the catalogs only once a
+        # barrier after the last rollback has come back. The overlay needs no such care: it was read
+        # from the server.
+        is_whole = all(
+            self._whole_at.get(index) == report.rollbacks for index, report in self._reports.items()
+        )
+        # Not in the loop: compiling long expressions takes seconds.
+        definitions, self._mistakes = await trio.to_thread.run_sync(
+            _parse_all, {name: text for name, text in texts.items() if text is not None}
+        )
+        wanted = {
+            name: definition
+            for name, definition in self._definitions.items()
+            if definitions.get(name) == definition or not (is_whole or name.design in announced)
+        }
+        for name, definition in definitions.items():
+            wanted.setdefault(name, definition)
+        is_changed = wanted != self._definitions
+        self._definitions = wanted
+        new_slices, self._new_slices = self._new_slices, set()
+        for holder in self._holders:
+            if is_changed or holder.slice_id.index in new_slices:
+                holder.define(wanted)
+        if not is_whole and not self._is_confirming:
+            self._is_confirming = True
+            nursery.start_soon(self._confirm_catalogs)
+
+    async def _confirm_catalogs(self) -> None:
+        await self.confirm()
+        self._is_confirming = False
+        self._redefine()
+
+
+def _parse_all(
+    texts: Mapping[str, bytes],
+) -> tuple[dict[IndexName, IndexDefinition], dict[str, str]]:
+    """The indexes that design documents define, and by name what is wrong with the others."""
+    definitions: dict[IndexName, IndexDefinition] = {}
+    mistakes: dict[str, str] = {}
+    for design, text in texts.items():
+        try:
+            parsed = parse_design(design, text)
+        except UprError as error:
+            mistakes[design] = str(error)
+            continue
+        for index, definition in parsed.indexes.items():
+            definitions[IndexName(design, index)] = definition
+    return definitions, mistakes

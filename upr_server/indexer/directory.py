@@ -1,0 +1,58 @@
+"""The data directory of an indexer: who may use it, and whose files are in it."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+from upr_server.indexer.index_file import IndexFileError
+from upr_server.indexer.slices import SliceId
+
+log = structlog.get_logger(__name__)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps others from a folder for as long as the context; it is made when there is none.
+
+    Raises:
+        IndexFileError: Another indexer uses it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError as error:
+        raise IndexFileError(
+            f"another indexer uses {folder}; stop it, or choose another --data-dir"
+        ) from error
+
+
+def remove_other_slices(data_dir: Path, slice_count: int) -> None:
+    """Removes the slices of another division of the indexes, or of an earlier version. They are
+    built again from the bucket."""
+    own = {SliceId(index, slice_count).folder for index in range(slice_count)}
+    others = [
+        path
+        for path in sorted(data_dir.iterdir())
+        if path.name not in own
+        and (path.name.startswith(("slice-", "ring")) or path.name in ("catalog", "indexes"))
+    ]
+    if not others:
+        return
+    log.warning(
+        "the indexes are divided in another way than before; building them again",
+        slices=slice_count,
+        removed=[path.name for path in others],
+    )
+    for path in others:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,331 @@
+"""Scans of one slice, and what can be told of its indexes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+import trio
+
+from upr_protocol.errors import UprError
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_server.indexer.definitions import Definitions, Index, NoIndexError
+from upr_server.indexer.entry_reader import Selection
+from upr_server.indexer.explanation import FreshnessLog
+from upr_server.indexer.freshness import (
+    Barriers,
+    RequiredWrites,
+    WriteLostError,
+    check_histories,
+    has_writes,
+    knows_histories,
+)
+from upr_server.indexer.index_file import NotSettledError, ScanResult, Summary, View
+from upr_server.indexer.moments import Moment, Moments
+from upr_server.indexer.pipeline import Pipeline
+from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.query import LIMIT_DEFAULT
+from upr_server.indexer.slices import SliceAnswer, SliceId, SliceScan, SliceStatus
+from upr_server.indexer.stream import IndexerStream
+
+
+class BuildingError(UprError):
+    """The index is being built: it would answer with a part of what there is.
+
+    Attributes:
+        retry_after_s: When to ask again.
+    """
+
+    def __init__(self, name: IndexName) -> None:
+        self.retry_after_s = 1.0
+        super().__init__(f"the index {name} is being built; its status tells how far it is")
+
+
+class IndexFailedError(UprError):
+    """The index was left out, as its expressions cost too much: documents are missing in it."""
+
+
+class NotFreshError(UprError):
+    """The index was not as fresh as the scan asked for within its timeout."""
+
+
+class SliceScanner:
+    """Answers questions to the indexes of a slice.
+
+    Args:
+        slice_id: The slice.
+        definitions: The indexes.
+        pipeline: The running indexes' pipeline.
+        stream: The running indexes' stream.
+        barriers: Barriers of that stream.
+        moments: The moments that are held for further pages.
+    """
+
+    def __init__(
+        self,
+        slice_id: SliceId,
+        definitions: Definitions,
+        pipeline: Pipeline,
+        stream: IndexerStream,
+        barriers: Barriers,
+        moments: Moments,
+    ) -> None:
+        self._slice_id = slice_id
+        self._definitions = definitions
+        self._pipeline = pipeline
+        self._stream = stream
+        self._barriers = barriers
+        self._moments = moments
+
+    async def status(
+        self, name: IndexName, definition: IndexDefinition, newest_seqs: Mapping[PartitionId, SeqNo]
+    ) -> SliceStatus:
+        """What can be told of an index. One that the slice does not know yet is `building`.
+
+        Args:
+            name: The index.
+            definition: What it must be.
+            newest_seqs: How far the server is in each partition.
+        """
+        seqs = {
+            partition: seq
+            for partition, seq in newest_seqs.items()
+            if self._slice_id.has(partition)
+        }
+        for partition, mark in self._stream.marks.items():
+            seqs[partition] = max(mark.seq, seqs.get(partition, SeqNo(0)))
+        try:
+            index = self._find(name, definition)
+        except (NoIndexError, BuildingError):
+            return SliceStatus(
+                slice=self._slice_id.index, state="building", behind=sum(seqs.values())
+            )
+        file = index.file
+        with index.reading():
+            entries, disk_bytes = await trio.to_thread.run_sync(
+                lambda: (file.entry_count(), file.disk_bytes())
+            )
+        behind = sum(max(0, seq - file.mark(partition).seq) for partition, seq in seqs.items())
+        return SliceStatus(
+            slice=self._slice_id.index,
+            state="failed" if file.failure else "ready" if file.is_built else "building",
+            entries=entries,
+            disk_bytes=disk_bytes,
+            too_long=index.extractor.too_long,
+            too_costly=index.extractor.too_costly,
+            behind=behind,
+            failure=file.failure,
+        )
+
+    def _find(self, name: IndexName, definition: IndexDefinition) -> Index:
+        index = self._definitions.find(name)
+        if index.definition != definition:
+            raise BuildingError(name)
+        return index
+
+    async def scan(self, scan: SliceScan) -> SliceAnswer:
+        """Answers a query. If the query asks for it, the moment of the answer is held from then on.
+
+        Raises:
+            NoIndexError: No index has this name, or it was dropped meanwhile.
+            BuildingError: The index is not complete yet.
+            IndexFailedError: The index was left out.
+            OverloadedError: Too many moments are held.
+            WriteLostError: It requires a change that a failover has undone.
+            NotFreshError: The index was not as fresh as asked within the timeout.
+            MomentGoneError: It asks for a moment that is not held.
+        """
+        index = self._find(scan.name, scan.definition)
+        query = scan.query
+        selection = query.selection(len(index.definition.key))
+        if query.moment:
+            moment = self._moments.find(query.moment, index.file)
+            with moment.in_use(query.hold_s):
+                answer = await self._answer_of(moment, index, scan, selection)
+            if not query.hold_s:
+                self._moments.release(moment)
+                return answer
+        else:
+            writes = {
+                partition: write
+                for partition, write in query.required_writes().items()
+                if self._slice_id.has(partition)
+            }
+            answer, view = await self._answer(index, scan, selection, writes)
+            if not query.hold_s:
+                return answer
+            moment = self._moments.hold(index.file, view)
+            moment.expire_in(query.hold_s)
+        return msgspec.structs.replace(answer, moment=moment.token)
+
+    def release(self, token: str) -> None:
+        """Lets a moment go.
+
+        Raises:
+            MomentGoneError: It is not held.
+        """
+        self._moments.release(self._moments.find(token))
+
+    async def _answer_of(
+        self, moment: Moment, index: Index, scan: SliceScan, selection: Selection
+    ) -> SliceAnswer:
+        log = FreshnessLog()
+        log.freshness = "moment"
+        timeout_s = scan.query.timeout_s
+        with trio.move_on_after(timeout_s), index.reading():
+            async with moment.reading() as view:
+                return await trio.to_thread.run_sync(
+                    partial(read, view, index, scan, selection, log)
+                )
+        raise NotFreshError(
+            f"others have read the moment {moment.token} for {timeout_s:g} s; ask again"
+        )
+
+    async def _answer(
+        self, index: Index, scan: SliceScan, selection: Selection, writes: RequiredWrites
+    ) -> tuple[SliceAnswer, View]:
+        """The answer to a query, of now, and the index at that moment. The view is closed unless it
+        is to be held."""
+        log, query = FreshnessLog(), scan.query
+        with trio.move_on_after(query.timeout_s) as scope:
+            if index.file.failure:
+                raise IndexFailedError(f"the index {index.name} was left out: {index.file.failure}")
+            if not index.file.is_built:
+                raise BuildingError(index.name)
+            if query.consistency == "now":
+                # Not while the index is read: a stream that stands still brings no barrier, and the
+                # index could not be dropped.
+                await self._wait_for_barrier(log)
+            elif not knows_histories(index.file, writes):
+                # A failover that the index has yet to hear of, or a history that is gone: without
+                # the barrier a scan for a lost change would wait for its whole timeout.
+                await self._wait_for_barrier(log)
+                check_histories(index.file, writes)
+            with index.reading():
+                return await self._scan(index, scan, selection, writes, log)
+        assert scope.cancelled_caught
+        raise NotFreshError(
+            f"the index {index.name} has not caught up after {query.timeout_s:g} s; ask again, or "
+            "with a higher timeout_s"
+        )
+
+    async def _wait_for_barrier(self, log: FreshnessLog) -> None:
+        log.freshness = "barrier"
+        with log.waiting("barrier"):
+            counts = await self._barriers.returned()
+        if not self._pipeline.has_applied(counts):
+            with log.waiting("queued_changes"):
+                await self._pipeline.wait_until(lambda: self._pipeline.has_applied(counts))
+
+    async def _scan(
+        self,
+        index: Index,
+        scan: SliceScan,
+        selection: Selection,
+        writes: RequiredWrites,
+        log: FreshnessLog,
+    ) -> tuple[SliceAnswer, View]:
+        if writes:
+            log.freshness = "had_written"
+        if not has_writes(index.file, writes):
+            log.freshness = "waited_for_written"
+            with log.waiting("written"):
+                await self._wait(index, partial(has_writes, index.file, writes))
+        while index.is_defined:
+            rounds = self._pipeline.rounds
+            # Not settled: a snapshot is half applied. The next round may bring the rest.
+            with suppress(NotSettledError):
+                answer, view = await trio.to_thread.run_sync(
+                    partial(_read_now, index, scan, selection, log)
+                )
+                try:
+                    # A failover may have undone a required change meanwhile.
+                    has_writes(index.file, writes)
+                except WriteLostError:
+                    view.close()
+                    raise
+                return answer, view
+            with log.waiting("whole_snapshots"):
+                await self._wait(index, partial(self._has_applied_after, rounds))
+        raise NoIndexError(f"the index {index.name} was dropped during the scan")
+
+    def _has_applied_after(self, rounds: int) -> bool:
+        return self._pipeline.rounds > rounds
+
+    async def _wait(self, index: Index, condition: Callable[[], bool]) -> None:
+        """Waits for rounds until `condition` holds, or the index is dropped."""
+        await self._pipeline.wait_until(lambda: not index.is_defined or condition())
+
+
+def _read_now(
+    index: Index, scan: SliceScan, selection: Selection, log: FreshnessLog
+) -> tuple[SliceAnswer, View]:
+    """Reads an index as it is now; see `read`. The view is closed unless it is to be held.
+
+    Raises:
+        NotSettledError: The query asks for a state that the server had, and the index is between
+            two of them.
+        IndexFileError: The index cannot be read.
+    """
+    view = index.file.view(settled=scan.query.consistency != "any")
+    with ExitStack() as stack:
+        stack.push(view)
+        answer = read(view, index, scan, selection, log)
+        if scan.query.hold_s:
+            stack.pop_all()
+    return answer, view
+
+
+def read(
+    view: View, index: Index, scan: SliceScan, selection: Selection, log: FreshnessLog
+) -> SliceAnswer:
+    """What an index has for a query at some moment. Blocks.
+
+    Args:
+        view: The moment.
+        index: The index.
+        scan: The query.
+        selection: Its entries.
+        log: How the view is as fresh as asked.
+
+    Raises:
+        IndexFileError: The index cannot be read.
+    """
+    began = time.perf_counter()
+    query = scan.query
+    fields: dict[str, Any] = {}
+    result: ScanResult | Summary
+    if query.is_summary:
+        result = view.summarize(selection, count=query.count, lowest=query.min, highest=query.max)
+        fields = {"count": result.count, "lowest": result.lowest, "highest": result.highest}
+    else:
+        result = view.scan(
+            selection,
+            query.limit or LIMIT_DEFAULT,
+            bytes_max=scan.bytes_max,
+            with_payloads=bool(index.definition.include) and not selection.distinct_parts,
+        )
+        fields = {
+            "entries": result.entries,
+            "payloads": result.payloads,
+            "ended_by": result.ended_by,
+        }
+    return SliceAnswer(
+        **fields,
+        searches=result.reading.searches,
+        entries_read=result.reading.entries_read,
+        included_read=result.reading.included_read,
+        index_entries=view.entry_count(),
+        timestamps=_timestamps(view) if query.timestamps else {},
+        freshness=log.freshness,
+        waits=log.waits,
+        read_seconds=time.perf_counter() - began,
+    )
+
+
+def _timestamps(view: View) -> dict[int, tuple[int, int]]:
+    return {int(partition): mark for partition, mark in view.timestamps().items()}
