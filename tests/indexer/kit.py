@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import trio
+import trio.testing
 
 from tests.indexer.brute_force import index_rows
-from tests.kit.process import eventually
+from tests.kit.process import POLL_S, eventually
 from upr_protocol.client import Address, Client, ReceivedKeysLimits
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.indexer.answer import Answer
+from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Index
 from upr_server.indexer.index_file import EntrySource
-from upr_server.indexer.indexer import Indexer, Settings, running_indexer
+from upr_server.indexer.indexer import HolderMaker, Indexer, Settings, running_indexer
 from upr_server.indexer.pipeline import Work
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
 from upr_server.indexer.query import Query
+from upr_server.indexer.slices import SliceId
+from upr_server.indexer.worker import serve_slice
+from upr_server.indexer.worker_process import WorkerProcess
 from upr_server.storage.simulated import SimulatedStore
 
 BUCKET = "b"
@@ -67,11 +73,50 @@ async def an_indexer(
     undo_mutations: int = 1000,
     slices: int = 1,
     work: Work | None = None,
+    make_holder: HolderMaker | None = None,
 ) -> AsyncIterator[Indexer]:
     async with running_indexer(
-        settings(url, data_dir, pool_bytes, undo_mutations, slices), work=work
+        settings(url, data_dir, pool_bytes, undo_mutations, slices),
+        work=work,
+        make_holder=make_holder,
     ) as indexer:
         yield indexer
+
+
+def workers_in_the_loop(
+    url: str, data_dir: Path, pool_bytes: int = POOL_BYTES, *, undo_mutations: int = 1000
+) -> HolderMaker:
+    """Makes holders of slices whose workers are tasks of this process, and not processes."""
+    config = msgspec.json.encode(
+        IndexerConfig(
+            bucket=url,
+            data_dir=str(data_dir),
+            undo_mutations=undo_mutations,
+            workers=1,
+        )
+    )
+
+    @asynccontextmanager
+    async def start_worker() -> AsyncIterator[trio.abc.Stream]:
+        stream, worker_stream = trio.testing.memory_stream_pair()
+
+        async def run_worker() -> None:
+            async with worker_stream:
+                await serve_slice(worker_stream, lambda _config: None)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_worker)
+            try:
+                yield stream
+            finally:
+                nursery.cancel_scope.cancel()
+
+    def make_holder(slice_id: SliceId) -> WorkerProcess:
+        return WorkerProcess(
+            slice_id, config=config, pool_bytes=pool_bytes, start_worker=start_worker
+        )
+
+    return make_holder
 
 
 async def define(client: Client, design: str, indexes: Mapping[str, IndexDefinition]) -> None:
@@ -88,6 +133,24 @@ async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> N
         return all(is_built(indexer, name) for name in index_names)
 
     await eventually(are_ready, f"{names} are built", timeout_s)
+    if indexer.slices:
+        return
+    # Its slices are in workers, which can only be asked.
+    for name in index_names:
+
+        async def is_ready(name: IndexName = name) -> bool:
+            return (await indexer.scanner.status(name)).state == "ready"
+
+        await until(is_ready, timeout_s)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20) -> None:
+    """Asks again and again, until the answer is yes."""
+    with trio.fail_after(timeout_s):
+        is_true = await condition()
+        while not is_true:
+            await trio.sleep(POLL_S)
+            is_true = await condition()
 
 
 def is_built(indexer: Indexer, name: IndexName) -> bool:

@@ -54,7 +54,7 @@ def indexer_process(url: str, data_dir: Path, *options: str) -> Iterator[Indexer
     process = subprocess.Popen(
         [
             *(*UPR_INDEXER, url, "--listen", "127.0.0.1:0", "--data-dir", str(data_dir)),
-            *("--log-level", "warning", *options),
+            *("--log-level", "warning", "--workers", "1", *options),
         ],
         stdout=subprocess.PIPE,
         cwd=ROOT,

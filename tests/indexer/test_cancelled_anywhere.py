@@ -29,6 +29,7 @@ from tests.indexer.kit import (
     name_of,
     scan,
     until_ready,
+    workers_in_the_loop,
 )
 from tests.indexer.test_oracle import World
 from tests.kit import async_names
@@ -61,6 +62,9 @@ from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.slice import Slice
 from upr_server.indexer.slice_scanner import SliceScanner
 from upr_server.indexer.stream import IndexerStream
+from upr_server.indexer.worker import Worker, serve_slice
+from upr_server.indexer.worker_messages import Frames
+from upr_server.indexer.worker_process import WorkerProcess, worker_process
 
 T = TypeVar("T")
 
@@ -321,6 +325,61 @@ async def test_an_indexer(
     cancellations.check_inside(*RUN)
 
 
+WORKER_QUESTIONS: Final = tries(
+    WorkerProcess.scan,
+    WorkerProcess.release,
+    WorkerProcess.status,
+    WorkerProcess.statistics,
+    WorkerProcess.confirm,
+)
+WORKER_RUN: Final = tries(
+    WorkerProcess.run,
+    WorkerProcess.stop,
+    Worker.run,
+    serve_slice,
+    Frames.send_all,
+    Frames.received,
+)
+
+
+async def test_an_indexer_of_workers(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """The workers are tasks of this process."""
+    url, open_before = server.url(BUCKET), network.open
+    make_holder = workers_in_the_loop(url, tmp_path)
+
+    async def work() -> None:
+        async with an_indexer(url, tmp_path, slices=2, make_holder=make_holder) as indexer:
+            await indexer.designs.create("d", DESIGN)
+            await until_ready(indexer, "d/city")
+            await indexer.statistics()
+            page = await ask(indexer, "d/city", Query(consistency="now", hold_s=1))
+            await indexer.scanner.release(page.moment)
+            assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
+
+    def look() -> None:
+        check(server)
+        assert network.open == open_before
+
+    reached = (*WORKER_RUN, *WORKER_QUESTIONS)
+    cancellations = await cancelled_at_each_step(
+        work, look, then=work, every=4 * EVERY, reaching=reached
+    )
+    cancellations.check_inside(*reached)
+
+
+PROCESS: Final = tries(worker_process)
+
+
+async def test_a_worker_process() -> None:
+    async def work() -> None:
+        async with worker_process() as stream:
+            await stream.send_all(b"")
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*PROCESS)
+
+
 UNDOING: Final = tries(IndexerStream.run, Pipeline.drain, Pipeline.wait_until, Pipeline.sync)
 
 
@@ -414,7 +473,9 @@ SIGNALS: Final = tries(serve)
 async def test_until_a_signal(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    config = IndexerConfig(bucket=server.url(BUCKET), listen=f"{HOST}:0", data_dir=str(tmp_path))
+    config = IndexerConfig(
+        bucket=server.url(BUCKET), listen=f"{HOST}:0", data_dir=str(tmp_path), workers=1
+    )
 
     def on_listening(_url: str) -> None:
         signal.raise_signal(signal.SIGTERM)

@@ -36,7 +36,9 @@ def test_defaults() -> None:
     settings = load().settings()
     assert settings.address.bucket == "planes"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert settings.pool_bytes == pytest.approx(0.3 * memory, rel=0.01)
+    processes = 1 if settings.slices == 1 else settings.slices + 1
+    assert settings.slices == min(4, len(os.sched_getaffinity(0)))
+    assert settings.pool_bytes * processes == pytest.approx(0.3 * memory, rel=0.01)
     assert settings.queues == 8
     assert settings.received_keys_limits.entries == 200_000
 
@@ -95,6 +97,12 @@ def test_several_nodes_may_be_named() -> None:
         ({"listen": "h:\u0662"}, "HOST:PORT"),
         ({"listen": "h:-1"}, "HOST:PORT"),
         ({"pool_bytes": "8388607"}, "pool_bytes must be at least 8388608, not 8388607"),
+        (
+            {"pool_bytes": "9000000", "workers": "2"},
+            "pool_bytes must be at least 25165824 with workers = 2, not 9000000",
+        ),
+        ({"workers": "-1"}, "workers"),
+        ({"workers": "65"}, "workers"),
         ({"pool_bytes": "-1"}, "pool_bytes"),
         ({"pool_bytes": "many"}, "pool_bytes"),
         ({"queues": "0"}, "queues"),

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import trio
 
-from tests.indexer.kit import BUCKET, an_indexer
+from tests.indexer.kit import BUCKET, an_indexer, workers_in_the_loop
 from tests.indexer.oracle import Oracle
 from tests.kit.held_store import HeldStore
 from upr_protocol.client import connect
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.indexer.indexer import HolderMaker
 
 ROUNDS = int(os.environ.get("UPR_INDEXER_ROUNDS", "6"))
 PARTITIONS = 4
@@ -31,6 +32,7 @@ class World(Oracle):
 
     Attributes:
         slices: How many slices the indexer has.
+        in_workers: Whether they are in workers, which are tasks of this process.
         rollbacks: How many times a partition of an indexer's went back.
     """
 
@@ -41,6 +43,7 @@ class World(Oracle):
         self._store.released.set()
         self.undo_mutations = self.rng.choice([5, 50, 1000])
         self.slices = (1, 3, 2)[seed % 3]
+        self.in_workers = False
         self._port = 0
         self._nursery: trio.Nursery | None = None
         self.server: Server
@@ -100,6 +103,13 @@ class World(Oracle):
 
         await self._start("server", run)
 
+    def _make_holder(self) -> HolderMaker | None:
+        if not self.in_workers:
+            return None
+        return workers_in_the_loop(
+            self.server.url(BUCKET), self._data_dir, undo_mutations=self.undo_mutations
+        )
+
     async def start_indexer(self) -> None:
         async def run(started: trio.Event) -> None:
             async with an_indexer(
@@ -107,6 +117,7 @@ class World(Oracle):
                 self._data_dir,
                 undo_mutations=self.undo_mutations,
                 slices=self.slices,
+                make_holder=self._make_holder(),
             ) as self.indexer:
                 started.set()
                 await trio.sleep_forever()
@@ -117,6 +128,7 @@ class World(Oracle):
 @pytest.mark.parametrize("seed", range(ROUNDS))
 async def test_a_scan_at_now_equals_what_the_server_has(seed: int, tmp_path: Path) -> None:
     world = World(seed, tmp_path)
+    world.in_workers = seed % 6 >= 3
     async with world.running():
         await world.redefine()
         for _ in range(6):

@@ -14,6 +14,7 @@ import trio
 from tests.indexer.brute_force import Row, index_rows
 from tests.indexer.kit import (
     PARTITIONS,
+    POOL_BYTES,
     a_server,
     an_indexer,
     ask,
@@ -21,16 +22,23 @@ from tests.indexer.kit import (
     define,
     name_of,
     scan,
+    until,
     until_ready,
+    workers_in_the_loop,
 )
-from upr_protocol.client import connect
+from upr_protocol.client import Client, connect
+from upr_protocol.concurrency import first_failure
+from upr_protocol.errors import UprError
 from upr_server.app import Server
+from upr_server.indexer import worker_process as worker_process_module
+from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.pure.definition import IndexDefinition
-from upr_server.indexer.query import Query
+from upr_server.indexer.query import Query, RequiredWrite
 from upr_server.indexer.slice_scanner import BuildingError
-from upr_server.indexer.slices import SliceId
+from upr_server.indexer.slices import SliceId, SliceMissingError, SliceScan
+from upr_server.indexer.worker_process import WorkerProcess
 
 CITY = IndexDefinition(("city", "n"), include=("n",))
 CONTENTS = {b"k%02d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(60)}
@@ -53,11 +61,30 @@ async def indexer(server: Server, tmp_path: Path) -> AsyncIterator[Indexer]:
         yield indexer
 
 
+@pytest.fixture
+async def indexer_of_workers(server: Server, tmp_path: Path) -> AsyncIterator[Indexer]:
+    url = server.url("b")
+    make_holder = workers_in_the_loop(url, tmp_path)
+    async with an_indexer(url, tmp_path, slices=3, make_holder=make_holder) as indexer:
+        await until_ready(indexer, "d/city")
+        yield indexer
+
+
 def rows_of(page: object) -> list[Row]:
     return [Row(e.key, e.id, e.included) for e in page.entries]  # type: ignore[attr-defined]
 
 
 async def test_an_answer_is_of_all_slices(indexer: Indexer) -> None:
+    await check_answers(indexer)
+    assert not any(len(part.moments) for part in indexer.slices)
+
+
+async def test_an_answer_is_of_all_workers(indexer_of_workers: Indexer) -> None:
+    await check_answers(indexer_of_workers)
+    assert (await indexer_of_workers.statistics())["moments"] == 0
+
+
+async def check_answers(indexer: Indexer) -> None:
     rows = index_rows(CITY, CONTENTS)
     query = msgspec.structs.replace(NOW, timestamps=True, explain=True)
     page = await ask(indexer, "d/city", query)
@@ -78,7 +105,6 @@ async def test_an_answer_is_of_all_slices(indexer: Indexer) -> None:
     beginnings = await ask(indexer, "d/city", query)
     assert (beginnings.count, beginnings.min, beginnings.max) == (7, None, ["6"])
     assert set(beginnings.timestamps) == set(range(PARTITIONS))
-    assert not any(len(part.moments) for part in indexer.slices)
 
 
 async def test_a_moment_is_of_all_slices(server: Server, indexer: Indexer) -> None:
@@ -154,3 +180,83 @@ async def test_indexes_that_are_divided_anew_are_built_again(
             "lock",
             *(SliceId(part, slices).folder for part in range(slices)),
         }
+
+
+async def test_workers_say_what_a_slice_in_this_process_would(
+    server: Server, indexer_of_workers: Indexer
+) -> None:
+    """Errors, moments, numbers that are too large for MessagePack, figures."""
+    indexer = indexer_of_workers
+    with pytest.raises(MomentGoneError, match="is not held"):
+        await ask(indexer, "d/city", Query(moment="x.y.z"))
+    page = await ask(indexer, "d/city", Query(consistency="now", limit=20, hold_s=60))
+    assert (await indexer.statistics())["moments"] == 3
+    await indexer.scanner.release(page.moment)
+    assert (await indexer.statistics())["moments"] == 0
+    ahead = (RequiredWrite(1, "1", 1),)
+    with pytest.raises(WriteLostError, match="which the server does not know"):
+        await ask(indexer, "d/city", Query(consistency="at_least", written=ahead))
+    assert await scan(indexer, "d/city", prefix=[2**70]) == []
+    figures = await indexer.statistics()
+    assert figures["connected"] is True
+    assert figures["pool_bytes"] == 4 * POOL_BYTES
+    status = await indexer.scanner.status(name_of("d/city"))
+    assert (status.state, status.entries, status.behind) == ("ready", len(CONTENTS), 0)
+    holder = indexer.holders[1]
+    assert isinstance(holder, WorkerProcess)
+    # What the workers do not know is an error, and ends nothing.
+    with pytest.raises(UprError, match="the indexer failed"):
+        await holder.scan(SliceScan(name_of("d/city"), CITY, Query(distinct=-1), 0))
+    assert len(await scan(indexer, "d/city")) == len(CONTENTS)
+
+
+async def test_a_worker_that_cannot_go_on_ends_the_indexer(tmp_path: Path) -> None:
+    async with a_server() as server, connect(server.url()) as client:
+        with pytest.raises(UprError):
+            await lose_the_bucket(server.url("b"), tmp_path, client)
+
+
+async def lose_the_bucket(url: str, data_dir: Path, client: Client) -> None:
+    """Runs an indexer until its bucket is gone."""
+    make_holder = workers_in_the_loop(url, data_dir)
+    try:
+        async with an_indexer(url, data_dir, slices=2, make_holder=make_holder) as indexer:
+
+            async def is_connected() -> bool:
+                return bool((await indexer.statistics())["connected"])
+
+            await until(is_connected)
+            await client.delete_bucket("b")
+            await trio.sleep_forever()
+    except BaseExceptionGroup as failures:
+        # Both workers tell of it.
+        raise first_failure(failures) from failures
+
+
+async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process_module, "HANG_S", 0.1)
+    monkeypatch.setattr(worker_process_module, "PING_S", 0.01)
+    monkeypatch.setattr(worker_process_module, "RESTART_S", 0.1)
+    url = server.url("b")
+    make_holder = workers_in_the_loop(url, tmp_path)
+    async with an_indexer(url, tmp_path, slices=2, make_holder=make_holder) as indexer:
+        await until_ready(indexer, "d/city")
+        holder = indexer.holders[1]
+        assert isinstance(holder, WorkerProcess)
+        assert holder._frames is not None
+        first_frames = holder._frames
+        with structlog.testing.capture_logs() as logs:
+            # Nothing that it is sent arrives.
+            monkeypatch.setattr(first_frames, "put", lambda _message: trio.Event())
+            with pytest.raises(SliceMissingError, match="slice 1 of 2 does not run"):
+                await scan(indexer, "d/city")
+            status = await indexer.scanner.status(name_of("d/city"))
+            assert (status.state, status.slices[1].state) == ("missing", "missing")
+            assert "slice 1 of 2" in status.failure
+            assert not (await indexer.statistics())["connected"]
+        assert any("does not answer" in line["event"] for line in logs)
+        await until_ready(indexer, "d/city")
+        assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
+        assert holder._frames is not first_frames

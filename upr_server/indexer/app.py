@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 import hypercorn
+import msgspec
 import structlog
 import trio
 from hypercorn.trio import serve as serve_http
@@ -21,6 +22,7 @@ from upr_server.indexer.api import application
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
+from upr_server.indexer.worker_process import WorkerProcess
 from upr_server.runtime import (
     Certificates,
     certificate_files,
@@ -120,8 +122,16 @@ async def serve(config: IndexerConfig, on_listening: Callable[[str], None]) -> N
 async def _running(config: IndexerConfig) -> AsyncIterator[str]:
     files = certificate_files(config)
     certificates = None if files is None else Certificates(files)
+    settings = config.settings()
+    make_holder = None
+    if settings.slices > 1:
+        make_holder = partial(
+            WorkerProcess,
+            config=msgspec.json.encode(config),
+            pool_bytes=settings.pool_bytes,
+        )
     async with (
-        running_indexer(config.settings()) as indexer,
+        running_indexer(settings, make_holder=make_holder) as indexer,
         serving(
             indexer,
             config.listen,

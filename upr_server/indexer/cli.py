@@ -14,13 +14,10 @@ from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.indexer.app import serve
 from upr_server.indexer.config import load_config
+from upr_server.indexer.indexer import SWITCH_INTERVAL_S
 from upr_server.runtime import ConfigError, rare_collections, set_up_logging
 
 EXIT_FAILED: Final = 1
-
-SWITCH_INTERVAL_S: Final = 0.0005
-"""How long a thread keeps the interpreter while another wants it. LMDB gives it up at every put,
-and would wait for the default, 5 ms, each time that the loop has something to do."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -103,6 +100,12 @@ and would wait for the default, 5 ms, each time that the loop has something to d
     help="Memory for changes that wait to be indexed.  [default: 30 % of all]",
 )
 @click.option("--queues", type=int, help="Among how many queues partitions are divided.")
+@click.option(
+    "--workers",
+    type=int,
+    help="How many processes keep the indexes, each a slice of them. Another number builds the "
+    "indexes again.  [default: one a core, at most 4]",
+)
 @click.option("--undo-mutations", type=int, help="How many mutations can be undone.")
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option("--log-format", help="console for people, json for machines.")

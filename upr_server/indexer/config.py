@@ -24,6 +24,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import CredentialsError
 from upr_server.indexer.indexer import Settings
+from upr_server.indexer.slices import SLICES_MAX
 from upr_server.runtime import (
     ConfigError,
     certificate_files,
@@ -38,6 +39,10 @@ POOL_SHARE: Final = 0.3
 """How much of the machine's memory the pool takes by default."""
 
 POOL_BYTES_MIN: Final = 8 * 1024 * 1024
+"""The smallest pool of a process."""
+
+WORKERS_DEFAULT_MAX: Final = 4
+"""How many workers there are by default at most. Each takes some memory, and one stream more."""
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -70,6 +75,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pool_bytes: The memory for what waits to be indexed and for scans; 0 for 30 % of the
             machine's.
         queues: Among how many queues the partitions are divided.
+        workers: How many processes keep the indexes, each a slice of them; 0 for one a core, and
+            4 at most, and fewer if the pool is small. With 1 this process does it.
         undo_mutations: How many of the newest mutations can be undone when the server loses them;
             beyond it a partition is indexed again from nothing.
         log_level: The least severe event that is logged.
@@ -92,6 +99,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_dir: str = ""
     pool_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     queues: _Count = 8
+    workers: Annotated[int, msgspec.Meta(ge=0, le=SLICES_MAX)] = 0
     undo_mutations: _Count = 200_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -160,14 +168,29 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         address = self.address()
         folder = Path(self.data_dir) if self.data_dir else _default_data_dir(address.bucket)
         pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())
-        if pool_bytes < POOL_BYTES_MIN:
-            raise ConfigError(f"pool_bytes must be at least {POOL_BYTES_MIN}, not {pool_bytes}")
+        workers = self.workers or _default_workers(pool_bytes)
+        # With several workers this process has none of the indexes, but merges answers.
+        processes = 1 if workers == 1 else workers + 1
+        if pool_bytes < POOL_BYTES_MIN * processes:
+            with_workers = "" if workers == 1 else f" with workers = {workers}"
+            raise ConfigError(
+                f"pool_bytes must be at least {POOL_BYTES_MIN * processes}{with_workers}, not "
+                f"{pool_bytes}"
+            )
         limits = ReceivedKeysLimits(self.undo_mutations, self.undo_mutations * 256)
-        return Settings(address, folder, pool_bytes, limits, self.queues)
+        return Settings(
+            address, folder, pool_bytes // processes, limits, self.queues, slices=workers
+        )
 
 
 def _default_data_dir(bucket: str) -> Path:
     return Path(platformdirs.user_data_dir("upr-indexer", appauthor=False)) / bucket
+
+
+def _default_workers(pool_bytes: int) -> int:
+    """One a core, but as many as the pool is large enough for."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(WORKERS_DEFAULT_MAX, cores, pool_bytes // POOL_BYTES_MIN - 1))
 
 
 def _memory_bytes() -> int:

@@ -123,6 +123,9 @@ class Definitions:
         pipeline: The running indexes' pipeline.
         stream: The running indexes' stream.
         moments: The moments of indexes that are held.
+
+    Attributes:
+        is_open: Whether `open` has ended.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class Definitions:
         self._pipeline = pipeline
         self._stream = stream
         self._moments = moments
+        self.is_open = False
         self._definitions: Mapping[IndexName, IndexDefinition] | None = None
         self._indexes: dict[IndexName, Index] = {}
         # The open files, also of indexes that are about to be removed.
@@ -205,6 +209,7 @@ class Definitions:
                     self._pipeline.members.append(index.member())
             else:
                 await self._work(partial(_remove_folder, path))
+        self.is_open = True
 
     async def run(self) -> None:
         """Makes and drops indexes as they are defined, for ever.

@@ -16,12 +16,17 @@ from upr_server.indexer.slices import SliceId
 log = structlog.get_logger(__name__)
 
 
+class FolderInUseError(IndexFileError):
+    """Another process uses a folder."""
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps others from a folder for as long as the context; it is made when there is none.
 
     Raises:
-        IndexFileError: Another indexer uses it, or it cannot be made.
+        FolderInUseError: Another indexer uses it.
+        OSError: It cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +34,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     except BlockingIOError as error:
-        raise IndexFileError(
+        raise FolderInUseError(
             f"another indexer uses {folder}; stop it, or choose another --data-dir"
         ) from error
 

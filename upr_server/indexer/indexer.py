@@ -27,6 +27,11 @@ STOP_S: Final = 10.0
 """How long a stop applies what was read. The rest is read again at the next start."""
 
 
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How long a thread keeps the interpreter while another wants it. LMDB gives it up at every put,
+and would wait for the default, 5 ms, each time that the loop has something to do."""
+
+
 @attrs.frozen
 class Settings:
     """How an indexer works.
@@ -34,7 +39,7 @@ class Settings:
     Attributes:
         address: The bucket.
         data_dir: Where indexes are kept; created if missing.
-        pool_bytes: The memory pool of this process.
+        pool_bytes: The memory pool of each process.
         received_keys_limits: How many received keys are kept for rollbacks.
         queues: Queues of a pipeline.
         slices: How many slices the indexes have.
@@ -105,13 +110,7 @@ class Indexer:
     async def statistics(self) -> dict[str, Any]:
         """Figures of the indexer, for `GET /v1/status`: sums over the slices, and each of them."""
         slices: list[dict[str, Any]] = []
-        totals = Counter[str](
-            pool_bytes=self.pool.nbytes,
-            pool_used=self.pool.used,
-            pool_peak=self.pool.peak,
-            scan_bytes=self.pool.scan_bytes,
-            scans_refused=self.pool.refused,
-        )
+        totals = Counter[str](self.pool.figures())
         for holder in self.holders:
             figures: dict[str, Any] = {}
             try:

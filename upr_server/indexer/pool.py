@@ -122,6 +122,16 @@ class MemoryPool:
         self.scan_bytes -= nbytes
         assert self.scan_bytes >= 0
 
+    def figures(self) -> dict[str, int]:
+        """Figures of the pool, for `GET /v1/status`."""
+        return {
+            "pool_bytes": self.nbytes,
+            "pool_used": self.used,
+            "pool_peak": self.peak,
+            "scan_bytes": self.scan_bytes,
+            "scans_refused": self.refused,
+        }
+
     @contextmanager
     def reserve_for_scan(self) -> Iterator[ScanReservation]:
         """Reserves the memory of one scan for as long as the context: until its answer is sent.

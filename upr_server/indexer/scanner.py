@@ -32,8 +32,13 @@ from upr_server.indexer.slices import (
 
 T = TypeVar("T")
 
+UNDO_S: Final = 1.0
+"""How long to let moments go after an error. What is not let go expires."""
+
 LATE_S: Final = 2.0
 """So long after a scan's timeout a slice that has not answered is taken to be missing."""
+
+_GONE: Final = (MomentGoneError, SliceMissingError)
 
 _STATES: Final[tuple[IndexState, ...]] = ("failed", "missing", "building", "ready")
 """The first of these that a slice is in is the index's."""
@@ -185,7 +190,7 @@ class Scanner:
         finally:
             if merged.moment_to_release:
                 # A moment that is not released expires.
-                with suppress(MomentGoneError, SliceMissingError):
+                with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
                     await self.release(merged.moment_to_release)
         return merged.answer()
 
@@ -216,7 +221,7 @@ class Scanner:
             )
         except UprError as error:
             for holder, moment in held:
-                with suppress(MomentGoneError, SliceMissingError):
+                with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
                     await holder.release(moment)
             if isinstance(error, NoIndexError) and self._designs.is_defined(name, definition):
                 # A slice that has yet to hear of it.

@@ -29,7 +29,13 @@ from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT
-from upr_server.indexer.slices import SliceAnswer, SliceId, SliceScan, SliceStatus
+from upr_server.indexer.slices import (
+    SliceAnswer,
+    SliceId,
+    SliceMissingError,
+    SliceScan,
+    SliceStatus,
+)
 from upr_server.indexer.stream import IndexerStream
 
 
@@ -90,6 +96,9 @@ class SliceScanner:
             name: The index.
             definition: What it must be.
             newest_seqs: How far the server is in each partition.
+
+        Raises:
+            SliceMissingError: The slice is being opened.
         """
         seqs = {
             partition: seq
@@ -122,6 +131,8 @@ class SliceScanner:
         )
 
     def _find(self, name: IndexName, definition: IndexDefinition) -> Index:
+        if not self._definitions.is_open:
+            raise SliceMissingError(self._slice_id, "is being opened")
         index = self._definitions.find(name)
         if index.definition != definition:
             raise BuildingError(name)
@@ -131,6 +142,7 @@ class SliceScanner:
         """Answers a query. If the query asks for it, the moment of the answer is held from then on.
 
         Raises:
+            SliceMissingError: The slice is being opened.
             NoIndexError: No index has this name, or it was dropped meanwhile.
             BuildingError: The index is not complete yet.
             IndexFailedError: The index was left out.

@@ -1,0 +1,227 @@
+"""A worker process: it has one slice, and answers the indexer's questions to it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import aclosing, closing
+from typing import Any, Final
+
+import msgspec
+import structlog
+import trio
+
+from upr_protocol.concurrency import first_failure
+from upr_protocol.errors import UprError
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_server.indexer.config import IndexerConfig
+from upr_server.indexer.directory import FolderInUseError
+from upr_server.indexer.index_file import entries_bytes
+from upr_server.indexer.indexer import STOP_S, SWITCH_INTERVAL_S
+from upr_server.indexer.pipeline import worker_thread
+from upr_server.indexer.pool import SCAN_OVERHEAD_BYTES, MemoryPool
+from upr_server.indexer.slice import Slice
+from upr_server.indexer.slices import CatalogReport, SliceId
+from upr_server.indexer.worker_messages import (
+    Answered,
+    Ask,
+    Cancel,
+    Confirm,
+    Define,
+    Ended,
+    Failure,
+    Frames,
+    Ping,
+    Question,
+    Release,
+    Reported,
+    Scan,
+    Start,
+    Statistics,
+    Status,
+    Stop,
+    ToWorker,
+    failure_of,
+)
+from upr_server.runtime import rare_collections, set_up_logging
+
+log = structlog.get_logger(__name__)
+
+LOCK_TIMEOUT_S: Final = 5.0
+"""How long to wait for the slice's folder: the worker of an indexer that was killed ends a moment
+after it."""
+
+LOCK_RETRY_S: Final = 0.05
+
+STOP_MARGIN_S: Final = 1.0
+"""The indexer waits for so much longer than the worker applies what it has read."""
+
+
+class Worker:
+    """Answers questions to a slice.
+
+    Args:
+        frames: The socket to the indexer.
+        part: The slice.
+        pool: The memory pool of this process.
+    """
+
+    def __init__(self, frames: Frames, part: Slice, pool: MemoryPool) -> None:
+        self._frames = frames
+        self._slice = part
+        self._pool = pool
+        self._scopes: dict[int, trio.CancelScope] = {}
+
+    async def run(self, nursery: trio.Nursery) -> None:
+        """Keeps the slice up to date; tells the indexer if that cannot go on."""
+        try:
+            await self._slice.run(self)
+        except* (UprError, OSError) as errors:
+            failure = failure_of(first_failure(errors))
+            await self._frames.put(Ended(failure)).wait()
+            nursery.cancel_scope.cancel()
+
+    def began(self, index: int) -> None:
+        """The indexer knows: it has started the worker."""
+
+    def report(self, index: int, report: CatalogReport) -> None:  # noqa: ARG002  there is one slice
+        """Sends a report on."""
+        self._frames.put(Reported(report))
+
+    def take(self, message: Define | Ask | Cancel, nursery: trio.Nursery) -> None:
+        """Does what a message says."""
+        match message:
+            case Define(definitions):
+                self._slice.define(dict(definitions))
+            case Ask(number, question):
+                self._scopes[number] = trio.CancelScope()
+                nursery.start_soon(self._answer, number, question, nursery)
+            case Cancel(number):
+                if number in self._scopes:
+                    self._scopes[number].cancel()
+
+    async def _answer(self, number: int, data: bytes, nursery: trio.Nursery) -> None:
+        with self._scopes[number]:
+            try:
+                question = msgspec.json.decode(data, type=Question)
+                await self._answer_to(question, number)
+                if isinstance(question, Stop):
+                    nursery.cancel_scope.cancel()
+            except UprError as error:
+                self._frames.put(Answered(number, failure=failure_of(error)))
+            except Exception as error:
+                # A question that cannot be answered does not end the slice.
+                log.exception("a question to a slice failed", slice=str(self._slice.slice_id))
+                failure = Failure("UprError", f"the indexer failed: {error!r}")
+                self._frames.put(Answered(number, failure=failure))
+        del self._scopes[number]
+
+    async def _answer_to(self, question: Question, number: int) -> None:
+        part = self._slice
+        answer: Any = None
+        match question:
+            case Scan(scan):
+                # It counts until it is sent.
+                with self._pool.reserve_for_scan() as reservation:
+                    found = await part.scan(scan)
+                    nbytes = entries_bytes(found.entries) + entries_bytes(found.payloads)
+                    reservation.reduce_to(nbytes + SCAN_OVERHEAD_BYTES)
+                    await self._put(number, found).wait()
+                return
+            case Release(token):
+                await part.release(token)
+            case Status(name, definition, newest_seqs):
+                seqs = {PartitionId(key): SeqNo(seq) for key, seq in newest_seqs.items()}
+                answer = await part.status(name, definition, seqs)
+            case Statistics():
+                answer = {**await part.statistics(), **self._pool.figures()}
+            case Confirm():
+                answer = await part.confirm()
+            case Stop():
+                with trio.move_on_after(STOP_S - STOP_MARGIN_S):
+                    await part.stop()
+            case Ping():
+                pass
+        await self._put(number, answer).wait()
+
+    def _put(self, number: int, answer: Any) -> trio.Event:
+        return self._frames.put(Answered(number, msgspec.msgpack.encode(answer)))
+
+
+async def _new_slice(start: Start, config: IndexerConfig, pool: MemoryPool) -> Slice:
+    slice_id = SliceId(start.index, start.count)
+    settings = config.settings().slice_settings()
+    deadline = trio.current_time() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return Slice(slice_id, settings, pool, worker_thread())
+        except FolderInUseError:
+            if trio.current_time() >= deadline:
+                raise
+        await trio.sleep(LOCK_RETRY_S)
+
+
+async def serve_slice(stream: trio.abc.Stream, on_config: Callable[[IndexerConfig], None]) -> None:
+    """Runs a worker until the indexer says so, or has gone.
+
+    Args:
+        stream: The stream to the indexer.
+        on_config: Called with the configuration.
+    """
+    frames = Frames(stream, ToWorker)
+    async with aclosing(frames.received()) as messages, trio.open_nursery() as nursery:
+        start = await anext(messages)
+        config = msgspec.json.decode(start.config, type=IndexerConfig)
+        on_config(config)
+        nursery.start_soon(_send, frames, nursery)
+        pool = MemoryPool(start.pool_bytes)
+        try:
+            with closing(await _new_slice(start, config, pool)) as part:
+                async with trio.open_nursery() as tasks:
+                    worker = Worker(frames, part, pool)
+                    tasks.start_soon(worker.run, tasks)
+                    tasks.start_soon(_take_all, messages, worker, tasks)
+        except (UprError, OSError) as error:
+            # The slice cannot be opened.
+            await frames.put(Ended(failure_of(error))).wait()
+        nursery.cancel_scope.cancel()
+
+
+async def _take_all(messages: Any, worker: Worker, nursery: trio.Nursery) -> None:
+    async for message in messages:
+        worker.take(message, nursery)
+    # The indexer has gone.
+    nursery.cancel_scope.cancel()
+
+
+async def _send(frames: Frames, nursery: trio.Nursery) -> None:
+    try:
+        await frames.send_all()
+    except (trio.BrokenResourceError, trio.ClosedResourceError):
+        nursery.cancel_scope.cancel()
+
+
+async def _serve(descriptor: int) -> None:
+    own_socket = socket.socket(fileno=descriptor)
+    own_socket.setblocking(False)
+    async with trio.SocketStream(trio.socket.from_stdlib_socket(own_socket)) as stream:
+        await serve_slice(
+            stream, lambda config: set_up_logging(config.log_level, config.log_format)
+        )
+
+
+def main(descriptor: int) -> None:
+    """Runs a worker until the indexer says so, or has gone.
+
+    Args:
+        descriptor: The socket to the indexer.
+    """
+    # Signals that a terminal or a service manager sends to all processes are for the indexer, which
+    # stops its workers in order. If it is killed, the socket says so.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    rare_collections()
+    trio.run(_serve, descriptor)

@@ -1,0 +1,255 @@
+"""What the indexer and its worker processes say to each other, over a socket.
+
+A frame is its length, four bytes, and a message in MessagePack. Questions stand in it as JSON: a
+query may have numbers that MessagePack has not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from struct import Struct
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from upr_protocol.concurrency import Notifier
+from upr_protocol.errors import UprError
+from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.index_file import IndexFileError
+from upr_server.indexer.moments import MomentGoneError
+from upr_server.indexer.pool import OverloadedError
+from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
+from upr_server.indexer.slices import CatalogReport, SliceMissingError, SliceScan
+
+RECEIVE_BYTES: Final = 256 * 1024
+
+_LENGTH: Final = Struct(">I")
+
+# Questions.
+
+
+class Scan(msgspec.Struct, frozen=True, tag=True):
+    """Asks for `SliceHolder.scan`."""
+
+    scan: SliceScan
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Asks for `SliceHolder.release`."""
+
+    token: str
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """Asks for `SliceHolder.status`."""
+
+    name: IndexName
+    definition: IndexDefinition
+    newest_seqs: dict[int, int]
+
+
+class Statistics(msgspec.Struct, frozen=True, tag=True):
+    """Asks for `SliceHolder.statistics`."""
+
+
+class Confirm(msgspec.Struct, frozen=True, tag=True):
+    """Asks for `SliceHolder.confirm`."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Asks for `SliceHolder.stop`; the worker ends after it."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Asks whether the worker is alive."""
+
+
+Question = Scan | Release | Status | Statistics | Confirm | Stop | Ping
+
+# Messages to a worker.
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what the worker is.
+
+    Attributes:
+        config: The indexer's configuration, as JSON.
+        index: The slice.
+        count: How many slices there are.
+        pool_bytes: The worker's memory pool.
+    """
+
+    config: bytes
+    index: int
+    count: int
+    pool_bytes: int
+
+
+class Define(msgspec.Struct, frozen=True, tag=True):
+    """Says which indexes there shall be: each with its name."""
+
+    definitions: list[tuple[IndexName, IndexDefinition]]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """A question.
+
+    Attributes:
+        number: The answer has it, too.
+        question: The question, as JSON.
+    """
+
+    number: int
+    question: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for the answer to a question any more."""
+
+    number: int
+
+
+ToWorker = Start | Define | Ask | Cancel
+
+# Messages of a worker.
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error.
+
+    Attributes:
+        kind: The name of its class.
+        message: What it says.
+        retry_after_s: When to ask again; 0 if that does not help.
+    """
+
+    kind: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a question.
+
+    Attributes:
+        number: The question's.
+        answer: What it asked for, in MessagePack.
+        failure: Why there is none.
+    """
+
+    number: int
+    answer: bytes = b""
+    failure: Failure | None = None
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """The slice has read its design documents."""
+
+    report: CatalogReport
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The worker ends, as nothing is left to do: to start it again would not help."""
+
+    failure: Failure
+
+
+FromWorker = Answered | Reported | Ended
+
+_KINDS: Final[dict[str, type[UprError]]] = {
+    kind.__name__: kind
+    for kind in (
+        BuildingError,
+        IndexFailedError,
+        IndexFileError,
+        MomentGoneError,
+        NoIndexError,
+        NotFreshError,
+        OverloadedError,
+        SliceMissingError,
+        WriteLostError,
+    )
+}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An error as a message."""
+    return Failure(type(error).__name__, str(error), getattr(error, "retry_after_s", 0.0))
+
+
+def error_of(failure: Failure) -> UprError:
+    """The error that a message tells of; an `UprError` if it is of a kind that slices do not
+    raise."""
+    kind = _KINDS.get(failure.kind, UprError)
+    error = kind.__new__(kind, failure.message)
+    if failure.retry_after_s:
+        error.__dict__["retry_after_s"] = failure.retry_after_s
+    return error
+
+
+class Frames:
+    """A stream that carries messages.
+
+    Args:
+        stream: The stream.
+        kind: What comes over it.
+
+    Messages are sent in the order of `put`, by the task that runs `send_all`.
+    """
+
+    def __init__(self, stream: trio.abc.Stream, kind: Any) -> None:
+        self._stream = stream
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._outbox: deque[tuple[bytes, trio.Event]] = deque()
+        self._was_put = Notifier()
+
+    def put(self, message: ToWorker | FromWorker) -> trio.Event:
+        """Has a message sent; gives an event that is set when it is."""
+        data, is_sent = self._encoder.encode(message), trio.Event()
+        self._outbox.append((_LENGTH.pack(len(data)) + data, is_sent))
+        self._was_put.notify()
+        return is_sent
+
+    async def send_all(self) -> None:
+        """Sends what was put, for ever.
+
+        Raises:
+            trio.BrokenResourceError: The other side has gone.
+        """
+        while True:
+            await self._was_put.wait_until(lambda: bool(self._outbox))
+            data, is_sent = self._outbox.popleft()
+            await self._stream.send_all(data)
+            is_sent.set()
+
+    async def _receive(self) -> bytes:
+        """Bytes that came; none at the end."""
+        try:
+            return bytes(await self._stream.receive_some(RECEIVE_BYTES))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return b""
+
+    async def received(self) -> AsyncGenerator[Any, None]:
+        """The messages that come, until the other side closes or is gone."""
+        buffer = bytearray()
+        while True:
+            data = await self._receive()
+            if not data:
+                return
+            buffer += data
+            offset = 0
+            while len(buffer) - offset >= _LENGTH.size:
+                start = offset + _LENGTH.size
+                end = start + _LENGTH.unpack_from(buffer, offset)[0]
+                if len(buffer) < end:
+                    break
+                with memoryview(buffer) as view:
+                    message = self._decoder.decode(view[start:end])
+                yield message
+                offset = end
+            del buffer[:offset]
