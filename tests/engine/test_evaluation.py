@@ -16,10 +16,10 @@ from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
 from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
-from upr_protocol.ids import HistoryId, Operation
+from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_server.engine import Bucket, CheckedChunk, Evaluation, MutationBatch, Partition, batch_of
-from upr_server.engine.evaluation import CUT_ROWS
+from upr_server.engine.evaluation import BLOCK_ROWS, CUT_ROWS
 
 LARGE: Final = 19 * 1024 * 1024
 
@@ -253,3 +253,17 @@ def test_a_touch_of_a_value_that_is_in_memory_refers_to_it() -> None:
     send(partition, request(Operation.TOUCH, b"k", expiry=int(NOW) + 300))
     assert open_snapshot.find(4).value is first
     partition.check_invariants()
+
+
+@pytest.mark.parametrize("key_count", [1, BLOCK_ROWS, BLOCK_ROWS + 1])
+def test_every_key_is_asked_for_that_only_the_disk_may_have(key_count: int) -> None:
+    partition = new_partition()
+    log = partition.failover_log
+    partition.become(PartitionState.REPLICA, log)
+    partition.restart_at(SeqNo(7))
+    partition.become(PartitionState.ACTIVE, log.with_branch(HistoryId(99), SeqNo(7)))
+    keys = [b"%d" % index for index in range(key_count)]
+    rows = [request(Operation.REPLACE, key) for key in keys]
+    evaluation = partition.evaluate(batch_of(Chunk.build(rows)), now=NOW)
+    assert evaluation is not None
+    assert [fetch.key for fetch in evaluation.step()] == keys

@@ -183,6 +183,12 @@ def test_an_item_behind_stale_entries_is_due_and_taken_in_the_end() -> None:
     assert not index
 
 
+def test_an_index_is_not_due_for_a_stale_entry_before_an_item() -> None:
+    _, index = _stored(2, 1)
+    assert not index.is_due(1)
+    assert index.is_due(2)
+
+
 def test_the_index_does_not_grow_with_stale_entries() -> None:
     table, memory = HashTable(MemoryAccount()), MemoryAccount()
     index = ExpiryIndex(table, memory)

@@ -195,6 +195,14 @@ def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
         ]
 
 
+def test_what_an_array_takes_is_what_its_parts_take() -> None:
+    array, count = filling(1, 2, 3), SMALL_PART_ROWS
+    key_bytes = len(b"k1k2k3")
+    array.extend(plain_chunk([b"k"] * count, [b"v"] * count), 0, count, SeqNo(4), Cas(104))
+    parts = encoded_bytes(3, key_bytes, 3) + encoded_bytes(count, count, count)
+    assert array.nbytes == 2 * PART_BYTES + parts
+
+
 def test_small_parts_side_by_side_are_joined() -> None:
     array, expected, nbytes = FillingArray(SeqNo(1)), list[Mutation](), 0
     counts = [SMALL_PART_ROWS, *[1, 2] * (SMALL_PARTS_MAX - 1), SMALL_PART_ROWS, 1]
