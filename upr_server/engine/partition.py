@@ -227,31 +227,43 @@ class Partition:
             # It may become active again, and the publisher will then send the batch again.
             self.repeated_batches.note_refused(token)
             return self._refusal(Status.WRONG_STATE)
-        snapshots = self.snapshots
-        high_before = snapshots.open.high
+        high_before = self.snapshots.open.high
         if token is not None:
             answer = self.repeated_batches.answer_unless_new(batch, high_before)
             if answer is not None:
                 return self._refusal(answer) if isinstance(answer, Status) else answer
         if batch.is_plain:
-            # What has expired becomes a deletion before anything is written to it. There may be
-            # more than one call deletes: the rest reads as missing, and is deleted later.
-            if self._expiries.is_due(now):
-                self._expire_due(now)
-            result = self._set_all(batch, now)
-        else:
-            if evaluation is None:
-                evaluation = Evaluation(batch, self, self._lookup, now)
-                missing = evaluation.step(fetched)
-                assert not missing, "the caller must first ask which keys are missing"
-            result = self._store_all(evaluation)
+            return self._set_all(batch, now)
+        if evaluation is None:
+            evaluation = Evaluation(batch, self, self._lookup, now)
+            missing = evaluation.step(fetched)
+            assert not missing, "the caller must first ask which keys are missing"
+        return self._finish(batch, self._store_all(evaluation), high_before)
+
+    def set_new(self, batch: MutationBatch, now: float) -> MutateResult | None:
+        """Takes in a plain batch, if the partition is active and the batch is new for certain: what
+        `mutate` does with most batches, in fewer steps.
+
+        Returns:
+            The result; None if nothing was done, and `mutate` has to decide.
+        """
+        if self.state is not _ACTIVE or not self.repeated_batches.is_certainly_new(batch):
+            return None
+        return self._set_all(batch, now)
+
+    def _finish(
+        self, batch: MutationBatch, result: MutateResult, high_before: SeqNo
+    ) -> MutateResult:
+        """Keeps the answer to a batch that was applied, and tells of what it changed."""
+        token, snapshots = batch.token, self.snapshots
+        high = snapshots.open.high
         if token is not None:
             if batch.chain or batch.attempt:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
             # Also when every mutation failed: sent again, the batch must fail again.
-            self.repeated_batches.remember(token, result, snapshots.open.high)
+            self.repeated_batches.remember(token, result, high)
         # Last: a reader or observer that runs now sees the batch whole, with its answer.
-        if snapshots.open.high > high_before:
+        if high > high_before:
             snapshots.wake()
             if self._on_update is not None:
                 may_hold_designs = batch.columns.may_hold_designs
@@ -268,6 +280,12 @@ class Partition:
         return Cas(max(self._last_cas + 1, int(now * _NANOSECONDS)))
 
     def _set_all(self, batch: MutationBatch, now: float) -> MutateResult:
+        """Takes in a plain batch that is new."""
+        # What has expired becomes a deletion before anything is written to it. There may be more
+        # than one call deletes: the rest reads as missing, and is deleted later.
+        high_before = self.snapshots.open.high
+        if self._expiries.is_due(now):
+            self._expire_due(now)
         snapshot = self.snapshots.open
         first_seq, first_cas = SeqNo(snapshot.high + 1), self.next_cas(now)
         columns, low, high = batch.columns, batch.low, batch.high
@@ -278,9 +296,10 @@ class Partition:
             if columns.may_expire:
                 expiries = columns.chunk.expiries[low:high].tolist()
                 self._expiries.add_all(expiries, first_seq, batch.keys)
-        return MutateResult(
+        result = MutateResult(
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )
+        return self._finish(batch, result, high_before)
 
     def _store_all(self, evaluation: Evaluation) -> MutateResult:
         assert evaluation.is_done, "the evaluation must be done"

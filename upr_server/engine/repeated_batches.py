@@ -46,10 +46,18 @@ class RepeatedBatches:
 
     # What becomes of a batch.
 
+    def is_certainly_new(self, batch: MutationBatch) -> bool:
+        """Whether the batch is to be applied: a quick yes for most. False means that the other
+        questions must be asked. Changes nothing. O(1)."""
+        token = batch.token
+        return token is None or (
+            not batch.chain and self._answers.is_certainly_new(token, batch.attempt)
+        )
+
     def is_new(self, batch: MutationBatch) -> bool:
         """Whether the batch is to be applied. Changes nothing. O(1)."""
         token, answers = batch.token, self._answers
-        if token is None or (not batch.chain and answers.is_certainly_new(token, batch.attempt)):
+        if token is None or self.is_certainly_new(batch):
             return True
         return (
             batch.attempt >= answers.attempt(token.writer)
@@ -68,7 +76,7 @@ class RepeatedBatches:
             The first answer, for a batch that was here before; or the status to refuse it with.
         """
         token, answers = batch.token, self._answers
-        if token is None or (not batch.chain and answers.is_certainly_new(token, batch.attempt)):
+        if token is None or self.is_certainly_new(batch):
             return None
         if batch.attempt < answers.attempt(token.writer):
             return Status.SUPERSEDED

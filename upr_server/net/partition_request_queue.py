@@ -117,7 +117,8 @@ class PartitionRequestQueue:
 
     def has_earlier(self, client: QueuedClient) -> bool:
         """Whether a request of `client` would have to wait behind others."""
-        return client in self._queues or self._answer_lock.locked()
+        # The lock's owner has a queue until it has let go of it.
+        return bool(self._queues) and (client in self._queues or self._answer_lock.locked())
 
     def submit(self, client: QueuedClient, request: PartitionRequest) -> None:
         """Applies `request`: now, or behind those that wait already.
@@ -200,6 +201,11 @@ class PartitionRequestQueues:
         if queue is None:
             queue = self._queues[partition] = PartitionRequestQueue(disk, partition, self._turns)
         return queue
+
+    def have_earlier(self, partition: Partition, client: QueuedClient) -> bool:
+        """Whether a request of `client` to a partition would have to wait behind others."""
+        queue = self._queues.get(partition)
+        return queue is not None and queue.has_earlier(client)
 
     def remove_bucket(self, bucket: Bucket) -> None:
         """`bucket` was deleted."""

@@ -255,7 +255,7 @@ class RequestContext:
 
     def has_earlier(self, partition: Partition) -> bool:
         """Whether a request to this partition would have to wait behind others."""
-        return self._queues.of(self.disk, partition).has_earlier(self)
+        return self._queues.have_earlier(partition, self)
 
     def submit(self, partition: Partition, request: PartitionRequest) -> None:
         """Applies `request` once what it needs from disk is there, in the order of the partition's

@@ -11,7 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import CounterDelta, plain_chunk
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
-from upr_protocol.client.core.unanswered_batches import Batch, PublishOptions, UnansweredBatches
+from upr_protocol.client.core.unanswered_batches import (
+    UNANSWERED_ROWS_ENOUGH,
+    Batch,
+    PublishOptions,
+    UnansweredBatches,
+)
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation, PartitionId
@@ -257,3 +262,63 @@ class Machine(RuleBasedStateMachine):
 
 TestUnansweredBatches = Machine.TestCase
 TestUnansweredBatches.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
+    client, server = ClientSession("test", now=0.0), ServerSession("test", now=0.0)
+    bundles: list[Mutate] = []
+
+    def carry() -> None:
+        while client.outgoing_bytes or server.outgoing_bytes:
+            server.receive(b"".join(client.take_outgoing(0.0)), 0.0)
+            for message in server.events():
+                if isinstance(message, Open):
+                    server.send(Opened(64, 1, opaque=message.opaque))
+                    server.send(Credit(1 << 30))
+                elif isinstance(message, Mutate):
+                    bundles.append(message)
+            client.receive(b"".join(server.take_outgoing(0.0)), 0.0)
+            for message in client.events():
+                node.receive(message, 0.0)
+
+    batches = UnansweredBatches(
+        WriterIdentity(bytes(15) + b"w"),
+        PublishOptions(in_flight=1, linger_s=0.005),
+        draw=lambda: 0.5,
+    )
+    node = batches.new_node()
+    carry()
+    client.send(Open("b", opaque=client.new_opaque()))
+    carry()
+
+    def add(partition: int, rows: int) -> None:
+        batches.place(PartitionId(partition), node)
+        batches.add(PartitionId(partition), plain_chunk([b"k"] * rows, [b"v"] * rows))
+
+    def sent_runs(now: float) -> list[list[int]]:
+        bundles.clear()
+        node.send(client, now)
+        carry()
+        return [[run.partition for run in bundle.bundle.runs] for bundle in bundles]
+
+    full_count = UNANSWERED_ROWS_ENOUGH // BUNDLE_MUTATIONS
+    for partition in range(full_count):
+        add(partition, BUNDLE_MUTATIONS)
+        assert sent_runs(0.0) == [[partition]], "it fills a bundle"
+    full_bundle = bundles[0]
+    add(60, 1)
+    assert sent_runs(0.0) == sent_runs(9.0) == []
+    assert node.send_at is None, "an answer comes first"
+    # What cannot be sent does not make what can be sent worth it.
+    add(60, BUNDLE_MUTATIONS)
+    assert sent_runs(9.0) == []
+    add(61, BUNDLE_MUTATIONS * 3 // 4 - 1)
+    assert sent_runs(9.0) == [[60, 61]], "most of a bundle"
+    add(62, 1)
+    assert sent_runs(9.0) == []
+    results = (RunResult(PartitionId(full_count - 1), 0),)
+    server.send(MutateReply(0, results, opaque=full_bundle.opaque))
+    carry()
+    assert sent_runs(9.004) == []
+    assert node.send_at == 9.005, "the server will soon have nothing to do"
+    assert sent_runs(9.006) == [[62]]

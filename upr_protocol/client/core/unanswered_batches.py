@@ -56,6 +56,14 @@ IN_FLIGHT_LIMIT: Final = 64
 CHUNK_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 1024
 """A frame, less the fields beside the chunk."""
 
+UNANSWERED_ROWS_ENOUGH: Final = 4 * BUNDLE_MUTATIONS
+"""A server with so many unanswered operations has enough to do for some milliseconds. What is sent
+to it meanwhile is not answered earlier for being sent at once. An answer lets just the partitions
+of its own bundle send again: sent each time, small bundles would stay small for ever."""
+
+_WORTH_ROWS: Final = BUNDLE_MUTATIONS * 3 // 4
+_WORTH_BYTES: Final = BUNDLE_BYTES * 3 // 4
+
 _REQUESTS_MAX: Final = REQUESTS_OPEN_MAX - 64
 _BATCH_OVERHEAD_BYTES: Final = 512
 """Memory of a batch beside its chunk, roughly."""
@@ -151,8 +159,9 @@ class PublishOptions:
         retry_timeout_s: How long it resends a batch that servers refuse for a reason that may pass.
         durability: The durability that servers answer a batch at.
         copies: How many replicas beside the active, for the replicated levels.
-        linger_s: How long batches wait for others to fill a bundle with, at most. They wait only
-            while an earlier bundle is on its way.
+        linger_s: How long batches wait for others to fill a bundle with, at most, unless
+            `UNANSWERED_ROWS_ENOUGH` are unanswered. They wait only while an earlier bundle is on
+            its way.
     """
 
     in_flight: int = attrs.field(
@@ -339,6 +348,7 @@ class NodeBatches:
         self._all_batches = all_batches
         self._queues: dict[PartitionBatches, None] = {}
         self._bundles: dict[int, Sequence[Batch]] = {}
+        self._unanswered_rows = 0
         # The queues that may send, the one that has waited longest first; and those that wait
         # before they send refused batches again.
         self._sendable: dict[PartitionBatches, None] = {}
@@ -412,9 +422,10 @@ class NodeBatches:
         self._end_backoffs(now)
         if self._unsent_since is None:
             self._unsent_since = now
-        is_due = is_due or now >= self._unsent_since + self._all_batches.options.linger_s
+        has_lingered = now >= self._unsent_since + self._all_batches.options.linger_s
         has_sent = False
         while self._may_send(session):
+            is_due = is_due or (has_lingered and not self._has_enough_to_do)
             if not (is_due or self._is_worth_sending):
                 break
             self._send_bundle(session)
@@ -437,14 +448,25 @@ class NodeBatches:
         )
 
     @property
+    def _has_enough_to_do(self) -> bool:
+        return self._unanswered_rows >= UNANSWERED_ROWS_ENOUGH
+
+    @property
     def _is_worth_sending(self) -> bool:
         """Whether nothing is gained by waiting for more batches: the node has nothing else to do,
-        or they fill a bundle."""
-        return (
-            not self._bundles
-            or self._unsent_rows >= BUNDLE_MUTATIONS
-            or self._unsent_bytes >= BUNDLE_BYTES
-        )
+        or what may be sent now fills most of a bundle."""
+        if not self._bundles:
+            return True
+        if self._unsent_rows < _WORTH_ROWS and self._unsent_bytes < _WORTH_BYTES:
+            return False
+        rows = nbytes = 0
+        for queue in self._sendable:
+            chunk = queue.waiting[0].chunk
+            rows += chunk.count
+            nbytes += chunk.nbytes
+            if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
+                return True
+        return False
 
     def _send_bundle(self, session: ClientSession) -> None:
         all_batches = self._all_batches
@@ -477,6 +499,7 @@ class NodeBatches:
         )
         # Only now, as a session that refuses to send must leave the batches where they were.
         self._bundles[opaque] = batches
+        self._unanswered_rows += len(bundle)
         self._count_unsent(batches, -1)
         for batch in batches:
             queue = all_batches.queue_of(batch.partition)
@@ -492,7 +515,7 @@ class NodeBatches:
         """When to call `send` next, though nothing arrives: refused batches are sent again, or a
         batch has waited for others long enough. None when neither is to come."""
         times = [queue.resend_at for queue in self._backing_off]
-        if self._unsent_since is not None:
+        if self._unsent_since is not None and not self._has_enough_to_do:
             times.append(self._unsent_since + self._all_batches.options.linger_s)
         return min(times, default=None)
 
@@ -522,6 +545,7 @@ class NodeBatches:
             assert isinstance(message, Refusal), "the session accepts no other answer to a Mutate"
             answers = [(status_of(message.status), _NO_RESULT)] * len(batches)
         del self._bundles[message.opaque]
+        self._unanswered_rows -= sum(batch.chunk.count for batch in batches)
         # The answer may tell of a batch that was meanwhile sent again, in another bundle.
         for batch, (status, result) in zip(batches, answers, strict=True):
             if batch.bundle is batches:
@@ -564,6 +588,7 @@ class NodeBatches:
     def disconnected(self) -> None:
         """The connection is lost: every unanswered batch is to be sent again. O(unanswered)."""
         self._bundles.clear()
+        self._unanswered_rows = 0
         self._backing_off.clear()
         self._sendable.clear()
         self.out_of_credit_since = self._unsent_since = None

@@ -402,7 +402,8 @@ async def publisher(
         batch_mutations: Operations are sent at this many, of all partitions together,
         batch_bytes: or at this many bytes,
         linger_s: or after this time. Chunks that are published wait no longer than this for others
-            to fill a bundle with, and only while an earlier bundle has no answer.
+            to fill a bundle with, unless 4,096 operations are unanswered, and only while an earlier
+            bundle has no answer.
         in_flight: Unanswered batches of one partition; at most 64, as many as servers remember.
         buffer_bytes: How much it holds, unsent or unanswered, before its callers wait.
         durability: How durable a batch must be before the server answers it.

@@ -89,7 +89,8 @@ class OpenSnapshot:
             if counters:
                 superseded = [seq for seq in superseded if not counters.remove(seq)]
             documents.skip_all(superseded)
-        documents.superseded(count - fresh)
+        if fresh < count:
+            documents.superseded(count - fresh)
         documents.tidy(self.live)
 
     def _add_one_by_one(

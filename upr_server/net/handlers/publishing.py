@@ -116,6 +116,7 @@ class _BundleRequest(OrderedReply):
         "_is_wrong_node",
         "_request",
         "_results",
+        "_row_cost",
         "_unfinished_count",
     )
 
@@ -128,6 +129,8 @@ class _BundleRequest(OrderedReply):
         self._batches = batches
         self._flusher = context.disk.flusher
         self._results: list[RunResult | None] = [None] * len(batches)
+        chunk = request.bundle.chunk
+        self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(batches)
         self._failures: list[tuple[int, int]] = []
         self._counters: list[tuple[int, int]] = []
@@ -165,7 +168,7 @@ class _BundleRequest(OrderedReply):
             if batch.is_plain and not context.has_earlier(partition):
                 # It needs nothing from disk and no second turn, so no request that could wait.
                 self._mutate(index, partition, target, None)
-                return len(batch) + self.run_bytes(index) // BYTES_PER_COST
+                return int((batch.high - batch.low) * self._row_cost)
             run = _RunRequest(self, index, partition, target)
             context.submit(partition, run)
         except ServerError as error:
@@ -173,7 +176,7 @@ class _BundleRequest(OrderedReply):
             return 0
         if run.evaluation is not None:
             return run.evaluation.cost
-        return len(batch) + self.run_bytes(index) // BYTES_PER_COST
+        return int((batch.high - batch.low) * self._row_cost)
 
     def _check_keys(self, index: int, partition: Partition) -> None:
         """Raises `ServerError` when a key does not belong to the run's partition: nobody who asks

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from upr_protocol.ids import PartitionState
 from upr_protocol.wire import SetFrames, SetResult
 from upr_server.engine import CheckedChunk, MutationBatch, WriterToken
 from upr_server.net.request_context import RequestContext
-
-_ACTIVE: Final = PartitionState.ACTIVE
 
 _NO_WRITER: Final = bytes(16)
 
@@ -33,15 +30,14 @@ def apply_sets(context: RequestContext, sets: SetFrames) -> int:
     try:
         for row, frame in enumerate(sets.frames):
             partition = bucket.partitions[frame.partition]
-            if partition.state is not _ACTIVE or context.has_earlier(partition):
+            if context.has_earlier(partition):
                 break
             token = None
             if frame.writer != _NO_WRITER:
                 token = WriterToken(frame.writer, frame.counter)
-            batch = MutationBatch(columns, row, row + 1, token)
-            if not partition.repeated_batches.is_new(batch):
+            result = partition.set_new(MutationBatch(columns, row, row + 1, token), now)
+            if result is None:
                 break
-            result = partition.mutate(batch, now=now)
             results.append(
                 SetResult(
                     frame.opaque,
