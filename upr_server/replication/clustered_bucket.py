@@ -175,8 +175,11 @@ class ClusteredBucket:
             change for change in changes if change.ends_streams or change.partition in demoted
         ]
         # One commit: after a crash the disk has the map and all of its records, or none of them.
-        records = [(change.partition.id, _record_of(change)) for change in changes]
-        await trio.lowlevel.checkpoint()
+        records: list[tuple[PartitionId, PartitionRecord]] = []
+        for change in changes:
+            records.append((change.partition.id, _record_of(change)))
+            if len(records) % STEP_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
         document = await result_of(new.encode_in_steps())
         await self.disk.store.ask(PutPartitionMap(new.bucket, document, records))
         return changes
