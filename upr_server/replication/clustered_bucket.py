@@ -167,13 +167,14 @@ class ClusteredBucket:
                 is_clean=self.is_clean,
                 new_history_id=self._system.new_id,
             )
-            changes.append(RoleChange(partition, state, failover_log))
+            change = RoleChange(partition, state, failover_log)
+            # Of a demoted partition the state here is PENDING already, and the disk's is still
+            # ACTIVE. Judged before others have their turn: the log of a replica that goes on may
+            # then become another, which this change would take back.
+            if change.ends_streams or partition in demoted:
+                changes.append(change)
             if count % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
-        # Of a demoted partition the state here is PENDING already, and the disk's is still ACTIVE.
-        changes = [
-            change for change in changes if change.ends_streams or change.partition in demoted
-        ]
         # One commit: after a crash the disk has the map and all of its records, or none of them.
         records: list[tuple[PartitionId, PartitionRecord]] = []
         for change in changes:
