@@ -113,7 +113,7 @@ class ServerSession(Session):
 
     def send_snapshot(self, partition: PartitionId, chunk: Chunk) -> None:
         """Queues the `PartitionSnapshot` of `chunk`, as `send` would, at a third of the cost: a
-        consumer that keeps up gets one for nearly every change.
+        consumer that keeps up gets one for nearly every change. The partition has a stream.
 
         Raises:
             LocalProtocolError: As for `send`.

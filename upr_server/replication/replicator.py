@@ -338,8 +338,9 @@ class Replicator:
 
     async def _take_over(self, writes: list[PartitionWrite]) -> None:
         """Has the partitions in memory stand where the disk stands now, in steps."""
-        # Logs that come meanwhile are written and taken over by the next commit.
-        logs = [self._received[PartitionId(write.partition)].log for write in writes]
+        # Logs that came since are written and taken over by the next commit: who is told of a
+        # history must find it here after a crash.
+        logs = [FailoverLog.of(write.record.failover_log) for write in writes]
         partitions = [self._partition(PartitionId(write.partition)) for write in writes]
         changing = [
             partition

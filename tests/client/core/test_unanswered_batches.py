@@ -19,7 +19,7 @@ from upr_protocol.client.core.unanswered_batches import (
 )
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import Status
-from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.ids import Durability, Operation, PartitionId
 from upr_protocol.session import ClientSession, ServerSession
 from upr_protocol.wire import Credit, Hello, Mutate, MutateReply, Open, Opened, Refusal, RunResult
 
@@ -264,11 +264,26 @@ TestUnansweredBatches = Machine.TestCase
 TestUnansweredBatches.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
-    client, server = ClientSession("test", now=0.0), ServerSession("test", now=0.0)
-    bundles: list[Mutate] = []
+class Publishing:
+    """Batches for 64 partitions of a server that answers nothing by itself.
 
-    def carry() -> None:
+    Attributes:
+        bundles: What arrived since `sent_runs` was called last.
+    """
+
+    def __init__(self, options: PublishOptions) -> None:
+        self.bundles: list[Mutate] = []
+        self.client, self.server = ClientSession("test", now=0.0), ServerSession("test", now=0.0)
+        writer = WriterIdentity(bytes(15) + b"w")
+        self._batches = UnansweredBatches(writer, options, draw=lambda: 0.5)
+        self.node = self._batches.new_node()
+        self.carry()
+        self.client.send(Open("b", opaque=self.client.new_opaque()))
+        self.carry()
+
+    def carry(self) -> None:
+        """Carries everything over, both ways."""
+        client, server = self.client, self.server
         while client.outgoing_bytes or server.outgoing_bytes:
             server.receive(b"".join(client.take_outgoing(0.0)), 0.0)
             for message in server.events():
@@ -276,39 +291,34 @@ def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
                     server.send(Opened(64, 1, opaque=message.opaque))
                     server.send(Credit(1 << 30))
                 elif isinstance(message, Mutate):
-                    bundles.append(message)
+                    self.bundles.append(message)
             client.receive(b"".join(server.take_outgoing(0.0)), 0.0)
             for message in client.events():
-                node.receive(message, 0.0)
+                self.node.receive(message, 0.0)
 
-    batches = UnansweredBatches(
-        WriterIdentity(bytes(15) + b"w"),
-        PublishOptions(in_flight=1, linger_s=0.005),
-        draw=lambda: 0.5,
-    )
-    node = batches.new_node()
-    carry()
-    client.send(Open("b", opaque=client.new_opaque()))
-    carry()
+    def add(self, partition: int, rows: int) -> None:
+        self._batches.place(PartitionId(partition), self.node)
+        self._batches.add(PartitionId(partition), plain_chunk([b"k"] * rows, [b"v"] * rows))
 
-    def add(partition: int, rows: int) -> None:
-        batches.place(PartitionId(partition), node)
-        batches.add(PartitionId(partition), plain_chunk([b"k"] * rows, [b"v"] * rows))
+    def sent_runs(self, now: float) -> list[list[int]]:
+        """Sends what may be sent; gives each bundle's partitions."""
+        self.bundles.clear()
+        self.node.send(self.client, now)
+        self.carry()
+        return [[run.partition for run in message.bundle.runs] for message in self.bundles]
 
-    def sent_runs(now: float) -> list[list[int]]:
-        bundles.clear()
-        node.send(client, now)
-        carry()
-        return [[run.partition for run in bundle.bundle.runs] for bundle in bundles]
 
+def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
+    publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
+    add, sent_runs = publishing.add, publishing.sent_runs
     full_count = UNANSWERED_ROWS_ENOUGH // BUNDLE_MUTATIONS
     for partition in range(full_count):
         add(partition, BUNDLE_MUTATIONS)
         assert sent_runs(0.0) == [[partition]], "it fills a bundle"
-    full_bundle = bundles[0]
+    full_bundle = publishing.bundles[0]
     add(60, 1)
     assert sent_runs(0.0) == sent_runs(9.0) == []
-    assert node.send_at is None, "an answer comes first"
+    assert publishing.node.send_at is None, "an answer comes first"
     # What cannot be sent does not make what can be sent worth it.
     add(60, BUNDLE_MUTATIONS)
     assert sent_runs(9.0) == []
@@ -317,8 +327,28 @@ def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
     add(62, 1)
     assert sent_runs(9.0) == []
     results = (RunResult(PartitionId(full_count - 1), 0),)
-    server.send(MutateReply(0, results, opaque=full_bundle.opaque))
-    carry()
+    publishing.server.send(MutateReply(0, results, opaque=full_bundle.opaque))
+    publishing.carry()
     assert sent_runs(9.004) == []
-    assert node.send_at == 9.005, "the server will soon have nothing to do"
+    assert publishing.node.send_at == 9.005, "the server will soon have nothing to do"
     assert sent_runs(9.006) == [[62]]
+
+
+def test_batches_of_one_partition_go_as_long_as_they_fill_most_of_a_bundle_together() -> None:
+    publishing = Publishing(PublishOptions(in_flight=12, linger_s=0.005))
+    for _ in range(40):
+        publishing.add(3, 100)
+    # Eight of the twelve make 800 rows, and seven are not worth it.
+    assert publishing.sent_runs(0.0) == [[3]] * 5
+    assert publishing.sent_runs(0.006) == [[3]] * 7
+
+
+def test_what_waits_for_a_disk_does_not_keep_others_waiting() -> None:
+    publishing = Publishing(PublishOptions(durability=Durability.PERSISTED, linger_s=0.005))
+    for partition in range(UNANSWERED_ROWS_ENOUGH // BUNDLE_MUTATIONS):
+        publishing.add(partition, BUNDLE_MUTATIONS)
+    assert len(publishing.sent_runs(0.0)) == 4
+    publishing.add(60, 1)
+    assert publishing.sent_runs(0.0) == []
+    assert publishing.node.send_at == 0.005
+    assert publishing.sent_runs(0.005) == [[60]]

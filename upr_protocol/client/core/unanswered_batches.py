@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Final
 
 import attrs
@@ -160,8 +160,8 @@ class PublishOptions:
         durability: The durability that servers answer a batch at.
         copies: How many replicas beside the active, for the replicated levels.
         linger_s: How long batches wait for others to fill a bundle with, at most, unless
-            `UNANSWERED_ROWS_ENOUGH` are unanswered. They wait only while an earlier bundle is on
-            its way.
+            `UNANSWERED_ROWS_ENOUGH` are unanswered at level memory. They wait only while an
+            earlier bundle is on its way.
     """
 
     in_flight: int = attrs.field(
@@ -425,8 +425,8 @@ class NodeBatches:
         has_lingered = now >= self._unsent_since + self._all_batches.options.linger_s
         has_sent = False
         while self._may_send(session):
-            is_due = is_due or (has_lingered and not self._has_enough_to_do)
-            if not (is_due or self._is_worth_sending):
+            is_late = has_lingered and not self._has_enough_to_do
+            if not (is_due or is_late or self._is_worth_sending):
                 break
             self._send_bundle(session)
             self._unsent_since = now
@@ -449,7 +449,9 @@ class NodeBatches:
 
     @property
     def _has_enough_to_do(self) -> bool:
-        return self._unanswered_rows >= UNANSWERED_ROWS_ENOUGH
+        # What waits for a disk or for replicas is unanswered, and keeps no server busy.
+        is_busy = self._all_batches.options.durability is Durability.MEMORY
+        return is_busy and self._unanswered_rows >= UNANSWERED_ROWS_ENOUGH
 
     @property
     def _is_worth_sending(self) -> bool:
@@ -460,12 +462,14 @@ class NodeBatches:
         if self._unsent_rows < _WORTH_ROWS and self._unsent_bytes < _WORTH_BYTES:
             return False
         rows = nbytes = 0
+        in_flight = self._all_batches.options.in_flight
         for queue in self._sendable:
-            chunk = queue.waiting[0].chunk
-            rows += chunk.count
-            nbytes += chunk.nbytes
-            if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
-                return True
+            # A partition's batches go one after the other, in as many bundles.
+            for batch in islice(queue.waiting, in_flight - queue.in_flight):
+                rows += batch.chunk.count
+                nbytes += batch.chunk.nbytes
+                if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
+                    return True
         return False
 
     def _send_bundle(self, session: ClientSession) -> None:
