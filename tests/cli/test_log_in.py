@@ -95,12 +95,15 @@ def test_who_is_refused(
     assert "Traceback" not in refused.stderr
 
 
-def test_the_indexer_has_no_users_to_log_in_as(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--user" not in run("index", "list", "--help").stdout
-    # Nothing is asked for: it fails because nobody is there.
+def test_commands_to_an_indexer_log_in_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--user" in run("index", "list", "--help").stdout
     monkeypatch.setenv("UPR_USER", "bob")
+    monkeypatch.setenv("UPR_PASSWORD", "pencil")
+    # The password would go in the clear; and then it fails because nobody is there.
+    refused = run("index", "list", "--indexer", "http://indexer.example:1", code=2)
+    assert "would read the password" in refused.stderr
     refused = run("index", "list", "--indexer", "http://127.0.0.1:1", code=4)
-    assert "password" not in refused.stderr
+    assert "does not answer" in refused.stderr
 
 
 def test_a_password_in_a_url_is_not_shown(run: Run) -> None:
