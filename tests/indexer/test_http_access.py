@@ -12,11 +12,13 @@ from typing import Any, Final
 import attrs
 import pytest
 import trio
+from trio.testing import MockClock
 
 from tests.indexer.kit import until_ready
 from tests.indexer.test_tls import upr_index
 from tests.server.test_log_in import BOB, USERS, VERIFIER, address_of, server_with_users
-from upr_protocol.client import Credentials, IndexClient, IndexerError, Security
+from upr_protocol.client import Address, Credentials, IndexClient, IndexerError, Security
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
 from upr_server.app import Server
 from upr_server.indexer import http_access
@@ -180,7 +182,11 @@ async def test_a_verdict_counts_for_a_second(
         for _ in range(3):
             assert (await front.ask("GET", "/v1/status", reader))[0] == 200
         assert logged_in == 1
-        assert PASSWORD not in repr(vars(front.access))
+        assert front.access._verdicts
+        for key, verdict in front.access._verdicts.items():
+            # A hash, and nothing that could have a password in it.
+            assert (type(key), len(key)) == (bytes, 32)
+            assert {type(value) for value in attrs.astuple(verdict)} == {bool, float}
         monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
         front.access._verdicts.clear()
         assert (await front.ask("GET", "/v1/status", reader))[0] == 200
@@ -205,6 +211,60 @@ async def test_who_is_known_goes_on_while_the_server_is_away(
         assert (status, body["error"]["code"]) == (502, "server_failed")
 
 
+class Answers:
+    """Stands in for the server: what it answers next, and how often it was asked.
+
+    Attributes:
+        answer: Whether the user may read, or what is raised.
+        asked: The questions so far.
+        wait: Waited for before each answer.
+    """
+
+    def __init__(self) -> None:
+        self.answer: bool | UprError = True
+        self.asked = 0
+        self.wait = trio.Event()
+        self.wait.set()
+
+    async def may_read(self, _credentials: Credentials) -> bool:
+        self.asked += 1
+        await self.wait.wait()
+        if isinstance(self.answer, UprError):
+            raise self.answer
+        return self.answer
+
+
+def access_with(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> HttpAccess:
+    address = Address.parse("upr://127.0.0.1:1/b", Security(credentials=BOB))
+    access = HttpAccess(address)
+    monkeypatch.setattr(access, "_may_read", answers.may_read)
+    return access
+
+
+async def check(access: HttpAccess, name: str = "ann", host: str = "10.0.0.9") -> None:
+    await access.check(Right.READ, authorization(name), f"{host}:50112")
+
+
+async def test_an_old_verdict_counts_only_while_the_server_is_away_and_not_for_long(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers()
+    access = access_with(answers, monkeypatch)
+    await check(access)
+    await trio.sleep(http_access.VERDICT_S)
+    for refusal in (Status.TOO_MANY, Status.NO_BUCKET):
+        answers.answer = ServerError(refusal)
+        with pytest.raises(ServerError):
+            await check(access)
+    answers.answer = BrokenError("away")
+    await check(access)
+    await trio.sleep(http_access.AWAY_S - 10)
+    await check(access)
+    await trio.sleep(10)
+    with pytest.raises(BrokenError):
+        await check(access)
+
+
 async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_path: Path) -> None:
     async with a_front(tmp_path, users_of_the_table()) as front:
         reader = authorization(name_of(Right.READ, OWN))
@@ -226,7 +286,10 @@ async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_pat
         assert FAILURES_MAX <= failures.failed < 10
         assert failures.refused == 0
         front.access._verdicts.update(
-            {key: attrs.evolve(verdict, until=0) for key, verdict in front.access._verdicts.items()}
+            {
+                key: attrs.evolve(verdict, answered=verdict.answered - http_access.VERDICT_S)
+                for key, verdict in front.access._verdicts.items()
+            }
         )
         assert (await front.ask("GET", "/v1/status", reader))[0] == 200
 

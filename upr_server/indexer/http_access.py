@@ -25,6 +25,10 @@ from upr_server.runtime import FailedLogIns, network_of
 VERDICT_S: Final = 1.0
 """How long a verdict counts: whoever loses a right at the server loses it here within a second."""
 
+AWAY_S: Final = 300.0
+"""How long a verdict counts after the server's answer while the server is away. A right that is
+revoked meanwhile lives on for so long, and no longer."""
+
 VERDICTS_MAX: Final = 1000
 """Verdicts that are kept; of more, the one that was made longest ago is forgotten."""
 
@@ -65,13 +69,14 @@ class _Verdict:
     """What the server said of a name and a password that are right."""
 
     may_read: bool
-    until: float
+    answered: float
 
 
 class HttpAccess:
     """Asks the bucket's server who may do what.
 
-    Users whose password was right before go on with that verdict while the server is away.
+    Users whose password was right before go on with that verdict while the server is away, for
+    `AWAY_S` at most. What the server refuses counts at once.
 
     Args:
         address: The bucket, with the credentials of the indexer.
@@ -147,27 +152,29 @@ class HttpAccess:
 
     async def _verdict(self, credentials: Credentials, host: str) -> _Verdict:
         digest = self._digest(credentials)
-        if (verdict := self._fresh(digest)) is not None:
+        if (verdict := self._younger_than(VERDICT_S, digest)) is not None:
             return verdict
         async with self._slots:
             # Another request may have brought it while this one waited for its turn.
-            if (verdict := self._fresh(digest)) is not None:
+            if (verdict := self._younger_than(VERDICT_S, digest)) is not None:
                 return verdict
-            last = self._verdicts.get(digest)
+            last = self._younger_than(AWAY_S, digest)
             if last is None:
                 self._check_limits(host)
             try:
                 may_read = await self._may_read(credentials)
             except UsersError as error:
                 raise LogInNeededError(str(error)) from error
-            except UprError as error:
-                if isinstance(error, ServerError) and error.status is Status.LOG_IN_FAILED:
-                    self._note_failure(digest, host)
-                    raise LogInNeededError(error.sentence) from error
+            except BrokenError:
                 if last is None:
                     raise
-                may_read = last.may_read
-            verdict = _Verdict(may_read, trio.current_time() + VERDICT_S)
+                return last
+            except ServerError as error:
+                if error.status is not Status.LOG_IN_FAILED:
+                    raise
+                self._note_failure(digest, host)
+                raise LogInNeededError(error.sentence) from error
+            verdict = _Verdict(may_read, trio.current_time())
             self._verdicts[digest] = verdict
             self._verdicts.move_to_end(digest)
             if len(self._verdicts) > VERDICTS_MAX:
@@ -178,9 +185,11 @@ class HttpAccess:
         text = f"{credentials.user}\0{credentials.password}".encode()
         return hashlib.blake2b(text, key=self._key, digest_size=32).digest()
 
-    def _fresh(self, digest: bytes) -> _Verdict | None:
+    def _younger_than(self, age_s: float, digest: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(digest)
-        return None if verdict is None or verdict.until <= trio.current_time() else verdict
+        if verdict is None or trio.current_time() >= verdict.answered + age_s:
+            return None
+        return verdict
 
     def _note_failure(self, digest: bytes, host: str) -> None:
         self._verdicts.pop(digest, None)
