@@ -7,6 +7,7 @@ import ssl
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
@@ -182,7 +183,7 @@ class IndexClient:
         url: For instance `http://127.0.0.1:12080`, or `https://…`.
         security: For `https://`, which certificates count; by default those whose authorities the
             system trusts. Its credentials are sent with each request; a file with the password is
-            read at each new connection.
+            read at each new connection, and after a refused log-in.
 
     Raises:
         ValueError: The URL is malformed, or not encrypted though there are TLS settings, or though
@@ -496,6 +497,9 @@ class IndexClient:
         connection.request(method, path, body or None, headers)
         response = connection.getresponse()
         data = response.read()
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            # The next request makes a new connection, and reads the password's file for it.
+            connection.close()
         if response.status >= 400:
             raise _failure(response.status, data)
         return data
