@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 import pytest
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.indexer.kit import until_ready
 from tests.indexer.test_tls import upr_index
@@ -24,7 +24,14 @@ from upr_server.app import Server
 from upr_server.indexer import http_access
 from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
-from upr_server.indexer.http_access import FAILURES_MAX, HOST_FAILURES_MAX, HttpAccess
+from upr_server.indexer.http_access import (
+    FAILURES_MAX,
+    HOST_FAILURES_MAX,
+    LOG_INS_MAX,
+    HttpAccess,
+    NotAllowedError,
+    TooManyLogInsError,
+)
 from upr_server.indexer.indexer import Settings, running_indexer
 
 DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
@@ -263,6 +270,83 @@ async def test_an_old_verdict_counts_only_while_the_server_is_away_and_not_for_l
     await trio.sleep(10)
     with pytest.raises(BrokenError):
         await check(access)
+
+
+async def test_made_up_names_do_not_keep_known_users_from_a_new_verdict(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers()
+    access = access_with(answers, monkeypatch)
+    await check(access)
+    await trio.sleep(http_access.VERDICT_S)
+    answers.wait = trio.Event()
+    async with trio.open_nursery() as nursery:
+        for number in range(10):
+            nursery.start_soon(check, access, f"made up {number}", f"10.0.1.{number}")
+        for _ in range(10):
+            nursery.start_soon(check, access)
+        await wait_all_tasks_blocked()
+        # One question about the known user, whose other requests went on at once.
+        assert answers.asked == 1 + LOG_INS_MAX + 1
+        assert len(nursery.child_tasks) == 11
+        answers.wait.set()
+
+
+async def test_only_one_request_finds_out_whether_the_server_is_back(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers()
+    access = access_with(answers, monkeypatch)
+    names = [f"known {number}" for number in range(10)]
+    for name in names:
+        await check(access, name)
+    answers.answer = BrokenError("away")
+    for _ in range(2):
+        await trio.sleep(http_access.VERDICT_S)
+        answers.asked = 0
+        for name in names:
+            await check(access, name)
+        assert answers.asked == 1
+    await trio.sleep(http_access.VERDICT_S)
+    answers.answer = False
+    for name in names:
+        with pytest.raises(NotAllowedError):
+            await check(access, name)
+
+
+async def test_questions_of_strangers_that_fail_count_against_their_host(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for failure in (BrokenError("away"), ServerError(Status.TOO_MANY)):
+        answers = Answers()
+        access = access_with(answers, monkeypatch)
+        answers.answer = failure
+        for number in range(HOST_FAILURES_MAX):
+            with pytest.raises(type(failure)):
+                await check(access, f"made up {number}")
+        with pytest.raises(TooManyLogInsError):
+            await check(access, "made up")
+        with pytest.raises(type(failure)):
+            await check(access, "made up", "10.0.0.1")
+
+
+async def test_requests_together_ask_once_whether_there_are_users(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
+    asked = 0
+
+    async def wants_log_in() -> bool:
+        nonlocal asked
+        asked += 1
+        await trio.sleep(0.1)
+        return False
+
+    monkeypatch.setattr(access, "_ask_wants_log_in", wants_log_in)
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(check, access)
+    assert asked == 1
 
 
 async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_path: Path) -> None:

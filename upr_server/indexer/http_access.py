@@ -35,8 +35,9 @@ VERDICTS_MAX: Final = 1000
 ASK_TIMEOUT_S: Final = 5.0
 """How long the server may take to answer."""
 
-LOG_INS_MAX: Final = 4
-"""Log-ins that go on at once; others wait for their turn."""
+LOG_INS_MAX: Final = 2
+"""Log-ins that go on at once of users who have a verdict, and as many of those who have none.
+Others wait for their turn."""
 
 HOST_FAILURES_MAX: Final = 3
 FAILURES_MAX: Final = 5
@@ -94,7 +95,14 @@ class HttpAccess:
         """By the hash of a name and a password, with a key that only this process knows."""
         self._failures_of_hosts = FailedLogIns(HOST_FAILURES_MAX)
         self._failures = FailedLogIns(FAILURES_MAX)
-        self._slots = trio.CapacityLimiter(LOG_INS_MAX)
+        self._has_users_lock = trio.Lock()
+        self._new_slots = trio.CapacityLimiter(LOG_INS_MAX)
+        self._renewal_slots = trio.CapacityLimiter(LOG_INS_MAX)
+        """Of their own, so that made-up names do not keep known users from a new verdict."""
+        self._questions: dict[bytes, trio.Event] = {}
+        """What is being asked, by the same hash; the event is set when that is over."""
+        self._away_until = 0.0
+        """Until when known users are not asked about, as the server did not answer; 0 if it did."""
 
     async def check(self, needed: Right, authorization: str, peer: str) -> Address:
         """Checks whether a request may be carried out.
@@ -133,13 +141,19 @@ class HttpAccess:
             # The indexer itself would refuse a server without users.
             return True
         if self._has_users is None or trio.current_time() >= self._has_users_until:
-            try:
-                self._has_users = await self._ask_wants_log_in()
-            except UprError:
-                if self._has_users is None:
-                    raise
-            self._has_users_until = trio.current_time() + VERDICT_S
-        return self._has_users
+            async with self._has_users_lock:
+                # Another request may have asked while this one waited.
+                if self._has_users is None or trio.current_time() >= self._has_users_until:
+                    await self._renew_has_users()
+        return bool(self._has_users)
+
+    async def _renew_has_users(self) -> None:
+        try:
+            self._has_users = await self._ask_wants_log_in()
+        except UprError:
+            if self._has_users is None:
+                raise
+        self._has_users_until = trio.current_time() + VERDICT_S
 
     async def _ask_wants_log_in(self) -> bool:
         failure: UprError = BrokenError(f"{self._address} did not answer")
@@ -152,34 +166,67 @@ class HttpAccess:
 
     async def _verdict(self, credentials: Credentials, host: str) -> _Verdict:
         digest = self._digest(credentials)
-        if (verdict := self._younger_than(VERDICT_S, digest)) is not None:
-            return verdict
-        async with self._slots:
-            # Another request may have brought it while this one waited for its turn.
-            if (verdict := self._younger_than(VERDICT_S, digest)) is not None:
-                return verdict
+        while (verdict := self._younger_than(VERDICT_S, digest)) is None:
             last = self._younger_than(AWAY_S, digest)
-            if last is None:
-                self._check_limits(host)
-            try:
-                may_read = await self._may_read(credentials)
-            except UsersError as error:
-                raise LogInNeededError(str(error)) from error
-            except BrokenError:
-                if last is None:
-                    raise
+            question = self._questions.get(digest)
+            if last is not None and (question is not None or self._is_away()):
                 return last
-            except ServerError as error:
-                if error.status is not Status.LOG_IN_FAILED:
-                    raise
+            if question is None:
+                return await self._question(digest, credentials, host)
+            await question.wait()
+        return verdict
+
+    async def _question(self, digest: bytes, credentials: Credentials, host: str) -> _Verdict:
+        """Asks the server; meanwhile nobody else asks the same."""
+        over = self._questions[digest] = trio.Event()
+        try:
+            is_known = self._younger_than(AWAY_S, digest) is not None
+            async with self._renewal_slots if is_known else self._new_slots:
+                # Much time may have passed before this one's turn.
+                last = self._younger_than(AWAY_S, digest)
+                if last is not None and self._is_away():
+                    return last
+                if last is None:
+                    self._check_limits(host)
+                return await self._answer(digest, credentials, host, last)
+        finally:
+            del self._questions[digest]
+            over.set()
+
+    async def _answer(
+        self, digest: bytes, credentials: Credentials, host: str, last: _Verdict | None
+    ) -> _Verdict:
+        if last is not None and self._away_until:
+            # This question finds out whether the server is back; others go on meanwhile.
+            self._away_until = trio.current_time() + ASK_TIMEOUT_S
+        try:
+            may_read = await self._may_read(credentials)
+        except UsersError as error:
+            raise LogInNeededError(str(error)) from error
+        except BrokenError:
+            if last is None:
+                self._failures_of_hosts.count(host, trio.current_time())
+                raise
+            self._away_until = trio.current_time() + VERDICT_S
+            return last
+        except ServerError as error:
+            self._away_until = 0.0
+            if error.status is Status.LOG_IN_FAILED:
                 self._note_failure(digest, host)
                 raise LogInNeededError(error.sentence) from error
-            verdict = _Verdict(may_read, trio.current_time())
-            self._verdicts[digest] = verdict
-            self._verdicts.move_to_end(digest)
-            if len(self._verdicts) > VERDICTS_MAX:
-                self._verdicts.popitem(last=False)
-            return verdict
+            if last is None:
+                self._failures_of_hosts.count(host, trio.current_time())
+            raise
+        self._away_until = 0.0
+        verdict = _Verdict(may_read, trio.current_time())
+        self._verdicts[digest] = verdict
+        self._verdicts.move_to_end(digest)
+        if len(self._verdicts) > VERDICTS_MAX:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    def _is_away(self) -> bool:
+        return trio.current_time() < self._away_until
 
     def _digest(self, credentials: Credentials) -> bytes:
         text = f"{credentials.user}\0{credentials.password}".encode()
