@@ -173,6 +173,39 @@ async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certif
                     assert a.users.users == users
 
 
+@pytest.mark.parametrize("is_bound", [True, False])
+async def test_a_node_takes_users_by_password_only_if_the_proof_is_bound(
+    certificates: Certificates,
+    password_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_bound: bool,
+) -> None:
+    """A node whose certificate gives no binding, or that offers none, may pass on what another
+    node proves."""
+    monkeypatch.setattr("upr_server.replication.node_connections.is_loopback", lambda _host: False)
+    if not is_bound:
+        monkeypatch.setattr("upr_server.net.log_in._binding", lambda _stream: b"")
+    node = User("nodes", VERIFIER, (Grant(Right.REPLICATE, EVERYTHING),))
+    settings: dict[str, Any] = {
+        **certificates.server_settings(),
+        "tls_ca": str(certificates.authority.ca),
+        "node_user": "nodes",
+        "node_password_file": str(password_file),
+    }
+    users = users_with(node)
+    async with two_nodes(users, **settings) as (a, b):
+        await give_map(a, b, Security(certificates.security().tls, OPERATOR))
+        await b.users.change(lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT)))
+        exchange = UserExchange(a.users, a.partition_maps)
+        async with background() as nursery:
+            nursery.start_soon(exchange.run)
+            if is_bound:
+                await eventually(lambda: a.users.users == b.users.users, "it is believed")
+            else:
+                await eventually(partial(bool, exchange._refusals), "it is not believed")
+                assert a.users.users == users
+
+
 async def test_a_hostile_node_cannot_join_send_a_map_or_replicate(
     certificates: Certificates,
 ) -> None:

@@ -69,14 +69,14 @@ async def secured(name: str, password_file: Path, users: Users = USERS) -> Async
 
 @asynccontextmanager
 async def two_nodes(
-    password_file: Path, users: Users = USERS
+    password_file: Path, users: Users = USERS, host: str = HOST
 ) -> AsyncIterator[tuple[Server, Server]]:
-    """Two nodes with one bucket; each knows of the other by the bucket's map."""
+    """Two nodes with one bucket; each knows of the other by the bucket's map, at `host`."""
     async with (
         secured("a", password_file, users) as first,
         secured("z", password_file, users) as second,
     ):
-        nodes = {name: f"{HOST}:{port}" for name, port in PORTS.items()}
+        nodes = {name: f"{host}:{port}" for name, port in PORTS.items()}
         both = PartitionMap(
             bucket="b",
             revision=1,
@@ -123,6 +123,16 @@ async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
 
 def _with_user(users: Users, name: str) -> Users:
     return users.with_user(User(name))
+
+
+async def test_nodes_in_the_clear_take_no_users_from_other_machines(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    """Whoever is named in a map could pass the log-in on to a real node, and make users up."""
+    async with two_nodes(password_file, host="10.0.0.2") as (first, second):
+        await first.users.change(partial(_with_user, name="joe"))
+        await trio.sleep(10)
+        assert second.users.users == USERS
 
 
 async def test_two_changes_at_the_same_moment_end_in_one(

@@ -11,7 +11,7 @@ import trio
 from upr_protocol.client import Address, NodeConnection, NodeStatus, open_node
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.users import EVERYTHING, SERVER, Right, Users
-from upr_server.runtime import System
+from upr_server.runtime import System, is_loopback
 
 T = TypeVar("T")
 
@@ -60,7 +60,9 @@ class NodeConnections:
 
         Whoever changes a bucket's partition map says which nodes there are. So a node is believed
         only if it proves that it is one: by the password with which this one logs in, which it must
-        know, too; or by a certificate for a user who may have the users.
+        know, too; or by a certificate for a user who may have the users. In the clear whoever is
+        named could pass the proof of a real node on, and then say what they like. So the password
+        proves something only where the proof is bound to the certificate, or on this machine.
 
         Args:
             address: The node.
@@ -73,10 +75,21 @@ class NodeConnections:
             RemoteProtocolError: The answer is not a cluster's users.
         """
         has_password = address.security.credentials is not None
+        is_here = is_loopback(address.host)
 
         async def question(node: NodeConnection) -> Users | None:
             name = node.certificate_name
-            if not (has_password or own.allows(name, Right.REPLICATE, SERVER)):
+            if not (
+                node.is_bound
+                or (has_password and is_here)
+                or own.allows(name, Right.REPLICATE, SERVER)
+            ):
+                if address.security.tls is None:
+                    raise ServerError(
+                        Status.NOT_ALLOWED,
+                        "it could pass the log-in on to another node in the clear, so what it says "
+                        "of users does not count; give all nodes certificates",
+                    )
                 raise ServerError(
                     Status.NOT_ALLOWED,
                     f"it shows a certificate for {name!r}, and no user of this name has the right "

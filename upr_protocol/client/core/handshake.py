@@ -63,6 +63,12 @@ class Handshake:
         self.logs: dict[PartitionId, PartitionLog] = {}
         self.opened: Opened | None = None
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the server proves to know the password, and nobody can have passed the proof on
+        from another one: it is bound to the server's certificate."""
+        return self._log_in.is_bound
+
     def receive(self, message: Message) -> None:
         """Takes in a message of the server, and sends the next one.
 

@@ -32,6 +32,12 @@ class ClientLogIn:
         self._scram: ScramClient | None = None
         self._has_responded = False
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the proofs of the log-in are bound to the server's certificate. Once it is
+        `check`ed, nobody in between can have passed them on."""
+        return self._scram is not None and self._scram.mechanism == SCRAM_PLUS
+
     def begin(self, mechanisms: tuple[str, ...]) -> LogIn | None:
         """The first message; None if neither side asks for a log-in.
 

@@ -194,6 +194,12 @@ class NodeConnection:
         """The name in the node's certificate; empty if it showed none."""
         return self._channel.connection.certificate_name
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the node has proved to know the password, and the proof is bound to its
+        certificate."""
+        return self._channel.connection.handshake.is_bound
+
     async def status(self, bucket: str) -> NodeStatus:
         """The node's name, and its map of `bucket`. Cancelling it drops the answer.
 
