@@ -29,6 +29,7 @@ from upr_server.indexer.http_access import (
     HOST_FAILURES_MAX,
     LOG_INS_MAX,
     HttpAccess,
+    LogInNeededError,
     NotAllowedError,
     TooManyLogInsError,
 )
@@ -328,6 +329,23 @@ async def test_questions_of_strangers_that_fail_count_against_their_host(
             await check(access, "made up")
         with pytest.raises(type(failure)):
             await check(access, "made up", "10.0.0.1")
+
+
+async def test_two_addresses_do_not_lock_new_users_out(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers()
+    access = access_with(answers, monkeypatch)
+    answers.answer = ServerError(Status.LOG_IN_FAILED)
+    refusals = 0
+    for host in ("10.0.0.1", "10.0.0.2"):
+        for number in range(FAILURES_MAX):
+            with pytest.raises((LogInNeededError, TooManyLogInsError)) as caught:
+                await check(access, f"made up {number}", host)
+            refusals += caught.type is TooManyLogInsError
+    assert refusals == 2 * FAILURES_MAX - (FAILURES_MAX - 1)
+    answers.answer = True
+    await check(access)
 
 
 async def test_requests_together_ask_once_whether_there_are_users(

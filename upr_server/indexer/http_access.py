@@ -246,7 +246,11 @@ class HttpAccess:
 
     def _check_limits(self, host: str) -> None:
         now = trio.current_time()
-        if self._failures_of_hosts.is_limited(host, now) or self._failures.is_limited("", now):
+        # The last place is for a host that has not failed.
+        spared = int(self._failures_of_hosts.has_failed(host, now))
+        if self._failures_of_hosts.is_limited(host, now) or self._failures.is_limited(
+            "", now, spared
+        ):
             raise TooManyLogInsError(
                 f"too many attempts to log in have failed, from {host} or from all together; wait "
                 "a few seconds"

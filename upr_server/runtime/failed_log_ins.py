@@ -35,12 +35,22 @@ class FailedLogIns:
         self._free_at: OrderedDict[str, float] = OrderedDict()
         """For each host, when none of its failures counts any more; the oldest first."""
 
-    def is_limited(self, host: str, now: float) -> bool:
-        """Whether the host has failed so often that it must wait; counts the attempt if so."""
+    def is_limited(self, host: str, now: float, spared: int = 0) -> bool:
+        """Whether the host has failed so often that it must wait; counts the attempt if so.
+
+        Args:
+            host: Who it is.
+            now: The time, in seconds.
+            spared: How many fewer attempts may fail at once than usual.
+        """
         waits_s = self._free_at.get(host, now) - now
-        limited = waits_s > (self._failures_max - 1) * FAILURE_DELAY_S
+        limited = waits_s > (self._failures_max - spared - 1) * FAILURE_DELAY_S
         self.refused += limited
         return limited
+
+    def has_failed(self, host: str, now: float) -> bool:
+        """Whether a failure of the host still counts."""
+        return self._free_at.get(host, now) > now
 
     def count(self, host: str, now: float) -> None:
         """An attempt of the host has failed."""
