@@ -9,7 +9,7 @@ import pytest
 from tests.indexer.test_tls import status_of
 from tests.kit.process import eventually
 from tests.server.test_log_in import BOB, USERS, VERIFIER, address_of, server_with_users
-from upr_protocol.client import connect
+from upr_protocol.client import Credentials, IndexerError, Security, connect
 from upr_protocol.users import Grant, Right, User
 from upr_server.indexer.app import serving
 from upr_server.indexer.config import IndexerConfig, load_config
@@ -49,7 +49,11 @@ async def test_a_user_who_may_read_is_enough(tmp_path: Path, password_file: Path
                 ),
                 "the indexer has logged in, and receives its streams",
             )
-            assert await status_of(url)
+            # Users of the indexer log in as those of the server do.
+            with pytest.raises(IndexerError) as refusal:
+                await status_of(url)
+            assert refusal.value.code == "log_in_needed"
+            assert await status_of(url, Security(credentials=Credentials("reader", "pencil")))
 
 
 def test_settings_that_do_not_fit(password_file: Path) -> None:
