@@ -31,6 +31,7 @@ from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.app import Server
 from upr_server.indexer import worker_process as worker_process_module
+from upr_server.indexer.directory import remove_other_slices
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import MomentGoneError
@@ -161,8 +162,11 @@ async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> No
 async def test_indexes_that_are_divided_anew_are_built_again(
     server: Server, tmp_path: Path
 ) -> None:
-    (tmp_path / "indexes" / "old").mkdir(parents=True)
-    (tmp_path / "ring").touch()
+    # What an earlier version has left.
+    for folder in ("indexes/old", "catalog"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("ring", "catalog/data.mdb"):
+        (tmp_path / file).touch()
     expected = by_brute_force(CITY, CONTENTS)
     # In the end there are more slices than partitions.
     for slices in (2, 2, PARTITIONS + 1):
@@ -180,6 +184,18 @@ async def test_indexes_that_are_divided_anew_are_built_again(
             "lock",
             *(SliceId(part, slices).folder for part in range(slices)),
         }
+
+
+def test_what_is_not_an_indexers_stays_in_its_directory(tmp_path: Path) -> None:
+    names = {"catalog", "indexes", "ring", "ringtones", "slice-of-life", "slice-1-of-2"}
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "photo").touch()
+    remove_other_slices(tmp_path, 3)
+    assert set(os.listdir(tmp_path)) == names
+    (tmp_path / "slice-1-of-2" / "lock").touch()
+    remove_other_slices(tmp_path, 3)
+    assert set(os.listdir(tmp_path)) == names - {"slice-1-of-2"}
 
 
 async def test_workers_say_what_a_slice_in_this_process_would(

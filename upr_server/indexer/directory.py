@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -14,6 +16,8 @@ from upr_server.indexer.index_file import IndexFileError
 from upr_server.indexer.slices import SliceId
 
 log = structlog.get_logger(__name__)
+
+_SLICE_FOLDER: Final = re.compile(r"slice-\d+-of-\d+")
 
 
 class FolderInUseError(IndexFileError):
@@ -41,14 +45,17 @@ def locked(folder: Path) -> Iterator[None]:
 
 def remove_other_slices(data_dir: Path, slice_count: int) -> None:
     """Removes the slices of another division of the indexes, or of an earlier version. They are
-    built again from the bucket."""
+    built again from the bucket. What is not known to be an indexer's stays."""
     own = {SliceId(index, slice_count).folder for index in range(slice_count)}
     others = [
         path
         for path in sorted(data_dir.iterdir())
-        if path.name not in own
-        and (path.name.startswith(("slice-", "ring")) or path.name in ("catalog", "indexes"))
+        if path.name not in own and _SLICE_FOLDER.fullmatch(path.name) and (path / "lock").is_file()
     ]
+    if (data_dir / "catalog" / "data.mdb").is_file():
+        # An earlier version. The catalog is last: if this is interrupted, the next start goes on.
+        names = ("indexes", "ring", "catalog")
+        others += [path for path in map(data_dir.joinpath, names) if path.exists()]
     if not others:
         return
     log.warning(
