@@ -70,7 +70,8 @@ async def worker_process() -> AsyncIterator[trio.abc.Stream]:
     async with trio.SocketStream(trio.socket.from_stdlib_socket(own_socket)) as stream:
         with worker_socket:
             process = await trio.lowlevel.open_process(
-                (sys.executable, "-c", _MAIN, str(worker_socket.fileno())),
+                # Without -P, modules in the working directory would be imported.
+                (sys.executable, "-P", "-c", _MAIN, str(worker_socket.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(worker_socket.fileno(),),
