@@ -138,6 +138,8 @@ async def test_a_moment_that_one_slice_cannot_hold_is_held_by_none(
         await ask(indexer, "d/city", Query(hold_s=60, moment=page.moment))
     with pytest.raises(MomentGoneError):
         await indexer.scanner.release(page.moment)
+    # Those that had it have let it go.
+    assert not any(len(part.moments) for part in indexer.slices)
 
 
 async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> None:

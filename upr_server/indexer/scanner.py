@@ -166,12 +166,24 @@ class Scanner:
             MomentGoneError: It is not held, not by every slice.
             SliceMissingError: A slice does not answer.
         """
-        await _gathered(
+
+        async def release(holder: SliceHolder, part: str) -> UprError | None:
+            # Where it is gone from one slice, the others let it go all the same.
+            try:
+                await holder.release(part)
+            except _GONE as error:
+                return error
+            return None
+
+        errors = await _gathered(
             [
-                partial(holder.release, part)
+                partial(release, holder, part)
                 for holder, part in zip(self._holders, self._tokens(token), strict=True)
             ]
         )
+        for error in errors:
+            if error is not None:
+                raise error
 
     def _tokens(self, token: str) -> list[str]:
         """The names of a moment in each slice; empty ones for no moment."""
