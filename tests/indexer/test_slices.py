@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -38,7 +40,8 @@ from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query, RequiredWrite
 from upr_server.indexer.slice_scanner import BuildingError
-from upr_server.indexer.slices import SliceId, SliceMissingError, SliceScan
+from upr_server.indexer.slices import CatalogReport, SliceId, SliceMissingError, SliceScan
+from upr_server.indexer.worker import serve_slice
 from upr_server.indexer.worker_process import WorkerProcess
 
 CITY = IndexDefinition(("city", "n"), include=("n",))
@@ -278,3 +281,61 @@ async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
         await until_ready(indexer, "d/city")
         assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
         assert holder._frames is not first_frames
+
+
+class NoListener:
+    """Hears of slices, and does nothing."""
+
+    def began(self, index: int) -> None:
+        pass
+
+    def report(self, index: int, report: CatalogReport) -> None:
+        pass
+
+
+async def test_workers_that_all_fail_are_started_less_and_less_often(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    starts = []
+
+    @asynccontextmanager
+    async def start_worker() -> AsyncIterator[trio.abc.Stream]:
+        starts.append(trio.current_time())
+        stream, worker_stream = trio.testing.memory_stream_pair()
+        await worker_stream.aclose()
+        yield stream
+
+    holder = WorkerProcess(SliceId(1, 2), config=b"", pool_bytes=1, start_worker=start_worker)
+    with trio.move_on_after(100):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(holder.run, NoListener())
+            await trio.sleep(99.9)
+            with pytest.raises(
+                SliceMissingError, match=r"^slice 1 of 2 .* 9 workers in succession have ended"
+            ):
+                await holder.release("")
+    pauses = [after - before for before, after in pairwise(starts)]
+    assert pauses == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30])
+
+
+async def test_a_worker_ends_where_the_indexer_ends_before_it_has_spoken() -> None:
+    stream, worker_stream = trio.testing.memory_stream_pair()
+    await stream.aclose()
+    await serve_slice(worker_stream, lambda _config: None)
+
+
+async def test_a_worker_may_take_long_to_start(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    starts = []
+
+    @asynccontextmanager
+    async def start_worker() -> AsyncIterator[trio.abc.Stream]:
+        starts.append(trio.current_time())
+        stream, _ = trio.testing.memory_stream_pair()
+        yield stream
+
+    holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1, start_worker=start_worker)
+    with trio.move_on_after(61):
+        await holder.run(NoListener())
+    assert starts == pytest.approx([0, 60.5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
 from typing import Any, Final
 
@@ -171,12 +171,21 @@ async def serve_slice(stream: trio.abc.Stream, on_config: Callable[[IndexerConfi
         on_config: Called with the configuration.
     """
     frames = Frames(stream, ToWorker)
-    async with aclosing(frames.received()) as messages, trio.open_nursery() as nursery:
-        start = await anext(messages)
-        config = msgspec.json.decode(start.config, type=IndexerConfig)
-        on_config(config)
+    async with aclosing(frames.received()) as messages:
+        start = await anext(messages, None)
+        # There is none if the indexer has gone already.
+        if start is not None:
+            config = msgspec.json.decode(start.config, type=IndexerConfig)
+            on_config(config)
+            await _serve_messages(frames, messages, start, config)
+
+
+async def _serve_messages(
+    frames: Frames, messages: AsyncGenerator[Any, None], start: Start, config: IndexerConfig
+) -> None:
+    pool = MemoryPool(start.pool_bytes)
+    async with trio.open_nursery() as nursery:
         nursery.start_soon(_send, frames, nursery)
-        pool = MemoryPool(start.pool_bytes)
         try:
             with closing(await _new_slice(start, config, pool)) as part:
                 async with trio.open_nursery() as tasks:

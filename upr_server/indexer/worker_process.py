@@ -49,14 +49,24 @@ from upr_server.indexer.worker_messages import (
 log = structlog.get_logger(__name__)
 
 RESTART_S: Final = 0.5
-"""The pause before a worker is started again."""
+"""The pause before a worker is started again. It doubles each time that a worker ends young."""
+
+RESTART_S_MAX: Final = 30.0
+"""The longest such pause."""
+
+YOUNG_S: Final = 60.0
+"""A worker that ends younger than this may end for a reason that the next one meets, too."""
 
 PING_S: Final = 1.0
 """The pause between two questions whether a worker is alive."""
 
 HANG_S: Final = 10.0
 """A worker that has not answered such a question for so long is killed. Its event loop answers it
-while a thread indexes; on a machine that is busy, to start takes seconds."""
+while a thread indexes."""
+
+START_S: Final = 60.0
+"""The first answer may take so long: on a machine that is busy, to start takes many seconds, and
+would take as long again."""
 
 _MAIN: Final = "import sys; from upr_server.indexer.worker import main; main(int(sys.argv[1]))"
 
@@ -129,6 +139,8 @@ class WorkerProcess:
         self._calls: dict[int, _Call] = {}
         self._call_count = 0
         self._is_stopping = False
+        # How many workers in succession have ended young.
+        self._ended_young = 0
 
     # The process.
 
@@ -139,6 +151,7 @@ class WorkerProcess:
             UprError: The worker cannot go on, for a reason that would be the same for another one.
         """
         while True:
+            began_at = trio.current_time()
             async with self._start_worker() as stream:
                 self._frames = Frames(stream, FromWorker)
                 try:
@@ -148,8 +161,16 @@ class WorkerProcess:
                     self._lose_calls()
             if self._is_stopping:
                 return
-            log.warning("a worker has ended; starting it again", slice=str(self.slice_id))
-            await trio.sleep(RESTART_S)
+            is_young = trio.current_time() - began_at < YOUNG_S
+            self._ended_young = self._ended_young + 1 if is_young else 0
+            pause_s = min(RESTART_S * 2 ** min(max(self._ended_young - 1, 0), 16), RESTART_S_MAX)
+            log.warning(
+                "a worker has ended; starting it again",
+                slice=str(self.slice_id),
+                ended_young=self._ended_young,
+                pause_s=pause_s,
+            )
+            await trio.sleep(pause_s)
 
     async def _talk(self, frames: Frames, listener: SliceListener) -> None:
         """Talks to a worker until it has gone, or hangs."""
@@ -176,9 +197,11 @@ class WorkerProcess:
             scope.cancel()
 
     async def _keep_pinging(self, scope: trio.CancelScope) -> None:
+        limit_s = START_S
         while True:
-            with trio.move_on_after(HANG_S) as waiting:
+            with trio.move_on_after(limit_s) as waiting:
                 await self._ask(Ping())
+            limit_s = HANG_S
             if waiting.cancelled_caught:
                 log.warning("a worker does not answer; killing it", slice=str(self.slice_id))
                 scope.cancel()
@@ -212,7 +235,7 @@ class WorkerProcess:
         if self._frames is None:
             # Where the indexer is being cancelled, its workers may have ended before their callers.
             await trio.lowlevel.checkpoint_if_cancelled()
-            raise SliceMissingError(self.slice_id, "does not run: its worker is being started")
+            raise SliceMissingError(self.slice_id, f"does not run: {self._reason()}")
         frames, call = self._frames, _Call()
         self._call_count += 1
         number = self._call_count
@@ -229,6 +252,15 @@ class WorkerProcess:
         if call.failure is not None:
             raise error_of(call.failure)
         return call.answer
+
+    def _reason(self) -> str:
+        """Why there is no worker."""
+        if self._ended_young < 2:
+            return "its worker is being started"
+        return (
+            f"{self._ended_young} workers in succession have ended within {YOUNG_S:g} s of their "
+            "start; the indexer's log says why"
+        )
 
     def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
         """Says which indexes there shall be."""
