@@ -366,6 +366,21 @@ async def test_requests_together_ask_once_whether_there_are_users(
             nursery.start_soon(check, access)
     assert asked == 1
 
+    async def fails() -> bool:
+        await trio.sleep(http_access.ASK_TIMEOUT_S)
+        raise BrokenError("away")
+
+    async def check_fails() -> None:
+        with pytest.raises(BrokenError):
+            await check(access)
+
+    access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
+    monkeypatch.setattr(access, "_ask_wants_log_in", fails)
+    with trio.fail_after(http_access.ASK_TIMEOUT_S + 1):
+        async with trio.open_nursery() as nursery:
+            for _ in range(10):
+                nursery.start_soon(check_fails)
+
 
 async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_path: Path) -> None:
     async with a_front(tmp_path, users_of_the_table()) as front:

@@ -12,6 +12,7 @@ import secrets
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections import OrderedDict
+from math import inf
 from typing import Final
 
 import attrs
@@ -89,7 +90,7 @@ class HttpAccess:
         self._asks_users = asks_users
         self._has_users: bool | None = None
         """Whether the server has users, as far as is known."""
-        self._has_users_until = 0.0
+        self._has_users_until = -inf
         self._key = secrets.token_bytes(32)
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         """By the hash of a name and a password, with a key that only this process knows."""
@@ -140,18 +141,22 @@ class HttpAccess:
         if self._address.security.credentials is not None:
             # The indexer itself would refuse a server without users.
             return True
-        if self._has_users is None or trio.current_time() >= self._has_users_until:
+        if trio.current_time() >= self._has_users_until:
             async with self._has_users_lock:
                 # Another request may have asked while this one waited.
-                if self._has_users is None or trio.current_time() >= self._has_users_until:
+                if trio.current_time() >= self._has_users_until:
                     await self._renew_has_users()
-        return bool(self._has_users)
+        if self._has_users is None:
+            raise BrokenError(f"{self._address} did not answer just before")
+        return self._has_users
 
     async def _renew_has_users(self) -> None:
         try:
             self._has_users = await self._ask_wants_log_in()
         except UprError:
             if self._has_users is None:
+                # Those who wait behind this question do not each wait for one of their own.
+                self._has_users_until = trio.current_time() + VERDICT_S
                 raise
         self._has_users_until = trio.current_time() + VERDICT_S
 
