@@ -160,7 +160,9 @@ def test_a_file_that_was_deleted_opens_nothing(tmp_path: Path) -> None:
     file = UsersFile(tmp_path)
     file.save(b"{}")
     (tmp_path / "users").unlink()
-    with pytest.raises(DataDirectoryError, match="users is missing, and without it everybody"):
+    with pytest.raises(
+        DataDirectoryError, match="users was deleted, or `upr-server init` did not finish"
+    ):
         file.load()
     # A directory that is older than the mark gets one when it is read.
     file.save(b"{}")
@@ -177,7 +179,7 @@ async def test_a_server_whose_file_of_users_was_deleted_does_not_start(tmp_path:
     async with open_store(tmp_path) as store:
         await UserStore(store).change(lambda users: users.with_user(ADMIN))
         (tmp_path / "users").unlink()
-        with pytest.raises(DataDirectoryError, match="users is missing"):
+        with pytest.raises(DataDirectoryError, match="users was deleted"):
             await UserStore(store).load()
 
 

@@ -45,8 +45,9 @@ class UsersFile:
             if not self._mark.exists():
                 return b""
             raise DataDirectoryError(
-                f"{self._path} is missing, and without it everybody could do everything: copy it "
-                "from a backup, or run `upr-server init` to get the users from another node or to "
+                f"{self._path} was deleted, or `upr-server init` did not finish; without it "
+                "everybody could do everything: copy it from a backup, or run `upr-server init` to "
+                "get the users from another node or to "
                 f"begin with new ones; to serve without users, remove {self._mark}, too"
             )
         data = self._read()
