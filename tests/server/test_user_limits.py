@@ -19,7 +19,8 @@ from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.users import BYTES_A_SECOND_MIN, Limits, User, Users, UsersError
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
-from upr_server.net.user_usage import BURST_S, ByteRate
+from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
+from upr_server.net.user_usage import BURST_S, DEBT_MAX_S, ByteRate
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITIONS: Final = 4
@@ -93,6 +94,9 @@ async def test_more_connections_are_refused_by_name(
 async def test_more_streams_are_refused_by_name(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
+    async with server_with(streams=PARTITIONS):
+        # As many as there may be.
+        await read("bob", end="now")
     async with server_with(streams=PARTITIONS + 1):
         await read("bob", end="now")
         async with trio.open_nursery() as nursery:
@@ -129,6 +133,88 @@ async def test_more_leases_are_refused_by_name_until_others_lapse(
             await acquire(4)
         seconds = 61.0
         await acquire(4)
+        # One that has lapsed counts again when it is renewed.
+        await client.renew_lease(2, time_to_live_s=60)
+        with pytest.raises(ServerError, match="user bob has 2 leases"):
+            await client.renew_lease(3, time_to_live_s=60)
+
+
+async def test_leases_count_by_bucket_and_from_the_servers_start(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    """Also those from before there was a limit. Each bucket may have a lease of the same ID."""
+    async with server_with() as server, connect(address("bob")) as client:
+        await client.acquire_lease(
+            [(PartitionId(0), SeqNo(0), SeqNo(0))], time_to_live_s=60, owner="bob", lease_id=1
+        )
+        (connection,) = server.connections.connections
+        usage = connection.context.log_in.usage
+        assert usage is not None
+        await server.users.change(lambda users: users.with_limits("bob", Limits(leases=1)))
+        now = connection.context.time()
+        with usage.acquiring_lease("b", 1, now):
+            pass
+        with (
+            pytest.raises(ServerError, match="user bob has 1 leases"),
+            usage.acquiring_lease("c", 1, now),
+        ):
+            pass
+
+
+async def test_a_lease_counts_if_its_asker_leaves_while_it_is_written(
+    network: MemoryNetwork, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_with(leases=1) as server:
+        (disk,) = server.catalog.disks.values()
+
+        async def never(*_: object) -> None:
+            await trio.sleep_forever()
+
+        monkeypatch.setattr(disk.leases, "acquire", never)
+        with trio.move_on_after(1):
+            async with connect(address("bob")) as client:
+                (connection,) = server.connections.connections
+                await client.acquire_lease(
+                    [(PartitionId(0), SeqNo(0), SeqNo(0))],
+                    time_to_live_s=60,
+                    owner="bob",
+                    lease_id=1,
+                )
+        await trio.sleep(1)
+        assert not server.connections.connections
+        usage = connection.context.log_in.usage
+        assert usage is not None
+        with (
+            pytest.raises(ServerError, match="user bob has 1 leases"),
+            usage.acquiring_lease("b", 2, connection.context.time()),
+        ):
+            pass
+
+
+async def test_a_removed_user_who_waits_to_be_written_to_ends_at_once(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with server_with(bytes_out=MIB) as server, connect(address("bob")) as client:
+        (connection,) = server.connections.connections
+        usage = connection.context.log_in.usage
+        assert usage is not None
+        usage.pause_after_writing(30 * MIB, trio.current_time())
+        await client.set("k", "v")
+        await trio.sleep(1)
+        await server.users.change(lambda users: users.without("bob"))
+        await trio.sleep(5)
+        assert not server.connections.connections
+
+
+async def test_the_servers_own_pause_does_not_count_as_the_peers(
+    autojump_clock: MockClock,
+) -> None:
+    frame = UnfinishedFrame(FrameBudget(), "address", lambda _reason: None)
+    frame.hold(1, trio.current_time(), is_new=True)
+    await frame.pause(60)
+    assert frame.lag_s(trio.current_time()) == 0
+    await trio.sleep(1)
+    assert frame.lag_s(trio.current_time()) == 1
 
 
 @pytest.mark.parametrize("publishers", [1, 4])
@@ -190,6 +276,8 @@ def test_bytes_of_a_second() -> None:
     assert rate.pause_s(MIB, MIB, 100.0) == 1
     assert rate.pause_s(MIB, MIB, 101.0) == 1
     assert rate.pause_s(0, MIB, 200.0) == 0
+    # Nobody waits for ever.
+    assert rate.pause_s(10**12, MIB, 200.0) == DEBT_MAX_S
 
 
 def test_limits_that_cannot_be() -> None:

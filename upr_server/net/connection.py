@@ -279,7 +279,7 @@ class AcceptedConnection:
     async def _pause_reading(self, pause_s: float) -> None:
         if pause_s:
             self._is_unread = True
-            await trio.sleep(pause_s)
+            await self._frame.pause(pause_s)
             self._is_unread = False
 
     async def _wait_for_frame_memory(self) -> None:
@@ -410,7 +410,13 @@ class AcceptedConnection:
     async def _pause_writing(self) -> None:
         if self._write_pause_s:
             pause_s, self._write_pause_s = self._write_pause_s, 0.0
-            await trio.sleep(pause_s)
+            deadline = trio.current_time() + pause_s
+            # A session that is over, as its user was removed, ends at once.
+            while self.session.state is not SessionState.CLOSED:
+                with trio.move_on_at(deadline) as scope:
+                    await self._to_send.wait()
+                if scope.cancelled_caught:
+                    return
 
     def _send(self) -> int:
         """Gives the socket what there is to send; what it does not take at once is left in

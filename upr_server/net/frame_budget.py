@@ -100,6 +100,13 @@ class UnfinishedFrame:
         self._since = trio.current_time()
         self._is_reading = True
 
+    async def pause(self, pause_s: float) -> None:
+        """Waits so long, as the server does not read; the peer is not the slower for it."""
+        self._is_reading = False
+        await trio.sleep(pause_s)
+        self._since = trio.current_time()
+        self._is_reading = self.nbytes > 0
+
     def release(self) -> None:
         """The connection holds nothing any more."""
         self._is_reading = False

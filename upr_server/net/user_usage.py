@@ -18,6 +18,9 @@ from upr_server.user_store import UserStore
 BURST_S: Final = 0.25
 """Whoever had not used a limit of bytes may exceed it by what it allows in so long a time."""
 
+DEBT_MAX_S: Final = 60.0
+"""Nobody waits longer for bytes that were read or written before, however many they were."""
+
 
 class ByteRate:
     """The bytes of one user in one direction."""
@@ -38,7 +41,8 @@ class ByteRate:
         """
         if not limit:
             return 0.0
-        self._free_at = max(self._free_at, now - BURST_S) + nbytes / limit
+        free_at = max(self._free_at, now - BURST_S) + nbytes / limit
+        self._free_at = min(free_at, now + DEBT_MAX_S)
         return max(0.0, self._free_at - now)
 
 
@@ -55,8 +59,8 @@ class UserUsage:
         self._users = users
         self._sessions: dict[ServerSession, None] = {}
         self._read, self._written = ByteRate(), ByteRate()
-        self._leases: dict[int, float] = {}
-        """By lease that the user has acquired or renewed here, when it lapses."""
+        self._leases: dict[tuple[str, int], float] = {}
+        """By bucket and lease that the user has acquired or renewed here, when it lapses."""
         self._acquiring = 0
 
     @property
@@ -86,43 +90,44 @@ class UserUsage:
         self._sessions.pop(session, None)
 
     def check_streams(self) -> None:
-        """Checks that the user may have one more stream. O(connections), where there is a limit.
+        """Checks that the user may have a stream that its session has already. O(connections),
+        where there is a limit.
 
         Raises:
             ServerError: `LIMIT_REACHED`: there are too many.
         """
         if limit := self.limits.streams:
             count = sum([len(session.streams) for session in self._sessions])
-            self._check("streams", count, limit)
+            self._check("streams", count - 1, limit)
 
     @contextmanager
-    def acquiring_lease(self, lease_id: int, now: float) -> Iterator[None]:
-        """Checks that the user may have one more lease, which is acquired in the context. To ask
-        again for one makes no second one.
+    def acquiring_lease(self, bucket: str, lease_id: int, now: float) -> Iterator[None]:
+        """Checks that the user may have a lease, which is acquired or renewed in the context. To
+        ask again for one makes no second one.
 
         Args:
+            bucket: The lease's bucket.
             lease_id: The lease.
             now: Seconds since 1970.
 
         Raises:
             ServerError: `LIMIT_REACHED`: there are too many.
         """
-        if limit := self.limits.leases:
-            self._leases = {lease: end for lease, end in self._leases.items() if end > now}
-            if lease_id not in self._leases:
-                self._check("leases", len(self._leases) + self._acquiring, limit)
+        self._leases = {lease: end for lease, end in self._leases.items() if end > now}
+        if (bucket, lease_id) not in self._leases:
+            self._check("leases", len(self._leases) + self._acquiring, self.limits.leases)
         self._acquiring += 1
         try:
             yield
         finally:
             self._acquiring -= 1
 
-    def note_lease(self, lease_id: int, lapses_at: float) -> None:
+    def note_lease(self, bucket: str, lease_id: int, lapses_at: float) -> None:
         """The user has acquired or renewed a lease; or released it, if it lapses at 0."""
         if not lapses_at:
-            self._leases.pop(lease_id, None)
-        elif self.limits.leases:
-            self._leases[lease_id] = lapses_at
+            self._leases.pop((bucket, lease_id), None)
+        else:
+            self._leases[bucket, lease_id] = lapses_at
 
     def pause_after_reading(self, nbytes: int, now: float) -> float:
         """Counts bytes that were read, and says how long to wait before more are read."""

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import trio
+
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Lease, LeaseAction, LeaseReply
 from upr_server.net.request_context import RequestContext
 from upr_server.storage.calls import MeasureRanges
+from upr_server.storage.records import LeaseRecord
 
 
 def lease(context: RequestContext, request: Lease) -> None:
     """Acquires, renews or releases a lease."""
     disk, usage = context.disk, context.log_in.usage
 
+    async def grant() -> LeaseRecord:
+        lease_id, time_to_live_s = request.lease_id, request.time_to_live_s
+        lapses_at = context.time() + time_to_live_s
+        try:
+            if request.action is LeaseAction.ACQUIRE:
+                granted = await disk.leases.acquire(
+                    lease_id, request.owner, request.ranges, time_to_live_s
+                )
+            else:
+                granted = await disk.leases.renew(lease_id, time_to_live_s)
+        except trio.Cancelled:
+            # Whoever asked has left. The disk may have written the lease, and then it counts.
+            if usage is not None:
+                usage.note_lease(disk.bucket.name, lease_id, lapses_at)
+            raise
+        if usage is not None:
+            usage.note_lease(disk.bucket.name, granted.lease_id, lapses_at)
+        return granted
+
     async def answer() -> None:
         async with disk.maintenance.paused():
             if request.action is LeaseAction.RELEASE:
                 await disk.leases.release(request.lease_id)
                 if usage is not None:
-                    usage.note_lease(request.lease_id, 0)
+                    usage.note_lease(disk.bucket.name, request.lease_id, 0)
                 context.send(LeaseReply(request.lease_id, 0, opaque=request.opaque))
                 return
             if request.action is LeaseAction.ACQUIRE:
@@ -27,18 +49,12 @@ def lease(context: RequestContext, request: Lease) -> None:
                     # A copy may lag: what is persisted there is not all that was acknowledged.
                     if partition_number < len(disk.bucket.partitions):
                         context.active_partition(PartitionId(partition_number))
-                with (
-                    nullcontext()
-                    if usage is None
-                    else usage.acquiring_lease(request.lease_id, context.time())
-                ):
-                    granted = await disk.leases.acquire(
-                        request.lease_id, request.owner, request.ranges, request.time_to_live_s
-                    )
-            else:
-                granted = await disk.leases.renew(request.lease_id, request.time_to_live_s)
-            if usage is not None:
-                usage.note_lease(granted.lease_id, context.time() + granted.time_to_live_s)
+            with (
+                nullcontext()
+                if usage is None
+                else usage.acquiring_lease(disk.bucket.name, request.lease_id, context.time())
+            ):
+                granted = await grant()
         sizes = await disk.ask(MeasureRanges(disk.bucket.name, granted.ranges))
         ranges = tuple(
             (
