@@ -26,6 +26,7 @@ from upr_server.engine import (
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
+from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
 
 NOW: Final = 1e9
@@ -207,6 +208,27 @@ def test_a_cut_forgets_the_answers_above_it() -> None:
     check_memory(partition, memory)
 
 
+def test_a_cut_keeps_the_later_answer_to_a_batch_below_it() -> None:
+    """A task runs again, and sends what it had sent before the cut: its answer is newer than the
+    cut, but its effect is not undone. Forgotten, the batch would be applied twice."""
+    token, high = WriterToken(bytes(16), 1), SeqNo(40)
+    result = MutateResult(HistoryId(1), SeqNo(20), SeqNo(20), Cas(20))
+    active, replica, late = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(3))
+    active.remember(token, result, SeqNo(20))
+    replica.add_received(active.between(SeqNo(0), SeqNo(20)))
+    again = batch_of(Chunk.build([Mutation(Operation.SET, b"k", b"")]), token, attempt=2)
+    assert active.answer_unless_new(again, high) is not None
+    for copy in (replica, late):
+        copy.add_received(active.between(SeqNo(0), high))
+    for batches in (active, replica, late):
+        assert batches.tokens_above(SeqNo(30)) == batches.truncate(SeqNo(30)) == []
+        assert not batches.is_new(again)
+        batches.check_invariants()
+        assert batches.truncate(SeqNo(19)) == [token]
+        assert batches.is_new(again)
+        batches.check_invariants()
+
+
 class Replicated(RuleBasedStateMachine):
     """One partition's answers are given to another, which is cut like the first. All are within the
     window: what later answers have pushed out does not come back when these are cut."""
@@ -222,6 +244,10 @@ class Replicated(RuleBasedStateMachine):
         self.counters: dict[bytes, int] = {}
         self.given: list[tuple[int, WriterToken, bytes]] = []
         """Every answer that counts, in order."""
+        self.applied: dict[WriterToken, int] = {}
+        """The high number with each batch's effect."""
+        self.disk: dict[WriterToken, bytes] = {}
+        """What the source's disk has."""
 
     @rule(
         who=st.integers(0, 2),
@@ -236,14 +262,41 @@ class Replicated(RuleBasedStateMachine):
         token, answer = WriterToken(writer, counter), bytes([len(self.given) % 256]) * size
         self.source.remember(token, answer, self.high)
         self.given.append((self.high, token, answer))
+        self.applied[token] = self.high
+
+    @rule(who=st.integers(0, 2), moves=st.integers(0, 2))
+    def replace(self, who: int, moves: int) -> None:
+        """A task that runs again sends its newest batch again: the answer has a newer attempt."""
+        newest = self.source.newest(bytes([who]) * 16)
+        if newest is not None:
+            self.high += moves
+            token, answer = newest[0], newest[1] + b"again"
+            self.source.replace_newest(token, answer, self.high, 0)
+            self.given = [row for row in self.given if row[1] != token]
+            self.given.append((self.high, token, answer))
+
+    @rule(share=st.floats(0, 1))
+    def save(self, share: float) -> None:
+        through = int(share * self.high)
+        for token, answer in self.source.take_unsaved(through).items():
+            if answer is None:
+                self.disk.pop(token, None)
+            else:
+                self.disk[token] = answer
+        for writer, counter, _, answer in self.source.between(0, through):
+            assert self.disk[WriterToken(writer, counter)] == answer
 
     @rule()
     def copy(self) -> None:
         """A snapshot that ends at the high number is streamed."""
         for writer, counter, seq, answer in self.source.between(self.copied, self.high):
             newest = self.replica.newest(writer)
+            token = WriterToken(writer, counter)
             if newest is None or newest[0].counter < counter:
-                self.replica.remember(WriterToken(writer, counter), answer, seq)
+                self.replica.remember(token, answer, seq)
+                self.replica.note_applied(token, self.applied[token])
+            elif newest[0] == token and newest[1] != answer:
+                self.replica.replace_newest(token, answer, seq, 0)
         self.copied = self.high
         self.replica.take_unsaved(self.high)
         assert self.replica.between(0, self.high) == self.source.between(0, self.high)
@@ -253,14 +306,18 @@ class Replicated(RuleBasedStateMachine):
         """Both go back."""
         self.copy()
         to = int(share * self.high)
-        gone = [token for high, token, _ in self.given if high > to]
-        known = set(self.source.truncate(to))
-        assert known <= set(gone)
-        assert {
-            token for high, token, _ in self.given if high > to and self.recalled(token)
-        } == set()
+        gone = {token for _, token, _ in self.given if self.applied[token] > to}
+        tokens = self.source.truncate(to)
+        for token in tokens:
+            self.disk.pop(token, None)
+        assert {token for token in self.applied if self.recalled(token)} & gone == set()
+        assert [token for token in tokens if self.recalled(token)] == []
         self.replica.truncate(to)
-        self.given = [row for row in self.given if row[0] <= to]
+        self.given = [
+            (min(high, to), token, answer)
+            for high, token, answer in self.given
+            if token not in gone
+        ]
         self.high = self.copied = to
 
     def recalled(self, token: WriterToken) -> bool:

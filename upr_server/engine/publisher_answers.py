@@ -82,9 +82,11 @@ class _Change(msgspec.Struct, eq=False, gc=False):
     Attributes:
         token: The batch's name.
         answer: The answer; None for a change that forgets one.
-        high: The partition's high number then, which never falls.
+        high: The partition's high number then, which never falls but in a truncation.
         nbytes: What an answer takes while it is remembered, about.
         is_forgotten: Whether the answer was forgotten since.
+        applied_high: The high number with the batch's effect, where this is a later answer to it;
+            None where it is `high`.
     """
 
     token: WriterToken
@@ -92,6 +94,13 @@ class _Change(msgspec.Struct, eq=False, gc=False):
     high: int
     nbytes: int = 0
     is_forgotten: bool = False
+    applied_high: int | None = None
+
+    def outlives(self, seq: int) -> bool:
+        """Whether the answer is still true after a truncation to `seq`, below `high`: the batch had
+        its effect at or below `seq`."""
+        applied_high = self.applied_high
+        return not self.is_forgotten and applied_high is not None and applied_high <= seq
 
 
 class _WriterAnswers:
@@ -294,8 +303,16 @@ class PublisherAnswers:
     def replace_newest(self, token: WriterToken, answer: bytes, high: int, attempt: int) -> None:
         """Keeps another answer to the writer's newest batch. O(1), beside what it forgets."""
         answers = self._writers[token.writer]
-        self._forget(answers.by_counter[token.counter], answers, high)
+        replaced = answers.by_counter[token.counter]
+        applied_high = replaced.high if replaced.applied_high is None else replaced.applied_high
+        self._forget(replaced, answers, high)
         self.remember(token, answer, high, attempt)
+        self.note_applied(token, applied_high)
+
+    def note_applied(self, token: WriterToken, applied_high: int) -> None:
+        """Notes that a remembered batch had its effect at a lower high number than that of its
+        answer. O(1)."""
+        self._writers[token.writer].by_counter[token.counter].applied_high = applied_high
 
     def _forget(self, change: _Change, answers: _WriterAnswers, high: int) -> None:
         nbytes = change.nbytes
@@ -337,21 +354,30 @@ class PublisherAnswers:
         ]
 
     def tokens_above(self, seq: int) -> list[WriterToken]:
-        """The tokens of answers given at numbers above `seq`. O(answers)."""
+        """The tokens of answers given at numbers above `seq`, except those to batches that had
+        their effect at or below it. O(answers)."""
         # Of forgotten answers, too: the disk may not know yet that they are forgotten.
-        first = bisect_left(self._order, seq + 1, key=_HIGH)
-        return list(dict.fromkeys(change.token for change in self._order[first:]))
+        changes = self._order[bisect_left(self._order, seq + 1, key=_HIGH) :]
+        outliving = {change.token for change in changes if change.outlives(seq)}
+        tokens = dict.fromkeys(change.token for change in changes)
+        return [token for token in tokens if token not in outliving]
 
     def truncate(self, seq: int) -> list[WriterToken]:
-        """Forgets the answers given at numbers above `seq`, as if they had never been. O(answers).
+        """Forgets the answers given at numbers above `seq`, as if they had never been. A later
+        answer to a batch that had its effect at or below `seq` stays, as if given at `seq`: the
+        batch must not be applied again. O(answers).
 
         Returns:
-            Their tokens.
+            The tokens of those forgotten.
         """
         tokens = self.tokens_above(seq)
         first = bisect_left(self._order, seq + 1, key=_HIGH)
+        outliving: dict[WriterToken, _Change] = {}
         for change in self._order[first:]:
             if change.is_forgotten:
+                continue
+            if change.outlives(seq):
+                outliving[change.token] = change
                 continue
             writer, nbytes = change.token.writer, change.nbytes
             answers = self._writers[writer]
@@ -367,8 +393,15 @@ class PublisherAnswers:
         del self._order[first:]
         unsaved = self._unsaved or {}
         for change in list(takewhile(lambda change: change.high > seq, reversed(unsaved))):
+            if change.token in outliving and not change.is_forgotten:
+                # The answer, or that the one before it is forgotten: the disk must hear of both.
+                change.high = seq
+                continue
             del unsaved[change]
             self._count(-UNSAVED_BYTES - (change.nbytes if change.is_forgotten else 0))
+        for change in outliving.values():
+            change.high = seq
+            self._order.append(change)
         return tokens
 
     def _count(self, nbytes: int) -> None:

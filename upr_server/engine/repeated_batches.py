@@ -160,7 +160,11 @@ class RepeatedBatches:
             token = WriterToken(writer, counter)
             newest = self._answers.newest(writer)
             if newest is None or newest[0].counter < counter:
-                self._answers.remember(token, answer, seq, unpack(answer).attempt)
+                result = unpack(answer)
+                self._answers.remember(token, answer, seq, result.attempt)
+                # It may be a later answer to a batch whose first answer never came here.
+                if 0 < result.last_seq < seq:
+                    self._answers.note_applied(token, result.last_seq)
             elif newest[0] == token and newest[1] != answer:
                 self._answers.replace_newest(token, answer, seq, unpack(answer).attempt)
 
