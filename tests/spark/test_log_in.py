@@ -13,8 +13,10 @@ from pyspark.sql import SparkSession
 from tests.kit.certificates import Certificates
 from tests.kit.threaded import trio_thread
 from tests.server.test_log_in import server_with_users
+from upr_protocol.security import Credentials
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import Options
+from upr_protocol.spark.read_options import ReadOptions
 
 
 @pytest.fixture
@@ -65,3 +67,12 @@ def test_options_that_do_not_fit(options: dict[str, str]) -> None:
         with pytest.raises(OptionError, match=sentence) as caught:
             Options({**options, **changes}).address()
         assert "pencil" not in str(caught.value)
+
+
+def test_an_indexer_is_asked_as_that_user(options: dict[str, str]) -> None:
+    index = {"index": "d/city", "indexer": "https://indexer.example:12080"}
+    query = ReadOptions.parse({**options, **index}).index
+    assert query is not None
+    assert query.security.credentials == Credentials("bob", password_file=options["passwordFile"])
+    with pytest.raises(OptionError, match="would read the password"):
+        ReadOptions.parse({**options, **index, "indexer": "http://indexer.example:12080"})

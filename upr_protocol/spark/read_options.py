@@ -326,7 +326,8 @@ def _index(options: Options, address: Address) -> IndexQuery | None:
         indexer = options.required("indexer", "http://127.0.0.1:12080")
     # The files of the options are those of the server, too, which may be the only one encrypted.
     is_encrypted = indexer.startswith("https://")
-    security = Security(address.security.tls if is_encrypted else None)
+    tls = address.security.tls if is_encrypted else None
+    security = Security(tls, address.security.credentials)
     try:
         IndexClient(indexer, security).close()
     except ValueError as error:
