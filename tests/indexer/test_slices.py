@@ -28,11 +28,13 @@ from tests.indexer.kit import (
     until_ready,
     workers_in_the_loop,
 )
-from upr_protocol.client import Client, connect
+from upr_protocol.client import Address, Client, connect
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.app import Server
 from upr_server.indexer import worker_process as worker_process_module
+from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.designs import Designs
 from upr_server.indexer.directory import remove_other_slices
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import Indexer
@@ -339,3 +341,17 @@ async def test_a_worker_may_take_long_to_start(
     with trio.move_on_after(61):
         await holder.run(NoListener())
     assert starts == pytest.approx([0, 60.5])
+
+
+async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> None:
+    holders = [WorkerProcess(SliceId(part, 2), config=b"", pool_bytes=1) for part in range(2)]
+    designs = Designs(Address.parse("upr://h/b"), "indexer", holders)
+    designs.report(0, CatalogReport({}, 0))
+    with pytest.raises(SliceMissingError, match="slice 1 of 2 has yet to say"):
+        designs.find(name_of("d/city"))
+    designs.report(1, CatalogReport({}, 0))
+    async with trio.open_nursery() as nursery:
+        await designs._reconcile(nursery)
+        nursery.cancel_scope.cancel()
+    with pytest.raises(NoIndexError):
+        designs.find(name_of("d/city"))

@@ -54,6 +54,7 @@ class Designs:
         self._overlay = Overlay(self.confirm, self._redefine)
         self._announcements = Announcements(address, consumer, self._streamed, self._overlay)
         self._definitions: dict[IndexName, IndexDefinition] = {}
+        self._is_known = False
         self._mistakes: dict[str, str] = {}
         self._is_redefined = False
         self._redefined = Notifier()
@@ -75,8 +76,13 @@ class Designs:
 
         Raises:
             NoIndexError: No index has this name.
+            SliceMissingError: That is not known yet: not every slice has said which there are.
         """
         definition = self._definitions.get(name)
+        if definition is None and not self._is_known:
+            silent = (h for h in self._holders if h.slice_id.index not in self._reports)
+            holder = next(silent, self._holders[0])
+            raise SliceMissingError(holder.slice_id, "has yet to say which indexes there are")
         if definition is None:
             raise NoIndexError(f"there is no index {name}; `upr index list` names all")
         return definition
@@ -206,6 +212,7 @@ class Designs:
             wanted.setdefault(name, definition)
         is_changed = wanted != self._definitions
         self._definitions = wanted
+        self._is_known = True
         new_slices, self._new_slices = self._new_slices, set()
         for holder in self._holders:
             if is_changed or holder.slice_id.index in new_slices:

@@ -106,6 +106,7 @@ class Scanner:
 
         Raises:
             NoIndexError: No index has this name.
+            SliceMissingError: The indexer starts, and does not know yet.
         """
         definition = self._designs.find(name)
         newest_seqs = await self._server_progress.seqs()
