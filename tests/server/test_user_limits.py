@@ -94,9 +94,15 @@ async def test_more_connections_are_refused_by_name(
 async def test_more_streams_are_refused_by_name(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    async with server_with(streams=PARTITIONS):
-        # As many as there may be.
-        await read("bob", end="now")
+    # As many as there may be, at a time, and no more.
+    async with server_with(streams=PARTITIONS) as server, trio.open_nursery() as nursery:
+        nursery.start_soon(read, "bob")
+        await trio.sleep(1)
+        with pytest.raises(ServerError, match="user bob has 4 streams"):
+            await read("bob")
+        (connection,) = server.connections.connections
+        assert len(connection.session.streams) == PARTITIONS
+        nursery.cancel_scope.cancel()
     async with server_with(streams=PARTITIONS + 1):
         await read("bob", end="now")
         async with trio.open_nursery() as nursery:
