@@ -316,6 +316,8 @@ async def _start(
     with worker_socket, ExitStack() as undo:
         undo.callback(own_socket.close)
         command = (
+            # Without -P, modules in the working directory would be imported.
+            "-P",
             "-c",
             _MAIN,
             str(worker_socket.fileno()),

@@ -81,7 +81,9 @@ def _run(
     """Runs one process. Returns the stage to go on with if it died, else None."""
     reading, writing = os.pipe()
     arguments = [str(writing), str(path), name, task, str(first_stage)]
-    command = [sys.executable, "-c", _MAIN, *arguments, msgspec.json.encode(options).decode()]
+    # Without -P, modules in the working directory would be imported.
+    command = [sys.executable, "-P", "-c", _MAIN, *arguments]
+    command.append(msgspec.json.encode(options).decode())
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(writing,))
     finally:
