@@ -117,6 +117,7 @@ def write(client: BlockingClient, value: str) -> None:
     client.apply(Mutation(Operation.SET, key.encode(), value.encode()) for key in KEYS)
 
 
+@thorough
 @pytest.mark.timeout(240)
 def test_a_driver_that_dies_reads_its_batch_again(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
