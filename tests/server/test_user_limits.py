@@ -197,6 +197,25 @@ async def test_a_lease_counts_if_its_asker_leaves_while_it_is_written(
             pass
 
 
+async def test_leases_whose_ids_are_not_known_count_one_by_one(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    """The IDs were to be drawn, and those who asked left before they heard of them."""
+    async with server_with(leases=2) as server, connect(address("bob")):
+        (connection,) = server.connections.connections
+        usage = connection.context.log_in.usage
+        assert usage is not None
+        now = connection.context.time()
+        for _ in range(2):
+            with usage.acquiring_lease("b", 0, now):
+                usage.note_lease("b", 0, now + 60)
+        with (
+            pytest.raises(ServerError, match="user bob has 2 leases"),
+            usage.acquiring_lease("b", 0, now),
+        ):
+            pass
+
+
 async def test_a_removed_user_who_waits_to_be_written_to_ends_at_once(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:

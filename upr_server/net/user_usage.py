@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Final
 
 from upr_protocol.errors import ServerError, Status
@@ -61,6 +62,8 @@ class UserUsage:
         self._read, self._written = ByteRate(), ByteRate()
         self._leases: dict[tuple[str, int], float] = {}
         """By bucket and lease that the user has acquired or renewed here, when it lapses."""
+        self._unknown_ids = count(-1, -1)
+        """For leases whose IDs were drawn, and not heard of."""
         self._acquiring = 0
 
     @property
@@ -80,9 +83,9 @@ class UserUsage:
         Raises:
             ServerError: `TOO_MANY`: there are too many connections.
         """
-        count = len(self._sessions)
+        connection_count = len(self._sessions)
         # Clients wait, and try again.
-        self._check("connections", count, self.limits.connections, Status.TOO_MANY)
+        self._check("connections", connection_count, self.limits.connections, Status.TOO_MANY)
         self._sessions[session] = None
 
     def disconnect(self, session: ServerSession) -> None:
@@ -97,8 +100,8 @@ class UserUsage:
             ServerError: `LIMIT_REACHED`: there are too many.
         """
         if limit := self.limits.streams:
-            count = sum([len(session.streams) for session in self._sessions])
-            self._check("streams", count - 1, limit)
+            stream_count = sum([len(session.streams) for session in self._sessions])
+            self._check("streams", stream_count - 1, limit)
 
     @contextmanager
     def acquiring_lease(self, bucket: str, lease_id: int, now: float) -> Iterator[None]:
@@ -123,11 +126,12 @@ class UserUsage:
             self._acquiring -= 1
 
     def note_lease(self, bucket: str, lease_id: int, lapses_at: float) -> None:
-        """The user has acquired or renewed a lease; or released it, if it lapses at 0."""
+        """The user has acquired or renewed a lease; or released it, if it lapses at 0. The ID is 0
+        for a lease that may be there, and whose ID is not known."""
         if not lapses_at:
             self._leases.pop((bucket, lease_id), None)
         else:
-            self._leases[bucket, lease_id] = lapses_at
+            self._leases[bucket, lease_id or next(self._unknown_ids)] = lapses_at
 
     def pause_after_reading(self, nbytes: int, now: float) -> float:
         """Counts bytes that were read, and says how long to wait before more are read."""
