@@ -59,7 +59,7 @@ def test_every_crash_leaves_the_last_commit_that_was_reported_or_the_one_under_w
     assert tally.torn > STATES_MIN / 4
     # Some crashes came so late that their commit was there, and what is left can be written on.
     assert tally.newer > STATES_MIN / 50
-    assert tally.written_on > 100
+    assert tally.written_on > effort(50, 100)
 
 
 def test_a_disk_that_confirms_writes_too_early_is_detected(recorded: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import trio
 from click.testing import CliRunner
 
+from tests.kit.effort import effort
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.peer import Peer, peer
 from tests.kit.process import (
@@ -286,7 +287,7 @@ def assert_shut_down(heard: list[Message], streams: int) -> None:
     assert last.status == Status.SHUTTING_DOWN
 
 
-@pytest.mark.parametrize("signal_number", SIGNALS)
+@pytest.mark.parametrize("signal_number", effort(SIGNALS[:1], SIGNALS))
 async def test_stopped_it_ends_streams_with_the_reason(
     settings: Path, signal_number: signal.Signals
 ) -> None:
@@ -339,7 +340,7 @@ async def take_nothing(server: ServerProcess, bad: Peer) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="buffers elsewhere may hold it all")
-@pytest.mark.parametrize("signal_number", SIGNALS)
+@pytest.mark.parametrize("signal_number", effort(SIGNALS[:1], SIGNALS))
 async def test_stopped_it_waits_for_a_peer_that_reads_nothing_no_longer_than_its_deadline(
     signal_number: signal.Signals,
 ) -> None:
@@ -399,7 +400,9 @@ async def test_a_second_signal_with_unsaved_data_says_so_by_its_exit_code() -> N
         assert "data that was only in memory is lost" in server.log_text
 
 
-@pytest.mark.parametrize("limit", ["-n 12", "-n 15", "-v 100000", "-v 250000"])
+@pytest.mark.parametrize(
+    "limit", effort(["-n 15", "-v 100000"], ["-n 12", "-n 15", "-v 100000", "-v 250000"])
+)
 async def test_a_start_without_what_it_needs_is_one_sentence(limit: str, tmp_path: Path) -> None:
     serve = ("serve", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
     finished = await run(("sh", "-c", f'ulimit {limit} && exec "$@"', "sh", *UPR_SERVER, *serve))
@@ -430,7 +433,7 @@ async def test_a_start_without_threads_is_one_sentence(command: str, tmp_path: P
     assert finished.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("delay_s", [0.1, 0.2, 0.3, 0.4, 0.6])
+@pytest.mark.parametrize("delay_s", effort([0.1, 0.4], [0.1, 0.2, 0.3, 0.4, 0.6]))
 async def test_ctrl_c_during_the_start_ends_it_without_a_traceback(
     delay_s: float, tmp_path: Path
 ) -> None:

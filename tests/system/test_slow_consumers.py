@@ -195,6 +195,7 @@ async def test_a_consumer_that_is_stopped_inside_a_snapshot(tmp_path: Path) -> N
             await there.end(following, 1)
 
 
+@thorough
 @pytest.mark.timeout(600)
 async def test_many_consumers_that_are_stopped(tmp_path: Path) -> None:
     many = effort(50, 500)
