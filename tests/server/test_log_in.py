@@ -15,30 +15,44 @@ from trio.testing import MockClock
 
 from tests.kit.audit_notes import AuditNotes
 from tests.kit.certificates import Authority, Certificates
-from tests.kit.peer import Peer
+from tests.kit.peer import Peer, sets
 from tests.kit.proxy import proxy_to
 from tests.protocol.session.kit import encoded, frames, hello
+from upr_protocol.chunk import Bundle
 from upr_protocol.client import Address, BlockingClient, connect, consume, publisher
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
+from upr_protocol.hashing import partition_of
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
 from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient, new_verifier
 from upr_protocol.security import Credentials, Security, TlsSettings
 from upr_protocol.transport import TlsStream, encrypted_to_server
-from upr_protocol.users import Grant, Right, User, Users, UsersError
+from upr_protocol.users import (
+    BYTES_A_SECOND_MIN,
+    Grant,
+    Limits,
+    Right,
+    User,
+    Users,
+    UsersError,
+)
 from upr_protocol.wire import (
     CreateBucket,
     Error,
     ListBuckets,
+    ListBucketsReply,
     LoggedIn,
     LogIn,
     LogInChallenge,
     LogInResponse,
+    Mutate,
+    MutateReply,
     Noop,
     Open,
     Stats,
 )
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.net.frame_budget import FRAME_TIMEOUT_S
 from upr_server.runtime import FAILURE_DELAY_S, FAILURES_MAX, FailedLogIns, network_of
 from upr_server.runtime.failed_log_ins import HOSTS_MAX
 from upr_server.storage.simulated import SimulatedStore
@@ -406,6 +420,63 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
         assert sorted(statuses) == [Status.TOO_MANY] * 5 + [Status.LOG_IN_FAILED] * FAILURES_MAX
         assert trio.current_time() - began >= FAILURE_DELAY_S
         assert (failures.failed, failures.refused) == (FAILURES_MAX, 5)
+
+
+async def test_nothing_behind_a_log_in_that_fails_tells_of_it_early(
+    autojump_clock: MockClock,
+) -> None:
+    """Whatever comes with the answer to the challenge, a failure is told after its delay."""
+    async with server_with_users() as server:
+        server.connections.resources.log_ins.failure_delay_s = FAILURE_DELAY_S
+        for message in (Noop(), ListBuckets(opaque=1), LogInResponse(b"")):
+            async with stranger(server) as peer:
+                client, challenge = await challenged(peer, "bob", "pen")
+                began = trio.current_time()
+                await peer.send(LogInResponse(client.final(challenge)), message)
+                await peer.expect_error(Status.LOG_IN_FAILED)
+                assert trio.current_time() - began >= FAILURE_DELAY_S
+
+
+async def test_what_comes_with_the_log_in_waits_for_what_the_user_owes(
+    autojump_clock: MockClock,
+) -> None:
+    """Or each new connection would have some bytes read beyond the user's limit."""
+    users = USERS.with_limits("bob", Limits(bytes_in=BYTES_A_SECOND_MIN))
+    async with server_with_users(users) as server:
+        usage = server.connections.resources.log_ins.usages.of("bob")
+        async with stranger(server) as peer:
+            client, challenge = await challenged(peer, "bob", "pencil")
+            usage.pause_after_reading(30 * BYTES_A_SECOND_MIN, trio.current_time())
+            began = trio.current_time()
+            await peer.send(LogInResponse(client.final(challenge)), ListBuckets(opaque=1))
+            await peer.expect(LoggedIn)
+            assert trio.current_time() - began < 1
+            await peer.expect(ListBucketsReply)
+            assert 25 < trio.current_time() - began < 35
+
+
+async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
+    autojump_clock: MockClock,
+) -> None:
+    """The user's limit has the server read nothing for longer than a frame may stop."""
+    users = USERS.with_limits("bob", Limits(bytes_in=BYTES_A_SECOND_MIN))
+    async with server_with_users(users) as server, stranger(server) as peer:
+        client, challenge = await challenged(peer, "bob", "pencil")
+        await peer.send(LogInResponse(client.final(challenge)))
+        await peer.expect(LoggedIn)
+        await peer.open("b")
+        bundle = Bundle.of_one(partition_of(b"k", 4), sets([(b"k", b"v" * 1000)]))
+        frame = b"".join(bytes(piece) for piece in Mutate(bundle, opaque=peer.opaque()).frame())
+        usage = server.connections.resources.log_ins.usages.of("bob")
+        usage.pause_after_reading(50 * BYTES_A_SECOND_MIN, trio.current_time())
+        began = trio.current_time()
+        await peer.send_bytes(frame[:500])
+        await trio.sleep(40)
+        assert trio.current_time() - began > FRAME_TIMEOUT_S
+        await peer.send_bytes(frame[500:])
+        await peer.expect(MutateReply)
+        assert trio.current_time() - began > 45
+        assert server.connections.resources.frame_budget.dropped == 0
 
 
 async def test_it_is_noted_which_host_must_wait() -> None:

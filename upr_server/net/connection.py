@@ -24,7 +24,15 @@ from upr_protocol.transport import (
     write_now,
     write_rest,
 )
-from upr_protocol.wire import BEFORE_READY, CloseStream, Error, Message, Mutate
+from upr_protocol.wire import (
+    BEFORE_READY,
+    CloseStream,
+    Error,
+    LogIn,
+    LogInResponse,
+    Message,
+    Mutate,
+)
 from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
 from upr_server.net.handlers.single_sets import apply_sets
@@ -46,6 +54,8 @@ CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
 
 _CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
+
+_LOG_IN: Final = (LogIn, LogInResponse)
 
 Continuation = Callable[[], Awaitable[None]]
 """What a reader waits for before it goes on."""
@@ -231,6 +241,7 @@ class AcceptedConnection:
         handled_before, events = self._handled_count, self.session.events()
         try:
             while (continuation := self._handle_in_step(events)) is not None:
+                self._note_ready()
                 await continuation()
         except RemoteProtocolError as error:
             log.warning(
@@ -240,9 +251,12 @@ class AcceptedConnection:
                 status=error.status.name,
                 error=str(error),
             )
+        self._note_ready()
+        return self._handled_count > handled_before
+
+    def _note_ready(self) -> None:
         if self.session.state not in BEFORE_READY:
             self._ready.set()
-        return self._handled_count > handled_before
 
     def _handle_in_step(self, events: Iterator[Message]) -> Continuation | None:
         """Handles frames for one step, and writes what that has made for this connection and for
@@ -270,11 +284,23 @@ class AcceptedConnection:
                 if steps is not None:
                     self._handled_count += 1
                     return partial(self._finish_handling, message, steps)
+                if type(message) in _LOG_IN:
+                    self._handled_count += 1
+                    return self._wait_after_log_in
             self._handled_count += 1
             if self.context.backlog.is_full:
                 return self._wait_for_backlog
             if trio.current_time() - began > SLICE_S:
                 return trio.lowlevel.checkpoint
+
+    async def _wait_after_log_in(self) -> None:
+        """Waits before anything is handled that the client has sent behind its log-in: until a
+        failure is answered, or until the user may have more bytes read."""
+        log_in = self.context.log_in
+        if log_in.late_answer is not None:
+            await log_in.late_answer()
+        elif log_in.usage is not None:
+            await self._pause_reading(log_in.usage.pause_after_reading(0, trio.current_time()))
 
     async def _pause_reading(self, pause_s: float) -> None:
         if pause_s:

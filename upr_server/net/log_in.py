@@ -39,9 +39,6 @@ from upr_server.user_store import UserStore
 
 _WRONG: Final = "the user's name or the password is wrong"
 
-LateAnswer = Callable[[], Awaitable[None]]
-"""Answers an attempt that failed, after a while."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -98,6 +95,8 @@ class LogInExchange:
 
     Attributes:
         usage: What the user has of this node; None before the log-in.
+        late_answer: Answers the attempt, after a while; None if it did not fail. Nothing else that
+            the client has sent may be handled before: its answer would tell of the failure at once.
     """
 
     def __init__(
@@ -117,17 +116,17 @@ class LogInExchange:
         self._access = access
         self._wake = wake
         self.usage: UserUsage | None = None
+        self.late_answer: Callable[[], Awaitable[None]] | None = None
         self._exchange: tuple[str, Verifier, ScramServer] | None = None
 
-    def begin(self, request: LogIn) -> LateAnswer | None:
-        """The client names its mechanism, and says the first message. What is returned is to be
-        run for as long as the connection lasts."""
+    def begin(self, request: LogIn) -> None:
+        """The client names its mechanism, and says the first message."""
         if self._is_limited():
-            return None
+            return
         if request.mechanism == EXTERNAL:
-            return self._use_certificate(request)
-        self._challenge(request)
-        return None
+            self._use_certificate(request)
+        else:
+            self._challenge(request)
 
     def _is_limited(self) -> bool:
         """Whether nothing that comes from this host is tried now; the client is told so."""
@@ -140,16 +139,15 @@ class LogInExchange:
         )
         return True
 
-    def _use_certificate(self, request: LogIn) -> LateAnswer | None:
+    def _use_certificate(self, request: LogIn) -> None:
         name = _certificate_name(self._stream)
         if request.data:
             self._session.fail(Status.MALFORMED, "LogIn: EXTERNAL has no data")
         elif self._log_ins.users.users.get(name) is None:
             sentence = f"no user has the name in the client's certificate, {name!r}"
-            return self._refuse(name, EXTERNAL, sentence)
+            self._refuse(name, EXTERNAL, sentence)
         else:
             self._accept(name, EXTERNAL, b"")
-        return None
 
     def _challenge(self, request: LogIn) -> None:
         binding = _binding(self._stream)
@@ -168,24 +166,24 @@ class LogInExchange:
         self._exchange = first.name, verifier, exchange
         self._session.send(LogInChallenge(exchange.challenge()))
 
-    def go_on(self, response: LogInResponse) -> LateAnswer | None:
-        """The client answers the challenge; as `begin`."""
+    def go_on(self, response: LogInResponse) -> None:
+        """The client answers the challenge."""
         assert self._exchange is not None, "the table lets it come only after a challenge"
         name, verifier, exchange = self._exchange
         # Many connections may have got their challenges before the first of them failed.
         if self._is_limited():
-            return None
+            return
         try:
             outcome = exchange.outcome(response.data)
         except ScramError as error:
             self._session.fail(Status.MALFORMED, f"LogInResponse: {error}")
-            return None
+            return
         # Since the challenge, the user may have been removed, or have got another password.
         user = self._log_ins.users.users.get(name)
         if outcome is None or user is None or user.verifier != verifier:
-            return self._refuse(name, SCRAM, _WRONG)
-        self._accept(name, SCRAM, outcome)
-        return None
+            self._refuse(name, SCRAM, _WRONG)
+        else:
+            self._accept(name, SCRAM, outcome)
 
     def close(self) -> None:
         """The connection is over."""
@@ -205,7 +203,7 @@ class LogInExchange:
         self._access.note_log_in(name, mechanism, allowed=True)
         self._session.send(LoggedIn(outcome))
 
-    def _refuse(self, name: str, mechanism: str, sentence: str) -> LateAnswer:
+    def _refuse(self, name: str, mechanism: str, sentence: str) -> None:
         self._access.note_log_in(name, mechanism, allowed=False)
         self._log_ins.failures.count(self._host, trio.current_time())
         log.warning("log-in failed", peer=self._peer, user=name, reason=sentence)
@@ -216,4 +214,4 @@ class LogInExchange:
                 self._session.fail(Status.LOG_IN_FAILED, sentence)
                 self._wake()
 
-        return answer
+        self.late_answer = answer

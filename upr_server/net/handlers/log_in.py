@@ -8,11 +8,9 @@ from upr_server.net.request_context import RequestContext
 
 def log_in(context: RequestContext, request: LogIn) -> None:
     """Begins the log-in."""
-    if (late_answer := context.log_in.begin(request)) is not None:
-        context.start(late_answer)
+    context.log_in.begin(request)
 
 
 def log_in_response(context: RequestContext, response: LogInResponse) -> None:
     """Ends it."""
-    if (late_answer := context.log_in.go_on(response)) is not None:
-        context.start(late_answer)
+    context.log_in.go_on(response)
