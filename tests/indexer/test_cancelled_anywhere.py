@@ -51,6 +51,7 @@ from upr_server.indexer.designs import Designs
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
+from upr_server.indexer.log_in_turns import LogInTurns
 from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Pipeline
@@ -445,7 +446,7 @@ async def test_over_http(
         (await cancelled_at_each_step(work, then=work)).check_inside(*SERVING)
 
 
-ACCESS: Final = tries(HttpAccess.check)
+ACCESS: Final = tries(HttpAccess.check, LogInTurns.turn)
 
 
 async def test_who_may_ask(

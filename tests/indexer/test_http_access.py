@@ -293,6 +293,53 @@ async def test_made_up_names_do_not_keep_known_users_from_a_new_verdict(
         answers.wait.set()
 
 
+async def test_a_host_does_not_have_all_turns_of_strangers(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts have their turns one after the other, however many requests each has."""
+    answers = Answers()
+    access = access_with(answers, monkeypatch)
+    asked: list[str] = []
+
+    async def may_read(credentials: Credentials) -> bool:
+        asked.append(credentials.user)
+        return await answers.may_read(credentials)
+
+    monkeypatch.setattr(access, "_may_read", may_read)
+    answers.wait = trio.Event()
+    async with trio.open_nursery() as nursery:
+        for number in range(10):
+            nursery.start_soon(check, access, f"made up {number}", "10.0.0.1")
+        await wait_all_tasks_blocked()
+        assert len(asked) == 1
+        nursery.start_soon(check, access, "good")
+        await wait_all_tasks_blocked()
+        assert asked[1:] == ["good"]
+        for host in ("10.0.0.2", "10.0.0.3"):
+            nursery.start_soon(check, access, f"of {host}", host)
+        before, answers.wait = answers.wait, trio.Event()
+        before.set()
+        await wait_all_tasks_blocked()
+        assert sorted(asked[2:]) == ["of 10.0.0.2", "of 10.0.0.3"]
+        answers.wait.set()
+    assert len(asked) == 13
+    assert not access._new_turns._hosts
+
+
+async def test_an_ipv6_network_is_one_host(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers()
+    access = access_with(answers, monkeypatch)
+    answers.wait = trio.Event()
+    async with trio.open_nursery() as nursery:
+        for number in range(1, 10):
+            nursery.start_soon(check, access, f"made up {number}", f"[2001:db8::{number}]")
+        await wait_all_tasks_blocked()
+        assert answers.asked == 1
+        answers.wait.set()
+
+
 async def test_only_one_request_finds_out_whether_the_server_is_back(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ import trio
 from upr_protocol.client import Address, Credentials, NodeClient, connect
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.users import Right, UsersError
+from upr_server.indexer.log_in_turns import LogInTurns
 from upr_server.runtime import FailedLogIns, network_of
 
 VERDICT_S: Final = 1.0
@@ -37,8 +38,8 @@ ASK_TIMEOUT_S: Final = 5.0
 """How long the server may take to answer."""
 
 LOG_INS_MAX: Final = 2
-"""Log-ins that go on at once of users who have a verdict, and as many of those who have none.
-Others wait for their turn."""
+"""Log-ins that go on at once of users who have a verdict, and as many of those who have none, one
+of each host. Others wait for their turn."""
 
 HOST_FAILURES_MAX: Final = 3
 FAILURES_MAX: Final = 5
@@ -97,7 +98,7 @@ class HttpAccess:
         self._failures_of_hosts = FailedLogIns(HOST_FAILURES_MAX)
         self._failures = FailedLogIns(FAILURES_MAX)
         self._has_users_lock = trio.Lock()
-        self._new_slots = trio.CapacityLimiter(LOG_INS_MAX)
+        self._new_turns = LogInTurns(LOG_INS_MAX)
         self._renewal_slots = trio.CapacityLimiter(LOG_INS_MAX)
         """Of their own, so that made-up names do not keep known users from a new verdict."""
         self._questions: dict[bytes, trio.Event] = {}
@@ -186,7 +187,7 @@ class HttpAccess:
         over = self._questions[digest] = trio.Event()
         try:
             is_known = self._younger_than(AWAY_S, digest) is not None
-            async with self._renewal_slots if is_known else self._new_slots:
+            async with self._renewal_slots if is_known else self._new_turns.turn(host):
                 # Much time may have passed before this one's turn.
                 last = self._younger_than(AWAY_S, digest)
                 if last is not None and self._is_away():
