@@ -1,11 +1,11 @@
 """A consumer that joins at any moment, and is killed and resumed at any moment, ends with the
 server's contents.
 
-Fifty schedules, or a hundred, drawn from their seeds: when the consumer joins, how long each of its
-lives is, whether its connection is cut meanwhile, and what publishers write all the time. The
-consumer is a real process, and killing it is SIGKILL. Some are `upr tail --resume`, most are small
-programs on the client library (`tests/kit/recorder.py`). In the end its contents are compared, key
-by key, with what the server gives for each key and with what a fresh stream gives.
+Schedules drawn from their seeds, and one that is always the same, say when the consumer joins, how
+long each of its lives is, and whether its connection is cut meanwhile. Publishers write all the
+time. The consumer is a real process, and killing it is SIGKILL. Some are `upr tail --resume`, most
+are small programs on the client library (`tests/kit/recorder.py`). In the end its contents are
+compared, key by key, with what the server gives for each key and with what a fresh stream gives.
 """
 
 from __future__ import annotations
@@ -70,12 +70,15 @@ class Life:
         lasts_s: When it is killed, at the latest.
         lasts_bytes: When it is killed: once it has written so much more.
         cuts_s: When its connection is cut, each counted from the one before.
+        waits_for: What must be so before it is killed, and its connection cut, whatever the times
+            say: nothing, or that its state is inside a snapshot.
     """
 
     joins_after_s: float
     lasts_s: float
     lasts_bytes: int
     cuts_s: tuple[float, ...]
+    waits_for: Literal["nothing", "partial snapshot"] = "nothing"
 
 
 @attrs.frozen
@@ -126,15 +129,37 @@ class Schedule:
         )
 
 
-def _seeds() -> list[int]:
+_INSIDE_A_SNAPSHOT: Final = Life(0.0, STOP_TIMEOUT_S, 1, (0.0,), "partial snapshot")
+SURE: Final = Schedule(
+    seed=-1,
+    program="journal",
+    partitions=1,
+    keys=2000,
+    already_there=3000,
+    writes=200,
+    batch=100,
+    value_bytes=2000,
+    expires=False,
+    window_bytes=WINDOW_BYTES_MIN,
+    pause_s=0.05,
+    lives=(_INSIDE_A_SNAPSHOT, _INSIDE_A_SNAPSHOT),
+    last_life_goes_on=False,
+)
+"""Comes to what drawn schedules come to only by chance: it is cut, killed and resumed inside a
+snapshot, of some 2 MB in chunks of at most a window, each of which takes it 50 ms."""
+
+
+def _schedules() -> list[Schedule]:
     seeds = os.environ.get(SEEDS_VARIABLE)
-    return [int(seed) for seed in seeds.split(",")] if seeds else list(range(SCHEDULES))
+    if seeds:
+        return [SURE if seed == "-1" else Schedule.of(int(seed)) for seed in seeds.split(",")]
+    return [SURE, *map(Schedule.of, range(SCHEDULES))]
 
 
 @pytest.mark.timeout(900)
 async def test_killed_and_resumed_at_any_moment() -> None:
-    seeds = _seeds()
-    left = iter(seeds)
+    schedules = _schedules()
+    left = iter(schedules)
     seen: Counter[str] = Counter()
     async with (
         server_process("--log-level", "warning") as server,
@@ -144,26 +169,22 @@ async def test_killed_and_resumed_at_any_moment() -> None:
     ):
 
         async def work_off() -> None:
-            for seed in left:
-                schedule = Schedule.of(seed)
+            for schedule in left:
                 try:
                     await _Run(schedule, server, client, starter, seen).run()
                 except Exception as error:
                     error.add_note(
-                        f"This was {schedule}. To repeat it: {SEEDS_VARIABLE}={seed} "
+                        f"This was {schedule}. To repeat it: {SEEDS_VARIABLE}={schedule.seed} "
                         f"{sys.executable} -m pytest {Path(__file__).relative_to(ROOT)}"
                     )
                     raise
 
         for _ in range(AT_ONCE):
             nursery.start_soon(work_off)
-    assert seen["schedules"] == len(seeds)
-    if len(seeds) == SCHEDULES:
-        # Else they were about nothing.
-        assert seen["kills"] > SCHEDULES, seen
-        assert seen["resumed in the middle"] > SCHEDULES // 2, seen
-        assert seen["resumed inside a snapshot"] > SCHEDULES // 20, seen
-        assert seen["cuts"] > SCHEDULES // 5, seen
+    assert seen["schedules"] == len(schedules)
+    if SURE in schedules:
+        assert seen["resumed inside a snapshot"] >= 2, seen
+        assert seen["cuts"] >= 1, seen
 
 
 class _Run:
@@ -265,6 +286,8 @@ class _Run:
             await trio.sleep(life.joins_after_s)
             self._look_at(consumer.resume_state())
             async with consumer.alive():
+                if life.waits_for == "partial snapshot":
+                    await self._until_partial(consumer)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._cut, proxy, life.cuts_s)
                     await self._until_old(consumer, life)
@@ -279,6 +302,13 @@ class _Run:
         self._look_at(consumer.resume_state())
         async with consumer.alive(ends=True):
             await consumer.ended()
+
+    async def _until_partial(self, consumer: _Recording | _Tail) -> None:
+        def is_partial() -> bool:
+            state = consumer.resume_state()
+            return state is not None and any(p.partial for p in state.positions.values())
+
+        await eventually(is_partial, "its state is inside a snapshot")
 
     async def _until_old(self, consumer: _Recording | _Tail, life: Life) -> None:
         enough = consumer.size() + life.lasts_bytes
