@@ -242,7 +242,7 @@ class Replicated(RuleBasedStateMachine):
         self.high = 0
         self.copied = 0
         self.counters: dict[bytes, int] = {}
-        self.given: list[tuple[int, WriterToken, bytes]] = []
+        self.answers_given: list[tuple[int, WriterToken, bytes]] = []
         """Every answer that counts, in order."""
         self.applied: dict[WriterToken, int] = {}
         """The high number with each batch's effect."""
@@ -259,9 +259,9 @@ class Replicated(RuleBasedStateMachine):
         writer = bytes([who]) * 16
         self.counters[writer] = counter = self.counters.get(writer, 0) + 1 + skipped
         self.high += moves
-        token, answer = WriterToken(writer, counter), bytes([len(self.given) % 256]) * size
+        token, answer = WriterToken(writer, counter), bytes([len(self.answers_given) % 256]) * size
         self.source.remember(token, answer, self.high)
-        self.given.append((self.high, token, answer))
+        self.answers_given.append((self.high, token, answer))
         self.applied[token] = self.high
 
     @rule(who=st.integers(0, 2), moves=st.integers(0, 2))
@@ -272,8 +272,8 @@ class Replicated(RuleBasedStateMachine):
             self.high += moves
             token, answer = newest[0], newest[1] + b"again"
             self.source.replace_newest(token, answer, self.high, 0)
-            self.given = [row for row in self.given if row[1] != token]
-            self.given.append((self.high, token, answer))
+            self.answers_given = [row for row in self.answers_given if row[1] != token]
+            self.answers_given.append((self.high, token, answer))
 
     @rule(share=st.floats(0, 1))
     def save(self, share: float) -> None:
@@ -306,16 +306,16 @@ class Replicated(RuleBasedStateMachine):
         """Both go back."""
         self.copy()
         to = int(share * self.high)
-        gone = {token for _, token, _ in self.given if self.applied[token] > to}
+        gone = {token for _, token, _ in self.answers_given if self.applied[token] > to}
         tokens = self.source.truncate(to)
         for token in tokens:
             self.disk.pop(token, None)
         assert {token for token in self.applied if self.recalled(token)} & gone == set()
         assert [token for token in tokens if self.recalled(token)] == []
         self.replica.truncate(to)
-        self.given = [
+        self.answers_given = [
             (min(high, to), token, answer)
-            for high, token, answer in self.given
+            for high, token, answer in self.answers_given
             if token not in gone
         ]
         self.high = self.copied = to
@@ -328,7 +328,7 @@ class Replicated(RuleBasedStateMachine):
         for writer in self.counters:
             mine = [
                 (high, token, answer)
-                for high, token, answer in self.given
+                for high, token, answer in self.answers_given
                 if token.writer == writer
             ]
             if mine:

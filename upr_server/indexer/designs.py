@@ -203,20 +203,20 @@ class Designs:
         definitions, self._mistakes = await trio.to_thread.run_sync(
             _parse_all, {name: text for name, text in texts.items() if text is not None}
         )
-        wanted = {
+        merged_definitions = {
             name: definition
             for name, definition in self._definitions.items()
             if definitions.get(name) == definition or not (is_whole or name.design in announced)
         }
         for name, definition in definitions.items():
-            wanted.setdefault(name, definition)
-        is_changed = wanted != self._definitions
-        self._definitions = wanted
+            merged_definitions.setdefault(name, definition)
+        is_changed = merged_definitions != self._definitions
+        self._definitions = merged_definitions
         self._is_known = True
         new_slices, self._new_slices = self._new_slices, set()
         for holder in self._holders:
             if is_changed or holder.slice_id.index in new_slices:
-                holder.define(wanted)
+                holder.define(merged_definitions)
         if not is_whole and not self._is_confirming:
             self._is_confirming = True
             nursery.start_soon(self._confirm_catalogs)

@@ -211,7 +211,7 @@ class Scanner:
         self, name: IndexName, definition: IndexDefinition, query: Query
     ) -> list[SliceAnswer]:
         """What each slice answers."""
-        held: list[tuple[SliceHolder, str]] = []
+        moments_to_release: list[tuple[SliceHolder, str]] = []
         moments = self._tokens(query.moment)
         # Together they take no more memory than one answer may.
         bytes_max = ANSWER_BYTES_MAX // len(self._holders)
@@ -221,7 +221,7 @@ class Scanner:
             with trio.move_on_after(query.timeout_s + LATE_S):
                 answer = await holder.scan(SliceScan(name, definition, own_query, bytes_max))
                 if answer.moment and not moment:
-                    held.append((holder, answer.moment))
+                    moments_to_release.append((holder, answer.moment))
                 return answer
             raise SliceMissingError(holder.slice_id, "does not answer")
 
@@ -233,7 +233,7 @@ class Scanner:
                 ]
             )
         except UprError as error:
-            for holder, moment in held:
+            for holder, moment in moments_to_release:
                 with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
                     await holder.release(moment)
             if isinstance(error, NoIndexError) and self._designs.is_defined(name, definition):

@@ -125,10 +125,12 @@ class Worker:
             case Scan(scan):
                 # It counts until it is sent.
                 with self._pool.reserve_for_scan() as reservation:
-                    found = await part.scan(scan)
-                    nbytes = entries_bytes(found.entries) + entries_bytes(found.payloads)
+                    slice_answer = await part.scan(scan)
+                    nbytes = entries_bytes(slice_answer.entries) + entries_bytes(
+                        slice_answer.payloads
+                    )
                     reservation.reduce_to(nbytes + SCAN_OVERHEAD_BYTES)
-                    await self._put(number, found).wait()
+                    await self._put(number, slice_answer).wait()
                 return
             case Release(token):
                 await part.release(token)
