@@ -24,9 +24,9 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 # More for one run of pytest: make test ARGS="-k chunk -x"
 ARGS ?=
-# Processes that run the tests, each a file at a time, as many wait for servers and for Spark; 0 for
-# none beside pytest's own: make test WORKERS=0 ARGS="-s -k flips"
-WORKERS ?= 2
+# Processes that run the tests, each a file at a time: one more than cores, as many tests wait for
+# servers and for Spark; 0 for none beside pytest's own: make test WORKERS=0 ARGS="-s -k flips"
+WORKERS ?= 3
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
 # Lines broken by a mutation run, drawn from a module or a folder of them:
@@ -64,7 +64,7 @@ demo: $(INSTALLED) java ## write 336,776 flights with Spark, stream them to thre
 	$(BIN)/python -m deploy.demo
 
 test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/ruff check $(SOURCES) .ci
@@ -89,7 +89,7 @@ bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for
 	$(BIN)/python -m benchmarks $(ROW)
 
 pure: $(INSTALLED) ## test chunks, wire and engine, and simulate 8 clusters, without the library in C
-	UPR_PURE_PYTHON=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS) \
+	UPR_PURE_PYTHON=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS) \
 		--ignore=tests/engine/test_long_runs.py tests/protocol/chunk tests/protocol/wire tests/engine
 	UPR_PURE_PYTHON=1 $(BIN)/python -m tests.simulation --seeds 8
 

@@ -47,10 +47,21 @@ SLOW: Final = ("system", "spark")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has what is slow begin first: a file is run by one process, and at the end the other would
-    have nothing to do."""
+    """Says what is run by one process, one test after the other: a file, or all that shares a
+    session of Spark, which takes half a minute to start. What is slow begins first, or the other
+    processes would have nothing to do at the end."""
     here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in SLOW)
+    for item in items:
+        path = item.path.relative_to(here)
+        shares_spark = "spark" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("spark" if shares_spark else str(path)))
+
+    def place(item: pytest.Item) -> int:
+        if "spark" in getattr(item, "fixturenames", ()):
+            return 0
+        return 1 if item.path.relative_to(here).parts[0] in SLOW else 2
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

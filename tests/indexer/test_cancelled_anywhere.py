@@ -365,7 +365,7 @@ async def test_an_indexer_of_workers(
 
     reached = (*WORKER_RUN, *WORKER_QUESTIONS)
     cancellations = await cancelled_at_each_step(
-        work, look, then=work, every=4 * EVERY, reaching=reached
+        work, look, then=work, every=8 * EVERY, reaching=reached
     )
     cancellations.check_inside(*reached)
 

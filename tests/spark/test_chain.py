@@ -25,7 +25,7 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient
 from upr_protocol.ids import Operation
 
-ROUNDS = effort(1, 30)
+ROUNDS = effort(1, 100)
 ROWS_A_ROUND = 400
 COUNTERS = 10
 

@@ -88,7 +88,7 @@ class PowerCutError(Exception):
 @pytest.mark.parametrize(
     ("phase", "on_rollback"),
     effort(
-        [("planned", "marker"), ("in the sink", "rewind")],
+        [("in the sink", "rewind")],
         [("between batches", "rewind"), ("planned", "marker"), ("in the sink", "rewind")],
     ),
 )
