@@ -12,12 +12,17 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError, sentence_first
-from upr_protocol.spark.micro_batch_reader import MicroBatchReader, default_limit, limits_of
+from upr_protocol.spark.micro_batch_reader import (
+    MicroBatchReader,
+    default_limit,
+    limits_of,
+    waits,
+)
 from upr_protocol.spark.offset import Offset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.stream_plan import Backlog, Limits, shares
+from upr_protocol.spark.stream_plan import Backlog, Limits, Pending, shares
 
 Json = dict[str, Any]
 
@@ -48,6 +53,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._schema = schema
         self._reader_of = reader_of
         self._matching_buckets = matching_buckets
+        self._delay = options.batch_delay()
         self._driver: BucketDriverClient | None = None
         self._readers: dict[str, MicroBatchReader] = {}
         self._names: tuple[str, ...] | None = None
@@ -96,6 +102,10 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             names = tuple(name for name in self._names if name in names)
         before = self._of_those_read(_offsets(start), names)
         begins = {name: before.get(name) or _beginning(name) for name in names}
+        if waits(self._delay, limit, lambda: self._pending(begins).values()):
+            for name, begin in begins.items():
+                self._reader(name).stay_at(begin)
+            return start
         ends = self._ends(begins, limits_of(limit, self._options))
         after = {**before, **{name: end for name, end in ends.items() if end != begins[name]}}
         return start if after == _offsets(start) else _document(after)
@@ -118,6 +128,10 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._readers.pop(name).stop()
         return {name: offset for name, offset in offsets.items() if name in names}
 
+    def _pending(self, begins: Mapping[str, Json]) -> Mapping[str, Pending]:
+        """What there is for the next batches in each bucket."""
+        return {name: self._reader(name).pending(begin) for name, begin in begins.items()}
+
     def _ends(self, begins: Mapping[str, Json], limits: Limits) -> Mapping[str, Json]:
         """Where the next batch ends in each bucket that is part of it. The limit is divided by
         backlog."""
@@ -126,7 +140,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 name: self._reader(name).next_offset(begin, limits)
                 for name, begin in begins.items()
             }
-        backlogs = {name: self._reader(name).backlog(begin) for name, begin in begins.items()}
+        backlogs = {name: pending.numbers for name, pending in self._pending(begins).items()}
         ends: dict[str, Json] = {}
         for name in (name for name, backlog in backlogs.items() if not backlog):
             # It is asked, too: it may have to go back. Then it has more than the backlog says, and

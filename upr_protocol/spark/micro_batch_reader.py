@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,12 +13,14 @@ from pyspark.sql.streaming.datasource import (
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 from pyspark.sql.types import StructType
 
 from upr_protocol.client import HeldLease
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.spark.batch_delay import BatchDelay
 from upr_protocol.spark.consumer_position import ConsumerPosition
 from upr_protocol.spark.driver_client import (
     BucketDriverClient,
@@ -35,6 +37,7 @@ from upr_protocol.spark.slices import Slice, tasks_of
 from upr_protocol.spark.stream_plan import (
     Backlog,
     Limits,
+    Pending,
     StreamPlan,
     rollback_error,
     sizes_of,
@@ -48,6 +51,8 @@ def default_limit(options: ReadOptions) -> ReadLimit:
         return ReadMaxRows(options.max_rows)
     if options.max_bytes is not None:
         return ReadMaxBytes(options.max_bytes)
+    if options.min_rows is not None:
+        return ReadMinRows(options.min_rows)
     return ReadAllAvailable()
 
 
@@ -58,6 +63,24 @@ def limits_of(limit: ReadLimit, options: ReadOptions) -> Limits:
     return Limits(options.max_rows, options.max_bytes)
 
 
+def waits(
+    delay: BatchDelay | None, limit: ReadLimit, pending: Callable[[], Iterable[Pending]]
+) -> bool:
+    """Whether the next batch waits for more changes. With `Trigger.Once`, which asks for everything
+    that there is, none waits.
+
+    Args:
+        delay: How long batches wait; None for not at all.
+        limit: What Spark asks for.
+        pending: Gives what there is for the batch, in each bucket.
+    """
+    if delay is None or isinstance(limit, ReadAllAvailable):
+        return False
+    there_is = list(pending())
+    may_wait = all(part.may_wait for part in there_is)
+    return may_wait and delay.waits(sum(part.numbers for part in there_is))
+
+
 class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Streams the changes of a bucket. A batch that Spark reads again has the same rows: what it is
     made of is pinned until the batch behind it begins.
@@ -66,15 +89,21 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options: What is asked for.
         schema: Which columns.
         driver: The server, where that is not the one that the options name.
+        delay: How long batches wait, where that is not as the options say.
     """
 
     def __init__(
-        self, options: ReadOptions, schema: StructType, driver: DriverClient | None = None
+        self,
+        options: ReadOptions,
+        schema: StructType,
+        driver: DriverClient | None = None,
+        delay: BatchDelay | None = None,
     ) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
         self._driver = driver
+        self._delay = delay or options.batch_delay()
         self._plan: StreamPlan | None = None
         self._initial: Offset | None = None
         self._planned: Offset | None = None
@@ -117,12 +146,18 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @sentence_first()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Where the batch ends that begins at `start`."""
+        """Where the batch ends that begins at `start`; `start` itself while it waits."""
+        if waits(self._delay, limit, lambda: [self.pending(start)]):
+            self.stay_at(start)
+            return start
         return self.next_offset(start, limits_of(limit, self._options))
 
-    def backlog(self, start: dict[str, Any]) -> int:
-        """How many sequence numbers there are behind `start` for the next batches."""
-        return self._planner.backlog(self._offset(start))
+    def pending(self, start: dict[str, Any]) -> Pending:
+        """What there is behind `start` for the next batches."""
+        try:
+            return self._planner.pending(self._offset(start))
+        except ServerError as error:
+            raise explained(error, self._options.address) from error
 
     def next_offset(self, start: dict[str, Any], limits: Limits) -> dict[str, Any]:
         """Where the batch ends that begins at `start`; `start` itself if there is nothing new."""
@@ -135,7 +170,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return start if end is before else end.to_json()
 
     def stay_at(self, start: dict[str, Any]) -> None:
-        """Another bucket has the next batch: this one stays at `start`."""
+        """The next batch waits, or is another bucket's: this one stays at `start`."""
         self._note(self._offset(start), self._offset(start))
 
     def _note(self, before: Offset, end: Offset) -> None:

@@ -17,12 +17,16 @@ from upr_protocol.limits import (
     LEASE_OWNER_BYTES_MAX,
     LEASE_TIME_TO_LIVE_S_MAX,
 )
+from upr_protocol.spark.batch_delay import BatchDelay
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import Options
 from upr_protocol.timestamps import parse_timestamp
 
 LEASE_S_DEFAULT: Final = 3600
 """How long a range stays pinned though nobody renews it: longer than most batches take."""
+
+DELAY_S_DEFAULT: Final = 900.0
+"""Kafka's own: `maxTriggerDelay` of 15 minutes."""
 
 TASK_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 """A task costs Spark some 50 ms, whatever it does: this much takes it longer."""
@@ -79,6 +83,8 @@ class ReadOptions:
             from 0.
         fails_on_data_loss: Whether a range that is not whole any more fails the query.
         consumer_name: The name under which the server lists how far the stream is; empty for none.
+        min_rows: Sequence numbers that a batch of a stream waits for; None for no wait.
+        delay_s: How long it waits for them, at most.
         max_rows: Sequence numbers in one batch of a stream, at most; None for any number.
         max_bytes: Bytes in one batch of a stream, about; None for any number.
         task_bytes: Bytes that one task reads, about.
@@ -108,6 +114,8 @@ class ReadOptions:
     rewinds: bool
     fails_on_data_loss: bool
     consumer_name: str
+    min_rows: int | None
+    delay_s: float
     max_rows: int | None
     max_bytes: int | None
     task_bytes: int
@@ -156,12 +164,14 @@ class ReadOptions:
         bucket_ends: Mapping[str, Mapping[int, int]] = {}
         index: IndexQuery | None = None
         deduplicate, marks_rollback, rewinds, max_rows, max_bytes = False, False, False, None, None
-        consumer_name = ""
+        consumer_name, min_rows, delay_s = "", None, DELAY_S_DEFAULT
         if streaming is not False:
             on_rollback = options.choice("onRollback", "fail", ("fail", "marker", "rewind"))
             marks_rollback = on_rollback != "fail"
             rewinds = on_rollback == "rewind"
             consumer_name = _consumer_name(options)
+            min_rows = options.number("minOffsetsPerTrigger", None, low=1)
+            delay_s = _delay_s(options, min_rows)
             max_rows = options.number("maxOffsetsPerTrigger", None, low=1)
             max_bytes = options.number("maxBytesPerTrigger", None, low=1)
         if not streaming:
@@ -184,6 +194,11 @@ class ReadOptions:
             raise OptionError(
                 "the option maxBytesPerTrigger needs stability=durable: the server does not report "
                 "the size of data in memory. Use maxOffsetsPerTrigger"
+            )
+        if min_rows is not None and max_rows is not None and min_rows > max_rows:
+            raise OptionError(
+                f"the option minOffsetsPerTrigger is {min_rows}, which is more than "
+                f"maxOffsetsPerTrigger, {max_rows}"
             )
         if rewinds and not (durable and fails):
             raise OptionError(
@@ -215,6 +230,8 @@ class ReadOptions:
             rewinds,
             fails,
             consumer_name,
+            min_rows,
+            delay_s,
             max_rows,
             max_bytes,
             task_bytes,
@@ -227,6 +244,10 @@ class ReadOptions:
     def are_several_buckets(self) -> bool:
         """Whether several buckets are read."""
         return bool(self.buckets or self.bucket_pattern)
+
+    def batch_delay(self) -> BatchDelay | None:
+        """How long the batches of a stream wait; None if they do not."""
+        return None if self.min_rows is None else BatchDelay(self.min_rows, self.delay_s)
 
     def check_bucket_names(self, names: Sequence[str]) -> None:
         """Makes sure that the numbers where to start and end are of buckets that are read.
@@ -357,6 +378,25 @@ def _consumer_name(options: Options) -> str:
             f"{LEASE_OWNER_BYTES_MAX} bytes in UTF-8"
         )
     return name
+
+
+_UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _delay_s(options: Options, min_rows: int | None) -> float:
+    """How long a batch waits, in seconds: a number with a unit, as Kafka's option takes it."""
+    text = options.text("maxTriggerDelay", None)
+    if text is None:
+        return DELAY_S_DEFAULT
+    if min_rows is None:
+        raise OptionError("the option maxTriggerDelay needs the option minOffsetsPerTrigger")
+    match = re.fullmatch(r"(\d{1,9})\s*([a-z]+)", text.strip().lower(), re.ASCII)
+    if match is None or match[2] not in _UNITS_S:
+        raise OptionError(
+            f"the option maxTriggerDelay is {text!r}; write a whole number and one of "
+            f"{', '.join(_UNITS_S)}, like 15m"
+        )
+    return int(match[1]) * _UNITS_S[match[2]]
 
 
 def _partitions(text: str) -> tuple[int, ...]:

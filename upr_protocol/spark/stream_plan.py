@@ -39,6 +39,20 @@ class Limits:
 
 
 @attrs.frozen
+class Pending:
+    """What there is for the next batches of a stream.
+
+    Attributes:
+        numbers: How many sequence numbers.
+        may_wait: Whether the next batch may wait for more. It may not where the stream has to go
+            back, is inside a snapshot, or is to end at what there is.
+    """
+
+    numbers: int
+    may_wait: bool
+
+
+@attrs.frozen
 class Backlog:
     """What a server has that a stream has in no batch yet.
 
@@ -163,16 +177,23 @@ class StreamPlan:
 
     # The next batch.
 
-    def backlog(self, start: Offset) -> int:
-        """How many sequence numbers there are behind `start` for the next batches."""
+    def pending(self, start: Offset) -> Pending:
+        """What there is behind `start` for the next batches.
+
+        Raises:
+            PipelineError: As `next` does.
+        """
+        rows = self._driver.numbers()
         ends = {
             partition: self._limit(partition, row.persisted_seq if self._durable else row.high_seq)
-            for partition, row in self._driver.numbers().items()
+            for partition, row in rows.items()
         }
-        return sum(
-            ends[partition] - seq
-            for partition, seq in _backlog(dict(start.partitions), ends).items()
+        numbers = sum(
+            ends[partition] - seq for partition, seq in _backlog(start.partitions, ends).items()
         )
+        partitions = self._after_rollbacks(start, rows)
+        is_urgent = self._target_ends or _went_back(partitions) or _is_mid_snapshot(partitions)
+        return Pending(numbers, not is_urgent)
 
     def next(self, start: Offset, limits: Limits) -> Offset:
         """Where the batch ends that begins at `start`; `start` itself when there is nothing new.
@@ -183,11 +204,10 @@ class StreamPlan:
         """
         rows = self._driver.numbers()
         partitions = self._after_rollbacks(start, rows)
-        went_back = any(offset.came_from is not None for offset in partitions.values())
         if not self._durable:
             partitions = self._newest(partitions, rows)
             return self._end(start, partitions, 0, limits, {})
-        if not went_back and start.lease_id and _is_mid_snapshot(partitions):
+        if not _went_back(partitions) and start.lease_id and _is_mid_snapshot(partitions):
             lease = self._renewed(start.lease_id)
             if lease is not None and _holds_snapshots(lease, partitions):
                 return self._end(start, partitions, start.lease_id, limits, sizes_of(lease))
@@ -412,6 +432,11 @@ class StreamPlan:
         return int(
             sum(count * self._sizes.get(partition, mean) for partition, count in numbers.items())
         )
+
+
+def _went_back(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
+    """Whether the next batch begins with a rollback."""
+    return any(offset.came_from is not None for offset in partitions.values())
 
 
 def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
