@@ -28,7 +28,7 @@ import attrs
 from upr_protocol.errors import UprError
 from upr_protocol.limits import SCRAM_ITERATIONS_MAX, SCRAM_ITERATIONS_MIN
 from upr_protocol.users import (
-    USER_NAME_BYTES_MAX,
+    NAME_BYTES_MAX,
     UsersError,
     Verifier,
     normalised,
@@ -115,8 +115,8 @@ class ScramClient:
         server_offers_binding: bool = False,
     ) -> None:
         self._name = normalised_name(name, "the user's name")
-        if len(self._name.encode()) > USER_NAME_BYTES_MAX:
-            raise UsersError(f"a user's name has at most {USER_NAME_BYTES_MAX} bytes in UTF-8")
+        if len(self._name.encode()) > NAME_BYTES_MAX:
+            raise UsersError(f"a user's name has at most {NAME_BYTES_MAX} bytes in UTF-8")
         self._password = normalised(password, "the password")
         self._nonce = nonce
         is_bound = bool(binding) and server_offers_binding
@@ -336,8 +336,8 @@ def _escaped(name: str) -> str:
 
 def _unescaped(name: str) -> str:
     unescaped = name.replace("=2C", ",").replace("=3D", "=")
-    if _escaped(unescaped) != name or len(unescaped.encode()) > USER_NAME_BYTES_MAX:
+    if _escaped(unescaped) != name or len(unescaped.encode()) > NAME_BYTES_MAX:
         raise ScramError(
-            f"a name has at most {USER_NAME_BYTES_MAX} bytes, with =2C for a comma and =3D for ="
+            f"a name has at most {NAME_BYTES_MAX} bytes, with =2C for a comma and =3D for ="
         )
     return unescaped

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 import trio
 
-from upr_protocol.users import Right, Users, UsersError
+from upr_protocol.users import ALL_RIGHTS, NO_RIGHTS, BucketRights, Users, UsersError
 from upr_server.storage.api import Store
 from upr_server.storage.calls import LoadUsers, SaveUsers
 from upr_server.storage.errors import CorruptionError
@@ -18,7 +18,8 @@ from upr_server.storage.errors import CorruptionError
 SECRET_BYTES: Final = 32
 
 RIGHTS_MAX: Final = 10_000
-"""Users and buckets whose rights are kept in memory, some MiB; more are looked up anew."""
+"""Users or roles, and buckets, whose rights are kept in memory, some MiB; more are looked up
+anew."""
 
 log = structlog.get_logger(__name__)
 
@@ -36,8 +37,10 @@ class UserStore:
     def __init__(self, store: Store) -> None:
         self._users = Users()
         self.digest = self._users.digest
-        self._rights: dict[tuple[str | None, str], frozenset[Right]] = {}
+        self._rights: dict[tuple[str, str], BucketRights] = {}
         """By user and bucket. Many connections have the same, and all ask when the users change."""
+        self._rights_of_roles: dict[tuple[str, str], BucketRights] = {}
+        """By role and bucket. Many users have the same."""
         self._store = store
         self._on_change: list[Callable[[], Iterator[None]]] = []
         # Changes are made one after the other.
@@ -52,16 +55,29 @@ class UserStore:
     def users(self, users: Users) -> None:
         self._users, self.digest = users, users.digest
         self._rights.clear()
+        self._rights_of_roles.clear()
 
-    def rights_of(self, name: str | None, bucket: str) -> frozenset[Right]:
+    def rights_of(self, name: str | None, bucket: str) -> BucketRights:
         """What a user may do with a bucket; see `Users.rights_of`. O(1) for those who asked since
-        the last change."""
-        rights = self._rights.get((name, bucket))
+        the last change; else O(grants of the user + roles), where others with the roles have."""
+        if self._users.is_open:
+            return ALL_RIGHTS
+        user = None if name is None else self._users.get(name)
+        if user is None:
+            return NO_RIGHTS
+        rights = self._rights.get((user.name, bucket))
         if rights is None:
-            if len(self._rights) >= RIGHTS_MAX:
-                # Clients may ask for any name.
-                self._rights.clear()
-            rights = self._rights[name, bucket] = self._users.rights_of(name, bucket)
+            own = BucketRights.of(user.grants, bucket)
+            of_roles = [self._rights_of_role(role, bucket) for role in user.roles]
+            rights = BucketRights.union([own, *of_roles])
+            _keep(self._rights, (user.name, bucket), rights)
+        return rights
+
+    def _rights_of_role(self, name: str, bucket: str) -> BucketRights:
+        rights = self._rights_of_roles.get((name, bucket))
+        if rights is None:
+            rights = BucketRights.of(self._users.roles[name].grants, bucket)
+            _keep(self._rights_of_roles, (name, bucket), rights)
         return rights
 
     async def load(self) -> None:
@@ -136,6 +152,15 @@ class UserStore:
             for callback in self._on_change:
                 for _ in callback():
                     await trio.lowlevel.checkpoint()
+
+
+def _keep(
+    rights: dict[tuple[str, str], BucketRights], key: tuple[str, str], value: BucketRights
+) -> None:
+    if len(rights) >= RIGHTS_MAX:
+        # Clients may ask for any name.
+        rights.clear()
+    rights[key] = value
 
 
 def _rank(users: Users) -> tuple[int, str]:

@@ -218,7 +218,7 @@ def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
     assert limited.stdout == "the limits of bob: connections=5 bytes_in=2000000\n"
     rows = [json.loads(line) for line in run("user", "list", "--json").stdout.splitlines()]
     row = {"user": "bob", "logs_in_with": "password", "right": "read", "buckets": "plan*"}
-    row["limits"] = "connections=5 bytes_in=2000000"
+    row |= {"prefix": "", "role": "", "limits": "connections=5 bytes_in=2000000"}
     assert [row for row in rows if row["user"] == "bob"] == [row]
     become(monkeypatch, "bob")
     run("set", bucket, "k", "v2", code=3)
@@ -226,6 +226,96 @@ def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
     run("user", "remove", "bob")
     become(monkeypatch, "bob")
     run("get", bucket, "k", code=3)
+
+
+def test_a_user_may_read_and_write_some_keys(
+    as_ada: Run, secured: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, bucket = as_ada, f"{secured.url}shared"
+    run("bucket", "create", bucket, "--partitions", "4")
+    run("user", "add", "kim", "--new-password-file", secret_file(tmp_path / "kim.password"))
+    on_some = ("kim", "read,write", "shared", "--prefix", "kim/")
+    assert run("user", "grant", *on_some).stdout == (
+        "granted to kim: read on shared, keys 'kim/'…; write on shared, keys 'kim/'…\n"
+    )
+    run("set", bucket, "ann/1", "secret")
+    become(monkeypatch, "kim")
+    run("set", bucket, "kim/1", "v")
+    assert run("get", bucket, "kim/1").stdout == "v\n"
+    run("increment", bucket, "kim/n")
+    for command in (("set", "ann/1", "v"), ("increment", "ann/n"), ("get", "ann/1")):
+        refused = run(command[0], bucket, *command[1:], code=3)
+        assert "on key 'ann/" in refused.stderr
+        assert "secret" not in refused.output
+    assert "on the whole bucket shared" in run("tail", bucket, code=3).stderr
+    become(monkeypatch, "ada")
+    rows = [json.loads(line) for line in run("user", "list", "--json").stdout.splitlines()]
+    assert [(row["right"], row["prefix"]) for row in rows if row["user"] == "kim"] == [
+        ("read", "kim/"),
+        ("write", "kim/"),
+    ]
+    assert (
+        "same pattern and prefix" in run("user", "revoke", "kim", "write", "shared", code=3).stderr
+    )
+    run("user", "revoke", *on_some)
+    become(monkeypatch, "kim")
+    run("get", bucket, "kim/1", code=3)
+    become(monkeypatch, "ada")
+    run("user", "remove", "kim")
+
+
+def test_roles_are_made_given_and_removed(
+    as_ada: Run, secured: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, bucket = as_ada, f"{secured.url}orders"
+    run("bucket", "create", bucket, "--partitions", "1")
+    run("user", "add", "lea", "--new-password-file", secret_file(tmp_path / "lea.password"))
+    assert "added role clerks" in run("role", "add", "clerks").stdout
+    run("role", "add", "empty")
+    assert run("user", "assign", "lea", "clerks, empty").stdout == (
+        "lea has the roles clerks,empty, too\n"
+    )
+    become(monkeypatch, "lea")
+    run("get", bucket, "k", code=3)
+    become(monkeypatch, "ada")
+    assert run("role", "grant", "clerks", "read,write", "order*").stdout == (
+        "granted to the role clerks: read on order*; write on order*\n"
+    )
+    run("role", "grant", "clerks", "read", "*", "--prefix", "public/")
+    become(monkeypatch, "lea")
+    run("set", bucket, "k", "v")
+    run("role", "list", code=3)
+    become(monkeypatch, "ada")
+    rows = [json.loads(line) for line in run("role", "list", "--json").stdout.splitlines()]
+    assert rows == [
+        {"role": "clerks", "right": "read", "buckets": "*", "prefix": "public/"},
+        {"role": "clerks", "right": "read", "buckets": "order*", "prefix": ""},
+        {"role": "clerks", "right": "write", "buckets": "order*", "prefix": ""},
+        {"role": "empty", "right": "", "buckets": "", "prefix": ""},
+    ]
+    rows = [json.loads(line) for line in run("user", "list", "--json").stdout.splitlines()]
+    assert [
+        (row["role"], row["right"], row["buckets"]) for row in rows if row["user"] == "lea"
+    ] == [
+        ("clerks", "read", "*"),
+        ("clerks", "read", "order*"),
+        ("clerks", "write", "order*"),
+        ("empty", "", ""),
+    ]
+    run("role", "revoke", "clerks", "write", "order*")
+    become(monkeypatch, "lea")
+    run("set", bucket, "k", "v", code=3)
+    run("get", bucket, "k")
+    become(monkeypatch, "ada")
+    run("user", "withdraw", "lea", "clerks")
+    assert "does not have the role" in run("user", "withdraw", "lea", "clerks", code=3).stderr
+    run("user", "assign", "lea", "clerks")
+    run("role", "remove", "clerks")
+    become(monkeypatch, "lea")
+    run("get", bucket, "k", code=3)
+    become(monkeypatch, "ada")
+    run("role", "remove", "empty")
+    run("user", "remove", "lea")
 
 
 def test_another_password(
@@ -268,6 +358,10 @@ def test_streams_end_when_the_right_is_revoked(
         (("add", "a\u200bb", "--certificate-only"), "format character"),
         (("grant", "bob", "read", "\udcff"), "no control or format characters"),
         (("add", "bob", "--certificate-only", "--new-password-file", "x"), "give either"),
+        (("grant", "bob", "operate", "b", "--prefix", "k"), "only read and write can be granted"),
+        (("grant", "bob", "read", "b", "--prefix", "_design/a"), "belong to the whole bucket"),
+        (("assign", "bob", "a,"), "the role's name is empty"),
+        (("assign", "bob", "a\u200bb"), "format character"),
     ],
 )
 def test_wrong_usage(as_ada: Run, arguments: tuple[str, ...], sentence: str) -> None:

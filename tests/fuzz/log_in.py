@@ -18,7 +18,7 @@ from upr_protocol.scram import (
     new_verifier,
 )
 from upr_protocol.transport.end_point import end_point
-from upr_protocol.users import USER_NAME_BYTES_MAX, UsersError
+from upr_protocol.users import NAME_BYTES_MAX, UsersError
 from upr_protocol.wire import LogInChallenge
 
 FIRST, FINAL, CHALLENGE, OUTCOME, CERTIFICATE = range(5)
@@ -78,7 +78,7 @@ def _read_first(message: bytes) -> None:
         with suppress(ScramError, UsersError):
             first = FirstMessage.read(mechanism, message, offers_binding=True)
             # NFKC makes a name at most 18 times as long.
-            assert 0 < len(first.name.encode()) <= 18 * USER_NAME_BYTES_MAX
+            assert 0 < len(first.name.encode()) <= 18 * NAME_BYTES_MAX
             assert first.header == (f"p={BINDING},," if mechanism == SCRAM_PLUS else "n,,")
             challenge = ScramServer(first, _VERIFIER, "server", _HASH).challenge()
             assert len(challenge) <= LogInChallenge.body_bytes_max // 4

@@ -59,6 +59,7 @@ PATHS: Final = {
     "{design:path}": "new",
 }
 STRANGER: Final = ""
+OF_SOME_KEYS: Final = "of some keys"
 OWN, OTHER = "b", "other"
 
 
@@ -67,8 +68,14 @@ def name_of(right: Right, bucket: str) -> str:
 
 
 def users_of_the_table() -> Users:
-    """A user for each right on each of the buckets."""
+    """A user for each right on each of the buckets, and one who may read and write some keys."""
     users = dict(USERS.users)
+    some = tuple(
+        Grant(right, OWN, prefix)
+        for right in (Right.READ, Right.WRITE)
+        for prefix in (b"_", *(bytes([first]) for first in b"acdk"))
+    )
+    users[OF_SOME_KEYS] = User(OF_SOME_KEYS, VERIFIER, some)
     for right in Right:
         for bucket in (OWN, OTHER) if right is not Right.SECURE else (EVERYTHING,):
             name = name_of(right, bucket)
@@ -157,6 +164,9 @@ async def test_every_route_needs_its_right_on_the_indexers_bucket(tmp_path: Path
                     status, _ = await front.ask(method, path, authorization(name))
                     is_allowed = needed == "anybody" or (right.value, OWN) == (needed, bucket)
                     assert (status not in (401, 403)) == is_allowed, (method, path, name, status)
+            # What the indexer tells is of all keys.
+            status, _ = await front.ask(method, path, authorization(OF_SOME_KEYS))
+            assert status == (200 if needed == "anybody" else 403), (method, path, status)
 
 
 async def test_a_server_without_users_asks_nobody(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from upr_protocol.scram import (
     made_up_verifier,
     new_verifier,
 )
-from upr_protocol.users import USER_NAME_BYTES_MAX, UsersError, Verifier
+from upr_protocol.users import NAME_BYTES_MAX, UsersError, Verifier
 
 SALT: Final = b"sixteen bytes..."
 ITERATIONS: Final = SCRAM_ITERATIONS_MIN
@@ -202,7 +202,7 @@ def test_a_name_arrives_as_it_was_meant(name: str) -> None:
 
 
 def test_a_name_is_as_long_as_a_user_s() -> None:
-    longest = "u" * USER_NAME_BYTES_MAX
+    longest = "u" * NAME_BYTES_MAX
     assert log_in(ScramClient(longest, "pencil", "nonce"))
     with pytest.raises(UsersError, match="at most 128 bytes"):
         ScramClient(longest + "u", "pencil", "nonce")

@@ -16,14 +16,21 @@ from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.users import (
     EVERYTHING,
     GRANTS_MAX,
+    ROLES_MAX,
+    ROLES_OF_USER_MAX,
     SERVER,
     USERS_MAX,
+    AddRole,
     AddUser,
     AnyUserChange,
+    AssignRoles,
     Grant,
     GrantRights,
+    GrantToRole,
     Limits,
+    RemoveRole,
     RemoveUser,
+    RevokeFromRole,
     RevokeRights,
     Right,
     SetLimits,
@@ -31,9 +38,11 @@ from upr_protocol.users import (
     User,
     UserChange,
     UserListing,
+    UserRole,
     Users,
     UsersError,
     Verifier,
+    WithdrawRoles,
     normalised,
     user_change_from_json,
 )
@@ -47,6 +56,14 @@ NAMES = st.text("ab", min_size=1, max_size=6)
 def with_reader(*patterns: str) -> Users:
     users = Users().with_user(ADMIN).with_user(User("bob"))
     return users.granting("bob", tuple(Grant(Right.READ, pattern) for pattern in patterns))
+
+
+def with_roles() -> Users:
+    """Bob, who reads `a`; cleo, who does by a role; and a role that may write."""
+    users = with_reader("a").with_user(User("cleo"))
+    for name, right in (("readers", Right.READ), ("writers", Right.WRITE)):
+        users = users.with_role(UserRole(name, (Grant(right, "a"),)))
+    return users.assigning("cleo", ("readers", "writers"))
 
 
 @given(st.text("ab*", min_size=1, max_size=8), NAMES)
@@ -168,8 +185,51 @@ def test_the_first_user_may_change_users() -> None:
         ),
         (lambda users: users.granting("bob", (Grant(Right.SECURE, "a"),)), "grant it on *"),
         (
+            lambda users: users.granting("bob", (Grant(Right.OPERATE, "a", b"k"),)),
+            "only read and write can be granted on some",
+        ),
+        (
+            lambda users: users.granting("bob", (Grant(Right.READ, "a", b"k" * 251),)),
+            "at most 250 bytes",
+        ),
+        (
+            lambda users: users.granting("bob", (Grant(Right.READ, "a", b"_design/x"),)),
+            "design documents belong to the whole bucket",
+        ),
+        (
+            lambda users: users.revoking("bob", (Grant(Right.READ, "a", b"k"),)),
+            "user bob has no grant of read on a, keys 'k'…",
+        ),
+        (lambda users: users.assigning("bob", ("clerks",)), "there is no role clerks"),
+        (lambda users: users.assigning("joe", ("readers",)), "there is no user joe"),
+        (
+            lambda users: users.withdrawing("bob", ("readers",)),
+            "does not have the role readers",
+        ),
+        (lambda users: users.with_role(UserRole("readers")), "there is a role readers already"),
+        (lambda users: users.with_role(UserRole("")), "a role's name is empty"),
+        (lambda users: users.with_role(UserRole("a\u200db")), "format character"),
+        (lambda users: users.with_role(UserRole("ﬁ")), "not in the form NFKC"),
+        (lambda users: users.with_role(UserRole("r" * 129)), "a role's name has 1 to 128 bytes"),
+        (lambda users: users.granting_to_role("clerks", ()), "there is no role clerks"),
+        (
+            lambda users: users.granting_to_role("readers", (Grant(Right.READ, ""),)),
+            "write * for every",
+        ),
+        (
+            lambda users: users.granting_to_role(
+                "readers", tuple(Grant(Right.READ, f"b{number}") for number in range(GRANTS_MAX))
+            ),
+            "role readers would have 65 grants",
+        ),
+        (
+            lambda users: users.revoking_from_role("readers", (Grant(Right.READ, "b"),)),
+            "role readers has no grant of read on b",
+        ),
+        (lambda users: users.without_role("clerks"), "there is no role clerks"),
+        (
             lambda users: users.revoking("bob", (Grant(Right.WRITE, "a"),)),
-            "user bob has no grant of write on a",
+            "user bob has no grant of write on a;",
         ),
         (
             lambda users: users.granting(
@@ -194,7 +254,61 @@ def test_the_first_user_may_change_users() -> None:
 def test_what_cannot_be_is_refused(change: object, message: str) -> None:
     assert callable(change)
     with pytest.raises(UsersError, match=re.escape(message)):
-        change(with_reader("a"))
+        change(with_roles())
+
+
+def test_there_are_so_many_roles_and_no_more() -> None:
+    users = with_reader("a")
+    names = [f"role{number}" for number in range(ROLES_MAX)]
+    for name in names:
+        users = users.with_role(UserRole(name))
+    with pytest.raises(UsersError, match="at most 100 roles"):
+        users.with_role(UserRole("one-more"))
+    users = users.assigning("bob", tuple(names[:ROLES_OF_USER_MAX]))
+    with pytest.raises(UsersError, match="user bob would have 9 roles"):
+        users.assigning("bob", (names[ROLES_OF_USER_MAX],))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda users: users.withdrawing("ada", ("admins",)),
+        lambda users: users.without_role("admins"),
+        lambda users: users.revoking_from_role("admins", (Grant(Right.SECURE, EVERYTHING),)),
+        lambda users: users.without("ada"),
+    ],
+    ids=["withdraw", "remove the role", "revoke", "remove the user"],
+)
+def test_somebody_can_always_change_users_by_a_role(change: object) -> None:
+    assert callable(change)
+    own = (Grant(Right.SECURE, EVERYTHING),)
+    users = with_roles().with_role(UserRole("admins", own)).assigning("ada", ("admins",))
+    users = users.revoking("ada", own)
+    assert users.allows("ada", Right.SECURE, SERVER)
+    with pytest.raises(UsersError, match="nobody could change users"):
+        change(users)
+    change(users.granting("bob", own))
+
+
+def test_a_role_allows_what_it_has_until_it_is_taken_away() -> None:
+    users = with_roles()
+    assert users.rights_of("cleo", "a").whole == {Right.READ, Right.WRITE}
+    assert users.withdrawing("cleo", ("writers",)).rights_of("cleo", "a").whole == {Right.READ}
+    fewer = users.revoking_from_role("readers", GRANTS)
+    assert fewer.rights_of("cleo", "a").whole == {Right.WRITE}
+    without = users.without_role("readers")
+    assert without.rights_of("cleo", "a").whole == {Right.WRITE}
+    assert without.users["cleo"].roles == ("writers",)
+    # Bob's own right is none of the role's.
+    assert without.rights_of("bob", "a").whole == {Right.READ}
+
+
+def test_users_without_roles_have_the_form_from_before_there_were_any() -> None:
+    """Nodes of an earlier version read it."""
+    text = with_reader("a").to_json()
+    assert "roles" not in text
+    assert "prefix" not in text
+    assert "roles" not in with_reader("a").listing().to_json()
 
 
 def test_there_are_so_many_users_and_no_more() -> None:
@@ -225,6 +339,8 @@ def test_json_and_back() -> None:
         '{"revision":1,"users":{"eve":{"name":"bob"}}}',
         '{"revision":1,"users":{"":{"name":"","grants":[{"right":"secure","pattern":"*"}]}}}',
         '{"revision":1,"users":{"bob":{"name":"bob","grants":[{"right":"fly","pattern":"*"}]}}}',
+        with_roles().to_json().replace('"readers":{', '"others":{'),
+        with_roles().to_json().replace('"roles":["readers",', '"roles":["others",'),
         "[" * 100_000,
     ],
 )
@@ -270,6 +386,7 @@ def test_another_version_of_unicode_does_not_refuse_a_user() -> None:
 
 
 GRANTS = (Grant(Right.READ, "a"),)
+BOTH = ("readers", "writers")
 LIMITS = Limits(connections=1, streams=2, leases=3, bytes_in=2**20, bytes_out=2**21)
 
 
@@ -280,7 +397,13 @@ CHANGES: Final[list[tuple[AnyUserChange, User | None]]] = [
     (GrantRights("bob", (Grant(Right.WRITE, "b"),)), None),
     (RevokeRights("bob", GRANTS), User("bob")),
     (SetLimits("bob", LIMITS), User("bob", None, GRANTS, LIMITS)),
+    (AssignRoles("bob", ("writers", "readers")), User("bob", None, GRANTS, roles=BOTH)),
+    (WithdrawRoles("cleo", ("readers",)), User("cleo", roles=("writers",))),
     (RemoveUser("bob"), None),
+    (AddRole("clerks"), None),
+    (GrantToRole("readers", (Grant(Right.READ, "b", b"a/"),)), None),
+    (RevokeFromRole("readers", GRANTS), None),
+    (RemoveRole("readers"), User("cleo", roles=("writers",))),
 ]
 
 
@@ -288,11 +411,13 @@ CHANGES: Final[list[tuple[AnyUserChange, User | None]]] = [
 def test_a_change_comes_through_json_and_is_made(
     change: AnyUserChange, expected: User | None
 ) -> None:
-    users = with_reader("a")
+    users = with_roles()
     sent = user_change_from_json(change.to_json())
     assert sent == change
     changed = sent.apply(users)
     assert changed.revision == users.revision + 1
+    changed.check()
+    assert Users.from_json(changed.to_json()) == changed
     if expected is not None:
         assert changed.users[expected.name] == expected
     assert changed.digest != users.digest
@@ -327,6 +452,10 @@ def test_a_listing_has_nothing_that_a_password_can_be_tried_against() -> None:
         ("ada", True),
         ("bob", False),
     ]
+    with_some = with_roles().listing()
+    assert UserListing.from_json(with_some.to_json()) == with_some
+    assert [role.name for role in with_some.roles] == ["readers", "writers"]
+    assert with_some.users[-1].roles == ("readers", "writers")
     with pytest.raises(UsersError):
         UserListing.from_json("{}")
 

@@ -14,10 +14,10 @@ from trio.testing import MockClock
 
 from tests.kit.memory_network import HOST, MemoryNetwork
 from upr_protocol.client import Address, Credentials, Security, connect, consume
-from upr_protocol.errors import ServerError
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.scram import new_verifier
-from upr_protocol.users import EVERYTHING, Grant, Right, User, Users, Verifier
+from upr_protocol.users import EVERYTHING, Grant, Right, User, UserRole, Users, Verifier
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.runtime.log_in_pauses import PAUSE_MAX_S
@@ -88,9 +88,9 @@ async def two_nodes(
         yield first, second
 
 
-def as_bob(server: Server) -> Address:
+def as_bob(server: Server, bucket: str = "") -> Address:
     security = Security(credentials=Credentials("bob", PASSWORD))
-    return Address.parse(f"upr://{HOST}:{server.port}", security)
+    return Address.parse(f"upr://{HOST}:{server.port}/{bucket}", security)
 
 
 def _setting(event: trio.Event) -> Iterator[None]:
@@ -119,6 +119,26 @@ async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
         with pytest.raises(ServerError):
             async with connect(as_bob(first)):
                 pass
+
+
+async def test_a_change_of_a_role_counts_on_the_other_node_within_a_second(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    """Also for a stream that lived by it."""
+    users = USERS.without("bob").with_user(User("bob", VERIFIER))
+    users = users.with_role(UserRole("readers", (READ,))).assigning("bob", ("readers",))
+    async with two_nodes(password_file, users) as (first, second):
+        await trio.sleep(10)
+        async with consume(as_bob(first, "b")) as consumer:
+            await trio.sleep(1)
+            began = trio.current_time()
+            await second.users.change(lambda users: users.revoking_from_role("readers", (READ,)))
+            with pytest.raises(ServerError, match="right revoked") as caught:
+                async for _ in consumer:
+                    pass
+            assert caught.value.status is Status.RIGHT_REVOKED
+            assert trio.current_time() - began < WITHIN_S
+        assert first.users.users == second.users.users
 
 
 def _with_user(users: Users, name: str) -> Users:

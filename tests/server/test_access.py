@@ -36,6 +36,7 @@ from upr_protocol.users import (
     Right,
     User,
     UserListing,
+    UserRole,
     Users,
     Verifier,
 )
@@ -84,6 +85,7 @@ from upr_server.user_store import UserStore
 OWN, OTHER = "own", "other"
 P0 = PartitionId(0)
 USER = "bob"
+ROLE = "role"
 ADMIN = User("ada", None, (Grant(Right.SECURE, EVERYTHING),))
 
 # Every message that a client may send, with the rights of which one is enough, written by hand. A
@@ -121,12 +123,28 @@ TABLE: Final = """
     ChangeUsers          secure
     GetUsers             replicate
 """
+
+# Those for which the right on some of the bucket's keys is enough.
+TABLE_OF_SOME_KEYS: Final = """
+    Open      read write
+    GetMap    read write
+    Seqnos    read write
+    SeqnosAt  read write
+    Await     read write
+    Get       read
+    Mutate    write
+"""
 OF_CLUSTER: Final = ("ListUsers", "ChangeUsers", "GetUsers")
 ANYBODY: Final = "anybody"
-ALLOWED: Final = {
-    name: frozenset(rights)
-    for name, *rights in (line.split() for line in TABLE.split("\n") if line.strip())
-}
+
+
+def of_lines(table: str) -> dict[str, frozenset[str]]:
+    lines = (line.split() for line in table.split("\n") if line.strip())
+    return {name: frozenset(rights) for name, *rights in lines}
+
+
+ALLOWED: Final = of_lines(TABLE)
+OF_SOME_KEYS: Final = of_lines(TABLE_OF_SOME_KEYS)
 
 
 def sample(name: str, bucket: str) -> Message:
@@ -151,10 +169,13 @@ def sample(name: str, bucket: str) -> Message:
     )
 
 
-def access_of(*grants: Grant, bucket: str = OWN) -> Access:
+def access_of(*grants: Grant, bucket: str = OWN, by_role: bool = False) -> Access:
+    """What bob may do, who has these grants of his own or by a role."""
     store = UserStore(SimulatedStore())
+    roles = {ROLE: UserRole(ROLE, grants)} if by_role else {}
+    bob = User(USER, None, () if by_role else grants, roles=tuple(roles))
     # Not checked: this tries `secure` on one bucket, too, which nobody can be granted.
-    store.users = Users(1, {ADMIN.name: ADMIN, USER: User(USER, None, grants)})
+    store.users = Users(1, {ADMIN.name: ADMIN, USER: bob}, roles=roles)
     access = Access(store)
     access.user_name = USER
     access.open_bucket(bucket)
@@ -177,16 +198,44 @@ def test_every_message_of_a_client_has_a_line() -> None:
 
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.parametrize("right", Right)
-def test_a_message_needs_one_of_its_rights_on_its_bucket(name: str, right: Right) -> None:
+@pytest.mark.parametrize("by_role", [False, True], ids=["own", "role"])
+def test_a_message_needs_one_of_its_rights_on_its_bucket(
+    name: str, right: Right, by_role: bool
+) -> None:
     needed = ALLOWED[name]
     expected = ANYBODY in needed or right.value in needed
     message = sample(name, OWN)
     # What is about the whole cluster needs the right on everything.
     for pattern in (EVERYTHING,) if name in OF_CLUSTER else (OWN, EVERYTHING, "o*"):
-        assert is_allowed(access_of(Grant(right, pattern)), message) == expected
+        access = access_of(Grant(right, pattern), by_role=by_role)
+        assert is_allowed(access, message) == expected
     # The right on another bucket is worth nothing here.
-    access = access_of(Grant(right, OTHER))
+    access = access_of(Grant(right, OTHER), by_role=by_role)
     assert is_allowed(access, message) == (ANYBODY in needed)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("right", [Right.READ, Right.WRITE])
+def test_a_right_on_some_keys_is_enough_for_some_messages(name: str, right: Right) -> None:
+    """The keys of `Get` and `Mutate` are looked at besides: see test_key_rights.py."""
+    kind = name.partition("/")[0]
+    expected = ANYBODY in ALLOWED[name] or right.value in OF_SOME_KEYS.get(kind, ())
+    message = sample(name, OWN)
+    for pattern in (OWN, EVERYTHING, "o*"):
+        assert is_allowed(access_of(Grant(right, pattern, b"k")), message) == expected
+    access = access_of(Grant(right, OTHER, b"k"))
+    assert is_allowed(access, message) == (ANYBODY in ALLOWED[name])
+
+
+def test_every_message_that_names_keys_has_them_looked_at() -> None:
+    """The others that a right on some keys is enough for have no key."""
+    kinds = {kind for kind in MESSAGES.values() if kind.sender & Role.CLIENT}
+    of_keys = {
+        kind.__name__
+        for kind in kinds
+        if not {"key", "keys", "chunk", "bundle"}.isdisjoint(kind.__struct_fields__)
+    }
+    assert of_keys == {"Get", "Mutate"} <= OF_SOME_KEYS.keys()
 
 
 @pytest.mark.parametrize("name", ALLOWED)
@@ -262,6 +311,11 @@ def test_a_refusal_says_what_is_missing() -> None:
         "user bob may not do this: Get needs the right read on bucket own: log in as a user "
         "who may, or have the right granted: upr user grant USER RIGHT BUCKET"
     )
+
+
+def test_a_refusal_says_that_a_right_on_some_keys_is_not_enough() -> None:
+    with pytest.raises(ServerError, match="Stream needs the right read on the whole bucket own"):
+        access_of(Grant(Right.READ, OWN, b"k")).check(sample("Stream", OWN))
 
 
 # With a server.

@@ -9,8 +9,21 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 
-from upr_protocol.users import EVERYTHING, Grant, Right, User, Users, UsersError, Verifier
+from tests.protocol.test_rights import BUCKETS, GRANTS, users_with
+from upr_protocol.users import (
+    EVERYTHING,
+    NO_RIGHTS,
+    Grant,
+    Right,
+    User,
+    UserRole,
+    Users,
+    UsersError,
+    Verifier,
+)
 from upr_server.storage.calls import LoadUsers, SaveUsers, StoreCall
 from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
 from upr_server.storage.processes import open_store
@@ -229,15 +242,43 @@ async def test_rights_are_kept_until_the_users_change() -> None:
     await store.change(adding("bob"))
     right = Grant(Right.READ, "b")
     for name in ("ada", "bob", None):
-        assert store.rights_of(name, "b") == store.rights_of(name, "b")
-    assert not store.rights_of("bob", "b")
+        assert store.rights_of(name, "b") == store.users.rights_of(name, "b")
+    assert store.rights_of("bob", "b") is store.rights_of("bob", "b")
+    assert store.rights_of("bob", "b") == NO_RIGHTS
     await store.change(lambda users: users.granting("bob", (right,)))
-    assert store.rights_of("bob", "b") == {Right.READ}
+    assert store.rights_of("bob", "b").whole == {Right.READ}
     for number in range(RIGHTS_MAX + 10):
-        assert not store.rights_of("bob", f"b{number}")
+        assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
     assert len(store._rights) <= RIGHTS_MAX
     await store.adopt(store.users.without("bob"))
-    assert not store.rights_of("bob", "b")
+    assert store.rights_of("bob", "b") == NO_RIGHTS
+
+
+@given(GRANTS, st.lists(GRANTS, max_size=3))
+def test_the_rights_that_are_kept_are_those_of_the_users(
+    own: tuple[Grant, ...], of_roles: list[tuple[Grant, ...]]
+) -> None:
+    store = UserStore(SimulatedStore())
+    store.users = users_with(own, of_roles)
+    for _ in range(2):
+        for bucket in BUCKETS:
+            assert store.rights_of("bob", bucket) == store.users.rights_of("bob", bucket)
+
+
+async def test_rights_by_a_role_are_kept_until_the_users_change() -> None:
+    store = await store_with_admin()
+    await store.change(adding("bob"))
+    await store.change(lambda users: users.with_role(UserRole("readers")))
+    await store.change(lambda users: users.assigning("bob", ("readers",)))
+    assert store.rights_of("bob", "b") == NO_RIGHTS
+    grants = (Grant(Right.READ, "b"),)
+    await store.change(lambda users: users.granting_to_role("readers", grants))
+    assert store.rights_of("bob", "b").whole == {Right.READ}
+    for number in range(RIGHTS_MAX + 10):
+        assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
+    assert len(store._rights_of_roles) <= RIGHTS_MAX
+    await store.change(lambda users: users.revoking_from_role("readers", grants))
+    assert store.rights_of("bob", "b") == NO_RIGHTS
 
 
 @pytest.mark.parametrize("target", ["missing", "users"])

@@ -14,6 +14,7 @@ from upr_protocol.cli.index import index
 from upr_protocol.cli.load import load
 from upr_protocol.cli.operator import failover, replicas, takeover
 from upr_protocol.cli.partitions import partitions
+from upr_protocol.cli.role import role
 from upr_protocol.cli.server import bucket, leases, stats
 from upr_protocol.cli.tail import tail
 from upr_protocol.cli.user import user
@@ -56,7 +57,7 @@ def main() -> None:
 
 for _command in (
     *(bucket, load, tail, events, explain, *keyvalue.COMMANDS, partitions, leases, stats),
-    *(replicas, takeover, failover, index, user),
+    *(replicas, takeover, failover, index, user, role),
 ):
     main.add_command(_command)
 

@@ -9,6 +9,17 @@ from typing import Any
 import click
 
 from upr_protocol.cli.connection import ask
+from upr_protocol.cli.grants import (
+    GRANT_COLUMNS,
+    RIGHTS_HELP,
+    change_users,
+    described,
+    grant_arguments,
+    grant_fields,
+    grants_of,
+    name_of,
+    user_argument,
+)
 from upr_protocol.cli.output import print_line, print_table
 from upr_protocol.cli.parameters import TargetCommand, json_option, number, server_argument
 from upr_protocol.cli.passwords import new_password
@@ -19,7 +30,7 @@ from upr_protocol.users import (
     EVERYTHING,
     REVISION_MAX,
     AddUser,
-    Grant,
+    AssignRoles,
     GrantRights,
     Limits,
     RemoveUser,
@@ -27,21 +38,10 @@ from upr_protocol.users import (
     Right,
     SetLimits,
     SetPassword,
-    UserChange,
     UsersError,
     Verifier,
-    normalised_name,
+    WithdrawRoles,
 )
-
-_RIGHTS_HELP = """\b
-Rights:
-  read       read keys, stream changes, hold leases
-  write      change keys, without design documents
-  index      define and delete indexes: change design documents
-  operate    create and delete buckets, change partition maps, read statistics
-  replicate  be a node: follow partitions, exchange maps; on * also the users
-  secure     change users; it is always granted on *
-"""
 
 
 @click.group()
@@ -53,37 +53,6 @@ def user() -> None:
     second: streams that lived by a right that is revoked end.
     """
 
-
-def _name(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
-    try:
-        return normalised_name(text, "the user's name")
-    except UsersError as error:
-        raise click.BadParameter(str(error)) from error
-
-
-def _rights(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[Right, ...]:
-    try:
-        return tuple(Right(part.strip()) for part in text.split(","))
-    except ValueError:
-        names = ", ".join(right.value for right in Right)
-        raise click.BadParameter(
-            f"{text!r} is not one of {names}, or several with commas"
-        ) from None
-
-
-def _grants(rights: tuple[Right, ...], pattern: str) -> tuple[Grant, ...]:
-    grants = tuple(Grant(right, pattern) for right in rights)
-    try:
-        for grant in grants:
-            grant.check()
-    except UsersError as error:
-        raise click.UsageError(str(error)) from error
-    return grants
-
-
-_name_argument = click.argument("name", metavar="NAME", callback=_name)
-_rights_argument = click.argument("rights", metavar="RIGHTS", callback=_rights)
-_pattern_argument = click.argument("pattern", metavar="BUCKETS")
 
 _new_password_option = click.option(
     "--new-password-file",
@@ -101,13 +70,9 @@ def _new_verifier(name: str, path: str | None) -> Verifier:
         raise click.UsageError(str(error)) from error
 
 
-def _change(target: Address, change: UserChange) -> None:
-    ask(target, lambda client: client.change_users(change), bucket=False)
-
-
 @user.command(cls=TargetCommand)
 @server_argument
-@_name_argument
+@user_argument
 @_new_password_option
 @click.option(
     "--certificate-only",
@@ -125,29 +90,28 @@ def add(target: Address, name: str, new_password_file: str | None, certificate_o
     if certificate_only and new_password_file is not None:
         raise click.UsageError("give either --certificate-only or --new-password-file")
     verifier = None if certificate_only else _new_verifier(name, new_password_file)
-    _change(target, AddUser(name, verifier))
+    change_users(target, AddUser(name, verifier))
     print_line(f"added user {name}; grant rights with `upr user grant`")
 
 
 @user.command(cls=TargetCommand)
 @server_argument
-@_name_argument
+@user_argument
 @_new_password_option
 def password(target: Address, name: str, new_password_file: str | None) -> None:
     """Give a user another password.
 
     Connections that are open stay open. To end them, revoke what the user may do.
     """
-    _change(target, SetPassword(name, _new_verifier(name, new_password_file)))
+    change_users(target, SetPassword(name, _new_verifier(name, new_password_file)))
     print_line(f"user {name} has another password")
 
 
-@user.command(cls=TargetCommand, epilog=_RIGHTS_HELP)
+@user.command(cls=TargetCommand, epilog=RIGHTS_HELP)
 @server_argument
-@_name_argument
-@_rights_argument
-@_pattern_argument
-def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str) -> None:
+@user_argument
+@grant_arguments
+def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, prefix: str) -> None:
     r"""Grant rights to a user.
 
     RIGHTS are one or several, with commas. BUCKETS is a bucket's name, in which each * stands for
@@ -157,23 +121,65 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str) -
     Examples:
       upr user grant uprs://db1:12000 bob read,write orders
       upr user grant uprs://db1:12000 ada read 'orders-*'
+      upr user grant uprs://db1:12000 eve read,write orders --prefix eve/
     """
-    _change(target, GrantRights(name, _grants(rights, pattern)))
-    print_line(f"granted {_names(rights)} on {pattern} to {name}")
+    grants = grants_of(rights, pattern, prefix)
+    change_users(target, GrantRights(name, grants))
+    print_line(f"granted to {name}: {described(grants)}")
 
 
-@user.command(cls=TargetCommand, epilog=_RIGHTS_HELP)
+@user.command(cls=TargetCommand, epilog=RIGHTS_HELP)
 @server_argument
-@_name_argument
-@_rights_argument
-@_pattern_argument
-def revoke(target: Address, name: str, rights: tuple[Right, ...], pattern: str) -> None:
+@user_argument
+@grant_arguments
+def revoke(
+    target: Address, name: str, rights: tuple[Right, ...], pattern: str, prefix: str
+) -> None:
     """Take rights from a user, and end the streams that lived by them.
 
-    BUCKETS must be the same as when they were granted.
+    BUCKETS and --prefix must be the same as when they were granted. What the user's roles allow
+    stays.
     """
-    _change(target, RevokeRights(name, _grants(rights, pattern)))
-    print_line(f"revoked {_names(rights)} on {pattern} from {name}")
+    grants = grants_of(rights, pattern, prefix)
+    change_users(target, RevokeRights(name, grants))
+    print_line(f"revoked from {name}: {described(grants)}")
+
+
+def _roles(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[str, ...]:
+    return tuple(name_of("role", part.strip()) for part in text.split(","))
+
+
+_roles_argument = click.argument("roles", metavar="ROLES", callback=_roles)
+
+
+@user.command(cls=TargetCommand)
+@server_argument
+@user_argument
+@_roles_argument
+def assign(target: Address, name: str, roles: tuple[str, ...]) -> None:
+    r"""Give roles to a user: the user may do what they allow.
+
+    ROLES are one or several, with commas. `upr role` makes them.
+
+    \b
+    Examples:
+      upr user assign uprs://db1:12000 bob clerks,readers
+    """
+    change_users(target, AssignRoles(name, roles))
+    print_line(f"{name} has the roles {','.join(roles)}, too")
+
+
+@user.command(cls=TargetCommand)
+@server_argument
+@user_argument
+@_roles_argument
+def withdraw(target: Address, name: str, roles: tuple[str, ...]) -> None:
+    """Take roles from a user, and end the streams that lived by them.
+
+    ROLES are one or several, with commas.
+    """
+    change_users(target, WithdrawRoles(name, roles))
+    print_line(f"{name} does not have the roles {','.join(roles)} any more")
 
 
 def _limit_option(name: str, what: str) -> Callable[[Any], Any]:
@@ -184,7 +190,7 @@ def _limit_option(name: str, what: str) -> Callable[[Any], Any]:
 
 @user.command(cls=TargetCommand)
 @server_argument
-@_name_argument
+@user_argument
 @_limit_option("--connections", "The most connections")
 @_limit_option("--streams", "The most streams, of all connections together")
 @_limit_option("--leases", "The most leases")
@@ -206,16 +212,16 @@ def limit(target: Address, name: str, **limits: int) -> None:
         of_user.check()
     except UsersError as error:
         raise click.UsageError(str(error)) from error
-    _change(target, SetLimits(name, of_user))
+    change_users(target, SetLimits(name, of_user))
     print_line(f"the limits of {name}: {of_user}" if str(of_user) else f"{name} has no limits")
 
 
 @user.command(cls=TargetCommand)
 @server_argument
-@_name_argument
+@user_argument
 def remove(target: Address, name: str) -> None:
     """Remove a user, and end the user's connections."""
-    _change(target, RemoveUser(name))
+    change_users(target, RemoveUser(name))
     print_line(f"removed user {name}")
 
 
@@ -225,27 +231,35 @@ def remove(target: Address, name: str) -> None:
 def list_users(target: Address, as_json: bool) -> None:
     """List the users and what each may do.
 
-    There is one line for each grant. A user without any has a line without one.
+    There is one line for each grant of a user, and of each role that the user has. A user without
+    any has a line without one.
     """
     listing = ask(target, lambda client: client.list_users(), bucket=False)
+    roles = {role.name: role.grants for role in listing.roles}
     rows = [
         (
-            *(info.name, "password" if info.has_password else "certificate", right, pattern),
+            info.name,
+            "password" if info.has_password else "certificate",
+            *row,
             str(info.limits),
         )
         for info in listing.users
-        for right, pattern in (
-            [(grant.right.value, grant.pattern) for grant in info.grants] or [("", "")]
-        )
+        for row in [
+            *((*grant_fields(grant), "") for grant in info.grants),
+            *(
+                (*fields, role)
+                for role in info.roles
+                for fields in map(grant_fields, roles.get(role, ()))
+            ),
+            *(("", "", "", role) for role in info.roles if not roles.get(role)),
+        ]
+        or [("", "", "", "")]
     ]
-    print_table(("user", "logs_in_with", "right", "buckets", "limits"), rows, as_json=as_json)
+    columns = ("user", "logs_in_with", *GRANT_COLUMNS, "role", "limits")
+    print_table(columns, rows, as_json=as_json)
     if not listing.revision:
         print_line(
             f"there are no users: everybody may do everything on {EVERYTHING}; `upr-server init` "
             "makes the first user",
             err=True,
         )
-
-
-def _names(rights: tuple[Right, ...]) -> str:
-    return ",".join(right.value for right in rights)

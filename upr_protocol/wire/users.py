@@ -1,4 +1,4 @@
-"""Users: listing them, changing them, and telling them to other nodes."""
+"""Users and roles: listing them, changing them, and telling them to other nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UsersReply(Message, frozen=True):
 
 
 class ListUsers(Message, frozen=True):
-    """Asks for the users and their rights, without what proves who they are."""
+    """Asks for the users and roles and their rights, without what proves who the users are."""
 
     opcode = 0x28
     sender = Role.CLIENT
@@ -36,8 +36,8 @@ class ListUsers(Message, frozen=True):
 
 
 class ChangeUsers(Message, frozen=True):
-    """Changes one user. The node has the next revision on disk when it answers, with an empty
-    document."""
+    """Changes one user, or one role. The node has the next revision on disk when it answers, with
+    an empty document."""
 
     opcode = 0x29
     sender = Role.CLIENT

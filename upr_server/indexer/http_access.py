@@ -20,6 +20,7 @@ import trio
 
 from upr_protocol.client import Address, Credentials, NodeClient, connect
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.ids import DESIGN_PREFIX
 from upr_protocol.users import Right, UsersError
 from upr_server.indexer.log_in_turns import LogInTurns
 from upr_server.runtime import FailedLogIns, network_of
@@ -47,8 +48,9 @@ FAILURES_MAX: Final = 5
 they are fewer than what the server allows the indexer's host: strangers must not lock the indexer
 itself out."""
 
-_PROBE: Final = b"_"
-"""A key that is looked up to see whether the user may read. It need not be there."""
+_PROBE: Final = DESIGN_PREFIX
+"""A key that is looked up to see whether the user may read the whole bucket: no right on some of
+its keys allows that. It need not be there."""
 
 _TOO_MANY_S: Final = 1.0
 
@@ -130,7 +132,7 @@ class HttpAccess:
         if needed is Right.READ and not verdict.may_read:
             raise NotAllowedError(
                 f"user {credentials.user} may not do this: it needs the right {needed.value} on "
-                f"bucket {self._address.bucket}"
+                f"the whole bucket {self._address.bucket}"
             )
         return self._address_of(credentials)
 

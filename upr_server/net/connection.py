@@ -529,9 +529,9 @@ class AcceptedConnection:
         if self.session.state in BEFORE_READY or self.session.state is SessionState.CLOSED:
             return False
         access = self.context.access
-        rights_before = access.rights
+        rights_before = access.rights.whole
         access.refresh()
-        return access.is_lost or not access.rights >= rights_before
+        return access.is_lost or not access.rights.whole >= rights_before
 
     def end_revoked(self) -> Iterator[None]:
         """Ends what the client may not have any more: streams, some in each step, and the session

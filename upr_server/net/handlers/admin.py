@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import msgspec
 import trio
@@ -18,11 +17,8 @@ from upr_protocol.wire import (
     Stats,
     StatsReply,
 )
+from upr_server.net.access import SLICE_BUCKETS
 from upr_server.net.request_context import RequestContext, others_after_first
-
-SLICE_BUCKETS: Final = 64
-"""Buckets that are looked at before others have their turn: at some 30 µs each for a user with many
-grants, 2 ms."""
 
 
 def create_bucket(context: RequestContext, request: CreateBucket) -> None:

@@ -48,6 +48,7 @@ def get(context: RequestContext, request: Get) -> None:
             Status.BAD_ARGUMENT,
             f"a Get names 1 to {GET_KEYS_MAX} keys, not {len(request.keys)}",
         )
+    context.access.check_read_keys(request)
     partition = context.partition(request.partition)
     assert context.bucket is not None
     partition_count = len(context.bucket.partitions)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
-from upr_protocol.bucket_event import EventFilter
+import trio
+
+from upr_protocol.bucket_event import BucketEvent, EventFilter
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.limits import (
     CONSUMER_NAME_BYTES_MAX,
@@ -14,6 +17,7 @@ from upr_protocol.limits import (
     HEALTH_TIMEOUT_S_MIN,
 )
 from upr_protocol.wire import EventsReply, NextEvents
+from upr_server.net.access import SLICE_BUCKETS
 from upr_server.net.request_context import RequestContext
 
 CONSUMER_NAME: Final = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{CONSUMER_NAME_BYTES_MAX}}}")
@@ -44,15 +48,25 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
                 # A consumer that waits is alive: it must ask again before it is taken for dead.
                 wait_s=min(request.wait_ms / 1000, request.timeout_s / 2),
             )
+            # An answer without events is acknowledged as any other, and the next question follows.
+            visible_events = await _visible(context, bucket_events)
         finally:
             context.is_asking_for_events = False
-        # An answer without events is acknowledged as any other, and the next question follows.
-        allowed_events = tuple(
-            event for event in bucket_events if context.access.may_use(event.bucket)
-        )
-        context.send(EventsReply(batch, is_everything, allowed_events, opaque=request.opaque))
+        context.send(EventsReply(batch, is_everything, visible_events, opaque=request.opaque))
 
     context.reply_later(request, wait)
+
+
+async def _visible(
+    context: RequestContext, bucket_events: Sequence[BucketEvent]
+) -> tuple[BucketEvent, ...]:
+    visible_events = []
+    for count, event in enumerate(bucket_events, 1):
+        if count % SLICE_BUCKETS == 0:
+            await trio.lowlevel.checkpoint()
+        if (visible := context.access.visible(event)) is not None:
+            visible_events.append(visible)
+    return tuple(visible_events)
 
 
 def _own_name(context: RequestContext, consumer: str) -> str:

@@ -95,7 +95,7 @@ def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
         batches = batches_of(request.bundle, writer, request.attempt)
     except ChunkError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
-    context.access.check_keys(request)
+    context.access.check_changed_keys(request)
     return others_after_first(_BundleRequest(context, request, batches).apply())
 
 

@@ -1,0 +1,118 @@
+"""What grants allow together, of a user and of its roles, against naive models."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Final
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upr_protocol.users import (
+    EVERYTHING,
+    SERVER,
+    BucketRights,
+    Grant,
+    Right,
+    User,
+    UserRole,
+    Users,
+    first_key_outside,
+)
+
+OF_KEYS: Final = (Right.READ, Right.WRITE)
+BUCKETS: Final = ("a", "ab", "b", SERVER)
+PATTERNS: Final = st.sampled_from(["a", "a*", "*b", EVERYTHING, "c"])
+KEYS: Final = st.one_of(
+    st.binary(min_size=1, max_size=4),
+    st.text("ab/_", min_size=1, max_size=5).map(str.encode),
+    st.sampled_from([b"_design/", b"_design/a", b"_desig", b"a/\xff", b"a/", b"a0", b"_"]),
+)
+PREFIXES: Final = KEYS.filter(lambda key: not key.startswith(b"_design/"))
+GRANTS: Final = st.lists(
+    st.one_of(
+        st.builds(Grant, st.sampled_from(list(Right)), PATTERNS),
+        st.builds(Grant, st.sampled_from(OF_KEYS), PATTERNS, PREFIXES),
+    ),
+    max_size=6,
+).map(tuple)
+
+
+def allows_all(grants: tuple[Grant, ...], right: Right, bucket: str) -> bool:
+    return any(
+        grant.right is right
+        and not grant.prefix
+        and (fnmatchcase(bucket, grant.pattern) if bucket else grant.pattern == EVERYTHING)
+        for grant in grants
+    )
+
+
+def allows_key(grants: tuple[Grant, ...], right: Right, bucket: str, key: bytes) -> bool:
+    """The naive model: each grant by itself."""
+    return allows_all(grants, right, bucket) or any(
+        grant.right is right
+        and grant.prefix
+        and fnmatchcase(bucket, grant.pattern)
+        and key.startswith(grant.prefix)
+        and not key.startswith(b"_design/")
+        for grant in grants
+        if bucket
+    )
+
+
+def allowed(rights: BucketRights, right: Right, key: bytes) -> bool:
+    prefixes = {Right.READ: rights.read_prefixes, Right.WRITE: rights.write_prefixes}[right]
+    return right in rights.whole or first_key_outside([key], prefixes) is None
+
+
+def users_with(own: tuple[Grant, ...], of_roles: list[tuple[Grant, ...]]) -> Users:
+    """Bob, with grants of his own and of roles."""
+    roles = {f"r{number}": UserRole(f"r{number}", each) for number, each in enumerate(of_roles)}
+    return Users(1, {"bob": User("bob", None, own, roles=tuple(roles))}, roles=roles)
+
+
+@given(GRANTS, st.lists(GRANTS, max_size=3), st.lists(KEYS, max_size=8))
+def test_grants_of_a_user_and_of_its_roles_allow_what_each_does(
+    own: tuple[Grant, ...], of_roles: list[tuple[Grant, ...]], keys: list[bytes]
+) -> None:
+    for grant in (*own, *(grant for grants in of_roles for grant in grants)):
+        if grant.right is not Right.SECURE:
+            grant.check()
+    users = users_with(own, of_roles)
+    together = (*own, *(grant for grants in of_roles for grant in grants))
+    assert users.grants_of("bob") == together
+    for bucket in BUCKETS:
+        rights = users.rights_of("bob", bucket)
+        assert rights.whole == {right for right in Right if allows_all(together, right, bucket)}
+        if bucket:
+            for right in OF_KEYS:
+                for key in keys:
+                    expected = allows_key(together, right, bucket, key)
+                    assert allowed(rights, right, key) == expected, (bucket, right, key)
+        assert rights.whole <= rights.some
+        for right, prefixes in zip(
+            OF_KEYS, (rights.read_prefixes, rights.write_prefixes), strict=True
+        ):
+            assert not (prefixes and right in rights.whole)
+            assert (right in rights.some) == bool(prefixes or right in rights.whole)
+            assert list(prefixes) == sorted(set(prefixes))
+
+
+@given(st.lists(KEYS, max_size=20), st.lists(PREFIXES, max_size=8))
+def test_the_first_key_outside_some_prefixes(keys: list[bytes], prefixes: list[bytes]) -> None:
+    grants = tuple(Grant(Right.READ, "b", prefix) for prefix in prefixes)
+    rights = BucketRights.of(grants, "b")
+    outside = (key for key in keys if not allows_key(grants, Right.READ, "b", key))
+    assert first_key_outside(keys, rights.read_prefixes) == next(outside, None)
+
+
+def test_a_prefix_within_another_one_counts_for_nothing() -> None:
+    grants = tuple(Grant(Right.READ, "b", prefix) for prefix in (b"ab", b"a", b"b/", b"abc"))
+    assert BucketRights.of(grants, "b").read_prefixes == (b"a", b"b/")
+
+
+def test_without_a_prefix_no_key_is_allowed() -> None:
+    assert first_key_outside([b"k"], ()) == b"k"
+    assert first_key_outside([], ()) is None
+    # What is no key begins with nothing.
+    assert first_key_outside([b""], (b"k",)) == b""

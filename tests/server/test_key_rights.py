@@ -1,0 +1,268 @@
+"""Rights on some keys of a bucket, and rights by a role: what they allow, and when they end."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kit.audit_notes import AuditNotes
+from tests.protocol.test_rights import GRANTS, KEYS, allows_all, allows_key
+from tests.server.test_access import (
+    OWN,
+    P0,
+    USER,
+    access_of,
+    logged_in,
+    revoke,
+    sample,
+)
+from tests.server.test_connection import Peer, sets
+from upr_protocol.bucket_event import BucketEvent, BucketFate
+from upr_protocol.chunk import Bundle, CounterDelta, plain_chunk
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
+from upr_protocol.limits import GET_REPLY_KEYS_MAX
+from upr_protocol.users import EVERYTHING, Grant, Right, UserRole
+from upr_protocol.wire import (
+    Get,
+    GetReply,
+    Go,
+    Lease,
+    LeaseAction,
+    Message,
+    Mutate,
+    MutateReply,
+    PartitionStart,
+    Refusal,
+    StreamEnd,
+)
+from upr_server.app import Server
+from upr_server.net.access import Access
+
+READ_A: Final = Grant(Right.READ, "b", b"a/")
+WRITE_A: Final = Grant(Right.WRITE, "b", b"a/")
+READ_ALL: Final = Grant(Right.READ, "b")
+INSIDE: Final = (b"a/", b"a/1", b"a/\xff")
+OUTSIDE: Final = (b"a", b"a0", b"b/1", b"A/1", b"_design/a/", b"\0", b"\xff")
+BUNDLES: Final = st.lists(KEYS, min_size=1, max_size=6)
+
+
+def refusal_of(access: Access, message: Get | Mutate) -> str:
+    """What is said of a message that is refused; empty if it is not."""
+    try:
+        access.check(message)
+        if isinstance(message, Get):
+            access.check_read_keys(message)
+        else:
+            access.check_changed_keys(message)
+    except ServerError as error:
+        if error.status is not Status.NOT_ALLOWED:
+            raise
+        return error.sentence
+    return ""
+
+
+@given(GRANTS, BUNDLES, st.booleans())
+def test_a_get_is_allowed_if_each_of_its_keys_is(
+    grants: tuple[Grant, ...], keys: list[bytes], by_role: bool
+) -> None:
+    access = access_of(*grants, bucket="ab", by_role=by_role)
+    expected = all(allows_key(grants, Right.READ, "ab", key) for key in keys)
+    assert (not refusal_of(access, Get(tuple(keys), opaque=1))) == expected
+
+
+@given(GRANTS, BUNDLES, st.booleans())
+def test_a_bundle_is_allowed_if_each_of_its_keys_is(
+    grants: tuple[Grant, ...], keys: list[bytes], by_role: bool
+) -> None:
+    """Design documents need `index`, whatever else there is."""
+    access = access_of(*grants, bucket="ab", by_role=by_role)
+    may_index = allows_all(grants, Right.INDEX, "ab")
+    expected = all(
+        may_index if key.startswith(b"_design/") else allows_key(grants, Right.WRITE, "ab", key)
+        for key in keys
+    )
+    message = Mutate(Bundle.of_one(P0, sets(*keys)), opaque=1)
+    assert (not refusal_of(access, message)) == expected
+
+
+def test_a_refusal_names_the_first_key_that_is_not_allowed() -> None:
+    access = access_of(Grant(Right.READ, OWN, b"a/"), Grant(Right.WRITE, OWN, b"a/"))
+    get = Get((b"a/1", b"b\n", b"c"), opaque=1)
+    assert refusal_of(access, get) == (
+        "user bob may not do this: Get needs the right read on key 'b\\n' of bucket own"
+    )
+    mutate = Mutate(Bundle.of_one(P0, sets(b"a/1", b"_design/a")), opaque=1)
+    assert "Mutate needs the right index on key '_design/a'" in refusal_of(access, mutate)
+
+
+def test_the_audit_log_has_no_key_of_what_is_refused() -> None:
+    log = AuditNotes()
+    access = access_of(Grant(Right.READ, OWN, b"a/"))
+    access._audit_log = log
+    assert refusal_of(access, Get((b"secret",), opaque=1))
+    ((event, fields),) = log.notes
+    assert (event, fields["request"], fields["allowed"]) == ("request", "Get", False)
+    assert "secret" not in str(fields)
+
+
+# With a server.
+
+
+async def written(peer: Peer, operation: Operation, *keys: bytes) -> bool:
+    """Whether these operations were taken in; else they are refused as a whole."""
+    value = b"1"
+    if operation in (Operation.INCREMENT, Operation.DECREMENT):
+        value = CounterDelta(1, 0, True).encode()
+    chunk = plain_chunk(keys, [value] * len(keys), bytes([operation]) * len(keys))
+    await peer.say(Mutate(Bundle.of_one(P0, chunk), opaque=peer.opaque()))
+    answer = await peer.hear(Message)
+    while not isinstance(answer, Refusal | MutateReply):
+        answer = await peer.hear(Message)
+    if isinstance(answer, Refusal):
+        assert answer.status == Status.NOT_ALLOWED
+    return isinstance(answer, MutateReply)
+
+
+def high_seq(server: Server) -> int:
+    return server.catalog.bucket("b").partitions[0].high_seq
+
+
+@pytest.mark.parametrize("operation", [Operation(value) for value in PUBLISHED_OPERATIONS])
+async def test_every_operation_looks_at_its_keys(operation: Operation) -> None:
+    async with logged_in(WRITE_A) as (server, peer):
+        await peer.open()
+        for key in OUTSIDE:
+            assert not await written(peer, operation, key)
+            assert not await written(peer, operation, INSIDE[0], key, INSIDE[1])
+        assert high_seq(server) == 0
+        assert await written(peer, Operation.SET, *INSIDE)
+        assert await written(peer, operation, *INSIDE)
+
+
+async def test_single_sets_that_come_together_are_looked_at() -> None:
+    async with logged_in(WRITE_A) as (server, peer):
+        await peer.open()
+        keys = (b"a/1", b"b", b"a/2", b"_design/a", b"a/3")
+        requests = [Mutate(Bundle.of_one(P0, sets(key)), opaque=peer.opaque()) for key in keys]
+        await peer.say(*requests)
+        answers: dict[int, bool] = {}
+        while len(answers) < len(requests):
+            answer = await peer.hear(Message)
+            if isinstance(answer, Refusal | MutateReply):
+                answers[answer.opaque] = isinstance(answer, MutateReply)
+        assert [answers[request.opaque] for request in requests] == [
+            key.startswith(b"a/") for key in keys
+        ]
+        assert high_seq(server) == 3
+
+
+async def test_a_reader_of_some_keys_reads_those_and_nothing_else() -> None:
+    async with logged_in(READ_A, Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b")) as (_, peer):
+        await peer.open()
+        assert await written(peer, Operation.SET, *INSIDE, *OUTSIDE)
+        await peer.say(Get(INSIDE, partition=P0, opaque=peer.opaque()))
+        chunk = (await peer.hear(GetReply)).chunk
+        assert [chunk.mutation(row).value for row in range(len(INSIDE))] == [b"1"] * len(INSIDE)
+        many = tuple(b"a/%d" % number for number in range(GET_REPLY_KEYS_MAX))
+        for keys in (*((key,) for key in OUTSIDE), (b"",), (*INSIDE, b"b/1"), (*many, b"b/1")):
+            await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
+            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        lease = Lease(LeaseAction.ACQUIRE, 0, 1, "o", (), opaque=peer.opaque())
+        await peer.say(lease)
+        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        for with_answers in (False, True):
+            reply = await peer.ask(with_answers=with_answers)
+            assert reply.status == Status.NOT_ALLOWED
+
+
+async def test_a_right_on_some_keys_that_is_taken_away() -> None:
+    async with logged_in(READ_A, WRITE_A) as (server, peer):
+        await peer.open()
+        assert await written(peer, Operation.SET, b"a/1")
+        await revoke(server, WRITE_A)
+        assert not await written(peer, Operation.SET, b"a/1")
+        await peer.say(Get((b"a/1",), partition=P0, opaque=peer.opaque()))
+        await peer.hear(GetReply)
+        await revoke(server, READ_A)
+        await peer.say(Get((b"a/1",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+
+
+async def streaming(peer: Peer) -> None:
+    await peer.open()
+    await peer.mutate(sets(b"k"))
+    assert not (await peer.ask()).status
+    await peer.say(Go())
+    await peer.hear(PartitionStart)
+
+
+async def ends(peer: Peer) -> None:
+    """The stream ends within a second, with the reason."""
+    began = trio.current_time()
+    assert (await peer.hear(StreamEnd)).status == Status.RIGHT_REVOKED
+    assert trio.current_time() - began < 1
+
+
+async def test_a_stream_ends_when_only_some_keys_are_left() -> None:
+    async with logged_in(READ_ALL, Grant(Right.WRITE, "b")) as (server, peer):
+        await streaming(peer)
+        await server.users.change(lambda users: users.granting(USER, (READ_A,)))
+        await revoke(server, READ_ALL)
+        await ends(peer)
+
+
+@pytest.mark.parametrize("how", ["revoke", "withdraw", "remove"])
+async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(how: str) -> None:
+    grants = (READ_ALL, Grant(Right.WRITE, "b"))
+    async with logged_in() as (server, peer):
+        await server.users.change(lambda users: users.with_role(UserRole("clerks", grants)))
+        await server.users.change(lambda users: users.assigning(USER, ("clerks",)))
+        await streaming(peer)
+        # Who also may by another role goes on.
+        await server.users.change(lambda users: users.with_role(UserRole("others", grants)))
+        await server.users.change(lambda users: users.assigning(USER, ("others",)))
+        await server.users.change(lambda users: users.without_role("others"))
+        assert not (await peer.mutate(sets(b"k2"))).status
+        assert not any(isinstance(message, StreamEnd) for message in peer.heard)
+        if how == "revoke":
+            await server.users.change(lambda users: users.revoking_from_role("clerks", grants[:1]))
+        elif how == "withdraw":
+            await server.users.change(lambda users: users.withdrawing(USER, ("clerks",)))
+        else:
+            await server.users.change(lambda users: users.without_role("clerks"))
+        await ends(peer)
+        assert await written(peer, Operation.SET, b"k3") == (how == "revoke")
+
+
+async def test_what_a_role_is_granted_counts_at_once() -> None:
+    async with logged_in(READ_A) as (server, peer):
+        await server.users.change(lambda users: users.with_role(UserRole("clerks")))
+        await server.users.change(lambda users: users.assigning(USER, ("clerks",)))
+        await peer.open()
+        assert not await written(peer, Operation.SET, b"a/1")
+        await server.users.change(lambda users: users.granting_to_role("clerks", (WRITE_A,)))
+        assert await written(peer, Operation.SET, b"a/1")
+        assert not await written(peer, Operation.SET, b"b")
+
+
+def test_events_tell_a_user_of_some_keys_of_no_design_document() -> None:
+    """Their names are keys. A right on the whole bucket, whichever, tells of them."""
+    both = BucketEvent(OWN, 1, BucketFate.NONE, 3, (b"_design/a",))
+    some = access_of(Grant(Right.READ, OWN, b"a/"))
+    assert some.visible(both) == BucketEvent(OWN, 1, BucketFate.NONE, 3)
+    assert some.visible(BucketEvent(OWN, 1, BucketFate.NONE, 0, (b"_design/a",))) is None
+    assert access_of(Grant(Right.WRITE, EVERYTHING)).visible(both) == both
+    assert access_of(Grant(Right.READ, "other", b"a/")).visible(both) is None
+
+
+def test_a_user_of_some_keys_may_ask_for_events() -> None:
+    message = sample("NextEvents", OWN)
+    access_of(Grant(Right.READ, OWN, b"a/")).check_uses_any(message)
+    access_of(Grant(Right.READ, OWN, b"a/"), by_role=True).check_uses_any(message)
+    with pytest.raises(ServerError):
+        access_of(by_role=True).check_uses_any(message)

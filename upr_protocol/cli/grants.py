@@ -1,0 +1,97 @@
+"""What the commands that grant and revoke rights have in common."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import click
+
+from upr_protocol.cli.connection import ask
+from upr_protocol.client import Address
+from upr_protocol.users import Grant, Right, UserChange, UsersError, normalised_name
+
+RIGHTS_HELP: Final = """\b
+Rights:
+  read       read keys, stream changes, hold leases
+  write      change keys, without design documents
+  index      define and delete indexes: change design documents
+  operate    create and delete buckets, change partition maps, read statistics
+  replicate  be a node: follow partitions, exchange maps; on * also the users
+  secure     change users; it is always granted on *
+
+With --prefix, read allows to read single keys, and write to change them. Streams,
+leases and index scans are about all keys, and need read on the whole bucket.
+"""
+
+
+def name_of(what: str, text: str) -> str:
+    """The name of a user or of a role, which `what` says, normalised."""
+    try:
+        return normalised_name(text, f"the {what}'s name")
+    except UsersError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _user(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+    return name_of("user", text)
+
+
+def _role(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+    return name_of("role", text)
+
+
+def _rights(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[Right, ...]:
+    try:
+        return tuple(Right(part.strip()) for part in text.split(","))
+    except ValueError:
+        names = ", ".join(right.value for right in Right)
+        raise click.BadParameter(
+            f"{text!r} is not one of {names}, or several with commas"
+        ) from None
+
+
+user_argument: Final = click.argument("name", metavar="NAME", callback=_user)
+role_argument: Final = click.argument("name", metavar="ROLE", callback=_role)
+_rights_argument = click.argument("rights", metavar="RIGHTS", callback=_rights)
+_pattern_argument = click.argument("pattern", metavar="BUCKETS")
+_prefix_option = click.option(
+    "--prefix",
+    metavar="TEXT",
+    default="",
+    help="Only keys that begin with this; for read and write.  [default: the whole bucket]",
+)
+
+
+def grant_arguments(command: Any) -> Any:
+    """Declares RIGHTS, BUCKETS and --prefix; see `grants_of`."""
+    return _rights_argument(_pattern_argument(_prefix_option(command)))
+
+
+def grants_of(rights: tuple[Right, ...], pattern: str, prefix: str) -> tuple[Grant, ...]:
+    """The grants that the arguments mean."""
+    grants = tuple(Grant(right, pattern, os.fsencode(prefix)) for right in rights)
+    try:
+        for grant in grants:
+            grant.check()
+    except UsersError as error:
+        raise click.UsageError(str(error)) from error
+    return grants
+
+
+GRANT_COLUMNS: Final = ("right", "buckets", "prefix")
+
+
+def grant_fields(grant: Grant) -> tuple[str, str, str]:
+    """A grant as a row of a table."""
+    return grant.right.value, grant.pattern, grant.prefix.decode(errors="backslashreplace")
+
+
+def described(grants: tuple[Grant, ...]) -> str:
+    """The grants in a sentence."""
+    return "; ".join(map(str, grants))
+
+
+def change_users(target: Address, change: UserChange) -> None:
+    """Has the server make a change."""
+    ask(target, lambda client: client.change_users(change), bucket=False)
