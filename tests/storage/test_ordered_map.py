@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
+from upr_server.storage.lmdb_file import check_length, read_last_commit
 from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -278,6 +279,65 @@ def test_a_file_shorter_than_its_damaged_meta_pages_say_is_damage(tmp_path: Path
     damaged.close()
 
 
+def test_a_cut_file_is_refused_or_serves_everything(tmp_path: Path) -> None:
+    """At whatever page it was cut: what is missing is never touched, which would be SIGBUS. At its
+    end it has pages that are free again, which LMDB itself may not have written."""
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    first = LmdbMap(folder, bytes_max=MAP_BYTES)
+    put(first, [(b"%04d" % index, b"v" * 60) for index in range(600)])
+    put(first, [(b"large %d" % index, bytes(20_000)) for index in range(8)])
+    with first.write() as transaction:
+        for index in range(8):
+            transaction.delete(b"large %d" % index)
+    for index in range(4):
+        put(first, [(b"another", b"%d" % index)])
+    expected = contents(first)
+    first.close()
+    whole = (folder / "data.mdb").read_bytes()
+    served: list[bool] = []
+    for page in range(len(whole) // 4096):
+        cut = tmp_path / "cut"
+        cut.mkdir(exist_ok=True)
+        (cut / "data.mdb").write_bytes(whole[: page * 4096 + 2048 * (page % 2)])
+        if not page:
+            continue  # an empty file is a new map
+        try:
+            opened = LmdbMap(cut, bytes_max=MAP_BYTES)
+        except CorruptionError:
+            served.append(False)
+            continue
+        opened.verify_length()
+        assert contents(opened) == expected
+        put(opened, [(b"more", bytes(30_000))])
+        opened.close()
+        served.append(True)
+    assert served == sorted(served)
+    assert 10 < served.count(False) < len(served)
+
+
+def test_a_page_that_leads_to_itself_is_damage(tmp_path: Path) -> None:
+    """Only a cut file is walked; so it is cut, too."""
+    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    put(first, [(b"%04d" % index, b"v" * 60) for index in range(600)])
+    first.close()
+    file = tmp_path / "data.mdb"
+    with file.open("rb") as opened:
+        commit = read_last_commit(opened)
+    assert commit is not None
+    root = commit.roots[-1]
+    content = bytearray(file.read_bytes())
+    page = memoryview(content)[root * 4096 : (root + 1) * 4096]
+    node = int.from_bytes(page[16:18], "little")
+    page[node : node + 6] = root.to_bytes(6, "little")
+    page.release()
+    for meta in range(2):
+        content[meta * 4096 + LAST_PAGE + 1] = 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptionError, match="leads to itself"):
+        check_length(file)
+
+
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "folder"])
 def test_something_else_in_the_place_of_a_file_or_its_folder_is_damage(
     tmp_path: Path, name: str
@@ -384,6 +444,7 @@ def test_a_reader_follows_the_map_of_a_writer_in_another_process(tmp_path: Path)
     assert get(reader, b"a") == b"1"
     program = f"""
 from pathlib import Path
+from upr_server.storage.lmdb_file import check_length, read_last_commit
 from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
 
 writer = LmdbMap(Path({str(tmp_path)!r}), bytes_max={8 * MAP_BYTES})

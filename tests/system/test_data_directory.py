@@ -42,6 +42,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it mounts, and 
 
 BUCKET: Final = "planes"
 PARTITIONS: Final = 2
+DAMAGED_BUCKET: Final = "damaged bucket; the others are served; run upr-server check"
 ITEMS: Final = {b"key-%d" % index: b"%d " % index * 150 for index in range(1500)}
 
 MB: Final = 1024 * 1024
@@ -347,12 +348,16 @@ async def test_a_file_that_was_cut_is_noticed_before_anything_is_written(
     for length in (len(whole) // 3, len(whole) * 2 // 3):
         with subtests.test(length=length):
             file.write_bytes(whole[:length])
-            before = everything_in(data)
-            done = await serve_there(data)
-            assert (done.code, done.out) == (1, ""), done
-            assert done.err.endswith("; run `upr-server check`\n")
-            assert done.err.count("\n") == 1
-            assert everything_in(data) == before
+            before = everything_in(data / "buckets")
+            async with (
+                server_process(data_dir=data, errors=(DAMAGED_BUCKET,)) as server,
+                connect(server.url()) as client,
+            ):
+                damage = (await client.stats())["damaged_buckets"][BUCKET]
+                assert damage.startswith(f"{file} was cut off: it has {length} bytes, ")
+                with pytest.raises(ServerError, match="because it is damaged"):
+                    await client.stats(BUCKET)
+            assert everything_in(data / "buckets") == before
     file.write_bytes(whole[: len(whole) // 3])
     checked = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
     assert (checked.code, checked.out != "") == (1, True), checked
@@ -409,14 +414,13 @@ DAMAGES: Final[Mapping[str, Callable[[Path], None]]] = {
 async def test_a_bucket_that_cannot_be_opened_is_refused_and_the_others_are_served(
     data: Path, damage: str
 ) -> None:
-    logged = "damaged bucket; the others are served; run upr-server check"
     DAMAGES[damage](data / "buckets" / BUCKET)
     before = everything_in(data / "buckets" / BUCKET)
     configured = data.parent / "configured.toml"
     configured.write_text(f'[[buckets]]\nname = "{BUCKET}"\n')
-    started = server_process("--config", str(configured), data_dir=data, errors=(logged,))
+    started = server_process("--config", str(configured), data_dir=data, errors=(DAMAGED_BUCKET,))
     async with started as server, connect(server.url()) as client:
-        (event,) = server.events(logged)
+        (event,) = server.events(DAMAGED_BUCKET)
         assert event["bucket"] == BUCKET
         assert (await client.stats())["damaged_buckets"] == {BUCKET: event["damage"]}
         for refused_call in (

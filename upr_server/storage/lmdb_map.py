@@ -25,6 +25,7 @@ from upr_server.storage.errors import (
     StorageError,
     StoreFailedError,
 )
+from upr_server.storage.lmdb_file import check_length
 from upr_server.storage.records import seal, unseal
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -203,6 +204,9 @@ class LmdbMap:
             raise CorruptionError(
                 f"the meta pages of {self._path} are of commits {even} and {odd}: one is damaged"
             )
+        if not self._is_readonly:
+            # Before anything is read through the map. Whoever only reads may want what is left.
+            check_length(self._path / "data.mdb")
         with self.read():
             pass
 
@@ -243,21 +247,17 @@ class LmdbMap:
             raise CorruptionError(f"{self._path} does not hold what its last commit left")
 
     def verify_length(self) -> None:
-        """Touches every page that is in use if the file may lack one. O(1), mostly.
+        """Checks that a file which is shorter than its meta page says can still be written.
 
-        A missing page kills its reader with SIGBUS: better now than after something was written.
-        The length alone does not decide, since LMDB does not write pages at the end that are free
-        again. So if the file is shorter than its meta page says, all records are read, and the list
-        of free pages, which only a writer reads.
+        LMDB does not write pages at the end that are free again, so such a file may be in order.
+        `check_length` has seen, before the file was read through the map, that no page is missing
+        which is in use.
 
         Raises:
             CorruptionError: The meta page says more than the memory map can hold.
         """
         if (self._path / "data.mdb").stat().st_size >= self._file_bytes:
             return
-        with self.read() as transaction:
-            for _, value in transaction.scan(COMMIT, b"\xff" * 512):
-                bytes(value[-1:])
         try:
             with self._env.begin(write=True) as writing:
                 writing.put(COMMIT, b"")
