@@ -512,7 +512,7 @@ def wrong_input_rows() -> list[tuple[str, str, str, str]]:
         Outcome.NO_STREAM: "refused, by `StreamReply`",
         Outcome.ROW_FAILED: "the row fails alone, in `failures`",
         Outcome.LOG: "told, by `PartitionLog`",
-        Outcome.MISSING_ITEM: "answered as missing, with the code in the flags",
+        Outcome.KEY_REFUSED: "the key is refused alone, by a `DELETE` with the code in its flags",
         Outcome.IGNORED: "dropped",
     }
     rows, topic = [], ""

@@ -279,14 +279,15 @@ SAMPLES: Final[tuple[Message, ...]] = (
         **_ASK,
     ),
     Credit(1 << 20),
-    Get((b"a", b"bc"), HISTORY, **_OF),
+    Get((b"a", b"bc", b"d"), HISTORY, **_OF),
     GetReply(
         HISTORY,
-        2,
+        3,
         Chunk.build(
             [
                 Mutation(Operation.SET, b"a", b"1", SeqNo(9), Cas(3)),
                 Mutation(Operation.DELETE, b"bc"),
+                Mutation(Operation.DELETE, b"d", flags=Status.DAMAGED),
             ],
             SeqNo(0),
             SeqNo(44),

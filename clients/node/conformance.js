@@ -59,14 +59,17 @@ async function publish ({ bucket, partition_count: partitionCount, operations, .
 async function get ({ bucket, partition, keys, ...address }) {
   const connection = await Connection.connect(address)
   await connection.open(bucket, [partition])
-  const items = {}
+  const [items, refused] = [{}, {}]
   for (let rest = keys.map((key) => Buffer.from(key)); rest.length;) {
     const reply = await connection.request('Get', { partition, history_id: 0n, keys: rest })
-    for (const { operation, key, value } of reply.chunk.rows) if (operation === OPERATIONS.SET) items[text(key)] = text(value)
+    for (const { operation, key, value, flags } of reply.chunk.rows) {
+      if (operation === OPERATIONS.SET) items[text(key)] = text(value)
+      else if (flags) refused[text(key)] = flags
+    }
     rest = rest.slice(reply.next_index)
   }
   await connection.close()
-  return { items }
+  return { items, refused }
 }
 
 async function main () {

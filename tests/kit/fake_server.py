@@ -96,6 +96,7 @@ class FakeServer:
         self.pays = True
         self.chunk_mutations = 3
         self.get_items_max = 4096
+        self.damaged_keys: set[bytes] = set()
         self.refuse: Callable[[Message], Status | None] = lambda _: None
         self.connections: set[FakeConnection] = set()
         self.bucket_opens = 0
@@ -487,7 +488,8 @@ class FakeConnection:
         for key in message.keys[: self._server.get_items_max]:
             item = partition.newest(key)
             if item is None:
-                builder.append(Operation.DELETE, key)
+                flags = Status.DAMAGED if key in self._server.damaged_keys else 0
+                builder.append(Operation.DELETE, key, flags=flags)
             else:
                 builder.append(
                     item.op, key, item.value, item.seq, item.cas, item.flags, item.expiry

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from tests.kit.placed_keys import key_in
-from tests.server.test_connection import P0, sets
+from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import (
     BUCKET,
     K0,
@@ -24,8 +24,10 @@ from tests.server.test_durability import (
     status_of,
     value_of,
 )
+from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.wire import Get
+from upr_protocol.ids import Operation
+from upr_protocol.wire import Get, GetReply, MutateReply
 from upr_server.storage.online import flusher
 from upr_server.storage.records import chunk_key, index_key
 from upr_server.storage.simulated import SimulatedStore
@@ -55,6 +57,14 @@ async def stored(is_index_damaged: bool) -> SimulatedStore:
     return SimulatedStore(store.directory)
 
 
+async def statuses(peer: Peer, *keys: bytes) -> list[int | None]:
+    """What a `Get` says of keys: None of one that has an item, else the flags."""
+    await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
+    chunk = (await peer.hear(GetReply)).chunk
+    assert chunk.keys() == list(keys)
+    return [None if row.op == Operation.SET else row.flags for row in chunk]
+
+
 @pytest.mark.parametrize("is_index_damaged", [False, True])
 async def test_damage_is_reported_at_once_and_other_partitions_are_served(
     autojump_clock: trio.testing.MockClock,
@@ -67,14 +77,21 @@ async def test_damage_is_reported_at_once_and_other_partitions_are_served(
     with trio.fail_after(PROMPT_S):
         async with serving(store) as server, speaking(server) as peer:
             for key in (K0, NEVER):
-                opaque = peer.opaque()
-                await peer.say(Get((key,), partition=P0, opaque=opaque))
-                assert status_of(await answer_to(peer, opaque)) is Status.DAMAGED
+                assert await statuses(peer, key) == [Status.DAMAGED]
             assert await value_of(peer, K1, P1) == b"v"
             for partition, key in ((P0, OTHER), (P1, key_in(1, 2, b"other")), (P0, K0)):
                 answer = await answer_to(peer, await send(peer, sets(key), PERSISTED, partition))
                 assert status_of(answer) is Status.OK
                 assert await value_of(peer, key, partition) == b"v"
+            # What is damaged refuses neither the other keys of a request, nor the other rows.
+            keys = (NEVER, OTHER, b"", K0)
+            assert await statuses(peer, *keys) == [Status.DAMAGED, None, Status.BAD_KEY, None]
+            rows = [Mutation(Operation.APPEND, key, b"w") for key in (NEVER, OTHER)]
+            answer = await answer_to(peer, await send(peer, Chunk.build(rows), PERSISTED, P0))
+            assert isinstance(answer, MutateReply)
+            assert status_of(answer) is Status.OK
+            assert answer.failures == ((0, Status.DAMAGED),)
+            assert await value_of(peer, OTHER, P0) == b"vw"
             figures = (await statistics(peer))["disk"]
             assert figures["damaged_partitions"] == [0]
             assert figures["damaged"]

@@ -20,6 +20,7 @@ import pytest
 from tests.kit.effort import effort
 from tests.storage.small_directory import BUCKET, PLENTY, Answers, answers, make, wants
 from upr_protocol.chunk import Mutation
+from upr_server.engine import is_damaged
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_map import LmdbMap
@@ -153,21 +154,15 @@ def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     indexed = good.stored.partitions[partition].record.high
     try:
         items = storage.index.find(partition, wants(), indexed=indexed)
-        return EQUAL if items == list(expected.values()) else _compare(items, expected)
     except StorageError:
-        pass
+        return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it
         return FAULT
-    kinds = {REFUSED}
-    for want in wants():
-        try:
-            item = storage.index.find(partition, [want], indexed=indexed)[0]
-        except StorageError:
-            continue
-        except Exception:  # noqa: BLE001  # the test tells of it
-            return FAULT
-        kinds.add(_compare([item], {want.key: expected[want.key]}))
-    return next(kind for kind in (WRONG, OLDER, MISSING, REFUSED) if kind in kinds)
+    kinds = {
+        REFUSED if item is not None and is_damaged(item) else _compare([item], {key: expected[key]})
+        for key, item in zip(expected, items, strict=True)
+    }
+    return next(kind for kind in (WRONG, OLDER, MISSING, REFUSED, EQUAL) if kind in kinds)
 
 
 def _compare(items: Sequence[object], expected: Mapping[bytes, object]) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.process import UPR, UPR_SERVER, ServerProcess, run, server_process
-from upr_protocol.client import Client, connect, consume, publisher
+from upr_protocol.client import Client, RefusedKeysError, connect, consume, publisher
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
@@ -95,11 +95,22 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
                 with pytest.raises(ServerError, match="damaged") as refused:
                     await client.get(key)
                 assert refused.value.status is Status.DAMAGED
+            # One request names all of them, and the intact keys are answered.
+            with pytest.raises(RefusedKeysError) as refused_keys:
+                await client.get_many(list(everything))
+            assert refused_keys.value.refused.keys() == everything.keys() - intact.keys()
+            items = {item.key: item.value for item in refused_keys.value.items if item is not None}
+            assert_same(items, intact, PARTITIONS)
             figures = (await client.stats(BUCKET))["disk"]
             assert figures["damaged_partitions"] == [DAMAGED]
             assert "mismatch" in figures["damaged"]
             # Writes go on, and mend the keys that they change.
             key = next(iter(in_partition(SECOND)))
+            done = await run(
+                (*UPR, "get", server.url(BUCKET), key.decode(), next(iter(THIRD)).decode())
+            )
+            assert (done.code, done.out.count("\n")) == (1, 1)
+            assert done.err.startswith(f"upr: {key.decode()}: data on disk is damaged")
             await client.set(key, b"new", durability=Durability.PERSISTED)
             await assert_new(client, key)
         others = [partition for partition in range(PARTITIONS) if partition != DAMAGED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Final
 
@@ -23,7 +23,8 @@ from upr_protocol.cli.parameters import (
     durability_options,
     number,
 )
-from upr_protocol.client import Address, Client, Item, WriteResult
+from upr_protocol.client import Address, Client, Item, RefusedKeysError, WriteResult
+from upr_protocol.errors import ADVICE, Status
 
 _EXPIRE_IN_MAX: Final = 100 * 365 * 86_400
 """A hundred years: the expiry time has 32 bits, which end in 2106."""
@@ -106,14 +107,20 @@ def _write_command(
 def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> None:
     r"""Print the values of keys.
 
-    A newline follows each value. Standard error names missing keys, and the exit code is then 1.
+    A newline follows each value. Standard error names missing keys, and keys whose records are
+    damaged on the server's disk; the exit code is then 1.
 
     \b
     Examples:
       upr get upr://127.0.0.1:12000/planes N102UW
       upr get upr://127.0.0.1:12000/planes N102UW N103US --json
     """
-    items = ask(target, lambda client: client.get_many(keys))
+    items: Sequence[Item | None]
+    refused: Mapping[bytes, Status] = {}
+    try:
+        items = ask(target, lambda client: client.get_many(keys))
+    except RefusedKeysError as error:
+        items, refused = error.items, error.refused
     missing = [key for key, item in zip(keys, items, strict=True) if item is None]
     for item in items:
         if item is None:
@@ -123,7 +130,8 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
         else:
             click.echo(_shown(item.value), nl=not raw)
     for key in missing:
-        say(f"{os.fsdecode(key)}: no such key")
+        reason = ADVICE[refused[key]] if key in refused else "no such key"
+        say(f"{os.fsdecode(key)}: {reason}")
     if missing:
         raise click.exceptions.Exit(INCOMPLETE)
 

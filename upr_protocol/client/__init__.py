@@ -42,7 +42,7 @@ from upr_protocol.client.core.events import (
     StreamEnded,
     Undone,
 )
-from upr_protocol.client.core.key_lookup import Item
+from upr_protocol.client.core.key_lookup import Item, RefusedKeysError
 from upr_protocol.client.core.key_operations import (
     CasOptions,
     ChangeOptions,
@@ -142,6 +142,7 @@ __all__ = [
     "Publisher",
     "PublisherStatistics",
     "ReceivedKeysLimits",
+    "RefusedKeysError",
     "ReplicaConsumer",
     "ResumeState",
     "ResumeStateError",

@@ -21,8 +21,9 @@ _GET: Final = Struct("<QH")
 
 class GetReply(Message, frozen=True):
     """The items asked for, in order: an existing one as a `SET` with its sequence number and CAS, a
-    missing one as a `DELETE` with sequence number 0. The flags of a `DELETE` are 0, or `BAD_KEY`
-    where the key is empty or too long. An answer has some hundred keys at most, and about 1 MiB.
+    missing one as a `DELETE` with sequence number 0. The flags of a `DELETE` are 0, or a status
+    that refuses this key alone: `BAD_KEY` where the key is empty or too long, `DAMAGED` where the
+    disk cannot tell what it holds. An answer has some hundred keys at most, and about 1 MiB.
     `next_index` is the first key without an answer; ask again from there."""
 
     opcode = 0x93

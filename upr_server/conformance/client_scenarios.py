@@ -17,7 +17,7 @@ the wire has its UTF-8. The tasks:
   `{"results": [{"status", "seq", "cas", "counter"}]}`; what there is not is null. The value of an
   `INCREMENT` is how much to add, as text; a missing counter begins with it.
 - `{"task": "get", "host", "port", "bucket", "partition", "keys"}`: the outcome is
-  `{"items": {key: value}}`.
+  `{"items": {key: value}, "refused": {key: code}}`; a missing key is in neither.
 
 A task may have `"user"` and `"password"`: then the client logs in with them, by SCRAM-SHA-256, and
 does nothing for a server that does not prove to know the user.
@@ -535,6 +535,7 @@ async def _play_get(accept: Accept) -> None:
     await script.open()
     requested_keys: list[bytes] = []
     # Cut after the first key: the client asks for the rest.
+    kinds = {b"missing": 0, b"damaged": Status.DAMAGED}
     for limit in (1, 9):
         request = await script.hear(Get)
         _require(request.partition == P5, f"the partition is {request.partition}, not 5")
@@ -542,14 +543,15 @@ async def _play_get(accept: Accept) -> None:
         requested_keys += keys
         rows = [
             Mutation(Operation.SET, key, b"found", SeqNo(9 - index), Cas(1))
-            if key != b"missing"
-            else Mutation(Operation.DELETE, key)
+            if key not in kinds
+            else Mutation(Operation.DELETE, key, flags=kinds[key])
             for index, key in enumerate(keys)
         ]
         chunk = Chunk.build(rows, SeqNo(0), SeqNo(9))
         await script.say(GetReply(HISTORY, len(keys), chunk, partition=P5, opaque=request.opaque))
     _require(
-        requested_keys == [b"one", b"missing", b"two"], f"the client asked for {requested_keys}"
+        requested_keys == [b"one", b"missing", b"damaged", b"two"],
+        f"the client asked for {requested_keys}",
     )
     await script.hear_end()
 
@@ -573,13 +575,18 @@ async def _play_log_in(accept: Accept) -> None:
 def _check_get(outcome: Any) -> None:
     expected = {"one": "found", "two": "found"}
     _require(outcome["items"] == expected, f"the items are {outcome['items']}, not {expected}")
+    refused = {"damaged": Status.DAMAGED}
+    _require(
+        outcome["refused"] == refused,
+        f"the refused keys are {outcome['refused']}, not {{'damaged': {Status.DAMAGED:d}}}",
+    )
 
 
 _TASK_OF_GET: Final = {
     "task": "get",
     "bucket": "flights",
     "partition": P5,
-    "keys": ["one", "missing", "two"],
+    "keys": ["one", "missing", "damaged", "two"],
 }
 _AT_9: Final = {str(P5): _position(2, highest=9, end=9)}
 _OTHER_LOG: Final = FailoverLog.of([(HistoryId(9), 4), (HISTORY, 0)])
@@ -694,7 +701,8 @@ CLIENT_SCENARIOS: Final[Mapping[str, ClientScenario]] = {
         _check_failed_rows,
     ),
     "get": ClientScenario(
-        "asks again for the keys that one GetReply did not answer",
+        "asks again for the keys that one GetReply did not answer, and tells refused keys from "
+        "missing ones",
         _TASK_OF_GET,
         _play_get,
         _check_get,

@@ -359,7 +359,7 @@ async def _answer_to(client: PlainClient, case: WrongInput) -> Message:
             numbers = message.runs[0][3:]
             check(not any(numbers), f"nothing succeeded, and the run has the numbers {numbers}")
             return Refusal("", status=message.failures[0][1])
-        if case.outcome is Outcome.MISSING_ITEM and isinstance(message, GetReply):
+        if case.outcome is Outcome.KEY_REFUSED and isinstance(message, GetReply):
             return Refusal("", status=message.chunk.flags[0])
         kind = _ANSWERS.get(case.outcome)
         check(

@@ -92,7 +92,7 @@ class Outcome(Enum):
     NO_STREAM = "`StreamReply`"
     ROW_FAILED = "the row is in `failures`"
     LOG = "`PartitionLog`"
-    MISSING_ITEM = "a `DELETE` with the code in its flags"
+    KEY_REFUSED = "a `DELETE` with the code in its flags"
     IGNORED = "nothing"
 
 
@@ -448,6 +448,7 @@ def _add_publishing(topic: Topic) -> None:
     case("another CAS than the item's", _mutate(stale), failed, Status.CAS_MISMATCH)
     no_item = Mutation(Operation.SET, absent, b"", cas=Cas(7))
     case("a CAS, and the key is missing", _mutate(no_item), failed, Status.NOT_FOUND)
+    case("a key that must be read, and whose record is damaged", None, failed, Status.DAMAGED)
 
 
 def _row(operation: Operation) -> Mutation:
@@ -468,7 +469,8 @@ def _add_requests(topic: Topic) -> None:
     keys = (KEY,) * (GET_KEYS_MAX + 1)
     case(f"more than {GET_KEYS_MAX:,} keys", Get(keys, partition=P0, opaque=OPAQUE), refused, bad)
     bad_key = Get((b"",), partition=P0, opaque=OPAQUE)
-    case("a key of 0 or more than 250 bytes", bad_key, Outcome.MISSING_ITEM, Status.BAD_KEY)
+    case("a key of 0 or more than 250 bytes", bad_key, Outcome.KEY_REFUSED, Status.BAD_KEY)
+    case("a key whose record on disk is damaged", None, Outcome.KEY_REFUSED, Status.DAMAGED)
     missing = Get((KEY,), partition=MISSING, opaque=OPAQUE)
     case("a partition that the node is not active for", missing, refused, Status.NOT_MY_PARTITION)
     elsewhere = Get((key_in(1),), partition=P0, opaque=OPAQUE)

@@ -14,7 +14,13 @@ from upr_server.engine.bucket import (
     check_bucket,
 )
 from upr_server.engine.evaluation import Evaluation
-from upr_server.engine.lookup import NOTHING_FETCHED, Fetched, FetchRequest
+from upr_server.engine.lookup import (
+    NOTHING_FETCHED,
+    Fetched,
+    FetchRequest,
+    damaged_item,
+    is_damaged,
+)
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
 from upr_server.engine.mutate_result import MutateResult, unpack
@@ -64,5 +70,7 @@ __all__ = [
     "batch_of",
     "batches_of",
     "check_bucket",
+    "damaged_item",
+    "is_damaged",
     "unpack",
 ]

@@ -28,6 +28,7 @@ from upr_server.engine.lookup import (
     Fetched,
     FetchRequest,
     ItemLookup,
+    is_damaged,
     is_plain_set,
 )
 from upr_server.engine.operations import JoinedValue, StoredItem, outcome
@@ -334,11 +335,14 @@ class _Work:
             if not is_plain_set(operation):
                 earlier = pending.get(key)
                 if earlier is None:
-                    item = item_for(operation, now, self.fetched)
-                    if item is NOT_FETCHED:
+                    item = mutation = item_for(operation, now, self.fetched)
+                    if mutation is NOT_FETCHED:
                         return False
-                    if item is not None and item.value:
-                        self._has_copied(len(item.value))
+                    if mutation is not None:
+                        if is_damaged(mutation):
+                            failures.append((index, Status.DAMAGED))
+                            continue
+                        self._has_copied(len(mutation.value))
                 elif earlier.op == Operation.SET and not 0 < earlier.expiry <= now:
                     # What the batch itself stored counts, unless it had expired when it came: once
                     # stored, such an item would read as missing.

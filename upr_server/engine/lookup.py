@@ -9,7 +9,8 @@ from typing import Final
 import msgspec
 
 from upr_protocol.chunk import Mutation
-from upr_protocol.ids import Operation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Operation, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
@@ -19,7 +20,8 @@ from upr_server.engine.snapshots import Cursor, SnapshotList
 
 Fetched = Mapping[bytes, Mutation | None]
 """What was read from disk, by key: the newest mutation, or None for a key that is missing. Where
-the request needed no value, the mutation has its number and expiry time and no CAS."""
+the request needed no value, the mutation has its number and expiry time and no CAS. A key whose
+record is damaged has a `damaged_item`."""
 
 NOTHING_FETCHED: Final[Fetched] = {}
 
@@ -36,6 +38,22 @@ class FetchRequest(msgspec.Struct, frozen=True):
     key: bytes
     seq: int
     needs_value: bool
+
+
+def damaged_item(request: FetchRequest, damage: str) -> Mutation:
+    """Stands for an item whose record on disk is damaged. Its value says what is damaged."""
+    return Mutation(
+        Operation.DELETE,
+        request.key,
+        damage.encode(),
+        seq=SeqNo(request.seq),
+        flags=Status.DAMAGED,
+    )
+
+
+def is_damaged(item: Mutation) -> bool:
+    """Whether it is a `damaged_item`."""
+    return item.op == Operation.DELETE and item.flags == Status.DAMAGED
 
 
 class Residence(Enum):
@@ -155,7 +173,7 @@ class ItemLookup:
         """What the key holds; None when it is missing or has expired. O(log mutations).
 
         Returns:
-            The mutation, or `NOT_FETCHED` when it must be read from disk first.
+            The mutation; a `damaged_item`; or `NOT_FETCHED` when it must be read from disk first.
         """
         residence, seq = self._locate(key)
         if residence is _ABSENT:
@@ -168,7 +186,8 @@ class ItemLookup:
 
     def item_for(self, operation: Mutation, now: float, fetched: Fetched) -> Mutation | None:
         """What the operation's key holds, as far as the operation needs to know; None when it is
-        missing or has expired; `NOT_FETCHED` when it must be read from disk first."""
+        missing or has expired; a `damaged_item` when nobody can tell; `NOT_FETCHED` when it must be
+        read from disk first."""
         residence, seq = self._locate(operation.key)
         if residence is _ABSENT:
             return None
@@ -178,10 +197,11 @@ class ItemLookup:
         needs_item = needs_value or self._expiries.is_due(now)
         if residence is _MEMORY:
             item: Mutation | None = self._snapshots.find(seq) if needs_item else _SOME_ITEM
+        elif residence is _DISK and not needs_item:
+            # The table knows that there is one, though its record may be damaged.
+            item = _SOME_ITEM
         else:
             item = self._fetched_item(operation.key, seq, fetched, needs_value=needs_value)
-            if item is NOT_FETCHED and residence is _DISK and not needs_item:
-                item = _SOME_ITEM
         return None if item is None or 0 < item.expiry <= now else item
 
     def _locate(self, key: bytes) -> tuple[Residence, int]:
@@ -209,7 +229,9 @@ class ItemLookup:
         if item is None:
             # It was missing on disk. If memory has known a number since, that answer is old.
             return NOT_FETCHED if seq else None
-        if (seq and item.seq != seq) or (needs_value and not item.cas):
+        if seq and item.seq != seq:
+            return NOT_FETCHED
+        if needs_value and not item.cas and not is_damaged(item):
             return NOT_FETCHED
         return item
 

@@ -31,6 +31,7 @@ from upr_server.engine.lookup import (
     Fetched,
     FetchRequest,
     ItemLookup,
+    is_damaged,
     is_key,
 )
 from upr_server.engine.memory_account import MemoryAccount
@@ -523,8 +524,9 @@ class Partition:
 
         Returns:
             A `SET` with its number for each item, a `DELETE` with number 0 for each key that has
-            none; in its flags is `BAD_KEY` where no item can have the key. Its range is (0, high
-            number]; its numbers are in no order.
+            none. In the flags of a `DELETE` is `BAD_KEY` where no item can have the key, and
+            `DAMAGED` where the disk cannot tell what it holds. Its range is (0, high number]; its
+            numbers are in no order.
         """
         builder = ChunkBuilder()
         bytes_left = bytes_max
@@ -536,6 +538,9 @@ class Partition:
             if row is NOT_FETCHED:
                 assert len(builder), "the caller must first ask which keys are missing"
                 break
+            if row is not None and is_damaged(row):
+                builder.append(Operation.DELETE, key, flags=Status.DAMAGED)
+                continue
             bytes_left -= ROW_BYTES_MAX + len(key) + (0 if row is None else len(row.value))
             if bytes_left < 0 and len(builder):
                 break

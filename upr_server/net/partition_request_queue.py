@@ -13,7 +13,15 @@ import trio
 
 from upr_protocol.chunk import Mutation
 from upr_protocol.errors import ServerError, Status
-from upr_server.engine import NOTHING_FETCHED, Bucket, Fetched, FetchRequest, Partition
+from upr_server.engine import (
+    NOTHING_FETCHED,
+    Bucket,
+    Fetched,
+    FetchRequest,
+    Partition,
+    damaged_item,
+    is_damaged,
+)
 from upr_server.net.backlog import Backlog
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -179,13 +187,23 @@ class PartitionRequestQueue:
             fetched |= rows
 
     async def _fetch(self, missing: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
+        rows: dict[bytes, Mutation | None]
         try:
-            return await self._disk.find(self._partition, missing)
+            rows = await self._disk.find(self._partition, missing)
         except CorruptionError as error:
-            log.error("damaged record", partition=self._partition.id, error=str(error))
-            raise ServerError(Status.DAMAGED, str(error)) from error
+            # Nothing of what is missing can be found. What is in memory is served.
+            rows = {request.key: damaged_item(request, str(error)) for request in missing}
         except StorageError as error:
             raise ServerError(Status.TEMPORARY_FAILURE, str(error)) from error
+        damages = [row.value for row in rows.values() if row is not None and is_damaged(row)]
+        if damages:
+            log.error(
+                "damaged record",
+                partition=self._partition.id,
+                keys=len(damages),
+                error=damages[0].decode(),
+            )
+        return rows
 
 
 class PartitionRequestQueues:

@@ -383,7 +383,7 @@ class MeasureRanges(BucketCall[list[int]], frozen=True):
 
 class FindItems(BucketCall[list[Mutation | None]], frozen=True):
     """Looks items up by key, as of the index's watermark, which has reached `indexed`. Answers as
-    many as fit into one answer, and at least one."""
+    many as fit into one answer, and at least one. What is damaged is a `damaged_item`."""
 
     is_read: ClassVar[bool] = True
 

@@ -495,46 +495,29 @@ class ChunkLog:
                 return SeqNo(min(chunk.start, through))
         return SeqNo(through)
 
-    def find(self, partition: int, seqs: Sequence[int], bytes_max: int) -> list[Mutation]:
-        """The mutations with these sequence numbers, in the same order. Each chunk is checked once.
+    def find(self, partition: int, seqs: Sequence[int], bytes_max: int) -> list[Mutation | str]:
+        """The mutations with these sequence numbers, in the same order; what is damaged, in words,
+        in place of one that is missing or whose chunk is damaged. Each chunk is checked once.
 
         Args:
             partition: The partition.
             seqs: The sequence numbers, in any order.
             bytes_max: The answer ends with the mutation that reaches so many bytes in all.
-
-        Raises:
-            CorruptionError: A chunk is damaged, or a mutation is missing.
         """
-        mutations: list[Mutation] = []
-        # By their last number. They are views of what the transaction sees.
-        chunks: SortedDict[int, Chunk] = SortedDict()
+        mutations: list[Mutation | str] = []
         with self.ordered_map.read() as transaction:
+            chunks = _ChunkFinder(transaction, partition)
             for seq in seqs:
-                position = chunks.bisect_left(seq)
-                chunk = chunks.peekitem(position)[1] if position < len(chunks) else None
-                if chunk is None or chunk.start >= seq:
-                    chunk = self._chunk_of(transaction, partition, seq)
-                    chunks[chunk.end] = chunk
-                chunk_seqs = cast("Sequence[int]", chunk.seqs)
-                row = bisect_left(chunk_seqs, seq)
-                if row == chunk.count or chunk_seqs[row] != seq:
-                    raise CorruptionError(f"mutation {seq} of partition {partition} is missing")
-                mutation = chunk.mutation(row)
+                try:
+                    mutation = chunks.mutation(seq)
+                except CorruptionError as error:
+                    mutations.append(str(error))
+                    continue
                 mutations.append(mutation)
                 bytes_max -= len(mutation.key) + len(mutation.value)
                 if bytes_max <= 0:
                     break
         return mutations
-
-    def _chunk_of(self, transaction: ReadTransaction, partition: int, seq: int) -> Chunk:
-        last = chunk_key(partition, SEQS_END)
-        for key, value in transaction.scan(chunk_key(partition, seq), last):
-            chunk = parse_chunk(key, value)
-            if chunk.start < seq:
-                return chunk
-            break
-        raise CorruptionError(f"the chunk with mutation {seq} of partition {partition} is missing")
 
     def measure(self, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
         """About how many bytes the chunks in each (partition, start, end] have. A chunk that
@@ -565,6 +548,56 @@ class ChunkLog:
                 partition, _ = parse_chunk_key(key)
                 sizes[partition] = sizes.get(partition, 0) + len(value)
         return sizes
+
+
+class _ChunkFinder:
+    """Finds mutations of one partition, and checks each chunk once.
+
+    Args:
+        transaction: Where to look.
+        partition: The partition.
+    """
+
+    def __init__(self, transaction: ReadTransaction, partition: int) -> None:
+        self._transaction = transaction
+        self._partition = partition
+        # By their last number. They are views of what the transaction sees.
+        self._chunks: SortedDict[int, Chunk] = SortedDict()
+        self._damages: dict[bytes, str] = {}
+
+    def mutation(self, seq: int) -> Mutation:
+        """The mutation with a sequence number.
+
+        Raises:
+            CorruptionError: It is missing, or its chunk is damaged.
+        """
+        position = self._chunks.bisect_left(seq)
+        chunk = self._chunks.peekitem(position)[1] if position < len(self._chunks) else None
+        if chunk is None or chunk.start >= seq:
+            chunk = self._chunk_of(seq)
+            self._chunks[chunk.end] = chunk
+        chunk_seqs = cast("Sequence[int]", chunk.seqs)
+        row = bisect_left(chunk_seqs, seq)
+        if row == chunk.count or chunk_seqs[row] != seq:
+            raise CorruptionError(f"mutation {seq} of partition {self._partition} is missing")
+        return chunk.mutation(row)
+
+    def _chunk_of(self, seq: int) -> Chunk:
+        first, last = chunk_key(self._partition, seq), chunk_key(self._partition, SEQS_END)
+        for key, value in self._transaction.scan(first, last):
+            if key in self._damages:
+                raise CorruptionError(self._damages[key])
+            try:
+                chunk = parse_chunk(key, value)
+            except CorruptionError as error:
+                self._damages[key] = str(error)
+                raise
+            if chunk.start < seq:
+                return chunk
+            break
+        raise CorruptionError(
+            f"the chunk with mutation {seq} of partition {self._partition} is missing"
+        )
 
 
 STORED_OVERHEAD_BYTES: Final = CHUNK_HEAD.size

@@ -16,7 +16,7 @@ import msgspec
 from upr_protocol.chunk import Buffer, Chunk, Mutation
 from upr_protocol.errors import quoted_key
 from upr_protocol.ids import Operation, PartitionId, SeqNo
-from upr_server.engine import FetchRequest
+from upr_server.engine import FetchRequest, damaged_item, is_damaged
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
@@ -216,6 +216,8 @@ class KeyIndex:
         bytes_max: int = FIND_BYTES_MAX,
     ) -> list[Mutation | None]:
         """The items of these keys, as of the watermark; None for a key that is missing or deleted.
+        An item that is damaged, or may have a newer version in a damaged part of the log, is a
+        `damaged_item`.
 
         Of a key whose value is not asked for, only sequence number and expiry are filled in.
 
@@ -226,21 +228,20 @@ class KeyIndex:
             bytes_max: The answer ends with the item that comes to this: ask again for the others.
 
         Raises:
-            CorruptionError: An item is damaged, or may have a newer version in a damaged part of
-                the log; or the index is that of an earlier commit, as one flipped bit in a meta
-                page of LMDB makes it.
+            CorruptionError: The index is that of an earlier commit, as one flipped bit in a meta
+                page of LMDB makes it; or the watermark is damaged.
         """
         entries = self._entries_of(partition, requests, indexed)
         while True:
-            try:
-                return self._items_of(partition, requests, entries, bytes_max)
-            except CorruptionError:
-                # The log is read in a transaction of its own. In between, the mutation that the
-                # index named may have been superseded, and compacted away.
-                newer = self._entries_of(partition, requests, indexed, is_retry=True)
-                if newer == entries:
-                    raise
-                entries = newer
+            items = self._items_of(partition, requests, entries, bytes_max)
+            if not any(item is not None and is_damaged(item) for item in items):
+                return items
+            # The log is read in a transaction of its own. In between, the mutation that the index
+            # named may have been superseded, and compacted away.
+            newer = self._entries_of(partition, requests, indexed, is_retry=True)
+            if newer == entries:
+                return items
+            entries = newer
 
     def _entries_of(
         self,
@@ -249,10 +250,11 @@ class KeyIndex:
         indexed: int,
         *,
         is_retry: bool = False,
-    ) -> list[KeyIndexEntry | None]:
-        """The entry of each key, None for one that does not exist. Where the caller names the
-        sequence number it is taken as it is, except in a retry: it may be superseded, too."""
-        entries: list[KeyIndexEntry | None] = []
+    ) -> list[KeyIndexEntry | str | None]:
+        """The entry of each key, None for one that does not exist, and what is damaged, in words,
+        where nobody can tell. Where the caller names the sequence number it is taken as it is,
+        except in a retry: it may be superseded, too."""
+        entries: list[KeyIndexEntry | str | None] = []
         with self.ordered_map.read() as transaction:
             mark = _watermark(transaction, partition)
             if mark.seq < indexed:
@@ -264,50 +266,45 @@ class KeyIndex:
                 if request.seq and not is_retry:
                     entries.append(KeyIndexEntry(request.seq, 0))
                     continue
-                key = index_key(partition, request.key)
-                value = transaction.get(key)
-                if value is None:
-                    _check_neighbours(transaction, key)
-                entry = None if value is None else KeyIndexEntry.parse(key, value)
-                if request.seq and (entry is None or entry.seq < request.seq):
-                    # The index has not come so far.
-                    entry = KeyIndexEntry(request.seq, 0)
-                elif mark.damaged_through and (entry is None or entry.seq <= mark.damaged_through):
-                    raise CorruptionError(
-                        f"the newest change of the key {quoted_key(request.key)} may be among the "
-                        f"changes of partition {partition} up to {mark.damaged_through} that are "
-                        "damaged"
-                    )
-                entries.append(None if entry is None or entry.is_tombstone else entry)
+                try:
+                    entries.append(_entry_of(transaction, partition, request, mark))
+                except CorruptionError as error:
+                    entries.append(str(error))
         return entries
 
     def _items_of(
         self,
         partition: int,
         requests: Sequence[FetchRequest],
-        entries: Sequence[KeyIndexEntry | None],
+        entries: Sequence[KeyIndexEntry | str | None],
         bytes_max: int,
     ) -> list[Mutation | None]:
         seqs = [
             entry.seq
             for request, entry in zip(requests, entries, strict=True)
-            if entry is not None and request.needs_value
+            if isinstance(entry, KeyIndexEntry) and request.needs_value
         ]
         rows = iter(self._log.find(partition, seqs, bytes_max) if seqs else ())
         items: list[Mutation | None] = []
         for request, entry in zip(requests, entries, strict=True):
             if entry is None:
                 items.append(None)
+            elif isinstance(entry, str):
+                items.append(damaged_item(request, entry))
             elif request.needs_value:
                 row = next(rows, None)
                 if row is None:
                     break
-                if row.key != request.key or row.op != Operation.SET:
-                    raise CorruptionError(
+                if isinstance(row, str):
+                    items.append(damaged_item(request, row))
+                elif row.key != request.key or row.op != Operation.SET:
+                    damage = (
                         f"mutation {entry.seq} of partition {partition} is not of the key "
                         f"{quoted_key(request.key)} but of {quoted_key(row.key)}"
                     )
-                items.append(row)
+                    items.append(damaged_item(request, damage))
+                else:
+                    items.append(row)
             else:
                 items.append(
                     Mutation(Operation.SET, request.key, seq=SeqNo(entry.seq), expiry=entry.expiry)
@@ -358,6 +355,31 @@ class KeyIndex:
                 if scanned == limit:
                     return items, key
         return items, b""
+
+
+def _entry_of(
+    transaction: ReadTransaction, partition: int, request: FetchRequest, mark: Watermark
+) -> KeyIndexEntry | None:
+    """The entry of a key; None for one that does not exist.
+
+    Raises:
+        CorruptionError: The entry is damaged, or a newer change may be in a damaged part of the
+            log.
+    """
+    key = index_key(partition, request.key)
+    value = transaction.get(key)
+    if value is None:
+        _check_neighbours(transaction, key)
+    entry = None if value is None else KeyIndexEntry.parse(key, value)
+    if request.seq and (entry is None or entry.seq < request.seq):
+        # The index has not come so far.
+        return KeyIndexEntry(request.seq, 0)
+    if mark.damaged_through and (entry is None or entry.seq <= mark.damaged_through):
+        raise CorruptionError(
+            f"the newest change of the key {quoted_key(request.key)} may be among the changes of "
+            f"partition {partition} up to {mark.damaged_through} that are damaged"
+        )
+    return None if entry is None or entry.is_tombstone else entry
 
 
 def _check_neighbours(transaction: ReadTransaction, key: bytes) -> None:

@@ -30,6 +30,7 @@ from upr_protocol.client import (
     Completed,
     Event,
     Failure,
+    RefusedKeysError,
     ResumeState,
     RolledBack,
     SnapshotEnd,
@@ -97,6 +98,18 @@ def test_keys(fake: ThreadedFake) -> None:
         assert kv.await_durable(written, Durability.MEMORY) == written.seq
         assert len(kv.partitions()) == len(kv.seqnos()) == 4
     assert fake.dialled == 1
+
+
+def test_keys_that_the_server_cannot_read_are_told_beside_the_others(fake: ThreadedFake) -> None:
+    fake.server.get_items_max = 2
+    fake.server.damaged_keys = {b"x", b"y"}
+    fake.server.put(b"k", b"v")
+    with client(fake) as kv:
+        with pytest.raises(RefusedKeysError, match="cannot read the key 'x' and 1 more") as caught:
+            kv.get_many(["none", "x", "k", "y"])
+        assert caught.value.refused == {b"x": Status.DAMAGED, b"y": Status.DAMAGED}
+        assert [item and item.value for item in caught.value.items] == [None, None, b"v", None]
+        assert caught.value.status is Status.DAMAGED
 
 
 def test_many_keys_in_several_answers(fake: ThreadedFake) -> None:

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
-from upr_protocol.client import AddressError, Client, WriteResult, connect
+from upr_protocol.client import AddressError, Client, RefusedKeysError, WriteResult, connect
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -76,6 +76,29 @@ async def test_a_refused_change_raises_an_error_with_its_status(
             await operation(client)  # type: ignore[operator]
         if status is not Status.UNSUPPORTED:  # the fake does not know replace
             assert caught.value.status is status
+
+
+async def test_keys_that_the_server_cannot_read_are_told_beside_the_others(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    keys = [b"%d" % index for index in range(40)]
+    for key in keys[::2]:
+        server.put(key, key)
+    server.damaged_keys = set(keys[1:20:2])
+    server.get_items_max = 3
+    async with connect(URL, dial=net.dial) as client:
+        with pytest.raises(RefusedKeysError, match="and 9 more") as caught:
+            await client.get_many(keys)
+        assert set(caught.value.refused) == server.damaged_keys
+        assert [item and item.key for item in caught.value.items] == [
+            None if index % 2 else key for index, key in enumerate(keys)
+        ]
+        partition = server.partition_of(b"1")
+        placed = [key for key in keys if server.partition_of(key) is partition]
+        with pytest.raises(RefusedKeysError) as caught:
+            await client.get_from(partition.id, placed, 0)
+        assert set(caught.value.refused) == server.damaged_keys & set(placed)
+        assert await client.get(b"0") is not None
 
 
 async def test_get_many_keeps_the_order_of_keys_across_several_answers(

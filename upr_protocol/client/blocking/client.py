@@ -182,7 +182,11 @@ class BlockingClient(KeyOperations[WriteResult]):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[Text]) -> list[Item | None]:
-        """The items at `keys`, in their order; None for each that is missing."""
+        """The items at `keys`, in their order; None for each that is missing.
+
+        Raises:
+            RefusedKeysError: The server cannot read some of them; the error has the others.
+        """
         lookup = MultiGet([to_bytes(key) for key in keys], self.partition_count)
         requests = list(lookup.requests())
         while requests:
@@ -193,7 +197,7 @@ class BlockingClient(KeyOperations[WriteResult]):
                 for request, reply in zip(batch, replies, strict=True)
                 if not request.receive(reply)
             ]
-        return lookup.items
+        return lookup.answers.checked()
 
     def _change(
         self,

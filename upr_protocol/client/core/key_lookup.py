@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
-from upr_protocol.chunk import CounterDelta
+from upr_protocol.chunk import CounterDelta, Mutation
 from upr_protocol.client.core.batcher import check_sizes
-from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.client.core.results import status_of
+from upr_protocol.errors import RemoteProtocolError, ServerError, Status, quoted_key
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import GET_REPLY_KEYS_MAX
@@ -63,6 +64,50 @@ def counter_delta(operation: Operation, delta: int, initial: int | None, create:
     return CounterDelta(delta, initial, create).encode()
 
 
+class RefusedKeysError(ServerError):
+    """The server cannot tell what some keys hold: their records on its disk are damaged.
+
+    Attributes:
+        refused: Why, by key: `DAMAGED`.
+        items: The items at all keys, in the order asked; None for each that is missing or refused.
+    """
+
+    def __init__(self, refused: Mapping[bytes, Status], items: Sequence[Item | None]) -> None:
+        key, status = next(iter(refused.items()))
+        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        super().__init__(status, f"the server cannot read the key {quoted_key(key)}{others}")
+        self.refused = refused
+        self.items = items
+
+
+class LookupAnswers:
+    """The answers to a lookup of some keys, as far as they have come.
+
+    Args:
+        count: How many keys there are.
+
+    Attributes:
+        items: As `RefusedKeysError` has them.
+        refused: As there.
+    """
+
+    __slots__ = ("items", "refused")
+
+    def __init__(self, count: int) -> None:
+        self.items: list[Item | None] = [None] * count
+        self.refused: dict[bytes, Status] = {}
+
+    def checked(self) -> list[Item | None]:
+        """The items, once all keys are answered.
+
+        Raises:
+            RefusedKeysError: Some keys are refused.
+        """
+        if self.refused:
+            raise RefusedKeysError(self.refused, self.items)
+        return self.items
+
+
 class MultiGet:
     """Reads many keys with as few requests as possible, and puts the answers in order.
 
@@ -71,13 +116,13 @@ class MultiGet:
         partition_count: The bucket's.
 
     Attributes:
-        items: The items, in the order of the keys; None for each that is missing.
+        answers: The answers.
     """
 
-    __slots__ = ("_groups", "items")
+    __slots__ = ("_groups", "answers")
 
     def __init__(self, keys: Sequence[bytes], partition_count: int) -> None:
-        self.items: list[Item | None] = [None] * len(keys)
+        self.answers = LookupAnswers(len(keys))
         groups: defaultdict[PartitionId, list[tuple[int, bytes]]] = defaultdict(list)
         for index, key in enumerate(keys):
             check_sizes(key)
@@ -88,33 +133,33 @@ class MultiGet:
         """The first requests; each may have to be sent again for the rest of its keys."""
         for partition, group in self._groups.items():
             for start in range(0, len(group), GET_REPLY_KEYS_MAX):
-                yield KeyRequest(self.items, partition, group[start : start + GET_REPLY_KEYS_MAX])
+                yield KeyRequest(self.answers, partition, group[start : start + GET_REPLY_KEYS_MAX])
 
 
 class KeyRequest:
     """Some keys of one partition, until all of them are answered.
 
     Args:
-        items: Where to put the items.
+        answers: Where to put the answers.
         partition: The partition.
-        missing: The keys, each with its place in `items`.
+        missing: The keys, each with its place among the answers.
         history_id: The only history to read in; 0 for any.
 
     Attributes:
         partition: See above.
     """
 
-    __slots__ = ("_history_id", "_items", "_missing", "partition")
+    __slots__ = ("_answers", "_history_id", "_missing", "partition")
 
     def __init__(
         self,
-        items: list[Item | None],
+        answers: LookupAnswers,
         partition: PartitionId,
         missing: list[tuple[int, bytes]],
         history_id: HistoryId = HistoryId(0),
     ) -> None:
         self.partition = partition
-        self._items = items
+        self._answers = answers
         self._missing = missing
         self._history_id = history_id
 
@@ -138,25 +183,14 @@ class KeyRequest:
                 f"GetReply has {reply.chunk.count} items and next_index {answer_count}, the "
                 f"request named {len(self._missing)} keys"
             )
-        for (index, _), item in zip(self._missing, items_of(self.partition, reply), strict=False):
-            self._items[index] = item
+        for (index, key), row in zip(self._missing, reply.chunk, strict=False):
+            if row.op is Operation.SET:
+                self._answers.items[index] = _item_of(self.partition, reply.history_id, row)
+            elif row.flags:
+                self._answers.refused[key] = status_of(row.flags)
         self._missing = self._missing[answer_count:]
         return not self._missing
 
 
-def items_of(partition: PartitionId, reply: GetReply) -> Iterable[Item | None]:
-    """The items of an answer, in order; None for each that is missing. O(count)."""
-    for mutation in reply.chunk:
-        if mutation.op is not Operation.SET:
-            yield None
-        else:
-            yield Item(
-                mutation.key,
-                mutation.value,
-                mutation.cas,
-                mutation.flags,
-                mutation.expiry,
-                mutation.seq,
-                partition,
-                reply.history_id,
-            )
+def _item_of(partition: PartitionId, history_id: HistoryId, row: Mutation) -> Item:
+    return Item(row.key, row.value, row.cas, row.flags, row.expiry, row.seq, partition, history_id)

@@ -28,6 +28,7 @@ from upr_protocol.client.core.key_lookup import (
     LOOKUPS_AT_ONCE,
     Item,
     KeyRequest,
+    LookupAnswers,
     MultiGet,
     Text,
     to_bytes,
@@ -101,6 +102,9 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         """The items at `keys`, in their order; None for each that is missing.
 
         The items of one partition are read at one moment; items of different partitions are not.
+
+        Raises:
+            RefusedKeysError: The server cannot read some of them; the error has the others.
         """
         dispatcher = self._dispatcher
         lookup = MultiGet([to_bytes(key) for key in keys], self.partition_count)
@@ -111,7 +115,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
                 reply = await answer()
                 while not request.receive(reply):
                     reply = await dispatcher.ask(calls.get(request))
-        return lookup.items
+        return lookup.answers.checked()
 
     async def get_from(
         self, partition: int, keys: Sequence[bytes], history_id: int
@@ -121,13 +125,14 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
 
         Raises:
             ServerError: `HISTORY_CHANGED`: the partition is in another history.
+            RefusedKeysError: The server cannot read some of them; the error has the others.
         """
-        items: list[Item | None] = [None] * len(keys)
+        answers = LookupAnswers(len(keys))
         places = list(enumerate(keys))
         high = SeqNo(0)
         for start in range(0, len(keys), GET_REPLY_KEYS_MAX):
             request = KeyRequest(
-                items,
+                answers,
                 PartitionId(partition),
                 places[start : start + GET_REPLY_KEYS_MAX],
                 HistoryId(history_id),
@@ -136,7 +141,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             while not is_answered:
                 reply = await self._dispatcher.ask(calls.get(request))
                 is_answered, high = request.receive(reply), reply.chunk.end
-        return items, high
+        return answers.checked(), high
 
     async def _change(
         self,
