@@ -134,6 +134,9 @@ class Server:
     ) -> Iterator[None]:
         return self.connections.end_streams(bucket, partitions, status, of_replicas=of_replicas)
 
+    def streams_may_begin(self) -> None:
+        self.connections.resources.streams_may_begin.notify()
+
 
 @asynccontextmanager
 async def running_server(

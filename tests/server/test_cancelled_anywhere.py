@@ -542,19 +542,29 @@ ENDED: Final = tries(streams_ended)
 class _ManyStreams:
     """A server that ends streams in three steps."""
 
+    notified = 0
+
     def end_streams(self, *_arguments: object) -> Iterator[None]:
         yield from (None,) * 3
+
+    def streams_may_begin(self) -> None:
+        self.notified += 1
 
 
 async def test_streams_begin_again_when_what_ended_them_is_cancelled() -> None:
     ids = count(1)
     bucket = Bucket("b", new_history_id=lambda: HistoryId(next(ids)), partition_count=PARTITIONS)
+    many_streams = _ManyStreams()
 
     async def work() -> None:
-        server = cast("LocalServer", _ManyStreams())
-        async with streams_ended(server, bucket, bucket.partitions, Status.STATE_CHANGED):
-            assert all(partition.begins_no_stream for partition in bucket.partitions)
-            await trio.lowlevel.checkpoint()
+        notified = many_streams.notified
+        server = cast("LocalServer", many_streams)
+        try:
+            async with streams_ended(server, bucket, bucket.partitions, Status.STATE_CHANGED):
+                assert all(partition.begins_no_stream for partition in bucket.partitions)
+                await trio.lowlevel.checkpoint()
+        finally:
+            assert many_streams.notified == notified + 1
 
     def look() -> None:
         assert not any(partition.begins_no_stream for partition in bucket.partitions)

@@ -66,6 +66,7 @@ class RequestContext:
         reply_order: The replies to bundles that are owed.
         credit: The publisher's credit.
         backlog: What waits.
+        streams_may_begin: Notified when streams may begin of partitions of which none could.
         is_asking_for_events: Whether a question about events waits for its answer. There is one at
             a time, which bounds what a peer can have waiting.
     """
@@ -92,6 +93,7 @@ class RequestContext:
         self.reply_order = ReplyOrder()
         self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.backlog = Backlog(session, wake)
+        self.streams_may_begin = resources.streams_may_begin
         self.is_asking_for_events = False
         self._queues = resources.queues
         self._session = session
@@ -117,6 +119,8 @@ class RequestContext:
         for partition, replica in self._replicas.items():
             partition.replicas.forget(replica, self)
         self._replicas.clear()
+        # Each refers to this object.
+        self._in_order.clear()
         self._nursery = None
 
     def leave_bucket(self) -> Iterator[None]:

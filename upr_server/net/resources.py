@@ -8,6 +8,7 @@ from typing import Final, Protocol
 import attrs
 
 from upr_protocol.bucket_event import BucketEvent, EventFilter
+from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.partition_map import PartitionMap
@@ -102,6 +103,7 @@ class ServerResources:
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         step_writes: Connections to write to at the end of a step.
+        streams_may_begin: Notified when streams may begin of partitions of which none could.
         scratch: What sockets are read into.
     """
 
@@ -121,4 +123,5 @@ class ServerResources:
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     step_writes: StepWrites = attrs.field(factory=StepWrites)
+    streams_may_begin: Notifier = attrs.field(factory=Notifier)
     scratch: memoryview = attrs.field(factory=new_scratch)

@@ -90,8 +90,6 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
             Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
             f"the partition is {partition.state.name.lower()} here",
         )
-    if partition.begins_no_stream:
-        return _Refusal(Status.WRONG_STATE, "the partition's state or history is changing here")
     if not partition.failover_log.entries:
         return _Refusal(Status.SEQ_TOO_HIGH, "this replica has not heard of its active yet")
     # Within a lease no deletion was forgotten, wherever in it the client goes on.

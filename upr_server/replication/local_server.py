@@ -34,14 +34,17 @@ class LocalServer(Protocol):
         """Ends the streams of some partitions with `status`, those of replicas if `of_replicas`. In
         steps, between which others may have their turn."""
 
+    def streams_may_begin(self) -> None:
+        """Streams may begin of partitions of which none could: requests that wait for it go on."""
+
 
 @asynccontextmanager
 async def streams_ended(
     server: LocalServer, bucket: Bucket, partitions: Collection[Partition], status: Status
 ) -> AsyncIterator[None]:
     """While the state or the failover log of `partitions` changes: their streams have ended with
-    `status`, and none begins. While they end, the partitions are as before, so that what is still
-    sent is true."""
+    `status`, and none begins: requests for them wait. While they end, the partitions are as before,
+    so that what is still sent is true."""
     try:
         for partition in partitions:
             partition.begins_no_stream = True
@@ -53,3 +56,5 @@ async def streams_ended(
     finally:
         for partition in partitions:
             partition.begins_no_stream = False
+        if partitions:
+            server.streams_may_begin()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
+
+import trio
 
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream
-from upr_server.engine import Bucket
+from upr_server.engine import Bucket, Partition
 from upr_server.net.request_context import (
     RequestContext,
     check_partitions_differ,
@@ -72,8 +75,27 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
 
 
 def stream(context: RequestContext, request: Stream) -> None:
-    """Opens a stream, or says why there is none."""
+    """Opens a stream, or says why there is none. While the partition begins none, as its state or
+    its history is about to change, the request waits: the answer depends on the change."""
     partition = context.partition(request.partition)
+    if partition.begins_no_stream:
+        context.reply_in_order(request, partial(_open_stream_later, context, request))
+    else:
+        _open_stream(context, request, partition)
+
+
+async def _open_stream_later(context: RequestContext, request: Stream) -> None:
+    # A change may be of many partitions, whose streams this connection asks for: others have their
+    # turn between two of them.
+    await trio.lowlevel.checkpoint()
+    while (partition := context.partition(request.partition)).begins_no_stream:
+        await context.streams_may_begin.wait()
+    # The right may have been revoked meanwhile.
+    context.access.check(request)
+    _open_stream(context, request, partition)
+
+
+def _open_stream(context: RequestContext, request: Stream, partition: Partition) -> None:
     _check_replica(context, request)
     if (usage := context.log_in.usage) is not None:
         usage.check_streams()
