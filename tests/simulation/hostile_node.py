@@ -1,9 +1,10 @@
 """A host that plays a node of the cluster, and may not be one.
 
-It may read the bucket, so that it gets as far as a consumer. It has no right to replicate, to
-write, to operate and to change users. Again and again it asks for a replica's streams and reports
-as one, gives nodes maps in which it is active, has them join, asks for the users and sends some.
-That something of it is not refused breaks a promise.
+It may read the bucket, so that it gets as far as a consumer, and write keys that begin with `h/`.
+It has no right to replicate, to write other keys, to operate and to change users. Again and again
+it asks for a replica's streams and reports as one, gives nodes maps in which it is active, has them
+join, asks for the users and sends some, and writes. That something of it is not refused breaks a
+promise.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ HOST: Final = "h"
 _ITERATIONS: Final = SCRAM_ITERATIONS_MIN
 _EVERY_RIGHT: Final = tuple(Grant(right, EVERYTHING) for right in Right)
 
+_FEW_RIGHTS: Final = (Grant(Right.READ, BUCKET), Grant(Right.WRITE, BUCKET, b"h/"))
+
 TRUSTED: Final = Credentials("trusted", "pencil")
 HOSTILE: Final = Credentials(HOST, "pen")
 
@@ -52,7 +55,7 @@ NODES: Final = Security(credentials=TRUSTED)
 USERS: Final = Users(
     1,
     {
-        HOST: User(HOST, new_verifier("pen", b"s" * 16, _ITERATIONS), (Grant(Right.READ, BUCKET),)),
+        HOST: User(HOST, new_verifier("pen", b"s" * 16, _ITERATIONS), _FEW_RIGHTS),
         "trusted": User("trusted", new_verifier("pencil", b"t" * 16, _ITERATIONS), _EVERY_RIGHT),
     },
     b"secret",

@@ -45,6 +45,9 @@ READERS_EVERY: Final = 5
 FOLLOWERS_EVERY: Final = 5
 """One seed in this many has consumers of events."""
 
+HOSTILE_NODES_EVERY: Final = 10
+"""One seed in this many has users, and a node that may not be one."""
+
 CATCH_UP_S: Final = 120.0
 """Virtual time within which every consumer catches up after the last fault."""
 
@@ -103,12 +106,13 @@ class Cluster:
             has_followers = seed % FOLLOWERS_EVERY == 3
             if has_followers:
                 mix = mix.for_followers(FOLLOWER_CRASHES)
+            has_hostile_node = seed % HOSTILE_NODES_EVERY == 4
         else:
             mix = profile.draw(self.chance.of("mix"))
             self._has_readers = profile.has_readers
             has_wrong_states = profile.has_wrong_states
             has_followers = profile.has_followers
-        has_hostile_node = profile is not None and profile.has_hostile_node
+            has_hostile_node = profile.has_hostile_node
         self.mix = mix
         self._has_one_replica = profile is not None and profile.has_followers
         self.history.add(Said("seed", f"{seed}: {mix}"))

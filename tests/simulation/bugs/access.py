@@ -35,4 +35,11 @@ def stream_to_any_replica() -> Iterator[None]:
         yield
 
 
-BUGS = (allow_everything, stream_to_any_replica)
+@planted(HOSTILE_NODE)
+def write_any_key() -> Iterator[None]:
+    """Who may write some keys of a bucket may write all of them."""
+    with replaced(Access, "check_changed_keys", lambda _self, _message: None):
+        yield
+
+
+BUGS = (allow_everything, stream_to_any_replica, write_any_key)
