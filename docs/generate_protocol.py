@@ -31,7 +31,7 @@ from upr_protocol import limits
 from upr_protocol.bucket_event import BucketFate
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes
 from upr_protocol.errors import ADVICE, Status
-from upr_protocol.failover import FailoverLog, Reason
+from upr_protocol.failover import FailoverLog, StartReason
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
     NO_PARTITION,
@@ -816,7 +816,7 @@ def blocks() -> dict[str, str]:
         for name, value in vars(limits).items()
         if name.isupper()
     }
-    reasons = [(f"`{reason.name}`", reason.value) for reason in Reason]
+    reasons = [(f"`{reason.name}`", reason.value) for reason in StartReason]
     message_head = ("opcode", "message", "said by", "answered by")
     state_head = ("state", "what it means", "the client may say", "the server may say")
     return texts | {

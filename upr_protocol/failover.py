@@ -131,7 +131,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 @unique
-class Reason(Enum):
+class StartReason(Enum):
     """Why a stream starts where it does."""
 
     FROM_THE_BEGINNING = "the client has received nothing yet"
@@ -156,7 +156,7 @@ class Start:
 
     seq: SeqNo
     end_at_least: SeqNo
-    reason: Reason
+    reason: StartReason
 
 
 @attrs.frozen
@@ -169,7 +169,7 @@ class RollBack:
     """
 
     ceiling: SeqNo
-    reason: Reason
+    reason: StartReason
 
 
 @attrs.frozen
@@ -180,7 +180,7 @@ class Retry:
         reason: Why.
     """
 
-    reason: Reason
+    reason: StartReason
 
 
 Decision = Start | RollBack | Retry
@@ -212,9 +212,9 @@ def decide_start(
         # The client left the common history at a number that this server has yet to reach. Up to
         # there the two cannot differ: the client need not undo anything, but the server cannot
         # stream anything either.
-        return Retry(Reason.SERVER_BEHIND)
+        return Retry(StartReason.SERVER_BEHIND)
     if 0 < ceiling < purge:
-        ceiling, reason = SeqNo(0), Reason.PURGED
+        ceiling, reason = SeqNo(0), StartReason.PURGED
     if ceiling < client.highest_received:
         return RollBack(ceiling, reason)
     end_at_least = client.partial.end if client.partial else SeqNo(0)
@@ -223,7 +223,7 @@ def decide_start(
 
 def _ceiling(
     server: FailoverLog, server_high: SeqNo, client: Position
-) -> tuple[SeqNo, Reason] | Retry:
+) -> tuple[SeqNo, StartReason] | Retry:
     # The client has no complete snapshot of a branch that begins above its last complete one.
     log = client.log.up_to(client.last_complete)
     position = {entry.history_id: index for index, entry in enumerate(log)}
@@ -237,7 +237,7 @@ def _ceiling(
     )
     if common is None:
         nothing_yet = not client.highest_received
-        reason = Reason.FROM_THE_BEGINNING if nothing_yet else Reason.UNKNOWN_HISTORY
+        reason = StartReason.FROM_THE_BEGINNING if nothing_yet else StartReason.UNKNOWN_HISTORY
         return SeqNo(0), reason
     server_index, client_index = common
     if server_index or client_index:
@@ -247,14 +247,14 @@ def _ceiling(
             server.entries[server_index - 1].seq if server_index else client.highest_received
         )
         client_left = log.entries[client_index - 1].seq if client_index else client.last_complete
-        return min(server_left, client_left), Reason.BRANCHED
+        return min(server_left, client_left), StartReason.BRANCHED
     if client.partial is None:
-        return client.last_complete, Reason.SAME_HISTORY
+        return client.last_complete, StartReason.SAME_HISTORY
     if client.partial.history_id != server.current:
-        return client.last_complete, Reason.PARTIAL_OF_ANOTHER_HISTORY
+        return client.last_complete, StartReason.PARTIAL_OF_ANOTHER_HISTORY
     if server_high < client.partial.end:
-        return Retry(Reason.SERVER_BEHIND)
-    return client.highest_received, Reason.PARTIAL_SNAPSHOT
+        return Retry(StartReason.SERVER_BEHIND)
+    return client.highest_received, StartReason.PARTIAL_SNAPSHOT
 
 
 NOTHING_YET: Final = Position()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.cli.event_lines import Summary, event_lines
+from upr_protocol.cli.event_lines import EventCounts, event_lines
 from upr_protocol.client import (
     BarrierReached,
     ChunkReceived,
@@ -140,7 +140,7 @@ def chunk_received(*operations: Operation) -> ChunkReceived:
 
 def test_the_summary_has_totals_and_a_rate() -> None:
     clock = Clock()
-    summary = Summary(clock)
+    summary = EventCounts(clock)
     summary.add(chunk_received(Operation.SET, Operation.SET))
     summary.add(SnapshotEnd(P, SeqNo(2)))
     clock.now = 2.0
@@ -152,7 +152,7 @@ def test_the_summary_has_totals_and_a_rate() -> None:
 
 
 def test_the_summary_names_removals_and_restarts_only_if_there_are_some() -> None:
-    summary = Summary(Clock())
+    summary = EventCounts(Clock())
     summary.add(chunk_received(Operation.SET, Operation.DELETE, Operation.EXPIRE))
     summary.add(RolledBack(P, SeqNo(1), SeqNo(0), "another history"))
     assert summary.line().startswith("3 changes (2 of them removals) in 0 snapshots")

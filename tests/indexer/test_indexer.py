@@ -27,7 +27,7 @@ from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
-from upr_server.indexer.index_file import View
+from upr_server.indexer.index_file import IndexView
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition, IndexName
@@ -262,7 +262,7 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
         file = indexer.slices[0].definitions.find(name_of("d/city")).file
         real_view = file.view
 
-        def view_and_fail_over(**options: Any) -> View:
+        def view_and_fail_over(**options: Any) -> IndexView:
             view = real_view(**options)
             position = file.mark(answer.partition).position
             log = position.log.with_branch(HistoryId(99), SeqNo(answer.seq - 1))

@@ -23,7 +23,7 @@ from upr_server.indexer.answer import Answer
 from upr_server.indexer.definitions import Index
 from upr_server.indexer.explanation import FreshnessLog, RangeEnd, ReadRange
 from upr_server.indexer.index_batch import IndexBatch
-from upr_server.indexer.index_file import IndexFile, View
+from upr_server.indexer.index_file import IndexFile, IndexView
 from upr_server.indexer.merge import MergedScan
 from upr_server.indexer.pool import ANSWER_BYTES_MAX
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
@@ -117,7 +117,7 @@ def merged_answer(
 
 
 def answer_of(
-    views: Sequence[View],
+    views: Sequence[IndexView],
     slices: Sequence[Index],
     query: Query,
     bytes_max: int = ANSWER_BYTES_MAX,

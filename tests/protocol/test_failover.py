@@ -32,10 +32,10 @@ from upr_protocol.failover import (
     FailoverLog,
     PartialSnapshot,
     Position,
-    Reason,
     Retry,
     RollBack,
     Start,
+    StartReason,
     decide_start,
 )
 from upr_protocol.ids import SEQ_MAX, HistoryId, SeqNo
@@ -161,7 +161,7 @@ def test_golden_cases_of_the_whole_log_rule(case: dict[str, Any]) -> None:
     )
     decision = decide(log_of(case["server_log"]), case["server_high"], client)
     if "retry" in case["result"]:
-        assert decision == Retry(Reason.SERVER_BEHIND)
+        assert decision == Retry(StartReason.SERVER_BEHIND)
         return
     ceiling = case["result"]["ceiling"]
     if ceiling < client.highest_received:
@@ -182,29 +182,39 @@ def test_there_are_golden_cases() -> None:
 @pytest.mark.parametrize(
     ("server", "high", "client", "expected"),
     [
-        (log((A, 0)), 9, NOTHING_YET, Start(ZERO, ZERO, Reason.FROM_THE_BEGINNING)),
-        (log((A, 0)), 9, position(log((A, 0)), 7), Start(SeqNo(7), ZERO, Reason.SAME_HISTORY)),
+        (log((A, 0)), 9, NOTHING_YET, Start(ZERO, ZERO, StartReason.FROM_THE_BEGINNING)),
+        (log((A, 0)), 9, position(log((A, 0)), 7), Start(SeqNo(7), ZERO, StartReason.SAME_HISTORY)),
         (
             log((A, 0)),
             9,
             position(log((A, 0)), 6, 7, (A, 6, 9)),
-            Start(SeqNo(7), SeqNo(9), Reason.PARTIAL_SNAPSHOT),
+            Start(SeqNo(7), SeqNo(9), StartReason.PARTIAL_SNAPSHOT),
         ),
         (
             log((A, 0)),
             9,
             position(log((B, 7), (A, 0)), 6, 8, (B, 6, 9)),
-            RollBack(SeqNo(6), Reason.PARTIAL_OF_ANOTHER_HISTORY),
+            RollBack(SeqNo(6), StartReason.PARTIAL_OF_ANOTHER_HISTORY),
         ),
-        (log((B, 5), (A, 0)), 9, position(log((A, 0)), 7), RollBack(SeqNo(5), Reason.BRANCHED)),
-        (log((B, 7), (A, 0)), 9, position(log((A, 0)), 7), Start(SeqNo(7), ZERO, Reason.BRANCHED)),
-        (log((B, 0)), 9, position(log((A, 0)), 7), RollBack(ZERO, Reason.UNKNOWN_HISTORY)),
-        (log((A, 0)), 6, position(log((A, 0)), 7), Retry(Reason.SERVER_BEHIND)),
+        (
+            log((B, 5), (A, 0)),
+            9,
+            position(log((A, 0)), 7),
+            RollBack(SeqNo(5), StartReason.BRANCHED),
+        ),
+        (
+            log((B, 7), (A, 0)),
+            9,
+            position(log((A, 0)), 7),
+            Start(SeqNo(7), ZERO, StartReason.BRANCHED),
+        ),
+        (log((B, 0)), 9, position(log((A, 0)), 7), RollBack(ZERO, StartReason.UNKNOWN_HISTORY)),
+        (log((A, 0)), 6, position(log((A, 0)), 7), Retry(StartReason.SERVER_BEHIND)),
         (
             log((A, 0)),
             8,
             position(log((A, 0)), 6, 7, (A, 6, 9)),
-            Retry(Reason.SERVER_BEHIND),
+            Retry(StartReason.SERVER_BEHIND),
         ),
     ],
 )
@@ -217,10 +227,10 @@ def test_every_decision_carries_its_reason(
 @pytest.mark.parametrize(
     ("complete", "purge", "expected"),
     [
-        (0, 5, Start(ZERO, ZERO, Reason.SAME_HISTORY)),
-        (1, 2, RollBack(ZERO, Reason.PURGED)),
-        (4, 5, RollBack(ZERO, Reason.PURGED)),
-        (5, 5, Start(SeqNo(5), ZERO, Reason.SAME_HISTORY)),
+        (0, 5, Start(ZERO, ZERO, StartReason.SAME_HISTORY)),
+        (1, 2, RollBack(ZERO, StartReason.PURGED)),
+        (4, 5, RollBack(ZERO, StartReason.PURGED)),
+        (5, 5, Start(SeqNo(5), ZERO, StartReason.SAME_HISTORY)),
     ],
 )
 def test_a_client_that_missed_purged_deletions_starts_from_zero(
@@ -231,24 +241,26 @@ def test_a_client_that_missed_purged_deletions_starts_from_zero(
 
 def test_the_purge_number_counts_where_the_client_must_go_back_to() -> None:
     client = position(log((A, 0)), 7)
-    assert decide(log((B, 5), (A, 0)), 9, client, purge=6) == RollBack(ZERO, Reason.PURGED)
-    assert decide(log((B, 5), (A, 0)), 9, client, purge=5) == RollBack(SeqNo(5), Reason.BRANCHED)
+    assert decide(log((B, 5), (A, 0)), 9, client, purge=6) == RollBack(ZERO, StartReason.PURGED)
+    assert decide(log((B, 5), (A, 0)), 9, client, purge=5) == RollBack(
+        SeqNo(5), StartReason.BRANCHED
+    )
 
 
 @pytest.mark.parametrize("history", [A, B])
 def test_an_interrupted_snapshot_of_which_nothing_came_does_not_count(history: HistoryId) -> None:
     # The server may never reach the end of a snapshot that another history announced.
     client = position(log((A, 0)), 6, 6, (history, 6, 1_000))
-    assert decide(log((A, 0)), 20, client) == Start(SeqNo(6), ZERO, Reason.SAME_HISTORY)
+    assert decide(log((A, 0)), 20, client) == Start(SeqNo(6), ZERO, StartReason.SAME_HISTORY)
     branched = decide(log((C, 8), (A, 0)), 20, client)
-    assert branched == Start(SeqNo(6), ZERO, Reason.BRANCHED)
+    assert branched == Start(SeqNo(6), ZERO, StartReason.BRANCHED)
 
 
 def test_a_server_that_is_behind_its_client_is_not_streamed_from() -> None:
     # The client followed a branch at 7; this server is at 5 of the history before it.
     client = position(log((B, 7), (A, 0)), 7)
-    assert decide(log((A, 0)), 5, client) == Retry(Reason.SERVER_BEHIND)
-    assert decide(log((A, 0)), 7, client) == Start(SeqNo(7), ZERO, Reason.BRANCHED)
+    assert decide(log((A, 0)), 5, client) == Retry(StartReason.SERVER_BEHIND)
+    assert decide(log((A, 0)), 7, client) == Start(SeqNo(7), ZERO, StartReason.BRANCHED)
 
 
 # --- invariants of the decision -------------------------------------------------------------------
@@ -293,7 +305,7 @@ def test_every_decision_keeps_the_rules_of_resuming(
                 assert client.partial is not None
                 assert end_at_least == client.partial.end
                 assert client.partial.history_id == server.current
-                assert reason is Reason.PARTIAL_SNAPSHOT
+                assert reason is StartReason.PARTIAL_SNAPSHOT
             else:
                 assert seq == client.last_complete
         case RollBack(ceiling, reason):
@@ -302,7 +314,7 @@ def test_every_decision_keeps_the_rules_of_resuming(
             assert ceiling <= high
             assert ceiling == 0 or ceiling >= purge
             if not common:
-                assert (ceiling, reason) == (0, Reason.UNKNOWN_HISTORY)
+                assert (ceiling, reason) == (0, StartReason.UNKNOWN_HISTORY)
         case Retry():
             assert common
             assert high < client.highest_received or (
@@ -380,7 +392,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.met = Counter[tuple[type[Decision], Reason]]()
+        self.met = Counter[tuple[type[Decision], StartReason]]()
 
     @initialize()
     def begin(self) -> None:
@@ -500,12 +512,12 @@ def test_long_histories_meet_every_decision(seed: int) -> None:
                 )
             histories.whole()
     assert set(histories.met) == {
-        (Start, Reason.FROM_THE_BEGINNING),
-        (Start, Reason.SAME_HISTORY),
-        (Start, Reason.PARTIAL_SNAPSHOT),
-        (Start, Reason.BRANCHED),
-        (RollBack, Reason.BRANCHED),
-        (RollBack, Reason.UNKNOWN_HISTORY),
-        (RollBack, Reason.PARTIAL_OF_ANOTHER_HISTORY),
-        (Retry, Reason.SERVER_BEHIND),
+        (Start, StartReason.FROM_THE_BEGINNING),
+        (Start, StartReason.SAME_HISTORY),
+        (Start, StartReason.PARTIAL_SNAPSHOT),
+        (Start, StartReason.BRANCHED),
+        (RollBack, StartReason.BRANCHED),
+        (RollBack, StartReason.UNKNOWN_HISTORY),
+        (RollBack, StartReason.PARTIAL_OF_ANOTHER_HISTORY),
+        (Retry, StartReason.SERVER_BEHIND),
     }

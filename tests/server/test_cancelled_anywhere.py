@@ -46,7 +46,7 @@ from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import AcceptedConnection, ConnectionServer
-from upr_server.net.backlog import REPLIES_BYTES_MAX, Backlog
+from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.partition_request_queue import LongRequestTurns
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
@@ -452,7 +452,7 @@ async def test_a_long_request_that_waits_for_its_turn(autojump_clock: MockClock)
     (await cancelled_at_each_step(work, then=work)).check_inside(*TURNS)
 
 
-BACKLOG: Final = tries(Backlog.wait_for_reply_room, Backlog.wait_until_not_full)
+BACKLOG: Final = tries(ConnectionBacklog.wait_for_reply_room, ConnectionBacklog.wait_until_not_full)
 
 
 async def test_a_connection_whose_peer_has_too_many_replies_to_take(

@@ -28,7 +28,7 @@ from upr_protocol.spark.batches import (
     COUNTERS_MAX,
     ENCODED_ROW_BYTES,
     FALLIBLE_MAX,
-    Gathering,
+    PendingRows,
     chunks,
 )
 from upr_protocol.spark.dead_letter import DeadLetters
@@ -106,7 +106,7 @@ def made(
     rows: list[Mutation], cuts: list[int], batch_bytes: int
 ) -> list[tuple[PartitionId, Chunk]]:
     """The batches of rows that Spark hands over in pieces."""
-    gathering = Gathering(batch_bytes)
+    pending = PendingRows(batch_bytes)
 
     def parts() -> Iterator[pa.RecordBatch]:
         whole = batch_of(rows)
@@ -114,8 +114,8 @@ def made(
         for first, end in pairwise(bounds):
             encoded, bad = encode(whole.slice(first, end - first), APPLY)
             assert not bad
-            yield from gathering.add(encoded)
-        yield from gathering.finish()
+            yield from pending.add(encoded)
+        yield from pending.finish()
 
     return [batch for part in parts() for batch in chunks(part, PARTITIONS)]
 

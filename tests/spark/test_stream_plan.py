@@ -34,7 +34,7 @@ from upr_protocol.spark.schema import default_schema
 from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
 from upr_protocol.spark.stream_plan import (
     BATCH_ENDS_MAX,
-    Limits,
+    StreamLimits,
     batch_ends,
     with_batch_end,
 )
@@ -382,17 +382,17 @@ TestWithRewinds.settings = PROFILE
 @pytest.mark.parametrize(
     "limits",
     [
-        Limits(),
-        Limits(numbers=1000),
-        Limits(numbers=40),
-        Limits(numbers=1),
-        Limits(nbytes=2020),
-        Limits(nbytes=202),
-        Limits(nbytes=1),
-        Limits(numbers=30, nbytes=900),
+        StreamLimits(),
+        StreamLimits(numbers=1000),
+        StreamLimits(numbers=40),
+        StreamLimits(numbers=1),
+        StreamLimits(nbytes=2020),
+        StreamLimits(nbytes=202),
+        StreamLimits(nbytes=1),
+        StreamLimits(numbers=30, nbytes=900),
     ],
 )
-def test_a_batch_is_shared_out_by_backlog(limits: Limits) -> None:
+def test_a_batch_is_shared_out_by_backlog(limits: StreamLimits) -> None:
     stands = {0: (0, 100), 1: (200, 300), 2: (50, 50), 3: (5, 7)}
     partitions = {
         PartitionId(partition): PartitionOffset(

@@ -157,7 +157,7 @@ _FIELDS: Final[Mapping[type, Callable[[Any], dict[str, Any]]]] = {
 _SET: Final = bytes((Operation.SET,))
 
 
-class Summary:
+class EventCounts:
     """Counts a consumer's events.
 
     Args:

@@ -15,7 +15,7 @@ EXAMPLES_MAX: Final = 5
 
 
 @attrs.define
-class Examples:
+class ExampleRows:
     """Rows with the same problem: how many there are, and the first few.
 
     Attributes:
@@ -54,15 +54,15 @@ class LoadReport:
     rows: int = 0
     sent: int = 0
     nbytes: int = 0
-    keyless: Examples = attrs.field(factory=Examples)
-    bad: Examples = attrs.field(factory=Examples)
+    keyless: ExampleRows = attrs.field(factory=ExampleRows)
+    bad: ExampleRows = attrs.field(factory=ExampleRows)
     refused: Counter[Status] = attrs.field(factory=Counter)
-    refused_keys: dict[Status, Examples] = attrs.field(factory=dict)
+    refused_keys: dict[Status, ExampleRows] = attrs.field(factory=dict)
 
     def add_refused(self, failure: Failure) -> None:
         """Counts a row that the server refused."""
         self.refused[failure.status] += 1
-        keys = self.refused_keys.setdefault(failure.status, Examples())
+        keys = self.refused_keys.setdefault(failure.status, ExampleRows())
         keys.add(failure.key.decode(errors="backslashreplace"))
 
     @property

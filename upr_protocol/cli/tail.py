@@ -15,7 +15,7 @@ import trio
 
 from upr_protocol.cli.connection import identity, report_connection, run_until_signal
 from upr_protocol.cli.errors import RefusedError, say
-from upr_protocol.cli.event_lines import Summary, event_lines
+from upr_protocol.cli.event_lines import EventCounts, event_lines
 from upr_protocol.cli.output import Output, ProgressDisplay
 from upr_protocol.cli.parameters import (
     TargetCommand,
@@ -176,7 +176,7 @@ class _Tail:
     retry_timeout_s: int
     until_caught_up: bool = attrs.field(kw_only=True)
     as_lines: bool = attrs.field(kw_only=True)
-    summary: Summary = attrs.field(factory=lambda: Summary(time.monotonic), init=False)
+    summary: EventCounts = attrs.field(factory=lambda: EventCounts(time.monotonic), init=False)
     _output: Output = attrs.field(factory=Output, init=False)
     _deleted: bool = attrs.field(default=False, init=False)
 
@@ -259,7 +259,7 @@ class _Tail:
                 self._deleted = True
 
 
-class ConsumerWithFigures(Protocol):
+class ConsumerWithStatistics(Protocol):
     """A consumer, as far as its figures are concerned."""
 
     def statistics(self) -> ConsumerStatistics:
@@ -267,7 +267,7 @@ class ConsumerWithFigures(Protocol):
 
 
 async def report_unplaced(
-    consumer: ConsumerWithFigures, retry_timeout_s: int, progress: ProgressDisplay
+    consumer: ConsumerWithStatistics, retry_timeout_s: int, progress: ProgressDisplay
 ) -> None:
     """Says on standard error what a consumer waits for, once each time that no node has served a
     partition for some seconds. Runs until cancelled."""

@@ -40,7 +40,7 @@ Column = tuple[NDArray[np.int64], NDArray[np.uint8]]
 """Offsets, and the bytes they point into."""
 
 
-class Gathering:
+class PendingRows:
     """Rows that wait until there are enough of them.
 
     Args:

@@ -22,7 +22,7 @@ from upr_protocol.spark.offset import Offset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.stream_plan import Backlog, Limits, Pending, shares
+from upr_protocol.spark.stream_plan import Pending, StreamBacklog, StreamLimits, shares
 
 Json = dict[str, Any]
 
@@ -132,10 +132,10 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What there is for the next batches in each bucket."""
         return {name: self._reader(name).pending(begin) for name, begin in begins.items()}
 
-    def _ends(self, begins: Mapping[str, Json], limits: Limits) -> Mapping[str, Json]:
+    def _ends(self, begins: Mapping[str, Json], limits: StreamLimits) -> Mapping[str, Json]:
         """Where the next batch ends in each bucket that is part of it. The limit is divided by
         backlog."""
-        if limits == Limits():
+        if limits == StreamLimits():
             return {
                 name: self._reader(name).next_offset(begin, limits)
                 for name, begin in begins.items()
@@ -159,7 +159,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def reportLatestOffset(self) -> Json | None:  # noqa: N802
         """How far the servers are, and the metrics of what they have more."""
         progress = {name: reader.progress() for name, reader in self._readers.items()}
-        backlog = Backlog.merged(behind for _, behind in progress.values())
+        backlog = StreamBacklog.merged(behind for _, behind in progress.values())
         document = _document({name: latest for name, (latest, _) in progress.items()})
         return {**document, "metrics": backlog.metrics()}
 
@@ -199,7 +199,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._driver.close()
 
 
-def _divided(limits: Limits, backlogs: Mapping[str, int]) -> dict[str, Limits]:
+def _divided(limits: StreamLimits, backlogs: Mapping[str, int]) -> dict[str, StreamLimits]:
     """The limit of each bucket. Those whose share is nothing have none."""
     total = sum(backlogs.values())
     if not total:
@@ -210,7 +210,7 @@ def _divided(limits: Limits, backlogs: Mapping[str, int]) -> dict[str, Limits]:
             nbytes = limits.nbytes
             if nbytes is not None:
                 nbytes = max(1, nbytes * backlogs[name] // total)
-            limit_of[name] = Limits(share, nbytes)
+            limit_of[name] = StreamLimits(share, nbytes)
     return limit_of
 
 

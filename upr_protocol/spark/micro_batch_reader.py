@@ -35,9 +35,9 @@ from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Slice, tasks_of
 from upr_protocol.spark.stream_plan import (
-    Backlog,
-    Limits,
     Pending,
+    StreamBacklog,
+    StreamLimits,
     StreamPlan,
     rollback_error,
     sizes_of,
@@ -56,11 +56,11 @@ def default_limit(options: ReadOptions) -> ReadLimit:
     return ReadAllAvailable()
 
 
-def limits_of(limit: ReadLimit, options: ReadOptions) -> Limits:
+def limits_of(limit: ReadLimit, options: ReadOptions) -> StreamLimits:
     """How much a batch may have. Of two limits in the options, Spark hands back one."""
     if isinstance(limit, ReadAllAvailable):
-        return Limits()
-    return Limits(options.max_rows, options.max_bytes)
+        return StreamLimits()
+    return StreamLimits(options.max_rows, options.max_bytes)
 
 
 def waits(
@@ -159,7 +159,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except ServerError as error:
             raise explained(error, self._options.address) from error
 
-    def next_offset(self, start: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    def next_offset(self, start: dict[str, Any], limits: StreamLimits) -> dict[str, Any]:
         """Where the batch ends that begins at `start`; `start` itself if there is nothing new."""
         before = self._offset(start)
         try:
@@ -189,7 +189,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         latest, backlog = self.progress()
         return {**latest, "metrics": backlog.metrics()}
 
-    def progress(self) -> tuple[dict[str, Any], Backlog]:
+    def progress(self) -> tuple[dict[str, Any], StreamBacklog]:
         """How far the server is, and what it has that is in no batch yet."""
         latest, backlog = self._planner.progress(self._planned)
         return latest.to_json(), backlog

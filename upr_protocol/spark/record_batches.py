@@ -23,7 +23,7 @@ from upr_protocol.spark.scalars import (
     text_scalar,
 )
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.slices import Marker
+from upr_protocol.spark.slices import RollbackMarker
 
 BATCH_ROWS: Final = 10_000
 RECORD_BATCH_BYTES: Final = 8 * 1024 * 1024
@@ -100,7 +100,7 @@ class RecordBatchBuilder:
             return pc.equal(keys, self._key)
         return pc.starts_with(keys, self._key_prefix)
 
-    def of_marker(self, partition: PartitionId, marker: Marker) -> pa.RecordBatch:
+    def of_marker(self, partition: PartitionId, marker: RollbackMarker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
         values: dict[str, object] = {
             "op": "rollback",

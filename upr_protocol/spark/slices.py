@@ -12,7 +12,7 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 
 @attrs.frozen
-class Marker:
+class RollbackMarker:
     """A partition went back: what was read of it above a number is void, and is read anew.
 
     Attributes:
@@ -49,7 +49,7 @@ class Slice:
     snapshot_start: SeqNo
     snapshot_end: SeqNo
     nbytes: int = 0
-    marker: Marker | None = None
+    marker: RollbackMarker | None = None
 
     def pieces(self, bytes_max: int) -> Iterator[Slice]:
         """The same in pieces of about so many bytes."""

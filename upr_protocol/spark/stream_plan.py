@@ -14,7 +14,7 @@ from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import DriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import Offset, PartitionOffset
-from upr_protocol.spark.slices import Marker, Slice
+from upr_protocol.spark.slices import RollbackMarker, Slice
 
 _NOTHING: Final = PartitionOffset()
 
@@ -26,7 +26,7 @@ K = TypeVar("K", int, PartitionId, str)
 
 
 @attrs.frozen
-class Limits:
+class StreamLimits:
     """How much one batch may have.
 
     Attributes:
@@ -53,7 +53,7 @@ class Pending:
 
 
 @attrs.frozen
-class Backlog:
+class StreamBacklog:
     """What a server has that a stream has in no batch yet.
 
     Attributes:
@@ -66,7 +66,7 @@ class Backlog:
     nbytes: int | None
 
     @classmethod
-    def merged(cls, backlogs: Iterable[Backlog]) -> Self:
+    def merged(cls, backlogs: Iterable[StreamBacklog]) -> Self:
         """Those of several buckets."""
         numbers: tuple[int, ...] = ()
         nbytes: int | None = 0
@@ -195,7 +195,7 @@ class StreamPlan:
         is_urgent = self._target_ends or _went_back(partitions) or _is_mid_snapshot(partitions)
         return Pending(numbers, not is_urgent)
 
-    def next(self, start: Offset, limits: Limits) -> Offset:
+    def next(self, start: Offset, limits: StreamLimits) -> Offset:
         """Where the batch ends that begins at `start`; `start` itself when there is nothing new.
 
         Raises:
@@ -283,7 +283,7 @@ class StreamPlan:
         start: Offset,
         partitions: Partitions,
         rows: Mapping[PartitionId, PartitionNumbers],
-        limits: Limits,
+        limits: StreamLimits,
     ) -> Offset:
         ends = {
             partition: self._limit(partition, row.persisted_seq) for partition, row in rows.items()
@@ -368,7 +368,7 @@ class StreamPlan:
         start: Offset,
         partitions: Partitions,
         lease_id: int,
-        limits: Limits,
+        limits: StreamLimits,
         sizes: Mapping[PartitionId, float],
     ) -> Offset:
         """The offset behind as much as the limits allow of what lies before the snapshots' ends.
@@ -406,7 +406,7 @@ class StreamPlan:
             self._leases.pop(lease_id, None)
             self._driver.release(lease_id)
 
-    def progress(self, planned: Offset | None) -> tuple[Offset, Backlog]:
+    def progress(self, planned: Offset | None) -> tuple[Offset, StreamBacklog]:
         """How far the server is, and what it has that is in no batch yet.
 
         Args:
@@ -422,7 +422,7 @@ class StreamPlan:
             partition: max(0, seq - partitions.get(partition, _NOTHING).seq)
             for partition, seq in ends.items()
         }
-        backlog = Backlog(tuple(numbers.values()), self._nbytes(numbers))
+        backlog = StreamBacklog(tuple(numbers.values()), self._nbytes(numbers))
         return Offset(self._bucket, latest), backlog
 
     def _nbytes(self, numbers: Mapping[PartitionId, int]) -> int | None:
@@ -491,7 +491,7 @@ def _backlog(
 
 def batch_ends(
     partitions: Mapping[PartitionId, PartitionOffset],
-    limits: Limits,
+    limits: StreamLimits,
     sizes: Mapping[PartitionId, float],
 ) -> dict[PartitionId, SeqNo]:
     """How far each partition is read in the next batch: all that there is, or the same share of
@@ -632,7 +632,7 @@ def slices_of(start: Offset, end: Offset) -> list[Slice]:
         if ends.came_from is not None:
             went_to = ends.snapshot_start
             begins = PartitionOffset(seq=went_to)
-            marker = Marker(ends.log.current, went_to, ends.came_from)
+            marker = RollbackMarker(ends.log.current, went_to, ends.came_from)
         if marker is None and begins.seq >= ends.seq:
             continue
         slices.append(

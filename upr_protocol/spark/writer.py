@@ -43,7 +43,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.ids import PartitionId
-from upr_protocol.spark.batches import Gathering, chunks
+from upr_protocol.spark.batches import PendingRows, chunks
 from upr_protocol.spark.errors import OptionError, PipelineError, sentence_first
 from upr_protocol.spark.prepared_rows import PreparedRows, RowSpool, commit_rows
 from upr_protocol.spark.publication import (
@@ -130,11 +130,11 @@ class WriteTask:
     def _batches(
         self, rows: Iterable[pa.RecordBatch], partitions: int
     ) -> Iterator[tuple[PartitionId, Chunk]]:
-        gathering = Gathering(self._options.batch_bytes)
+        pending = PendingRows(self._options.batch_bytes)
         for encoded in rows:
-            for enough in gathering.add(encoded):
+            for enough in pending.add(encoded):
                 yield from chunks(enough, partitions)
-        for last_rows in gathering.finish():
+        for last_rows in pending.finish():
             yield from chunks(last_rows, partitions)
 
 

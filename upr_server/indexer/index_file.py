@@ -84,7 +84,7 @@ class EntrySource(Protocol):
 
 
 @attrs.frozen
-class Reading:
+class ReadCounts:
     """What it took to read.
 
     Attributes:
@@ -98,8 +98,8 @@ class Reading:
     entries_read: int = 0
     included_read: int = 0
 
-    def __add__(self, other: Reading) -> Reading:
-        return Reading(
+    def __add__(self, other: ReadCounts) -> ReadCounts:
+        return ReadCounts(
             self.searches + other.searches,
             self.entries_read + other.entries_read,
             self.included_read + other.included_read,
@@ -124,7 +124,7 @@ class ScanResult:
     entries: list[bytes]
     payloads: list[bytes]
     ended_by: EndedBy
-    reading: Reading
+    reading: ReadCounts
 
     @property
     def more(self) -> bool:
@@ -146,7 +146,7 @@ class Summary:
     count: int | None
     lowest: bytes | None
     highest: bytes | None
-    reading: Reading
+    reading: ReadCounts
 
 
 def entries_bytes(entries: Sequence[bytes]) -> int:
@@ -293,7 +293,7 @@ class IndexFile:
 
     # Reading.
 
-    def view(self, *, settled: bool = True) -> View:
+    def view(self, *, settled: bool = True) -> IndexView:
         """This moment of the index. Close it.
 
         Args:
@@ -304,7 +304,7 @@ class IndexFile:
             IndexFileError: It cannot be read.
         """
         with _translated(self.path):
-            view = View(self._env, self._main, self._meta)
+            view = IndexView(self._env, self._main, self._meta)
         if settled and view.unsettled_count():
             view.close()
             raise NotSettledError
@@ -355,7 +355,7 @@ class IndexFile:
                 )
 
 
-class View:
+class IndexView:
     """One moment of an index, whatever is written meanwhile. For one thread at a time.
 
     While it is open, the index writes to no page that it shows: the file may grow.
@@ -434,7 +434,7 @@ class View:
                 entries.append(entry)
                 if payload is not None:
                     payloads.append(payload)
-        reading = Reading(reader.searches, reader.entries_read, included_read)
+        reading = ReadCounts(reader.searches, reader.entries_read, included_read)
         return ScanResult(entries, payloads, ended_by, reading)
 
     def summarize(
@@ -458,7 +458,7 @@ class View:
                 entry_count = sum(1 for _ in reader.select(ascending))
             lowest_entry = next(reader.select(ascending), None) if lowest else None
             highest_entry = next(reader.select(descending), None) if highest else None
-        reading = Reading(reader.searches, reader.entries_read)
+        reading = ReadCounts(reader.searches, reader.entries_read)
         return Summary(entry_count, lowest_entry, highest_entry, reading)
 
     def entry_count(self) -> int:

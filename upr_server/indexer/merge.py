@@ -11,7 +11,7 @@ import msgspec
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.answer import ScanAnswer, continuation_after
 from upr_server.indexer.explanation import Explanation, Freshness, Wait
-from upr_server.indexer.index_file import EndedBy, Reading, ScanResult, Summary
+from upr_server.indexer.index_file import EndedBy, ReadCounts, ScanResult, Summary
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT, LIMIT_MAX, Query
 from upr_server.indexer.slices import SliceAnswer
@@ -87,10 +87,13 @@ def _existing(entries: Iterable[bytes | None]) -> Iterable[bytes]:
     return (entry for entry in entries if entry is not None)
 
 
-def _reading(answers: Iterable[SliceAnswer]) -> Reading:
+def _reading(answers: Iterable[SliceAnswer]) -> ReadCounts:
     return sum(
-        (Reading(answer.searches, answer.entries_read, answer.included_read) for answer in answers),
-        Reading(),
+        (
+            ReadCounts(answer.searches, answer.entries_read, answer.included_read)
+            for answer in answers
+        ),
+        ReadCounts(),
     )
 
 
@@ -155,7 +158,7 @@ class MergedScan:
         self._asked = query
         self._counts_beginnings = bool(query.count and query.distinct) and slice_count > 1
         self._answers: Sequence[SliceAnswer] = ()
-        self._result: ScanResult | Summary = Summary(0, None, None, Reading())
+        self._result: ScanResult | Summary = Summary(0, None, None, ReadCounts())
         self.is_complete = False
         self.query = query
         if self._counts_beginnings:

@@ -16,7 +16,7 @@ import trio
 
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
-from upr_server.indexer.index_file import IndexFile, View
+from upr_server.indexer.index_file import IndexFile, IndexView
 from upr_server.indexer.pool import MemoryPool, OverloadedError
 
 HOLD_S_MAX: Final = 60.0
@@ -53,7 +53,7 @@ class Moment:
         is_gone: Whether it was given up.
     """
 
-    def __init__(self, token: str, file: IndexFile, view: View) -> None:
+    def __init__(self, token: str, file: IndexFile, view: IndexView) -> None:
         self.token = token
         self.file = file
         self.is_gone = False
@@ -79,7 +79,7 @@ class Moment:
         self._expires_at = trio.current_time() + hold_s
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[View]:
+    async def reading(self) -> AsyncIterator[IndexView]:
         """Gives its view to one reader at a time, for as long as the context.
 
         Raises:
@@ -143,7 +143,7 @@ class Moments:
     def __len__(self) -> int:
         return len(self._moments)
 
-    def hold(self, file: IndexFile, view: View) -> Moment:
+    def hold(self, file: IndexFile, view: IndexView) -> Moment:
         """Holds a view, until the moment is released or over. The view is closed then, and also if
         it cannot be held.
 

@@ -24,7 +24,7 @@ from upr_server.indexer.freshness import (
     has_writes,
     knows_histories,
 )
-from upr_server.indexer.index_file import NotSettledError, ScanResult, Summary, View
+from upr_server.indexer.index_file import IndexView, NotSettledError, ScanResult, Summary
 from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
@@ -199,7 +199,7 @@ class SliceScanner:
 
     async def _answer(
         self, index: Index, scan: SliceScan, selection: Selection, writes: RequiredWrites
-    ) -> tuple[SliceAnswer, View]:
+    ) -> tuple[SliceAnswer, IndexView]:
         """The answer to a query, of now, and the index at that moment. The view is closed unless it
         is to be held."""
         log, query = FreshnessLog(), scan.query
@@ -240,7 +240,7 @@ class SliceScanner:
         selection: Selection,
         writes: RequiredWrites,
         log: FreshnessLog,
-    ) -> tuple[SliceAnswer, View]:
+    ) -> tuple[SliceAnswer, IndexView]:
         if writes:
             log.freshness = "had_written"
         if not has_writes(index.file, writes):
@@ -275,7 +275,7 @@ class SliceScanner:
 
 def _read_now(
     index: Index, scan: SliceScan, selection: Selection, log: FreshnessLog
-) -> tuple[SliceAnswer, View]:
+) -> tuple[SliceAnswer, IndexView]:
     """Reads an index as it is now; see `read`. The view is closed unless it is to be held.
 
     Raises:
@@ -293,7 +293,7 @@ def _read_now(
 
 
 def read(
-    view: View, index: Index, scan: SliceScan, selection: Selection, log: FreshnessLog
+    view: IndexView, index: Index, scan: SliceScan, selection: Selection, log: FreshnessLog
 ) -> SliceAnswer:
     """What an index has for a query at some moment. Blocks.
 
@@ -339,5 +339,5 @@ def read(
     )
 
 
-def _timestamps(view: View) -> dict[int, tuple[int, int]]:
+def _timestamps(view: IndexView) -> dict[int, tuple[int, int]]:
     return {int(partition): mark for partition, mark in view.timestamps().items()}

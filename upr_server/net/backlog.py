@@ -31,7 +31,7 @@ QUEUED_BYTES_MAX: Final = 1024 * 1024
 granted again when they come. The request that exceeds it is still queued."""
 
 
-class Backlog:
+class ConnectionBacklog:
     """Counts what a connection has waiting, and holds it back above the limits.
 
     Args:

@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 @attrs.define(eq=False)
-class LogIns:
+class LogInResources:
     """What the log-ins of all connections share.
 
     Attributes:
@@ -65,7 +65,7 @@ class LogIns:
         self.usages = UserUsages(self.users)
 
 
-def offered_mechanisms(log_ins: LogIns, stream: trio.abc.Stream) -> tuple[str, ...]:
+def offered_mechanisms(log_ins: LogInResources, stream: trio.abc.Stream) -> tuple[str, ...]:
     """The ways to log in that the client of a connection is offered; none if there is no need to
     log in."""
     if log_ins.users.users.is_open:
@@ -101,7 +101,7 @@ class LogInExchange:
 
     def __init__(
         self,
-        log_ins: LogIns,
+        log_ins: LogInResources,
         session: ServerSession,
         stream: trio.abc.Stream,
         peer: str,

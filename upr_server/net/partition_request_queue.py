@@ -22,7 +22,7 @@ from upr_server.engine import (
     damaged_item,
     is_damaged,
 )
-from upr_server.net.backlog import Backlog
+from upr_server.net.backlog import ConnectionBacklog
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -70,7 +70,7 @@ class QueuedClient(Protocol):
         backlog: Counts what waits.
     """
 
-    backlog: Backlog
+    backlog: ConnectionBacklog
 
     def start(self, task: Callable[[], Awaitable[None]]) -> None:
         """Runs `task`, which must not raise, until the connection's end cancels it."""

@@ -19,7 +19,7 @@ from upr_protocol.users import Right
 from upr_protocol.wire import Message, Refusal, SetFrames, SetResult, Stream, StreamReply
 from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.access import Access
-from upr_server.net.backlog import Backlog
+from upr_server.net.backlog import ConnectionBacklog
 from upr_server.net.credit import PublisherCredit
 from upr_server.net.log_in import LogInExchange
 from upr_server.net.partition_request_queue import PartitionRequest
@@ -92,7 +92,7 @@ class RequestContext:
         self.streamer = Streamer(session, peer, wake)
         self.reply_order = ReplyOrder()
         self.credit = PublisherCredit(resources.credit_shares, session, wake)
-        self.backlog = Backlog(session, wake)
+        self.backlog = ConnectionBacklog(session, wake)
         self.streams_may_begin = resources.streams_may_begin
         self.is_asking_for_events = False
         self._queues = resources.queues

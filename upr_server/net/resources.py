@@ -16,7 +16,7 @@ from upr_protocol.transport import new_scratch
 from upr_server.buckets import BucketCatalog
 from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
-from upr_server.net.log_in import LogIns
+from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
 from upr_server.runtime import AuditLog, TurnTimer
@@ -110,7 +110,7 @@ class ServerResources:
     identity: str
     catalog: BucketCatalog
     users: UserStore
-    log_ins: LogIns
+    log_ins: LogInResources
     partition_maps: PartitionMapProvider
     events: Events | None
     credit_shares: CreditShares

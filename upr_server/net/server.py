@@ -19,7 +19,7 @@ from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
 from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CreditShares
-from upr_server.net.log_in import LogIns
+from upr_server.net.log_in import LogInResources
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
 from upr_server.net.streamer import streams_in_steps
@@ -91,7 +91,7 @@ class ConnectionServer:
             identity,
             catalog,
             users,
-            LogIns(users),
+            LogInResources(users),
             partition_maps,
             events,
             CreditShares(upkeep),

@@ -24,7 +24,7 @@ from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import DeliveryTracker
 from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.errors import Status
-from upr_protocol.failover import FailoverLog, Position, Reason, RollBack, Start, decide_start
+from upr_protocol.failover import FailoverLog, Position, RollBack, Start, StartReason, decide_start
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Stream
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, SnapshotEndItem
@@ -56,7 +56,7 @@ def resume_inside_any_snapshot() -> Iterator[None]:
     def decide(server: FailoverLog, high: SeqNo, purge: SeqNo, client: Position) -> Any:
         common = client.log.up_to(client.last_complete).current == server.current
         if client.partial is not None and common and client.highest_received <= high:
-            return Start(client.highest_received, SeqNo(0), Reason.PARTIAL_SNAPSHOT)
+            return Start(client.highest_received, SeqNo(0), StartReason.PARTIAL_SNAPSHOT)
         return decide_start(server, high, purge, client)
 
     with replaced(streamers, "decide_start", decide):

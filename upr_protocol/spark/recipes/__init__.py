@@ -14,21 +14,21 @@ Each is a command, too (`python -m upr_protocol.spark --help`); docs/spark.md sh
 from __future__ import annotations
 
 from upr_protocol.spark.recipes.backup import backup
-from upr_protocol.spark.recipes.bulk_load import Loaded, bulk_load
+from upr_protocol.spark.recipes.bulk_load import LoadResult, bulk_load
 from upr_protocol.spark.recipes.join import join
 from upr_protocol.spark.recipes.latest import latest
 from upr_protocol.spark.recipes.latest_state import LatestState, keep_latest_state
 from upr_protocol.spark.recipes.manifest import Manifest, PartitionPart
 from upr_protocol.spark.recipes.reprocess import reprocess
-from upr_protocol.spark.recipes.restore import Restored, restore
+from upr_protocol.spark.recipes.restore import RestoreResult, restore
 from upr_protocol.spark.recipes.snapshot import read_snapshot, snapshot
 
 __all__ = [
     "LatestState",
-    "Loaded",
+    "LoadResult",
     "Manifest",
     "PartitionPart",
-    "Restored",
+    "RestoreResult",
     "backup",
     "bulk_load",
     "join",

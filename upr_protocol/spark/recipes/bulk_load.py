@@ -19,7 +19,7 @@ from upr_protocol.spark.source import UprDataSource
 
 
 @attrs.frozen
-class Loaded:
+class LoadResult:
     """What became of a load.
 
     Attributes:
@@ -53,7 +53,7 @@ def bulk_load(
     dead_letters: str | os.PathLike[str] | None = None,
     options: Mapping[str, str] | None = None,
     tell: Tell = quiet,
-) -> Loaded:
+) -> LoadResult:
     """Writes the rows of a DataFrame to a bucket.
 
     Nothing is undone when it fails: with `operation=upsert`, the default, it may be run again.
@@ -90,7 +90,7 @@ def bulk_load(
         writer.save()
     new = [] if folder is None else [path for path in _letters(folder) if path not in before]
     failed = sum(parquet.read_metadata(path).num_rows for path in new)
-    loaded = Loaded(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
+    loaded = LoadResult(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
     tell(str(loaded))
     return loaded
 

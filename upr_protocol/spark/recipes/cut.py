@@ -34,7 +34,7 @@ _OURS: Final = frozenset(
 
 
 @attrs.frozen
-class Cut:
+class ConsistentCut:
     """What a bucket had at one moment, behind where it was read before.
 
     Attributes:
@@ -61,7 +61,7 @@ def consistent_cut(
     url: str,
     options: Mapping[str, str],
     starts_of: Callable[[Infos], Mapping[PartitionId, SeqNo]] = lambda _: {},
-) -> Iterator[Cut]:
+) -> Iterator[ConsistentCut]:
     """Pins a cut for as long as the context: all that was acknowledged before is in it. The ends
     are those of the lease, so that also of a partition without rows it is known where it ends.
 
@@ -94,7 +94,7 @@ def consistent_cut(
         reader = spark.read.format("upr").options(**texts)
         reader = reader.option("startingOffsets", _offsets(starts))
         reader = reader.option("endingOffsets", _offsets(ends))
-        yield Cut(read_options.address.bucket, logs, starts, ends, reader.load())
+        yield ConsistentCut(read_options.address.bucket, logs, starts, ends, reader.load())
     except ServerError as error:
         if error.status is Status.ROLLBACK_NEEDED:
             raise PipelineError(

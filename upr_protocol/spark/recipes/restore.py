@@ -33,7 +33,7 @@ _OURS: Final = frozenset(
 
 
 @attrs.frozen
-class Restored:
+class RestoreResult:
     """What was restored.
 
     Attributes:
@@ -56,7 +56,7 @@ def restore(
     may_have_contents: bool = False,
     options: Mapping[str, str] | None = None,
     tell: Tell = quiet,
-) -> Restored:
+) -> RestoreResult:
     """Makes a bucket hold what another held when an increment of its backup was made.
 
     Keys, values, flags and expiry times are as they were; numbers and CAS values are the bucket's
@@ -104,7 +104,7 @@ def restore(
             rows = _apply(spark, where, manifest, url, options or {})
             total += rows
             tell(f"increment {manifest.number}: {rows} rows")
-        return Restored(len(increments), total, time.monotonic() - began)
+        return RestoreResult(len(increments), total, time.monotonic() - began)
 
 
 def _check_empty(url: str, options: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.recipes.cut import Cut, consistent_cut
+from upr_protocol.spark.recipes.cut import ConsistentCut, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import locked, plain_path, remove, things_in
 from upr_protocol.spark.recipes.latest import latest
@@ -93,7 +93,7 @@ def rows_of(spark: SparkSession, folder: Path, manifest: Manifest) -> DataFrame:
 
 def described(
     spark: SparkSession,
-    cut: Cut,
+    cut: ConsistentCut,
     folder: Path,
     kind: Literal["snapshot", "increment"],
     increment: int = 0,
