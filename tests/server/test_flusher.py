@@ -243,6 +243,25 @@ async def test_a_full_commit_takes_no_further_snapshot(
         assert ends == [[[1, 2, 3]], [[1], [1], [1]], [[4, 5]]]
 
 
+async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Others have their turn after each chunk.
+    monkeypatch.setattr(flusher_module, "STEP_BYTES", 0)
+    async with running() as run:
+        partition, checkpoint = run.partition, trio.lowlevel.checkpoint
+
+        async def have_turns() -> None:
+            if partition.manager.persistence.seq == partition.high_seq == 1:
+                put(partition, b"b")
+            await checkpoint()
+
+        monkeypatch.setattr(trio.lowlevel, "checkpoint", have_turns)
+        put(partition, b"a")
+        await trio.sleep(1.0)
+        assert run.store.highs() == [{0: 1}, {0: 2}]
+
+
 async def test_commits_wait_for_an_index_that_can_move(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,7 +173,6 @@ class Flusher:
     async def _linger(self) -> None:
         """Lets more changes gather, unless somebody waits for durability."""
         with trio.move_on_at(self._dirty_since + FLUSH_INTERVAL_S):
-            await trio.lowlevel.checkpoint()
             await self._wakeup.wait_until(
                 lambda: bool(self._callbacks or self._waiters) or self._is_stopping
             )
