@@ -385,12 +385,14 @@ class RecordedConsumer:
         """From nothing to what there is now, whatever happens meanwhile."""
         while True:
             await self._sleep(self._chance.random())
-            try:
-                await self.read_all()
-            except UprError as error:
-                if isinstance(error, LocalProtocolError):
-                    raise
-                self._history.add(Said(self.name, f"{error}"))
+            with trio.CancelScope() as self._scope:
+                await trio.lowlevel.checkpoint()
+                try:
+                    await self.read_all()
+                except UprError as error:
+                    if isinstance(error, LocalProtocolError):
+                        raise
+                    self._history.add(Said(self.name, f"{error}"))
 
     async def read_all(self) -> None:
         """From nothing to what there is now."""

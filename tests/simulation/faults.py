@@ -52,7 +52,7 @@ class Faults:
         operator: Gives the commands after a fault.
         publishers: The publishers; situations crash them.
         consumers: The consumers; faults crash them.
-        readers: The hosts of the readers, which faults cut off.
+        readers: The consumers that read up to now, which faults cut off.
         followers: The consumers of events; faults crash them.
         history: Records each fault.
         background: Runs the servers, and the ends of faults.
@@ -73,7 +73,7 @@ class Faults:
         operator: SimulatedOperator,
         publishers: Sequence[RecordedPublisher],
         consumers: Sequence[RecordedConsumer],
-        readers: Sequence[str],
+        readers: Sequence[RecordedConsumer],
         followers: Sequence[EventFollower],
         history: History,
         background: trio.Nursery,
@@ -89,9 +89,10 @@ class Faults:
         self.operator = operator
         self.publishers = publishers
         self.consumers = consumers
-        self._readers = readers
+        self.readers = readers
         self.followers = followers
-        self.hosts = (*HOSTS, *readers, *(follower.name for follower in followers))
+        names = *(reader.name for reader in readers), *(follower.name for follower in followers)
+        self.hosts = (*HOSTS, *names)
         self._history = history
         self._background = background
         # The sequence numbers of the active nodes when a node lost its memory, by that node.
@@ -219,28 +220,24 @@ class Faults:
         self._history.add(Fault(f"{node.name} gives up a copy", (), 2))
         self._falls_behind(node)
         await self.operator.remove_copy(node.name, partition_id)
-        links = [
-            link
-            for reader in self._readers
-            for link in (
-                self.network.link(reader, source.name),
-                self.network.link(source.name, reader),
-            )
-        ]
+        links = self.links([reader.name for reader in self.readers], [source.name])
         for link in links:
             link.cut()
         await trio.sleep(self.draw.uniform(2.0, 10.0))
+        # The next fault comes only after this node has its copy.
+        await self.add_back(node)
+        await self.operator.take_over(source.name, node.name)
+        await trio.sleep(self.draw.uniform(1.0, 10.0))
+        self.mend(links)
+
+    async def add_back(self, node: Node) -> None:
+        """Gives a node copies of all partitions, and waits until it has them."""
         for _ in range(20):
-            # The next fault comes only after this node has its copy.
             with suppress(UprError):
                 await self.operator.add_back(node.name)
             await trio.sleep(0.5)
             if await self.operator.is_settled():
                 break
-        await self.operator.take_over(source.name, node.name)
-        await trio.sleep(self.draw.uniform(1.0, 10.0))
-        for link in links:
-            link.mend()
 
     async def _wrong(self) -> None:
         """The operator alone cannot reach a node, and fails it over while it runs."""

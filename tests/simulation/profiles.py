@@ -45,7 +45,8 @@ class Profile:
         settings: The values that a field of `Mix` may have.
         has_readers: Whether there are consumers that ask again and again for everything up to now.
         has_wrong_states: Whether there are consumers that ask for dead and pending partitions.
-        has_followers: Whether there are consumers of events. Then each partition has one replica.
+        has_followers: Whether there are consumers of events.
+        has_one_replica: Whether each partition has one replica, and one node that does not have it.
         has_hostile_node: Whether the cluster has users, and somebody without the right plays a
             node.
     """
@@ -57,6 +58,7 @@ class Profile:
     has_readers: bool = False
     has_wrong_states: bool = False
     has_followers: bool = False
+    has_one_replica: bool = False
     has_hostile_node: bool = False
 
     def draw(self, chance: Random) -> Mix:
@@ -164,6 +166,15 @@ MOVING_COPIES: Final = Profile(
 )
 """Copies are removed, added again and made active, while consumers read up to now."""
 
+ARRIVING_PARTITIONS: Final = Profile(
+    "arriving_partitions",
+    {"take_over_after_greeting": 1.0},
+    settings={"partitions": (3,), "value_bytes": (60_000,), "faults": (1,)},
+    has_readers=True,
+    has_one_replica=True,
+)
+"""A node becomes active for a partition that it did not have when it greeted the readers."""
+
 MOVING_PARTITIONS: Final = Profile(
     "moving_partitions",
     {"copy_comes_back": 2.0, "take_over": 1.0},
@@ -177,6 +188,7 @@ EVENTS: Final = Profile(
     {"fail_over": 1.0, "wrong": 2.0, "take_over": 1.0, "cut": 1.0, "follower_crashes": 1.0},
     settings={"partitions": (3,), "pause_s": (0.5,), "faults": (6,)},
     has_followers=True,
+    has_one_replica=True,
 )
 """Nodes are killed and partitions move while consumers of events follow all nodes."""
 
@@ -186,6 +198,7 @@ LOST_EVENT_QUEUES: Final = Profile(
     levels=("persisted",),
     settings={"has_replicas": (False,), "partitions": (3,), "pause_s": (0.5,), "faults": (2,)},
     has_followers=True,
+    has_one_replica=True,
 )
 """A node that alone has a partition is killed before consumers of events were told all."""
 
@@ -288,6 +301,7 @@ PROFILES: Final = {
         SLOW_CONSUMERS,
         LEASED_BACKFILLS,
         MOVING_COPIES,
+        ARRIVING_PARTITIONS,
         MOVING_PARTITIONS,
         EVENTS,
         LOST_EVENT_QUEUES,

@@ -114,7 +114,7 @@ class Cluster:
             has_followers = profile.has_followers
             has_hostile_node = profile.has_hostile_node
         self.mix = mix
-        self._has_one_replica = profile is not None and profile.has_followers
+        self._has_one_replica = profile is not None and profile.has_one_replica
         self.history.add(Said("seed", f"{seed}: {mix}"))
         self.network = Network(clock, self.chance.of("network"), mix.delay_s, mix.jitter_s)
         self.nodes = {
@@ -239,7 +239,7 @@ class Cluster:
                 self.operator,
                 self.publishers,
                 self.consumers,
-                [reader.name for reader in self.readers],
+                self.readers,
                 self.followers,
                 self.history,
                 background,

@@ -229,6 +229,41 @@ async def interrupt_rollback(faults: Faults) -> None:
     await faults.hear_of_failover(source)
 
 
+async def take_over_after_greeting(faults: Faults) -> None:
+    """Readers ask a node for everything up to now. It has nothing of one partition, and tells them
+    so. Then it takes this partition over, while they still read others from it. What it told them
+    is not the end of the partition."""
+    source = faults.leader()
+    await _write_for_a_while(faults)
+    empty = [
+        (node, partition.id)
+        for node in faults.nodes.values()
+        for partition in node.held
+        if partition.state is PartitionState.DEAD
+        and source.held[partition.id].state is PartitionState.ACTIVE
+    ]
+    if not empty:
+        faults.had_no_effect(f"all other nodes have the partitions of {source.name}")
+        return
+    node, partition_id = faults.draw.choice(empty)
+    # They learn from nobody else where the partition ends.
+    links = faults.links([reader.name for reader in faults.readers], [source.name])
+    _cut_all(links)
+    for reader in faults.readers:
+        # So slow that their connections to this node last.
+        reader.pause_s = 3.0
+        reader.crash()
+    await trio.sleep(faults.draw.uniform(2.0, 3.0))
+    await faults.add_back(node)
+    await faults.operator.take_over(source.name, node.name)
+    if node.held[partition_id].state is not PartitionState.ACTIVE:
+        faults.had_no_effect(f"{node.name} is not active")
+    for reader in faults.readers:
+        reader.pause_s = 0.1
+    await trio.sleep(faults.draw.uniform(5.0, 10.0))
+    faults.mend(links)
+
+
 async def lose_event_queues(faults: Faults) -> None:
     """A node is killed while consumers of events cannot reach it. What it counted for them is lost,
     and the publisher does not change the same keys again."""
@@ -302,6 +337,7 @@ SITUATIONS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
         return_from_old_history,
         fail_over_while_refilling,
         interrupt_rollback,
+        take_over_after_greeting,
         lose_event_queues,
     )
 }

@@ -26,7 +26,6 @@ NOT_FOUND: Final = (
     "roll_back_into_snapshot",
     "resume_inside_any_snapshot",
     "record_failover_log_late",
-    "end_at_any_copy",
 )
 """Bugs that no profile finds often enough."""
 

@@ -12,9 +12,9 @@ import msgspec
 from tests.simulation.bugs.patch import replaced
 from tests.simulation.bugs.planted_bug import planted
 from tests.simulation.profiles import (
+    ARRIVING_PARTITIONS,
     DIVERGED,
     FAILOVERS,
-    MOVING_COPIES,
     MOVING_PARTITIONS,
     ROLLBACKS,
     SLOW_CONSUMERS,
@@ -130,7 +130,7 @@ def complete_partial_snapshot() -> Iterator[None]:
         yield
 
 
-@planted(MOVING_COPIES)
+@planted(ARRIVING_PARTITIONS)
 def end_at_any_copy() -> Iterator[None]:
     """A consumer that asks for `now` takes the end from any copy that a node has, even one that was
     left behind or is still being filled."""
