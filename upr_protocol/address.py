@@ -46,14 +46,14 @@ class Address:
         host: A name, an IPv4 address, or an IPv6 address without its brackets.
         port: 1 to 65,535.
         bucket: The bucket's name; empty when none is named.
-        others: More nodes that hold the bucket, as host and port.
+        other_nodes: More nodes that hold the bucket, as host and port.
         security: How links to it are protected; the same for all nodes.
     """
 
     host: str
     port: int
     bucket: str = ""
-    others: tuple[tuple[str, int], ...] = ()
+    other_nodes: tuple[tuple[str, int], ...] = ()
     security: Security = UNPROTECTED
 
     @classmethod
@@ -90,17 +90,17 @@ class Address:
             )
         if parts.query or parts.fragment:
             raise _wrong(url, "it has only a host, a port and a bucket")
-        first, *others = [_node(url, text) for text in parts.netloc.split(",")]
+        first, *other_nodes = [_node(url, text) for text in parts.netloc.split(",")]
         bucket = unquote(parts.path.strip("/"))
         if "/" in bucket:
             raise _wrong(url, "a bucket's name has no slash")
         if len(bucket.encode()) > BUCKET_NAME_BYTES_MAX:
             raise _wrong(url, f"a bucket's name is at most {BUCKET_NAME_BYTES_MAX} bytes")
-        return cls(*first, bucket, tuple(others), security)
+        return cls(*first, bucket, tuple(other_nodes), security)
 
     def each(self) -> list[Self]:
         """An address for each node that it names."""
-        nodes = ((self.host, self.port), *self.others)
+        nodes = ((self.host, self.port), *self.other_nodes)
         return [self._at(*node) for node in dict.fromkeys(nodes)]
 
     def of_node(self, node: str) -> Self:
@@ -115,7 +115,7 @@ class Address:
     @property
     def host_ports(self) -> str:
         """The nodes that it names, as HOST:PORT, with commas between them."""
-        nodes = ((self.host, self.port), *self.others)
+        nodes = ((self.host, self.port), *self.other_nodes)
         return ",".join(_node_text(*node) for node in nodes)
 
     def with_bucket(self) -> Self:
@@ -129,7 +129,7 @@ class Address:
         return self
 
     def _at(self, host: str, port: int) -> Self:
-        return attrs.evolve(self, host=host, port=port, others=())
+        return attrs.evolve(self, host=host, port=port, other_nodes=())
 
     def __str__(self) -> str:
         scheme = "upr" if self.security.tls is None else "uprs"

@@ -202,8 +202,8 @@ class FirstMessage:
             UsersError: The name is empty, or has a control character.
         """
         text = _decoded(message)
-        flag, comma, rest = text.partition(",")
-        identity, other_comma, bare = rest.partition(",")
+        flag, comma, bare_message = text.partition(",")
+        identity, other_comma, bare = bare_message.partition(",")
         if not (comma and other_comma) or identity:
             raise ScramError("a first message begins with n,, or y,, or p=KIND,,")
         if (mechanism == SCRAM_PLUS) != flag.startswith("p="):

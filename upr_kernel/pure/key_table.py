@@ -128,14 +128,14 @@ class KeyTable:
         entries, end = self._entries, base + len(flags)
         superseded: list[int] = []
         deleted: list[int] = []
-        new: list[bytes] = []
+        new_keys: list[bytes] = []
         fresh = 0
         # `map` is lazy: each key is looked up when its turn comes, after what stands before it.
         previously = map(entries.get, keys, repeat(0))
         for seq, key, previous in zip(count(first_seq), keys, previously, strict=False):
             entries[key] = seq
             if not previous:
-                new.append(key)
+                new_keys.append(key)
                 continue
             if previous < 0:
                 deleted.append(previous)
@@ -146,9 +146,9 @@ class KeyTable:
                 flags[previous - base] = 1
             else:
                 superseded.append(previous)
-        self.items += len(deleted) + len(new)
-        self._key_bytes += sum(map(len, new))
-        return superseded, fresh + len(new)
+        self.items += len(deleted) + len(new_keys)
+        self._key_bytes += sum(map(len, new_keys))
+        return superseded, fresh + len(new_keys)
 
     def evict(self, through: int, budget: int, tombstones_only: bool = False, /) -> int:
         """Looks at the `budget` keys that stand first, and forgets those up to a number.

@@ -25,10 +25,10 @@ leases and index scans are about all keys, and need read on the whole bucket.
 """
 
 
-def name_of(what: str, text: str) -> str:
-    """The name of a user or of a role, which `what` says, normalised."""
+def name_of(kind: str, text: str) -> str:
+    """The name of a user or of a role, which `kind` says, normalised."""
     try:
-        return normalised_name(text, f"the {what}'s name")
+        return normalised_name(text, f"the {kind}'s name")
     except UsersError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -242,7 +242,7 @@ class _Load:
             click.echo(self._total())
         if self.report.refused:
             raise click.exceptions.Exit(REFUSED)
-        if self.report.rows and not self.report.sent:
+        if self.report.rows and not self.report.rows_sent:
             raise FailedError("no row could be loaded: see the messages above, and check --key")
 
     async def _load(self, rows: Rows, progress: ProgressDisplay | None) -> None:
@@ -287,7 +287,7 @@ class _Load:
                 report.bad.add(f"{item.line} ({item.reason})")
             else:
                 key, value = item
-                report.sent += 1
+                report.rows_sent += 1
                 report.nbytes += len(key) + len(value)
                 full = batches.add(key, value)
                 if full is not None:

@@ -43,7 +43,7 @@ class LoadReport:
 
     Attributes:
         rows: Rows read, good and bad.
-        sent: Rows passed to the publisher.
+        rows_sent: Rows passed to the publisher.
         nbytes: Bytes of their keys and values.
         keyless: Rows without a key.
         bad: Rows that could not be read.
@@ -52,7 +52,7 @@ class LoadReport:
     """
 
     rows: int = 0
-    sent: int = 0
+    rows_sent: int = 0
     nbytes: int = 0
     keyless: ExampleRows = attrs.field(factory=ExampleRows)
     bad: ExampleRows = attrs.field(factory=ExampleRows)
@@ -68,7 +68,7 @@ class LoadReport:
     @property
     def loaded(self) -> int:
         """Rows that the server has accepted, once the publisher has been flushed."""
-        return self.sent - self.refused.total()
+        return self.rows_sent - self.refused.total()
 
     def problems(self, unit: str) -> list[str]:
         """A sentence for each kind of problem.

@@ -182,9 +182,13 @@ def withdraw(target: Address, name: str, roles: tuple[str, ...]) -> None:
     print_line(f"{name} does not have the roles {','.join(roles)} any more")
 
 
-def _limit_option(name: str, what: str) -> Callable[[Any], Any]:
+def _limit_option(name: str, description: str) -> Callable[[Any], Any]:
     return click.option(
-        name, type=number(0, REVISION_MAX), default=0, metavar="NUMBER", help=f"{what}; 0 for any."
+        name,
+        type=number(0, REVISION_MAX),
+        default=0,
+        metavar="NUMBER",
+        help=f"{description}; 0 for any.",
     )
 
 

@@ -215,7 +215,8 @@ class BucketDriverClient:
         ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
         lease = self._put(lease_id, owner, ranges)
         if lease is None or {
-            (held.partition, held.start, held.end) for held in lease.ranges
+            (leased_range.partition, leased_range.start, leased_range.end)
+            for leased_range in lease.ranges
         } != set(ranges):
             # A lease that exists keeps its ranges, and it may not have been released: there was no
             # connection, or that broke.

@@ -97,9 +97,9 @@ class TlsSocket:
         return self.link.write(buffers, self._send)
 
     def _send(self, ciphertext: Sequence[Buffer]) -> Sequence[Buffer]:
-        left = write_available(self._socket.fileno(), ciphertext)
-        self.sent_bytes += sum(map(len, ciphertext)) - sum(map(len, left))
-        return left
+        remainder = write_available(self._socket.fileno(), ciphertext)
+        self.sent_bytes += sum(map(len, ciphertext)) - sum(map(len, remainder))
+        return remainder
 
     def end(self) -> None:
         """Says that nothing more will be sent, if the socket takes that at once."""

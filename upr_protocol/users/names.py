@@ -20,12 +20,12 @@ class UsersError(UprError, ValueError):
     """A document is not a cluster's users, or a change of them is not possible."""
 
 
-def normalised(text: str, what: str) -> str:
+def normalised(text: str, kind: str) -> str:
     """A name or a password in the one form in which it is compared: NFKC, as SASLprep has it.
 
     Args:
         text: The text.
-        what: What it is, for the error. The error does not show the text.
+        kind: What it is, for the error. The error does not show the text.
 
     Raises:
         UsersError: It is empty, or has a character that no keyboard should make: of control, not
@@ -33,26 +33,26 @@ def normalised(text: str, what: str) -> str:
     """
     form = unicodedata.normalize("NFKC", text)
     if not form:
-        raise UsersError(f"{what} is empty")
+        raise UsersError(f"{kind} is empty")
     if _has_any(form, _REFUSED):
-        raise UsersError(f"{what} has a control character, or one that Unicode does not assign")
+        raise UsersError(f"{kind} has a control character, or one that Unicode does not assign")
     return form
 
 
-def normalised_name(text: str, what: str) -> str:
+def normalised_name(text: str, kind: str) -> str:
     """The name of a user or of a role in the one form in which it is compared; see `normalised`.
 
     Raises:
         UsersError: Also if it has a character that nobody sees, or that changes how others are
             shown: two names must not look the same.
     """
-    form = normalised(text, what)
+    form = normalised(text, kind)
     if has_unseen(form):
-        raise UsersError(f"{what} has a format character, or an end of a line")
+        raise UsersError(f"{kind} has a format character, or an end of a line")
     return form
 
 
-def check_name(name: str, what: str) -> None:
+def check_name(name: str, kind: str) -> None:
     """Checks the name of a user or of a role that was made before. Another version of Unicode may
     normalise it otherwise: that is tried for new ones only.
 
@@ -60,7 +60,7 @@ def check_name(name: str, what: str) -> None:
         UsersError: It is empty or too long.
     """
     if not 1 <= len(name.encode(errors="replace")) <= NAME_BYTES_MAX:
-        raise UsersError(f"{what} has 1 to {NAME_BYTES_MAX} bytes in UTF-8")
+        raise UsersError(f"{kind} has 1 to {NAME_BYTES_MAX} bytes in UTF-8")
 
 
 def has_unseen(text: str) -> bool:

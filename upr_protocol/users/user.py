@@ -138,10 +138,10 @@ class User(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         self.limits.check()
 
 
-def _check_grants(whose: str, grants: tuple[Grant, ...]) -> None:
+def _check_grants(owner: str, grants: tuple[Grant, ...]) -> None:
     if len(grants) > GRANTS_MAX:
         raise UsersError(
-            f"{whose} would have {len(grants)} grants, and {GRANTS_MAX} are possible; use "
+            f"{owner} would have {len(grants)} grants, and {GRANTS_MAX} are possible; use "
             "patterns, as in orders-*"
         )
     for grant in grants:

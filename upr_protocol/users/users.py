@@ -354,12 +354,12 @@ def _sorted_grants(grants: Iterable[Grant]) -> tuple[Grant, ...]:
 
 
 def _without_grants(
-    whose: str, grants: tuple[Grant, ...], revoked: tuple[Grant, ...]
+    owner: str, grants: tuple[Grant, ...], revoked: tuple[Grant, ...]
 ) -> tuple[Grant, ...]:
     for grant in revoked:
         if grant not in grants:
             raise UsersError(
-                f"{whose} has no grant of {grant}; a grant is taken away with the same pattern and "
+                f"{owner} has no grant of {grant}; a grant is taken away with the same pattern and "
                 "prefix that it was made with"
             )
     return tuple(grant for grant in grants if grant not in revoked)

@@ -220,8 +220,8 @@ class FrameBuffer:
             offset += count
         if self._body is not None:
             self._data, self._offset = data, offset
-            new = memoryview(self._body)[self._body_crc_end : self._body_filled]
-            self._body_crc = crc32c(new, self._body_crc)
+            new_bytes = memoryview(self._body)[self._body_crc_end : self._body_filled]
+            self._body_crc = crc32c(new_bytes, self._body_crc)
             self._body_crc_end = self._body_filled
 
     def received(self) -> tuple[bytes, int]:

@@ -463,7 +463,7 @@ def _wrong_durability() -> bytes:
 
 def _add_requests(topic: Topic) -> None:
     refused = Outcome.REFUSED
-    bad, gone = Status.BAD_ARGUMENT, Status.RANGE_GONE
+    bad, range_gone = Status.BAD_ARGUMENT, Status.RANGE_GONE
     case = topic("`Get`", Progress.OPENED)
     case("no key", Get((), partition=P0, opaque=OPAQUE), refused, bad)
     keys = (KEY,) * (GET_KEYS_MAX + 1)
@@ -520,7 +520,7 @@ def _add_requests(topic: Topic) -> None:
     long_name = lease(acquire, (0, 0, 0), owner="x" * (LEASE_OWNER_BYTES_MAX + 1))
     case(f"an owner's name of {LEASE_OWNER_BYTES_MAX + 1} bytes", long_name, refused, bad)
     case("a range that is not on disk", lease(acquire, (0, 0, 1 << 40)), refused, bad)
-    case("`RENEW` of a lease that there is not", lease(LeaseAction.RENEW), refused, gone)
+    case("`RENEW` of a lease that there is not", lease(LeaseAction.RENEW), refused, range_gone)
     case("`RELEASE` of a lease that there is not", lease(LeaseAction.RELEASE), refused, bad)
 
     case = topic("buckets and maps", Progress.GREETED)

@@ -530,34 +530,38 @@ class _Trees:
         changed = 0
         for back_key in back_keys:
             change, old_packed = changes[back_key], old_entries.get(back_key, b"")
-            new: Sequence[bytes] = ()
+            new_entries: Sequence[bytes] = ()
             payload = b""
             if change.value is not None:
-                new, payload = self._source.entries(change)
-            new_packed = _packed(new)
+                new_entries, payload = self._source.entries(change)
+            new_packed = _packed(new_entries)
             if not old_packed:
                 # Most documents are new; the comparisons below would cost each of them 0.3 µs.
-                if new:
+                if new_entries:
                     moved.append((back_key, new_packed))
-                    added += [(entry, payload) for entry in new]
+                    added += [(entry, payload) for entry in new_entries]
                     changed += 1
                 continue
             if new_packed != old_packed:
-                if new:
+                if new_entries:
                     moved.append((back_key, new_packed))
                 else:
                     self._transaction.delete(back_key, db=self._back)
-                old = _unpacked(old_packed)
-                removed += set(old).difference(new)
+                previous_entries = _unpacked(old_packed)
+                removed += set(previous_entries).difference(new_entries)
             elif not self._source.has_payloads:
                 continue
             else:
-                old = new
+                previous_entries = new_entries
             # All entries of a document have the same payload.
-            if self._source.has_payloads and old and self._payload(old[0]) != payload:
-                old = ()
-            same = set(old)
-            differing = [(entry, payload) for entry in new if entry not in same]
+            if (
+                self._source.has_payloads
+                and previous_entries
+                and self._payload(previous_entries[0]) != payload
+            ):
+                previous_entries = ()
+            same = set(previous_entries)
+            differing = [(entry, payload) for entry in new_entries if entry not in same]
             added += differing
             changed += 1 if differing or new_packed != old_packed else 0
         for entry in sorted(removed):

@@ -251,7 +251,9 @@ class Access:
     ) -> ServerError:
         self._note(message, bucket, allowed=False)
         names = " or ".join(right.value for right in Right if right in needed)
-        who = "somebody who did not log in" if self.user_name is None else f"user {self.user_name}"
+        requester = (
+            "somebody who did not log in" if self.user_name is None else f"user {self.user_name}"
+        )
         where = f"bucket {bucket}" if bucket else "the server itself (*)"
         if bucket == ANY_BUCKET:
             where = "any bucket"
@@ -261,7 +263,8 @@ class Access:
             where = f"the whole {where}"
         return ServerError(
             Status.NOT_ALLOWED,
-            f"{who} may not do this: {type(message).__name__} needs the right {names} on {where}",
+            f"{requester} may not do this: {type(message).__name__} needs the right {names} on "
+            f"{where}",
         )
 
 

@@ -142,12 +142,12 @@ class UserUsage:
         return self._written.pause_s(nbytes, self.limits.bytes_out, now)
 
     def _check(
-        self, what: str, count: int, limit: int, status: Status = Status.LIMIT_REACHED
+        self, resource: str, count: int, limit: int, status: Status = Status.LIMIT_REACHED
     ) -> None:
         if limit and count >= limit:
             raise ServerError(
                 status,
-                f"user {self._name} has {count} {what} at this node, and may have {limit}",
+                f"user {self._name} has {count} {resource} at this node, and may have {limit}",
             )
 
 

@@ -93,8 +93,8 @@ class ClusteredBucket:
         if nursery is not None:
             self.replicators.start_missing(self._sources(self.map), nursery)
 
-    async def apply(self, new: PartitionMap) -> None:
-        """Makes this node what `new` says. Call it with `lock` held, and shielded.
+    async def apply(self, new_map: PartitionMap) -> None:
+        """Makes this node what `new_map` says. Call it with `lock` held, and shielded.
 
         Raises:
             ServerError: `WRONG_STATE` when a partition is to continue a history of which this node
@@ -104,11 +104,11 @@ class ClusteredBucket:
         partitions = self.disk.bucket.partitions
         states = {
             partition: roles.state_in(
-                new.partitions[partition.id], self._node, self.suspects.get(partition.id)
+                new_map.partitions[partition.id], self._node, self.suspects.get(partition.id)
             )
             for partition in partitions
         }
-        self._warn_of_suspects(new, states)
+        self._warn_of_suspects(new_map, states)
         # A deposed active is fenced here: it takes no writes from here on, as its last number must
         # not move while the disk catches up with it. PENDING, because replicas still read its end.
         demoted: dict[Partition, FailoverLog] = {
@@ -119,50 +119,52 @@ class ClusteredBucket:
         for partition, failover_log in demoted.items():
             partition.become(PartitionState.PENDING, failover_log)
         try:
-            changes = await self._prepare(new, states, demoted)
+            changes = await self._prepare(new_map, states, demoted)
         except UprError:
             for partition, failover_log in demoted.items():
                 partition.become(PartitionState.ACTIVE, failover_log)
             self.follow()
             raise
         # The disk has the map: from here on nothing fails.
-        self.map = new
+        self.map = new_map
         self.is_confirmed = True
         self.suspects = {
             partition: since
             for partition, since in self.suspects.items()
-            if roles.is_still_suspect(new.partitions[partition], self._node, since)
+            if roles.is_still_suspect(new_map.partitions[partition], self._node, since)
         }
         await self._change(changes)
         await trio.lowlevel.checkpoint()
-        if self._server.disk_of(new.bucket) is self.disk:
+        if self._server.disk_of(new_map.bucket) is self.disk:
             # It was not deleted meanwhile.
             self.follow()
         counts = {state.name.lower(): 0 for state in PartitionState}
         for state in states.values():
             counts[state.name.lower()] += 1
-        log.info("partition map applied", bucket=new.bucket, revision=new.revision, **counts)
+        log.info(
+            "partition map applied", bucket=new_map.bucket, revision=new_map.revision, **counts
+        )
 
     async def _prepare(
         self,
-        new: PartitionMap,
+        new_map: PartitionMap,
         states: dict[Partition, PartitionState],
         demoted: dict[Partition, FailoverLog],
     ) -> list[RoleChange]:
-        """Brings to disk what `new` relies on, and then `new` with the changes that it means."""
+        """Writes to disk what `new_map` relies on, then `new_map` and its changes of roles."""
         # A replicator moves numbers and failover logs: those that end are to be settled before the
         # new logs are made of them.
-        await self.replicators.stop_all_but(self._sources(new))
+        await self.replicators.stop_all_but(self._sources(new_map))
         # The next active is told that everything up to the last number is here: a crash after this
         # must not take it back.
         await self._persist(list(demoted))
-        is_confirming = not self.is_confirmed and new.revision == self.map.revision
+        is_confirming = not self.is_confirmed and new_map.revision == self.map.revision
         changes: list[RoleChange] = []
         for count, (partition, state) in enumerate(states.items(), 1):
             failover_log = roles.failover_log_in(
                 partition,
                 state,
-                new.partitions[partition.id],
+                new_map.partitions[partition.id],
                 is_confirming=is_confirming,
                 is_clean=self.is_clean,
                 new_history_id=self._system.new_id,
@@ -181,8 +183,8 @@ class ClusteredBucket:
             records.append((change.partition.id, _record_of(change)))
             if len(records) % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
-        document = await result_of(new.encode_in_steps())
-        await self.disk.store.ask(PutPartitionMap(new.bucket, document, records))
+        document = await result_of(new_map.encode_in_steps())
+        await self.disk.store.ask(PutPartitionMap(new_map.bucket, document, records))
         return changes
 
     async def _persist(self, partitions: list[Partition]) -> None:
@@ -234,17 +236,19 @@ class ClusteredBucket:
         partitions = (partition.id for partition in self.disk.bucket.partitions)
         return roles.sources_in(partition_map, self._node, partitions)
 
-    def _warn_of_suspects(self, new: PartitionMap, states: dict[Partition, PartitionState]) -> None:
+    def _warn_of_suspects(
+        self, new_map: PartitionMap, states: dict[Partition, PartitionState]
+    ) -> None:
         waiting = sum(
             state is PartitionState.PENDING
-            and new.partitions[partition.id].state_of(self._node) is PartitionState.ACTIVE
+            and new_map.partitions[partition.id].state_of(self._node) is PartitionState.ACTIVE
             for partition, state in states.items()
         )
         if waiting:
             log.warning(
                 "this node was killed while it was active, or has lost its disk; its replicas may "
                 "have more: name the actives with `upr failover`",
-                bucket=new.bucket,
+                bucket=new_map.bucket,
                 partitions=waiting,
             )
 

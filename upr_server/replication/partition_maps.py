@@ -207,22 +207,22 @@ class PartitionMaps:
                 of which this node does not have everything.
         """
         try:
-            new = await result_of(PartitionMap.decode_in_steps(document))
+            new_map = await result_of(PartitionMap.decode_in_steps(document))
         except PartitionMapError as error:
             raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
         with trio.CancelScope(shield=True):
             async with self._lock:
-                if self.map_of(new.bucket) == new:
-                    return new
-                revision = self.revision(new.bucket)
+                if self.map_of(new_map.bucket) == new_map:
+                    return new_map
+                revision = self.revision(new_map.bucket)
                 if revision != expected_revision:
                     raise ServerError(
                         Status.REVISION_CONFLICT,
-                        f"the map of {new.bucket!r} has revision {revision} here, "
+                        f"the map of {new_map.bucket!r} has revision {revision} here, "
                         f"not {expected_revision}: another command has changed it; repeat yours",
                     )
-                await self._apply(new)
-        return new
+                await self._apply(new_map)
+        return new_map
 
     async def join(self, bucket: str, address: str) -> PartitionMap:
         """Asks another node for a bucket's map, and applies it.
@@ -280,57 +280,59 @@ class PartitionMaps:
                     async with clustered.lock:
                         await clustered.apply(clustered.map)
 
-    async def _apply(self, new: PartitionMap, *, is_from_operator: bool = True) -> None:
-        if new.revision <= self.revision(new.bucket):
+    async def _apply(self, new_map: PartitionMap, *, is_from_operator: bool = True) -> None:
+        if new_map.revision <= self.revision(new_map.bucket):
             raise ServerError(
                 Status.REVISION_CONFLICT,
-                f"the map of {new.bucket!r} has revision {self.revision(new.bucket)} here, and "
-                f"{new.revision} is not higher; repeat the command",
+                f"the map of {new_map.bucket!r} has revision {self.revision(new_map.bucket)} here, "
+                f"and {new_map.revision} is not higher; repeat the command",
             )
-        clustered = self._buckets.get(new.bucket)
+        clustered = self._buckets.get(new_map.bucket)
         if clustered is None:
-            clustered = await self._without_map(new, is_from_operator=is_from_operator)
+            clustered = await self._without_map(new_map, is_from_operator=is_from_operator)
         partition_count = len(clustered.disk.bucket.partitions)
-        if len(new.partitions) != partition_count:
+        if len(new_map.partitions) != partition_count:
             raise ServerError(
                 Status.BAD_ARGUMENT,
-                f"the bucket has {partition_count} partitions here, not {len(new.partitions)}",
+                f"the bucket has {partition_count} partitions here, not {len(new_map.partitions)}",
             )
         if is_from_operator:
             # A map that another node tells was applied elsewhere: to refuse it would not undo it.
-            roles.check_hand_over(clustered.map, new, self.node, clustered.suspects)
+            roles.check_hand_over(clustered.map, new_map, self.node, clustered.suspects)
         async with clustered.lock:
-            await clustered.apply(new)
-        if self._server.disk_of(new.bucket) is clustered.disk:
+            await clustered.apply(new_map)
+        if self._server.disk_of(new_map.bucket) is clustered.disk:
             # It was not deleted meanwhile.
-            self._buckets[new.bucket] = clustered
+            self._buckets[new_map.bucket] = clustered
 
-    async def _without_map(self, new: PartitionMap, *, is_from_operator: bool) -> ClusteredBucket:
+    async def _without_map(
+        self, new_map: PartitionMap, *, is_from_operator: bool
+    ) -> ClusteredBucket:
         """A bucket that had no map yet, as if under one of revision 0: this node held it alone, or
         not at all."""
-        if self.node not in new.nodes:
+        if self.node not in new_map.nodes:
             raise ServerError(
                 Status.BAD_ARGUMENT,
                 f"this node is called {self.node!r}, and the map does not name it; it names "
-                f"{', '.join(sorted(new.nodes))}",
+                f"{', '.join(sorted(new_map.nodes))}",
             )
-        disk = self._server.disk_of(new.bucket)
+        disk = self._server.disk_of(new_map.bucket)
         assignment = Assignment(active=self.node)
         # Another node knows this one as a holder, and it has no map: it was one once, and what it
         # has of the bucket was begun anew.
         has_lost_its_disk = not is_from_operator
         if disk is None:
-            disk = await self._server.create_held(new.bucket, len(new.partitions))
+            disk = await self._server.create_held(new_map.bucket, len(new_map.partitions))
             assignment = Assignment()
             # Unless the bucket begins with this map, the node lacks what the map has it hold.
-            has_lost_its_disk = new.revision > 1
+            has_lost_its_disk = new_map.revision > 1
         before = PartitionMap(
-            bucket=new.bucket,
+            bucket=new_map.bucket,
             revision=0,
-            nodes=new.nodes,
+            nodes=new_map.nodes,
             partitions=(assignment,) * len(disk.bucket.partitions),
         )
-        suspects = roles.suspects_in(new, self.node) if has_lost_its_disk else {}
+        suspects = roles.suspects_in(new_map, self.node) if has_lost_its_disk else {}
         return self._mapped(disk, before, is_confirmed=True, is_clean=True, suspects=suspects)
 
     def _mapped(

@@ -90,11 +90,11 @@ def took_writes(assignment: Assignment, node: str) -> bool:
     )
 
 
-def suspects_in(new: PartitionMap, node: str) -> dict[PartitionId, int]:
-    """The partitions that are suspect when `node` gets `new` and has lost what it had."""
+def suspects_in(new_map: PartitionMap, node: str) -> dict[PartitionId, int]:
+    """The partitions that are suspect when `node` gets `new_map` and has lost what it had."""
     return {
-        PartitionId(partition): new.revision
-        for partition, assignment in enumerate(new.partitions)
+        PartitionId(partition): new_map.revision
+        for partition, assignment in enumerate(new_map.partitions)
         if took_writes(assignment, node)
     }
 

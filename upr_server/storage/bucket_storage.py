@@ -317,7 +317,7 @@ class BucketStorage:
         """Indexes the next part of a partition's log. Returns what is damaged there."""
         usage = self._partitions[partition]
         # What stays unindexed is shared out among the partitions in proportion to their lags.
-        lag_sum = sum(other.lag for other in self._partitions)
+        lag_sum = sum(partition_usage.lag for partition_usage in self._partitions)
         through = SeqNo(usage.high - keep_unindexed * usage.lag // lag_sum)
         try:
             usage.watermark = self.index.follow(partition, INDEX_MUTATIONS, through=through)

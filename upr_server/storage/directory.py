@@ -272,31 +272,31 @@ class DataDirectory:
                 f"the disk of {self._path} has {free_bytes} bytes left; a new bucket needs "
                 f"{COMMIT_RESERVE_BYTES}"
             )
-        new = self._path / f".new-{name}"
-        if new.exists():
+        new_path = self._path / f".new-{name}"
+        if new_path.exists():
             # A crash left it.
-            shutil.rmtree(new)
+            shutil.rmtree(new_path)
         try:
-            self._make(new, fill)
-            new.rename(self._path / name)
+            self._make(new_path, fill)
+            new_path.rename(self._path / name)
         except Exception as error:
-            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(new_path, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in FULL:
                 raise DiskFullError(f"the disk is full: {error}") from error
             raise
         sync_path(self._path)
 
-    def _make(self, new: Path, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
-        parts = [new / part for part in ("log", "index")]
+    def _make(self, new_path: Path, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
+        parts = [new_path / part for part in ("log", "index")]
         for part in parts:
             part.mkdir(parents=True)
-        log, index = self._open(new)
+        log, index = self._open(new_path)
         try:
             fill(log, index)
         finally:
             log.close()
             index.close()
-        for folder in (*parts, new):
+        for folder in (*parts, new_path):
             sync_path(folder)
 
     def delete(self, name: str) -> None:

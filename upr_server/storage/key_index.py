@@ -123,10 +123,10 @@ class KeyIndex:
             known_keys = 0
             for key, old_value in transaction.get_all(keys):
                 known_keys += 1
-                old = KeyIndexEntry.parse(key, old_value)
-                items -= not old.is_tombstone
-                if old.expiry:
-                    transaction.delete(expiry_key(old.expiry, partition, old.seq))
+                old_entry = KeyIndexEntry.parse(key, old_value)
+                items -= not old_entry.is_tombstone
+                if old_entry.expiry:
+                    transaction.delete(expiry_key(old_entry.expiry, partition, old_entry.seq))
             items += sum(signed_seq > 0 for signed_seq, _ in entries)
             transaction.put_all(pack_entries(keys, entries))
             transaction.put_all(_expiring(partition, keys, entries))

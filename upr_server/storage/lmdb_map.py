@@ -383,9 +383,9 @@ class _WriteTransaction(_ReadTransaction):
     def _replaces(self, key: bytes, value: Buffer | None) -> None:
         self.is_changed = True
         if self._is_summed and key != COMMIT:
-            old = self.transaction.get(key)
-            if old is not None:
-                self.sum_change -= _mark(key, old)
+            old_value = self.transaction.get(key)
+            if old_value is not None:
+                self.sum_change -= _mark(key, old_value)
             if value is not None:
                 self.sum_change += _mark(key, value)
 

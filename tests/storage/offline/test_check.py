@@ -93,7 +93,7 @@ def problems_in(data: Path) -> list[tuple[int, str]]:
     log, index = open_bucket(data / "buckets" / BUCKET)
     try:
         return [
-            (finding.partition, finding.what)
+            (finding.partition, finding.description)
             for finding in Check(BUCKET, log, index).run()
             if isinstance(finding, Problem)
         ]

@@ -74,8 +74,8 @@ class RefusedKeysError(ServerError):
 
     def __init__(self, refused: Mapping[bytes, Status], items: Sequence[Item | None]) -> None:
         key, status = next(iter(refused.items()))
-        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        super().__init__(status, f"the server cannot read the key {quoted_key(key)}{others}")
+        more_keys = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        super().__init__(status, f"the server cannot read the key {quoted_key(key)}{more_keys}")
         self.refused = refused
         self.items = items
 

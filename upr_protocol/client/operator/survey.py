@@ -230,11 +230,11 @@ class Operator:
             return without_bucket[0]
         raise BrokenError("; ".join(failures))
 
-    async def survey(self, others: Mapping[str, str] | None = None) -> Survey:
+    async def survey(self, more_addresses: Mapping[str, str] | None = None) -> Survey:
         """Asks a node at `address`, and every node that any map names.
 
         Args:
-            others: More nodes to ask, `HOST:PORT` by name.
+            more_addresses: More nodes to ask, `HOST:PORT` by name.
 
         Raises:
             BrokenError: No node at `address` answers.
@@ -242,7 +242,7 @@ class Operator:
         """
         entry = await self.entry_report()
         reports = {entry.name: entry}
-        addresses = {name: self.address_at(where) for name, where in (others or {}).items()}
+        addresses = {name: self.address_at(where) for name, where in (more_addresses or {}).items()}
         while True:
             newest_map = newest(report.map for report in reports.values() if report.map is not None)
             if newest_map is not None:

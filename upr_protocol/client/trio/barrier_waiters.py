@@ -18,12 +18,12 @@ from upr_protocol.limits import OPEN_BARRIERS_MAX
 class _Waiter:
     """A task that waits for one barrier."""
 
-    done: trio.Event = attrs.field(factory=trio.Event)
+    event: trio.Event = attrs.field(factory=trio.Event)
     result: BarrierReached | UprError | None = None
 
     def finish(self, result: BarrierReached | UprError) -> None:
         self.result = result
-        self.done.set()
+        self.event.set()
 
 
 class BarrierWaiters:
@@ -65,7 +65,7 @@ class BarrierWaiters:
         self._streams.send_barrier(cookie)
         waiter = self._waiters[cookie] = _Waiter()
         try:
-            await waiter.done.wait()
+            await waiter.event.wait()
         finally:
             if cookie in self._waiters:
                 self._waiters[cookie] = None

@@ -88,8 +88,8 @@ def bulk_load(
         writer = writer.option("onError", "deadLetter").option("deadLetterPath", str(folder))
     with plain_errors():
         writer.save()
-    new = [] if folder is None else [path for path in _letters(folder) if path not in before]
-    failed = sum(parquet.read_metadata(path).num_rows for path in new)
+    new_files = [] if folder is None else [path for path in _letters(folder) if path not in before]
+    failed = sum(parquet.read_metadata(path).num_rows for path in new_files)
     loaded = LoadResult(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
     tell(str(loaded))
     return loaded

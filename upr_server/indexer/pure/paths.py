@@ -30,11 +30,15 @@ def plain_lookup(tree: Mapping[str, Any]) -> Lookup | None:
     if path is not None:
         return partial(_look_up, path)
     if tree["type"] == "comparator" and tree["value"] in ("eq", "ne"):
-        for side, other in (tree["children"], tree["children"][::-1]):
+        for side, opposite in (tree["children"], tree["children"][::-1]):
             path = _path(side)
             # Numbers and booleans have special cases: JMESPath's 1 is not `true`, Python's is.
-            if path is not None and other["type"] == "literal" and isinstance(other["value"], str):
-                return partial(_compare, path, other["value"], tree["value"] == "eq")
+            if (
+                path is not None
+                and opposite["type"] == "literal"
+                and isinstance(opposite["value"], str)
+            ):
+                return partial(_compare, path, opposite["value"], tree["value"] == "eq")
     return None
 
 

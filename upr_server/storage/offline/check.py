@@ -86,7 +86,7 @@ class Check:
 
     def _problem(self, damage: Damage) -> Problem:
         advice = INDEX_ADVICE if damage.in_index else LOG_ADVICE
-        return Problem(self._name, damage.partition, damage.what, advice)
+        return Problem(self._name, damage.partition, damage.description, advice)
 
     def _check_partition(self, partition: int) -> Iterator[Report]:
         log = PartitionLogCheck(self._log, partition)

@@ -22,20 +22,20 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         bucket: The bucket.
         partition: The partition; -1 for the bucket as a whole.
-        what: What is wrong.
+        description: What is wrong.
         advice: What to do.
     """
 
     bucket: str
     partition: int
-    what: str
+    description: str
     advice: str
 
     def __str__(self) -> str:
         where = f"bucket {self.bucket}"
         if self.partition >= 0:
             where += f", partition {self.partition}"
-        return f"{where}: {self.what}; {self.advice}"
+        return f"{where}: {self.description}; {self.advice}"
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -75,12 +75,12 @@ class Damage(msgspec.Struct, frozen=True):
     """A problem as a stage reports it.
 
     Attributes:
-        what: What is wrong.
+        description: What is wrong.
         partition: The partition; -1 for the bucket as a whole.
         in_index: Whether only the index is damaged, which can be rebuilt.
     """
 
-    what: str
+    description: str
     partition: int = -1
     in_index: bool = False
 
