@@ -20,6 +20,8 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
 from tests.spark.conftest import SPARK_OPTIONS
@@ -27,6 +29,8 @@ from upr_protocol.spark import UprDataSource
 from upr_protocol.spark.batch_reader import BatchReader
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.recipes import LatestState
+from upr_protocol.spark.slices import ReadTask
 
 COLUMNS = ("partition", "history_id", "seq", "key", "value", "deleted")
 
@@ -36,15 +40,18 @@ class Job(msgspec.Struct):
 
     Attributes:
         work: `stream`: from `url` into files under `folder`. `copy`: from `url` to `target`.
-            `chain`: a stream from `url` to `target`, with a counter of the rows beside them.
+            `chain`: a stream from `url` to `target`, with a counter of the rows beside them; and
+            the latest state of `of_table` in a Delta table under `folder`.
         url: The bucket to read.
         folder: Where its checkpoint, its results and its signs of life are.
         target: The bucket to write.
+        of_table: The bucket whose latest state the table holds.
         master: Spark's master.
         options: Options of the read.
         once: Whether the query ends with what there is when it begins.
         dies: `planned`: when it has planned a batch, before it is read. `written`: when the sink
             has written a batch, before Spark knows. Empty for never.
+            `reading`: nobody but some of the workers of a stream, each when it has read something.
         in_batch: In which batch that is.
         raises: Whether only the query ends then, with an error of the sink.
     """
@@ -53,6 +60,7 @@ class Job(msgspec.Struct):
     url: str
     folder: str
     target: str = ""
+    of_table: str = ""
     master: str = "local[2]"
     options: dict[str, str] = {}
     once: bool = True
@@ -99,6 +107,23 @@ class DyingStreamReader(MicroBatchReader):
         ):
             die()
         return tasks
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        batches = super().read(partition)
+        if job().dies == "reading" and is_to_die(partition):
+            yield next(batches)
+            Path(job().folder, "a worker died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from batches
+
+
+def is_to_die(partition: InputPartition) -> bool:
+    """Whether the worker of a task dies: at the beginning of a bucket and sometimes later, and not
+    when the task runs again."""
+    assert isinstance(partition, ReadTask)
+    context = TaskContext.get()
+    assert context is not None
+    return not context.attemptNumber() and sum(part.start for part in partition.slices) % 3 == 0
 
 
 class DyingBatchReader(BatchReader):
@@ -159,11 +184,7 @@ def some_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def stream(spark: SparkSession) -> None:
     """Streams a bucket into files."""
     reader = spark.readStream.format("upr").option("url", job().url).options(**job().options)
-    writer = reader.load().writeStream.foreachBatch(sink)
-    writer = writer.option("checkpointLocation", str(Path(job().folder, "checkpoint")))
-    if job().once:
-        writer = writer.trigger(availableNow=True)
-    writer.start().awaitTermination()
+    start(reader.load().writeStream.foreachBatch(sink), "checkpoint").awaitTermination()
 
 
 def copy(spark: SparkSession) -> None:
@@ -177,6 +198,21 @@ def copy(spark: SparkSession) -> None:
 
 
 def chain(spark: SparkSession) -> None:
+    """Runs both streams of a chain."""
+    queries = [start_counting(spark), start_table(spark)]
+    if not job().once:
+        spark.streams.awaitAnyTermination()
+    for query in queries:
+        query.awaitTermination()
+
+
+def start(writer: DataStreamWriter, checkpoint: str) -> StreamingQuery:
+    """Starts a query; the job says when it ends."""
+    writer = writer.option("checkpointLocation", str(Path(job().folder, checkpoint)))
+    return (writer.trigger(availableNow=True) if job().once else writer).start()
+
+
+def start_counting(spark: SparkSession) -> StreamingQuery:
     """Streams a bucket to another, each row once: set as it is, and counted in its counter."""
     reader = spark.readStream.format("upr").option("url", job().url).options(**job().options)
     rows = reader.schema("key STRING, value STRING").load()
@@ -186,11 +222,15 @@ def chain(spark: SparkSession) -> None:
         "named_struct('op', 'increment', 'key', concat('rows-', value), 'value', '1')))"
     )
     writer = mutations.writeStream.format("upr").option("url", job().target)
-    writer = writer.option("operation", "apply")
-    writer = writer.option("checkpointLocation", str(Path(job().folder, "checkpoint")))
-    if job().once:
-        writer = writer.trigger(availableNow=True)
-    writer.start().awaitTermination()
+    return start(writer.option("operation", "apply"), "checkpoint")
+
+
+def start_table(spark: SparkSession) -> StreamingQuery:
+    """Keeps the latest state of a bucket in a table, as the recipe does."""
+    reader = spark.readStream.format("upr").option("url", job().of_table).options(**job().options)
+    sink = LatestState(str(Path(job().folder, "table")))
+    changes = reader.option("onRollback", "rewind").load()
+    return start(changes.writeStream.foreachBatch(sink), "table-checkpoint")
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""From a bucket through Spark into another: exactly once, whatever is killed at whatever time."""
+"""From a bucket through Spark into another, and into a Delta table: exactly once, whatever is
+killed at whatever time."""
 
 from __future__ import annotations
 
@@ -8,15 +9,18 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
+from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from tests.kit.differences import differences
 from tests.kit.effort import effort
+from tests.spark.bucket import contents, contents_of_rows
 from tests.spark.driver import JOB, Job, chain
 from tests.spark.server import blocking_server
 from tests.spark.test_kill import DRIVER_S, driver
@@ -28,28 +32,47 @@ from upr_protocol.ids import Operation
 ROUNDS = effort(1, 100)
 ROWS_A_ROUND = 400
 COUNTERS = 10
+KEYS_OF_TABLE = 300
 
 
-def planned_batches(folder: Path) -> int:
-    """How many batches have been planned; Spark removes the files of old ones."""
-    files = (folder / "checkpoint" / "offsets").glob("[0-9]*")
-    return max((int(file.name) + 1 for file in files), default=0)
+def planned_batches(folder: Path) -> tuple[int, int]:
+    """How many batches each query has planned; Spark removes the files of old ones."""
+
+    def planned(checkpoint: str) -> int:
+        files = (folder / checkpoint / "offsets").glob("[0-9]*")
+        return max((int(file.name) + 1 for file in files), default=0)
+
+    return planned("checkpoint"), planned("table-checkpoint")
 
 
-def has_new_batch(folder: Path, before: int, process: subprocess.Popen[bytes]) -> bool:
-    """Whether the driver has planned a batch; or has ended, which is an error."""
-    return planned_batches(folder) > before or process.poll() is not None
+def have_new_batches(
+    folder: Path, before: tuple[int, int], process: subprocess.Popen[bytes]
+) -> bool:
+    """Whether the driver has planned a batch of each query; or has ended, which is an error."""
+    planned = planned_batches(folder)
+    return all(map(int.__gt__, planned, before)) or process.poll() is not None
+
+
+def changes_of(draw: random.Random) -> list[Mutation]:
+    """Changes of the bucket that the table follows: most overwrite keys, some delete them."""
+    keys = [b"key %d" % key for key in draw.sample(range(KEYS_OF_TABLE), 200)]
+    return [
+        *(Mutation(Operation.SET, key, b"%d" % draw.randrange(1000)) for key in keys[:150]),
+        *(Mutation(Operation.DELETE, key) for key in keys[150:]),
+    ]
 
 
 @pytest.mark.timeout(240 + 60 * ROUNDS)
-def test_each_row_counts_once_though_driver_and_server_are_killed(
+def test_each_row_counts_once_though_driver_workers_and_server_are_killed(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(7)
     values: dict[bytes, bytes] = {}
-    job = Job("chain", "", str(tmp_path), once=False, options={"maxOffsetsPerTrigger": "60"})
+    job = Job("chain", "", str(tmp_path), master="local[2,4]", once=False, dies="reading")
+    job.options = {"maxOffsetsPerTrigger": "60"}
     with blocking_server() as server:
         job.url, job.target = server.create_bucket("b", 4), server.create_bucket("c", 4)
+        job.of_table = server.create_bucket("d", 4)
         for index in range(ROUNDS):
             rows = {
                 b"key %d" % (index * ROWS_A_ROUND + row): b"%d" % draw.randrange(COUNTERS)
@@ -58,19 +81,24 @@ def test_each_row_counts_once_though_driver_and_server_are_killed(
             values.update(rows)
             with durable_client(job.url) as client:
                 client.apply(Mutation(Operation.SET, key, value) for key, value in rows.items())
+            with durable_client(job.of_table) as client:
+                client.apply(changes_of(draw))
             before = planned_batches(tmp_path)
             with driver(job) as process:
-                has_begun = partial(has_new_batch, tmp_path, before, process)
-                until(has_begun, "a new batch is planned", DRIVER_S)
+                have_begun = partial(have_new_batches, tmp_path, before, process)
+                until(have_begun, "new batches are planned", DRIVER_S)
                 threading.Event().wait(draw.random() * 2)
                 if draw.random() < 0.4:
                     server.kill()
                     server.start()
                     threading.Event().wait(draw.random())
-                assert process.poll() is None, "the query ended by itself"
-                os.killpg(process.pid, signal.SIGKILL)  # Python, JVM and all
-                process.wait(DRIVER_S)
-        job.once = True
+                has_ended = process.poll() is not None
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # Python, JVM and all
+                output, _ = process.communicate()
+                assert not has_ended, f"a query ended by itself: {output.decode()[-4000:]}"
+        assert (tmp_path / "a worker died").exists()
+        job.once, job.dies = True, ""
         monkeypatch.setenv(JOB, msgspec.json.encode(job).decode())
         chain(spark)
         with BlockingClient(job.target) as client:
@@ -80,3 +108,5 @@ def test_each_row_counts_once_though_driver_and_server_are_killed(
                 counter = client.get(b"rows-" + value)
                 assert counter is not None
                 assert int(counter.value) == count, f"counter {value!r}"
+        table = DeltaTable(str(tmp_path / "table")).to_pyarrow_table()
+        assert not differences(contents_of_rows(table.to_pylist()), contents(job.of_table))
