@@ -14,7 +14,7 @@ from threading import Thread
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from pyspark.errors import PySparkException
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.mirror import Mirror
@@ -223,12 +223,13 @@ def test_options_are_refused_before_anything_is_written(
 def test_a_bucket_or_a_server_that_is_not_there(
     spark: SparkSession, server: BlockingServer
 ) -> None:
-    with pytest.raises(PySparkException, match=r"UPR_REFUSED.*create the bucket first"):
+    """The driver finds out, before any task begins."""
+    with pytest.raises(AnalysisException, match=r"UPR_NO_BUCKET.*create the bucket first"):
         write(frame(spark, 1), server.url("none"))
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"upr://127.0.0.1:{nobody.getsockname()[1]}/b"
-        with pytest.raises(PySparkException, match=r"UPR_UNREACHABLE.*timeoutSeconds"):
+        with pytest.raises(AnalysisException, match=r"UPR_UNREACHABLE.*waited 1 s.*Start it"):
             write(frame(spark, 1), url, timeoutSeconds=1)
 
 

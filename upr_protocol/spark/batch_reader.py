@@ -12,8 +12,8 @@ from pyspark.sql.types import StructType
 from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
-from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient, explained
-from upr_protocol.spark.errors import OptionError, PipelineError, sentence_first
+from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
+from upr_protocol.spark.errors import OptionError, PipelineError, explained, sentence_first
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema

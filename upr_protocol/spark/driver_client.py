@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from upr_protocol.client import (
-    Address,
     BlockingClient,
     HeldLease,
     Item,
@@ -20,29 +17,18 @@ from upr_protocol.client import (
     PartitionNumbers,
 )
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.retry import RetryState
-from upr_protocol.errors import BrokenError, ServerError, Status, TlsError, UprError
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
-from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.driver_connection import ANSWERS, DriverConnection
+from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.read_options import ReadOptions
 
 T = TypeVar("T")
 
-DRIVER: Final = "spark:driver"
 OWNER: Final = "spark"
 """The owner of its leases."""
-
-_ANSWERS: Final = (Status.RANGE_GONE, Status.ROLLBACK_NEEDED)
-"""Refusals that the caller handles; all others end the query."""
-
-_CODES: Final = {
-    Status.RANGE_GONE: "UPR_RANGE_GONE",
-    Status.ROLLBACK: "UPR_ROLLBACK",
-    Status.NO_BUCKET: "UPR_NO_BUCKET",
-    Status.LIMIT_REACHED: "UPR_LIMIT",
-}
 
 _WAIT_S: Final = 30.0
 """How long the server may take to put on disk what it has, before it is asked again."""
@@ -102,52 +88,23 @@ class BucketDriverClient:
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._client: BlockingClient | None = None
+        self._connection = DriverConnection(options.address, options.timeout_s)
         self._numbers: dict[PartitionId, PartitionNumbers] = {}
         self._count = 0
-
-    def _ask_until_timeout(self, ask: Callable[[BlockingClient], T]) -> T:
-        """Asks, and asks again while that may help."""
-        retries = RetryState(self._options.timeout_s, random.random)
-        while True:
-            is_fresh = self._client is None
-            try:
-                if self._client is None:
-                    self._client = BlockingClient(self._options.address, identity=DRIVER)
-                return ask(self._client)
-            except TimeoutError as error:
-                trouble: UprError = BrokenError(str(error))
-            except UprError as error:
-                trouble = error
-            if isinstance(trouble, ServerError):
-                if trouble.status in _ANSWERS:
-                    raise trouble
-                if trouble.status is Status.TIMED_OUT:
-                    # The disk is slow, or full for a while.
-                    trouble = BrokenError(trouble.sentence)
-                elif trouble.status is Status.NO_BUCKET and not is_fresh:
-                    # It was deleted under this connection, and may have been created again.
-                    trouble = BrokenError(trouble.sentence)
-            self.close()
-            try:
-                wait_s = retries.wait_s(trouble, time.monotonic())
-            except UprError as error:
-                raise explained(error, self._options.address) from error
-            time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
 
     def matching_buckets(self) -> tuple[str, ...]:
         """The buckets whose whole names `bucketPattern` matches."""
         pattern = self._options.bucket_pattern
         assert pattern is not None
-        buckets = self._ask_until_timeout(lambda client: client.list_buckets())
+        buckets = self._connection.ask(lambda client: client.list_buckets())
         return tuple(sorted(info.name for info in buckets if pattern.fullmatch(info.name)))
 
     def items(self, keys: Sequence[str | bytes]) -> list[Item | None]:
         """The items at `keys`, in their order; None for each that is missing."""
-        return self._ask_until_timeout(lambda client: client.get_many(keys))
+        return self._connection.ask(lambda client: client.get_many(keys))
 
     def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
-        rows = self._ask_until_timeout(lambda client: client.seqnos())
+        rows = self._connection.ask(lambda client: client.seqnos())
         self._count = len(rows)
         selected: Sequence[int] = self._options.partitions
         if self._options.key is not None:
@@ -173,43 +130,43 @@ class BucketDriverClient:
             for partition, row in self._numbers.items()
         ):
             # What a connection knows of the logs is from when it was made.
-            self.close()
+            self._connection.close()
             infos = self._fetch_infos()
         return infos
 
     def _fetch_infos(self) -> Mapping[PartitionId, PartitionInfo]:
-        infos = self._ask_until_timeout(lambda client: client.partitions())
+        infos = self._connection.ask(lambda client: client.partitions())
         return {info.partition: info for info in infos if info.partition in self._numbers}
 
     def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
         barrier = self.numbers()
         for row in barrier.values():
             if row.persisted_seq < row.high_seq:
-                self._ask_until_timeout(partial(_await_persisted, row))
+                self._connection.ask(partial(_await_persisted, row))
         return self.numbers()
 
     def numbers_at(self, time: datetime) -> Mapping[int, int]:
         partitions = tuple(self.persist())
-        rows = self._ask_until_timeout(lambda client: client.seqnos_at(time, partitions))
+        rows = self._connection.ask(lambda client: client.seqnos_at(time, partitions))
         return {row.partition: row.seq for row in rows}
 
     def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
-        return self._ask_until_timeout(
+        return self._connection.ask(
             lambda client: client.acquire_lease(
                 ranges, time_to_live_s=self._options.lease_s, owner=OWNER, lease_id=lease_id
             )
         )
 
     def renew(self, lease_id: int) -> HeldLease:
-        return self._ask_until_timeout(
+        return self._connection.ask(
             lambda client: client.renew_lease(lease_id, time_to_live_s=self._options.lease_s)
         )
 
     def release(self, lease_id: int) -> None:
         # It would end by itself: that is not worth waiting for a server that is away.
         with suppress(UprError, TimeoutError):
-            if self._client is not None:
-                self._client.release_lease(lease_id)
+            if self._connection.client is not None:
+                self._connection.client.release_lease(lease_id)
 
     def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
         ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
@@ -229,7 +186,7 @@ class BucketDriverClient:
         cannot list the position."""
         self.release(lease_id)
         try:
-            return self._ask_until_timeout(
+            return self._connection.ask(
                 lambda client: client.acquire_lease(
                     ranges,
                     time_to_live_s=LEASE_TIME_TO_LIVE_S_MAX,
@@ -238,14 +195,12 @@ class BucketDriverClient:
                 )
             )
         except ServerError as error:
-            if error.status not in _ANSWERS:
+            if error.status not in ANSWERS:
                 raise
             return None
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._connection.close()
 
 
 def _await_persisted(row: PartitionNumbers, client: BlockingClient) -> None:
@@ -258,17 +213,3 @@ def _await_persisted(row: PartitionNumbers, client: BlockingClient) -> None:
         # In another history the number is another's: there is nothing to wait for.
         if error.status is not Status.HISTORY_CHANGED:
             raise
-
-
-def explained(error: UprError, address: Address) -> PipelineError:
-    """What a user of Spark is told of an error that trying again does not mend."""
-    if isinstance(error, PipelineError):
-        return error
-    code = "UPR_SERVER"
-    if isinstance(error, ServerError):
-        code = _CODES.get(error.status, code)
-    elif isinstance(error, BrokenError):
-        code = "UPR_UNREACHABLE"
-    elif isinstance(error, TlsError):
-        code = "UPR_TLS"
-    return PipelineError(code, f"{address}: {error}")

@@ -6,8 +6,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
-from upr_protocol.errors import UprError
+from upr_protocol.client import Address
+from upr_protocol.errors import BrokenError, ServerError, Status, TlsError, UprError
+
+_CODES: Final = {
+    Status.RANGE_GONE: "UPR_RANGE_GONE",
+    Status.ROLLBACK: "UPR_ROLLBACK",
+    Status.NO_BUCKET: "UPR_NO_BUCKET",
+    Status.LIMIT_REACHED: "UPR_LIMIT",
+}
 
 
 class PipelineError(UprError):
@@ -34,6 +43,31 @@ class OptionError(PipelineError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self).removeprefix(f"[{self.code}] "),)
+
+
+def explained(error: UprError, address: Address, timeout_s: int | None = None) -> PipelineError:
+    """What a user of Spark is told of an error that trying again does not mend.
+
+    Args:
+        error: The error.
+        address: Who was asked.
+        timeout_s: How long a server that is away was waited for; None if that is not to be told.
+    """
+    if isinstance(error, PipelineError):
+        return error
+    code, advice = "UPR_SERVER", ""
+    if isinstance(error, ServerError):
+        code = _CODES.get(error.status, code)
+    elif isinstance(error, BrokenError):
+        code = "UPR_UNREACHABLE"
+        if timeout_s is not None:
+            advice = (
+                f"; waited {timeout_s} s for the server (timeoutSeconds). Start it, or correct the "
+                "option url, and run this again"
+            )
+    elif isinstance(error, TlsError):
+        code = "UPR_TLS"
+    return PipelineError(code, f"{address}: {error}{advice}")
 
 
 @contextmanager

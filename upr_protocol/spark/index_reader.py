@@ -18,8 +18,8 @@ from pyspark.sql.types import StructType
 from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, TlsError
-from upr_protocol.spark.driver_client import BucketDriverClient, explained
-from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.driver_client import BucketDriverClient
+from upr_protocol.spark.errors import PipelineError, explained, sentence_first
 from upr_protocol.spark.json_values import ValueParser
 from upr_protocol.spark.read_options import IndexQuery, ReadOptions
 from upr_protocol.spark.record_batches import column_as

@@ -25,10 +25,9 @@ from upr_protocol.spark.consumer_position import ConsumerPosition
 from upr_protocol.spark.driver_client import (
     BucketDriverClient,
     DriverClient,
-    explained,
     new_lease_id,
 )
-from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.errors import PipelineError, explained, sentence_first
 from upr_protocol.spark.offset import Offset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task

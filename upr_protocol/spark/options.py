@@ -18,6 +18,11 @@ T = TypeVar("T")
 _SPARK_OWN = frozenset({"path", "paths"})
 """Options that Spark adds by itself."""
 
+TIMEOUT_S_DEFAULT: Final = 600
+"""A server that is not there for so long wants a person."""
+
+TIMEOUT_S_MAX: Final = 7 * 24 * 3600
+
 IDLE_INTERVAL_S_LEAST: Final = 30
 IDLE_INTERVAL_S_MOST: Final = 300
 """Connections for requests say nothing while a worker is busy with Spark: after twice the interval
@@ -84,6 +89,10 @@ class Options:
                 f"the option {name} is {text!r}, and no whole number from {low} to {high}"
             )
         return value
+
+    def timeout_s(self) -> int:
+        """How long to go on without a server, in seconds: the option `timeoutSeconds`."""
+        return self.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1, high=TIMEOUT_S_MAX)
 
     def address(self, *, has_bucket: bool = True) -> Address:
         """The bucket, or only where it is, and how to connect and log in: the options `url`, `ca`,

@@ -19,7 +19,7 @@ from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status, TlsError
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.dead_letter import DeadLetters
-from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.errors import PipelineError, explained
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.rows import RejectedRow
 from upr_protocol.spark.write_options import WriteOptions, operation_word
@@ -114,16 +114,8 @@ class Publication:
         self._client.close()
         if self._letters is not None:
             self._letters.abandon()
-        if isinstance(error, BrokenError):
-            raise PipelineError(
-                "UPR_UNREACHABLE",
-                f"{error}; the write waited {self._options.timeout_s} s for the server "
-                "(timeoutSeconds). Run the write again when the server is there",
-            ) from error
-        if isinstance(error, ServerError):
-            raise PipelineError("UPR_REFUSED", str(error)) from error
-        if isinstance(error, TlsError):
-            raise PipelineError("UPR_TLS", str(error)) from error
+        if isinstance(error, BrokenError | ServerError | TlsError):
+            raise explained(error, self._options.address, self._options.timeout_s) from error
 
     def connect(self) -> int:
         """Connects.

@@ -31,9 +31,6 @@ DELAY_S_DEFAULT: Final = 900.0
 TASK_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 """A task costs Spark some 50 ms, whatever it does: this much takes it longer."""
 
-TIMEOUT_S_DEFAULT: Final = 600
-"""A server that is not there for so long wants a person."""
-
 
 @attrs.frozen
 class IndexQuery:
@@ -158,7 +155,7 @@ class ReadOptions:
         lease_s = options.number(
             "leaseSeconds", LEASE_S_DEFAULT, low=1, high=LEASE_TIME_TO_LIVE_S_MAX
         )
-        timeout_s = options.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1)
+        timeout_s = options.timeout_s()
         end: str | Mapping[int, int] = "latest"
         end_time: datetime | None = None
         bucket_ends: Mapping[str, Mapping[int, int]] = {}

@@ -20,8 +20,7 @@ from upr_protocol.client import (
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId
-from upr_protocol.spark.driver_client import explained
-from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.errors import PipelineError, explained, sentence_first
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import RecordBatchBuilder, SnapshotColumns, sized
@@ -131,7 +130,7 @@ def _batches(
                 elif isinstance(event, RolledBack):
                     raise rolled_back(slices[event.partition], event)
     except UprError as error:
-        raise explained(error, options.address) from error
+        raise explained(error, options.address, options.timeout_s) from error
 
 
 def rolled_back(part: Slice, event: RolledBack) -> PipelineError:

@@ -71,15 +71,21 @@ class UprDataSource(DataSource):
     @sentence_first()
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Writes a DataFrame."""
+        from upr_protocol.spark.driver_connection import check_bucket
         from upr_protocol.spark.write_options import WriteOptions
         from upr_protocol.spark.writer import BatchWriter
 
-        return BatchWriter(WriteOptions.parse(self.options, schema, overwrite=overwrite))
+        options = WriteOptions.parse(self.options, schema, overwrite=overwrite)
+        check_bucket(options.address, options.timeout_s)
+        return BatchWriter(options)
 
     @sentence_first()
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         """Writes the batches of a stream."""
+        from upr_protocol.spark.driver_connection import check_bucket
         from upr_protocol.spark.write_options import WriteOptions
         from upr_protocol.spark.writer import StreamWriter
 
-        return StreamWriter(WriteOptions.parse(self.options, schema, overwrite=overwrite))
+        options = WriteOptions.parse(self.options, schema, overwrite=overwrite)
+        check_bucket(options.address, options.timeout_s)
+        return StreamWriter(options)

@@ -34,8 +34,6 @@ BATCH_BYTES_MIN: Final = 64 * 1024
 BATCH_BYTES_MAX: Final = 16 * 1024 * 1024
 """With half of it a task takes some 64 MiB: the rows, sorted, and twice on their way."""
 
-TIMEOUT_S_DEFAULT: Final = 600
-
 KEY_SEPARATOR_DEFAULT: Final = ":"
 """As `upr load` has it."""
 
@@ -169,7 +167,7 @@ class WriteOptions:
             bag.number(
                 "batchBytes", BATCH_BYTES_DEFAULT, low=BATCH_BYTES_MIN, high=BATCH_BYTES_MAX
             ),
-            bag.number("timeoutSeconds", TIMEOUT_S_DEFAULT, low=1, high=7 * 24 * 3600),
+            bag.timeout_s(),
             _write_id(bag),
         )
         bag.finish()

@@ -14,8 +14,8 @@ from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
-from upr_protocol.spark.driver_client import BucketDriverClient, explained, new_lease_id
-from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.driver_client import BucketDriverClient, new_lease_id
+from upr_protocol.spark.errors import OptionError, PipelineError, explained
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.source import UprDataSource
 

@@ -13,8 +13,7 @@ from pyspark.sql import Observation, SparkSession
 from pyspark.sql import functions as F
 
 from upr_protocol.client import BlockingClient
-from upr_protocol.errors import UprError
-from upr_protocol.spark.driver_client import explained
+from upr_protocol.spark.driver_connection import DriverConnection
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.options import Options
 from upr_protocol.spark.recipes.backup import increment_folder, read_increments
@@ -108,13 +107,13 @@ def restore(
 
 
 def _check_empty(url: str, options: Mapping[str, str]) -> None:
-    address = Options({**options, "url": url}).address()
+    bag = Options({**options, "url": url})
+    connection = DriverConnection(bag.address(), bag.timeout_s())
     try:
-        with BlockingClient(address, identity="spark:restore") as client:
-            has_something = any(row.high_seq for row in client.seqnos())
-    except UprError as error:
-        raise explained(error, address) from error
-    if has_something:
+        numbers = connection.ask(BlockingClient.seqnos)
+    finally:
+        connection.close()
+    if any(row.high_seq for row in numbers):
         raise PipelineError(
             "UPR_NOT_EMPTY",
             f"{url} has had contents: restore into a new bucket, or say that it may have contents "

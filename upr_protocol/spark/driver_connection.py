@@ -1,0 +1,114 @@
+"""How a driver asks a server: again and again while that may help."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from upr_protocol.client import Address, BlockingClient
+from upr_protocol.client.core.retry import RetryState
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.spark.errors import explained
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+DRIVER: Final = "spark:driver"
+
+ANSWERS: Final = (Status.RANGE_GONE, Status.ROLLBACK_NEEDED)
+"""Refusals that the caller handles; all others end the query."""
+
+SILENT_WAIT_S: Final = 0.5
+"""A wait that is as long as this is worth a line in the log. Shorter ones come before it: the first
+line comes after about a second."""
+
+
+class DriverConnection:
+    """Asks a server; connects at the first question, and again after a lost connection.
+
+    Args:
+        address: The server, and perhaps the bucket.
+        timeout_s: How long to go on trying.
+
+    Attributes:
+        client: The client that is connected, or is to be; None for none.
+    """
+
+    def __init__(self, address: Address, timeout_s: int) -> None:
+        self.client: BlockingClient | None = None
+        self._address = address
+        self._timeout_s = timeout_s
+
+    def ask(self, question: Callable[[BlockingClient], T]) -> T:
+        """Asks, and asks again while that may help. The log says once that the server is away.
+
+        Args:
+            question: Asks by means of a client.
+
+        Raises:
+            ServerError: A refusal of `ANSWERS`.
+            PipelineError: Another refusal; or the time is over.
+        """
+        retries = RetryState(self._timeout_s, random.random)
+        is_told = False
+        while True:
+            is_fresh = self.client is None
+            try:
+                if self.client is None:
+                    self.client = BlockingClient(self._address, identity=DRIVER)
+                return question(self.client)
+            except TimeoutError as error:
+                trouble: UprError = BrokenError(str(error))
+            except UprError as error:
+                trouble = error
+            if isinstance(trouble, ServerError):
+                if trouble.status in ANSWERS:
+                    raise trouble
+                trouble = _passing(trouble, is_fresh=is_fresh)
+            self.close()
+            try:
+                wait_s = retries.wait_s(trouble, time.monotonic())
+            except UprError as error:
+                raise explained(error, self._address, self._timeout_s) from error
+            if wait_s >= SILENT_WAIT_S and not is_told:
+                _log.warning("%s; trying again for %d s (timeoutSeconds)", trouble, self._timeout_s)
+                is_told = True
+            time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+
+
+def _passing(error: ServerError, *, is_fresh: bool) -> UprError:
+    """The same error; or one after which trying again may help, where that is so here."""
+    # The disk is slow, or full for a while.
+    is_slow = error.status is Status.TIMED_OUT
+    # It was deleted under this connection, and may have been created again.
+    is_deleted = error.status is Status.NO_BUCKET and not is_fresh
+    return BrokenError(error.sentence) if is_slow or is_deleted else error
+
+
+def check_bucket(address: Address, timeout_s: int) -> None:
+    """Makes sure, before any task begins, that a server is there and has the bucket. Each task
+    would find out, and Spark logs a page for each.
+
+    Args:
+        address: Server and bucket.
+        timeout_s: How long to go on trying.
+
+    Raises:
+        PipelineError: There is no server, or it refuses.
+    """
+    connection = DriverConnection(address, timeout_s)
+    try:
+        # And not `connect`, which tries again for a time of its own.
+        connection.ask(lambda client: client.partition_count)
+    finally:
+        connection.close()
