@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.kit.audit_notes import AuditNotes
 from tests.protocol.test_rights import GRANTS, KEYS, allows_all, allows_key
 from tests.server.test_access import (
+    ADMIN,
     OWN,
     P0,
     USER,
@@ -20,17 +21,18 @@ from tests.server.test_access import (
     revoke,
     sample,
 )
-from tests.server.test_connection import Peer, sets
+from tests.server.test_connection import Peer, connected, make_server, sets
 from upr_protocol.bucket_event import BucketEvent, BucketFate
-from upr_protocol.chunk import Bundle, CounterDelta, plain_chunk
+from upr_protocol.chunk import Bundle, CounterDelta, Run, plain_chunk
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
 from upr_protocol.limits import GET_REPLY_KEYS_MAX
-from upr_protocol.users import EVERYTHING, Grant, Right, UserRole
+from upr_protocol.users import EVERYTHING, Grant, Right, User, UserRole, Users
 from upr_protocol.wire import (
     Get,
     GetReply,
     Go,
+    HelloReply,
     Lease,
     LeaseAction,
     Message,
@@ -46,6 +48,7 @@ from upr_server.net.access import Access
 READ_A: Final = Grant(Right.READ, "b", b"a/")
 WRITE_A: Final = Grant(Right.WRITE, "b", b"a/")
 READ_ALL: Final = Grant(Right.READ, "b")
+WRITER: Final = b"a writer's ID..."
 INSIDE: Final = (b"a/", b"a/1", b"a/\xff")
 OUTSIDE: Final = (b"a", b"a0", b"b/1", b"A/1", b"_design/a/", b"\0", b"\xff")
 BUNDLES: Final = st.lists(KEYS, min_size=1, max_size=6)
@@ -178,6 +181,65 @@ async def test_a_reader_of_some_keys_reads_those_and_nothing_else() -> None:
         for with_answers in (False, True):
             reply = await peer.ask(with_answers=with_answers)
             assert reply.status == Status.NOT_ALLOWED
+
+
+def batch(peer: Peer, counter: int, *keys: bytes, attempt: int = 0, joined: bool = False) -> Mutate:
+    """A batch of one writer: increments, or plain `SET`s that may be joined with others."""
+    value = b"v" if joined else CounterDelta(1, 0, True).encode()
+    operation = Operation.SET if joined else Operation.INCREMENT
+    chunk = plain_chunk(keys, [value] * len(keys), bytes([operation]) * len(keys))
+    bundle = Bundle(chunk, (Run(P0, len(keys), counter, 0),))
+    return Mutate(bundle, WRITER, attempt=attempt, opaque=peer.opaque())
+
+
+async def result_of(peer: Peer, request: Mutate) -> MutateReply:
+    await peer.say(request)
+    return await peer.hear(MutateReply)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+async def test_a_user_does_not_speak_as_the_writer_of_another_user(joined: bool) -> None:
+    """A writer's ID may be known: that of a named write in Spark is a hash of the name. Whoever
+    could use it would hear what was answered to others, and have their batches taken for
+    repeated."""
+    rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
+    server = make_server()
+    async with connected(server) as peer, connected(server) as other:
+        for each in (peer, other):
+            await each.say()
+            each.heard.append(await each.hear(HelloReply))
+        users = (ADMIN, User("bob", None, rights), User("eve", None, (WRITE_A,)))
+        for connection, user in zip(server.connections.connections, users[1:], strict=True):
+            connection.context.access.user_name = user.name
+        server.users.users = Users(1, {user.name: user for user in users})
+        await peer.open()
+        await other.open()
+        first = await result_of(peer, batch(peer, 1, b"k1", b"k2", joined=joined))
+        assert (first.runs[0].first_seq, first.runs[0].last_seq) == (1, 2)
+        # Neither what was answered to bob, nor a place in his order.
+        for counter, expected in ((1, 3), (2, 4), (3, 5)):
+            answer = await result_of(other, batch(other, counter, b"a/1", attempt=7))
+            assert answer.runs[0].status == Status.OK
+            assert answer.runs[0].first_seq == expected
+            assert answer.counters == ((0, counter - 1),)
+        # Bob's batches are his own, repeated or not.
+        again = await result_of(peer, batch(peer, 1, b"k1", b"k2", joined=joined))
+        assert (again.runs, again.counters) == (first.runs, first.counters)
+        second = await result_of(peer, batch(peer, 2, b"k1", joined=joined))
+        assert second.runs[0].first_seq == 6
+
+
+async def test_single_sets_and_bundles_are_of_one_writer() -> None:
+    rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
+    async with logged_in(*rights) as (server, peer):
+        await peer.open()
+        await peer.say(*(batch(peer, counter, b"k", joined=True) for counter in (1, 2, 3)))
+        answers = [await peer.hear(MutateReply) for _ in range(3)]
+        # The same batches, one of them in a frame that is not joined with others.
+        for counter, answer in ((3, answers[2]), (3, answers[2])):
+            again = await result_of(peer, batch(peer, counter, b"k", b"k", joined=True))
+            assert again.runs == answer.runs
+        assert high_seq(server) == 3
 
 
 async def test_a_right_on_some_keys_that_is_taken_away() -> None:

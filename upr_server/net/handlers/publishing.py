@@ -90,7 +90,8 @@ def durability_target(
 def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
     """Applies a bundle: a slice of it now, and the rest as the returned iterator goes on."""
     context.credit.spend()
-    writer = None if request.writer == _NO_WRITER else request.writer
+    is_named = request.writer != _NO_WRITER
+    writer = context.access.own_writer(request.writer) if is_named else None
     try:
         batches = batches_of(request.bundle, writer, request.attempt)
     except ChunkError as error:

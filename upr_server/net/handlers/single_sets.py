@@ -34,7 +34,7 @@ def apply_sets(context: RequestContext, sets: SetFrames) -> int:
                 break
             token = None
             if frame.writer != _NO_WRITER:
-                token = WriterToken(frame.writer, frame.counter)
+                token = WriterToken(context.access.own_writer(frame.writer), frame.counter)
             result = partition.set_new(MutationBatch(columns, row, row + 1, token), now)
             if result is None:
                 break
