@@ -95,8 +95,9 @@ def test_each_row_counts_once_though_driver_workers_and_server_are_killed(
                 has_ended = process.poll() is not None
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # Python, JVM and all
-                output, _ = process.communicate()
-                assert not has_ended, f"a query ended by itself: {output.decode()[-4000:]}"
+                assert process.stdout is not None
+                output = process.stdout.read().decode()
+                assert not has_ended, f"a query ended by itself: {output[-4000:]}"
         assert (tmp_path / "a worker died").exists()
         job.once, job.dies = True, ""
         monkeypatch.setenv(JOB, msgspec.json.encode(job).decode())
