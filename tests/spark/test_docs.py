@@ -13,7 +13,7 @@ from tests.kit.process import ROOT
 from upr_protocol.spark import read_options, recipes, write_options
 from upr_protocol.spark.options import Options
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.schema import INDEX_COLUMNS, READ_COLUMNS
+from upr_protocol.spark.schema import INDEX_COLUMNS, READ_COLUMNS, UNPARSED
 from upr_protocol.spark.write_options import WriteOptions
 
 DOCUMENT: Final = ROOT / "docs" / "spark.md"
@@ -101,7 +101,7 @@ def test_the_defaults_are_as_documented() -> None:
 def test_every_operation_column_and_code_is_in_it() -> None:
     for word in (*write_options.OPERATIONS, write_options.APPLY):
         assert f"`{word}`" in table(WRITE)["operation"]
-    assert set(table("Columns")) >= {*READ_COLUMNS, *INDEX_COLUMNS}
+    assert set(table("Columns")) == {*READ_COLUMNS, *INDEX_COLUMNS, UNPARSED}
     codes = {
         code
         for path in PACKAGE.rglob("*.py")

@@ -67,6 +67,9 @@ def test_an_index_is_read_with_a_range(
             spark, url, "key BINARY, included STRING", indexPrefix='["C"]', **options
         ).collect()
         assert (bytes(row.key), row.included) == (b"\xff", "[99]")
+        schema = "key BINARY, value STRUCT<maker: INT>, unparsed STRING"
+        (row,) = load(spark, url, schema, indexPrefix='["C"]', **options).collect()
+        assert (row.value, row.unparsed) == (None, '{"seats": 99, "maker": "C"}')
         with pytest.raises(PySparkException, match=r"\[UPR_INDEX\].*planes/nothing"):
             load(spark, url, index="planes/nothing", indexer=indexer.url).collect()
 

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import types
 from pyspark.sql.pandas.types import to_arrow_type
 
-from upr_protocol.spark.json_values import ValueParser, is_parsed
+from upr_protocol.spark.json_values import ValueParser, is_parsed, unparsed
 
 INNER = types.StructType([types.StructField("x", types.BooleanType())])
 KIND = types.StructType(
@@ -73,7 +73,10 @@ def test_an_object_that_fits() -> None:
     ],
 )
 def test_a_value_that_does_not_fit_is_null(value: bytes | None) -> None:
-    assert parsed(value, b'{"s":"next"}') == [None, {**NOTHING, "s": "next"}]
+    values = pa.array([value, b'{"s":"next"}'], pa.binary())
+    structs = ValueParser(KIND).parse(values, to_arrow_type(KIND, timezone="UTC"))
+    assert structs.to_pylist() == [None, {**NOTHING, "s": "next"}]
+    assert unparsed(values, structs).to_pylist() == [value, None]
 
 
 def test_types_that_values_are_parsed_into() -> None:

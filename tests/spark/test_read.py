@@ -188,6 +188,13 @@ def test_values_are_parsed_into_a_struct_on_request(
         ("b", False, None),
         ("c", True, None),
     }
+    schema = "unparsed STRING, key STRING, value STRUCT<seats: INT>"
+    rows = load(spark, url, schema, keyPrefix="b").collect()
+    assert [tuple(row) for row in rows] == [("no JSON", "b", None)]
+    rows = load(spark, url, schema).collect()
+    assert {row.key: row.unparsed for row in rows} == {"a": None, "b": "no JSON", "c": None}
+    with pytest.raises(PySparkException, match=r"UPR_OPTION.*unparsed needs the column value"):
+        load(spark, url, "value STRING, unparsed STRING").collect()
     with pytest.raises(PySparkException, match=r"UPR_OPTION.*from_json"):
         load(spark, url, "value STRUCT<price: DECIMAL(9, 2)>").collect()
 

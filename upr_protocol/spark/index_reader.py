@@ -20,10 +20,10 @@ from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, TlsError
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError, explained, sentence_first
-from upr_protocol.spark.json_values import ValueParser
+from upr_protocol.spark.json_values import parser_of, unparsed
 from upr_protocol.spark.read_options import IndexQuery, ReadOptions
 from upr_protocol.spark.record_batches import column_as
-from upr_protocol.spark.schema import INDEX_COLUMNS, check_schema
+from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
 
 ENTRIES_AT_ONCE: Final = 1000
 """So many items are asked for together."""
@@ -133,11 +133,7 @@ class _Rows:
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._driver = BucketDriverClient(options)
         self._has_items = not set(schema.fieldNames()) <= _OF_ENTRY.keys()
-        self._parsers = {
-            field.name: ValueParser(field.dataType)
-            for field in schema
-            if isinstance(field.dataType, StructType)
-        }
+        self._parser = parser_of(schema)
 
     def of(self, entries: Sequence[IndexEntry]) -> pa.RecordBatch:
         """Their rows, without those whose item is gone meanwhile."""
@@ -150,23 +146,24 @@ class _Rows:
                 if item is not None
             ]
             entries, items = [entry for entry, _ in pairs], [item for _, item in pairs]
-        columns = []
+        columns: dict[str, pa.Array] = {}
         for field in self._schema:
             name, kind = field.name, field.type
             of_entry = _OF_ENTRY.get(name)
+            if name == UNPARSED:
+                continue
             values = (
                 [_OF_ITEM[name](item) for item in items]
                 if of_entry is None
                 else [of_entry(entry) for entry in entries]
             )
-            if name in self._parsers:
-                column = self._parsers[name].parse(pa.array(values, pa.binary()), kind)
-            elif name in ("key", "value"):
-                column = column_as(name, pa.array(values, pa.binary()), kind)
-            else:
-                column = pa.array(values, kind)
-            columns.append(column)
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+            columns[name] = pa.array(values, pa.binary() if name in ("key", "value") else kind)
+        if self._parser is not None:
+            texts = columns["value"]
+            parsed = self._parser.parse(texts, self._schema.field("value").type)
+            columns |= {"value": parsed, UNPARSED: unparsed(texts, parsed)}
+        arrays = [column_as(field.name, columns[field.name], field.type) for field in self._schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def close(self) -> None:
         """Closes the connection."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, TypedDict
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import types
 from pyspark.sql.types import DataType
 
@@ -72,6 +73,24 @@ class ValueParser:
             return self._decode(value)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+
+
+def parser_of(schema: types.StructType) -> ValueParser | None:
+    """What parses the values of a read; None if its columns ask for no struct."""
+    for field in schema:
+        if field.name == "value" and isinstance(field.dataType, types.StructType):
+            return ValueParser(field.dataType)
+    return None
+
+
+def unparsed(values: pa.Array, parsed: pa.Array) -> pa.Array:
+    """The values that do not fit, each in its place; null elsewhere.
+
+    Args:
+        values: A column of bytes.
+        parsed: What `ValueParser.parse` made of them.
+    """
+    return pc.if_else(parsed.is_null(), values, pa.nulls(len(values), values.type))
 
 
 def _python_type(kind: DataType) -> Any:

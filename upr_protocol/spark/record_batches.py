@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.json_values import ValueParser
+from upr_protocol.spark.json_values import ValueParser, parser_of, unparsed
 from upr_protocol.spark.scalars import (
     bool_scalar,
     int8_scalar,
@@ -22,7 +22,7 @@ from upr_protocol.spark.scalars import (
     text_array,
     text_scalar,
 )
-from upr_protocol.spark.schema import check_schema
+from upr_protocol.spark.schema import UNPARSED, check_schema
 from upr_protocol.spark.slices import RollbackMarker
 
 BATCH_ROWS: Final = 10_000
@@ -63,10 +63,7 @@ class RecordBatchBuilder:
         self._key_prefix = key_prefix
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
-        self._parser = None
-        for field in schema:
-            if field.name == "value" and isinstance(field.dataType, StructType):
-                self._parser = ValueParser(field.dataType)
+        self._parser = parser_of(schema)
 
     def of_snapshot(
         self, partition: PartitionId, history: str, start: SeqNo, end: SeqNo
@@ -112,6 +109,7 @@ class RecordBatchBuilder:
             "snapshot_end": marker.came_from,
             "key": b"",
             "value": None,
+            UNPARSED: None,
             "deleted": False,
             "cas": 0,
             "flags": 0,
@@ -162,20 +160,41 @@ class SnapshotColumns:
             if not count:
                 return pa.RecordBatch.from_pylist([], self._schema)
         codes = None if _is_all(chunk.operations, _SET_BYTE) else _codes(chunk)
-        columns = []
-        for field in self._schema:
-            name = field.name
-            column = None
-            if codes is not None or name not in self._same:
-                column = self._column(name, chunk, codes)
-            if column is None:
-                column = self._repeat(name, count)
-            elif is_selected is not None:
-                column = column.filter(is_selected)
-            if self._parser is not None and name == "value":
-                column = self._parser.parse(column, field.type)
-            columns.append(column_as(name, column, field.type))
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        columns = {
+            name: self._selected(name, chunk, codes, is_selected, count)
+            for name in self._schema.names
+            if name != UNPARSED
+        }
+        if self._parser is not None:
+            values = columns["value"]
+            parsed = self._parser.parse(values, self._schema.field("value").type)
+            columns |= {"value": parsed, UNPARSED: unparsed(values, parsed)}
+        arrays = [column_as(field.name, columns[field.name], field.type) for field in self._schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _selected(
+        self,
+        name: str,
+        chunk: Chunk,
+        codes: pa.Array | None,
+        is_selected: pa.BooleanArray | None,
+        count: int,
+    ) -> pa.Array:
+        """A column of the rows that are selected.
+
+        Args:
+            name: The column.
+            chunk: The chunk.
+            codes: Its operations; None if all are sets.
+            is_selected: Which rows are selected; None for all.
+            count: How many those are.
+        """
+        column = None
+        if codes is not None or name not in self._same:
+            column = self._column(name, chunk, codes)
+        if column is None:
+            return self._repeat(name, count)
+        return column if is_selected is None else column.filter(is_selected)
 
     def _column(self, name: str, chunk: Chunk, codes: pa.Array | None) -> pa.Array | None:
         """A column of a chunk; None if it is the same in every row.

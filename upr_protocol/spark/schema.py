@@ -51,9 +51,13 @@ INDEX_COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
 }
 """The same of what an index finds."""
 
+UNPARSED: Final = "unparsed"
+"""A column that only comes on request, beside a value that is parsed: the value where it does not
+fit."""
+
 _FEW_OF_INDEX: Final = ("index_key", "key", "value")
 _FEW: Final = ("key", "value", "seq", "deleted")
-_TEXTS: Final = ("key", "value")
+_TEXTS: Final = ("key", "value", UNPARSED)
 """Columns that may be asked for as texts; the value also as a struct, parsed from JSON."""
 
 
@@ -91,6 +95,13 @@ def check_schema(
     Raises:
         OptionError: One cannot.
     """
+    kinds = {field.name: field.dataType for field in schema}
+    if UNPARSED in kinds:
+        if not isinstance(kinds.get("value"), StructType):
+            raise OptionError(
+                f"the column {UNPARSED} needs the column value as a struct: value STRUCT<...>"
+            )
+        columns = {**columns, UNPARSED: (BinaryType(), True)}
     for field in schema.fields:
         if field.name not in columns:
             raise OptionError(f"there is no column {field.name}. There are {', '.join(columns)}")
