@@ -6,10 +6,13 @@ from typing import Final
 
 import pytest
 import trio
-from hypothesis import given
+import trio.testing
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.mending import mended_frames
 from tests.kit.audit_notes import AuditNotes
+from tests.kit.effort import effort
 from tests.protocol.test_rights import GRANTS, KEYS, allows_all, allows_key
 from tests.server.test_access import (
     ADMIN,
@@ -29,6 +32,7 @@ from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
 from upr_protocol.limits import GET_REPLY_KEYS_MAX
 from upr_protocol.users import EVERYTHING, Grant, Right, User, UserRole, Users
 from upr_protocol.wire import (
+    HEADER_BYTES,
     Get,
     GetReply,
     Go,
@@ -181,6 +185,34 @@ async def test_a_reader_of_some_keys_reads_those_and_nothing_else() -> None:
         for with_answers in (False, True):
             reply = await peer.ask(with_answers=with_answers)
             assert reply.status == Status.NOT_ALLOWED
+
+
+@settings(max_examples=effort(30, 500), deadline=None)
+@given(
+    st.lists(st.sampled_from([*INSIDE, *INSIDE, *OUTSIDE]), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), max_size=4),
+)
+def test_bytes_of_a_bundle_change_no_other_key(
+    keys: list[bytes], damage: list[tuple[int, int]]
+) -> None:
+    """Whatever its offsets say: what is looked at is what is applied."""
+    stored = trio.run(_stored, keys, damage)
+    assert all(key.startswith(b"a/") for key in stored), stored
+    if not damage:
+        assert stored == (set(keys) if set(keys) <= set(INSIDE) else set())
+
+
+async def _stored(keys: list[bytes], damage: list[tuple[int, int]]) -> set[bytes]:
+    """The keys that the partition has after a bundle of some `SET`s with damaged bytes."""
+    async with logged_in(WRITE_A) as (server, peer):
+        await peer.open()
+        message = Mutate(Bundle.of_one(P0, sets(*keys)), opaque=peer.opaque())
+        frame = bytearray(b"".join(bytes(piece) for piece in message.frame()))
+        for position, byte in damage:
+            frame[HEADER_BYTES + position % (len(frame) - HEADER_BYTES)] = byte
+        await peer.stream.send_all(mended_frames(bytes(frame)))
+        await trio.testing.wait_all_tasks_blocked()
+        return {key for key, *_ in server.catalog.bucket("b").partitions[0].table}
 
 
 def batch(peer: Peer, counter: int, *keys: bytes, attempt: int = 0, joined: bool = False) -> Mutate:
