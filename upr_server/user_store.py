@@ -41,6 +41,8 @@ class UserStore:
         """By user and bucket. Many connections have the same, and all ask when the users change."""
         self._rights_of_roles: dict[tuple[str, str], BucketRights] = {}
         """By role and bucket. Many users have the same."""
+        self._equal_rights: dict[BucketRights, BucketRights] = {}
+        """Each of these once: prefixes may be many, and the same on many buckets."""
         self._store = store
         self._on_change: list[Callable[[], Iterator[None]]] = []
         # Changes are made one after the other.
@@ -56,6 +58,7 @@ class UserStore:
         self._users, self.digest = users, users.digest
         self._rights.clear()
         self._rights_of_roles.clear()
+        self._equal_rights.clear()
 
     def rights_of(self, name: str | None, bucket: str) -> BucketRights:
         """What a user may do with a bucket; see `Users.rights_of`. O(1) for those who asked since
@@ -69,16 +72,29 @@ class UserStore:
         if rights is None:
             own = BucketRights.of(user.grants, bucket)
             of_roles = [self._rights_of_role(role, bucket) for role in user.roles]
-            rights = BucketRights.union([own, *of_roles])
-            _keep(self._rights, (user.name, bucket), rights)
+            union = BucketRights.union([own, *of_roles])
+            rights = self._keep(self._rights, (user.name, bucket), union)
         return rights
 
     def _rights_of_role(self, name: str, bucket: str) -> BucketRights:
         rights = self._rights_of_roles.get((name, bucket))
         if rights is None:
-            rights = BucketRights.of(self._users.roles[name].grants, bucket)
-            _keep(self._rights_of_roles, (name, bucket), rights)
+            of_role = BucketRights.of(self._users.roles[name].grants, bucket)
+            rights = self._keep(self._rights_of_roles, (name, bucket), of_role)
         return rights
+
+    def _keep(
+        self,
+        kept_rights: dict[tuple[str, str], BucketRights],
+        key: tuple[str, str],
+        rights: BucketRights,
+    ) -> BucketRights:
+        if len(kept_rights) >= RIGHTS_MAX:
+            # Clients may ask for any name.
+            kept_rights.clear()
+            self._equal_rights.clear()
+        kept_rights[key] = equal = self._equal_rights.setdefault(rights, rights)
+        return equal
 
     async def load(self) -> None:
         """Reads the users from disk, before anything is served.
@@ -152,15 +168,6 @@ class UserStore:
             for callback in self._on_change:
                 for _ in callback():
                     await trio.lowlevel.checkpoint()
-
-
-def _keep(
-    rights: dict[tuple[str, str], BucketRights], key: tuple[str, str], value: BucketRights
-) -> None:
-    if len(rights) >= RIGHTS_MAX:
-        # Clients may ask for any name.
-        rights.clear()
-    rights[key] = value
 
 
 def _rank(users: Users) -> tuple[int, str]:
