@@ -25,8 +25,10 @@ from tests.server.test_access import (
     sample,
 )
 from tests.server.test_connection import Peer, connected, make_server, sets
+from tests.server.test_log_in import USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.bucket_event import BucketEvent, BucketFate
 from upr_protocol.chunk import Bundle, CounterDelta, Run, plain_chunk
+from upr_protocol.client import Address, Credentials, PublishError, publisher
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
 from upr_protocol.limits import GET_REPLY_KEYS_MAX
@@ -213,6 +215,23 @@ async def _stored(keys: list[bytes], damage: list[tuple[int, int]]) -> set[bytes
         await peer.stream.send_all(mended_frames(bytes(frame)))
         await trio.testing.wait_all_tasks_blocked()
         return {key for key, *_ in server.catalog.bucket("b").partitions[0].table}
+
+
+async def test_a_publisher_is_told_which_key_is_not_allowed() -> None:
+    users = USERS.with_user(User("eve", VERIFIER, (WRITE_A,)))
+    async with server_with_users(users) as server:
+        address = address_of(server, Credentials("eve", "pencil"))
+        with pytest.raises(PublishError) as caught:
+            await publish(address, "a/1", "b/1", "a/2")
+        assert "needs the right write on key 'b/1' of bucket b" in str(caught.value)
+        for partition in server.catalog.bucket("b").partitions:
+            assert b"b/1" not in {key for key, *_ in partition.table}
+
+
+async def publish(address: Address, *keys: str) -> None:
+    async with publisher(address) as sink:
+        for key in keys:
+            await sink.set(key, "v")
 
 
 def batch(peer: Peer, counter: int, *keys: bytes, attempt: int = 0, joined: bool = False) -> Mutate:

@@ -42,19 +42,21 @@ class Failure(msgspec.Struct, frozen=True):
         key: Its key.
         operation: The operation.
         status: Why the server did not carry it out.
+        sentence: Why it refused the whole batch, in its words; empty where it said the status only.
     """
 
     partition: PartitionId
     key: bytes
     operation: Operation
     status: Status
+    sentence: str = ""
 
     def __str__(self) -> str:
         return str(self.error())
 
     def error(self) -> ServerError:
         """The failure as an exception."""
-        reason = self.status.name.replace("_", " ").lower()
+        reason = self.sentence or self.status.name.replace("_", " ").lower()
         operation = self.operation.name.lower()
         return ServerError(self.status, f"{operation} of {quoted_key(self.key)}: {reason}")
 
@@ -181,10 +183,12 @@ def failures(partition: PartitionId, chunk: Chunk, result: BatchResult) -> list[
     ]
 
 
-def refused(partition: PartitionId, chunk: Chunk, status: Status) -> list[Failure]:
+def refused(
+    partition: PartitionId, chunk: Chunk, status: Status, sentence: str = ""
+) -> list[Failure]:
     """Every operation of `chunk`, which the server refused as a whole. O(count)."""
     return [
-        Failure(partition, key, Operation(operation), status)
+        Failure(partition, key, Operation(operation), status, sentence)
         for key, operation in zip(chunk.keys(), chunk.operations, strict=True)
     ]
 

@@ -80,6 +80,7 @@ class Batch:
         result: What became of it, once a server has applied it.
         refusal: Why no server applied the batch; None when one did. `NOT_DURABLE_YET`: it was
             applied, but had not reached the requested durability in time.
+        sentence: What the server said when it last refused the batch with others as a whole.
         on_answer: Called with the batch once it is answered or refused for good.
     """
 
@@ -94,6 +95,7 @@ class Batch:
         "refusal",
         "refused_at",
         "result",
+        "sentence",
         "was_sent",
     )
 
@@ -112,6 +114,7 @@ class Batch:
         self.on_answer = on_answer
         self.result: BatchResult | None = None
         self.refusal: Status | None = None
+        self.sentence = ""
         self.not_durable: BatchResult | None = None
         """What a server said beside `NOT_DURABLE_YET`."""
         self.refused_at: float | None = None
@@ -140,12 +143,12 @@ class Batch:
                 if result is not None and result.last_seq
                 else None
             )
-        return ServerError(refusal)
+        return ServerError(refusal, self.sentence)
 
     def failures(self) -> list[Failure]:
         """The operations that failed. O(failures), or O(count) of a batch that was refused."""
         if self.refusal is not None:
-            return refused(self.partition, self.chunk, self.refusal)
+            return refused(self.partition, self.chunk, self.refusal, self.sentence)
         return [] if self.result is None else failures(self.partition, self.chunk, self.result)
 
 
@@ -542,6 +545,7 @@ class NodeBatches:
         batches = self._bundles.get(message.opaque)
         if batches is None:
             return []
+        sentence = message.sentence if isinstance(message, Refusal) else ""
         if isinstance(message, MutateReply):
             bounds = list(accumulate((batch.chunk.count for batch in batches), initial=0))
             answers = split_reply(message, list(map(_partition_of, batches)), bounds)
@@ -553,6 +557,7 @@ class NodeBatches:
         # The answer may tell of a batch that was meanwhile sent again, in another bundle.
         for batch, (status, result) in zip(batches, answers, strict=True):
             if batch.bundle is batches:
+                batch.sentence = sentence
                 self._answered(batch, status, result, now)
         finished_batches = [batch for batch in batches if batch.bundle is batches]
         for batch in finished_batches:
