@@ -62,7 +62,7 @@ def changes_of(draw: random.Random) -> list[Mutation]:
     ]
 
 
-@pytest.mark.timeout(240 + 60 * ROUNDS)
+@pytest.mark.timeout(240 + 120 * ROUNDS)
 def test_each_row_counts_once_though_driver_workers_and_server_are_killed(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -937,6 +937,7 @@ def test_the_progress_says_how_far_the_stream_is_behind() -> None:
     reader = reader_of(driver)
     assert reader.latestOffset(end, ReadAllAvailable()) is not end
     assert metrics()["totalOffsetsBehindLatest"] == 0
+    assert metrics()["secondsBehindLatest"] == 0
     assert metrics()["estimatedTotalBytesBehindLatest"] == 0
 
 

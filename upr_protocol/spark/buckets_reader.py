@@ -22,7 +22,8 @@ from upr_protocol.spark.offset import Offset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.stream_plan import Pending, StreamBacklog, StreamLimits, shares
+from upr_protocol.spark.stream_backlog import StreamBacklog
+from upr_protocol.spark.stream_plan import Pending, StreamLimits, shares
 
 Json = dict[str, Any]
 

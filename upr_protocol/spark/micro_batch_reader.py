@@ -33,9 +33,9 @@ from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Slice, tasks_of
+from upr_protocol.spark.stream_backlog import StreamBacklog
 from upr_protocol.spark.stream_plan import (
     Pending,
-    StreamBacklog,
     StreamLimits,
     StreamPlan,
     rollback_error,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Self, TypeVar
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
 
 import attrs
 
@@ -15,6 +16,7 @@ from upr_protocol.spark.driver_client import DriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import Offset, PartitionOffset
 from upr_protocol.spark.slices import RollbackMarker, Slice
+from upr_protocol.spark.stream_backlog import BacklogAge, StreamBacklog
 
 _NOTHING: Final = PartitionOffset()
 
@@ -52,45 +54,6 @@ class Pending:
     may_wait: bool
 
 
-@attrs.frozen
-class StreamBacklog:
-    """What a server has that a stream has in no batch yet.
-
-    Attributes:
-        numbers: Sequence numbers, one for each partition.
-        nbytes: Bytes, about, as far as the sizes of earlier batches tell; None where sizes are
-            unknown.
-    """
-
-    numbers: tuple[int, ...]
-    nbytes: int | None
-
-    @classmethod
-    def merged(cls, backlogs: Iterable[StreamBacklog]) -> Self:
-        """Those of several buckets."""
-        numbers: tuple[int, ...] = ()
-        nbytes: int | None = 0
-        for backlog in backlogs:
-            numbers += backlog.numbers
-            has_size = nbytes is not None and backlog.nbytes is not None
-            nbytes = nbytes + backlog.nbytes if has_size else None  # type: ignore[operator]
-        return cls(numbers, nbytes)
-
-    def metrics(self) -> dict[str, int | float]:
-        """The same under the names that Spark's source for Kafka uses: numbers of the partition
-        that is the least, the most, and the average one; and all bytes."""
-        counts = self.numbers
-        metrics: dict[str, int | float] = {
-            "minOffsetsBehindLatest": min(counts, default=0),
-            "maxOffsetsBehindLatest": max(counts, default=0),
-            "avgOffsetsBehindLatest": round(sum(counts) / len(counts), 1) if counts else 0.0,
-            "totalOffsetsBehindLatest": sum(counts),
-        }
-        if self.nbytes is not None:
-            metrics["estimatedTotalBytesBehindLatest"] = self.nbytes
-        return metrics
-
-
 class StreamPlan:
     """Plans the batches of one stream.
 
@@ -107,6 +70,7 @@ class StreamPlan:
         rewinds: Whether a partition that rolls back goes on from the end of an earlier batch, if
             the offset has one that both histories share; else from 0.
         new_lease_id: Draws a fresh non-zero random number.
+        clock: Gives the time, in seconds.
     """
 
     def __init__(
@@ -118,6 +82,7 @@ class StreamPlan:
         marks_rollback: bool,
         rewinds: bool,
         new_lease_id: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._bucket = bucket
@@ -125,6 +90,7 @@ class StreamPlan:
         self._marks_rollback = marks_rollback
         self._rewinds = rewinds
         self._new_lease_id = new_lease_id
+        self._age = BacklogAge(clock)
         self._leases: dict[int, None] = {}
         """Leases of this process that are not released, oldest first."""
         self._target_lease_id = 0
@@ -184,10 +150,9 @@ class StreamPlan:
             PipelineError: As `next` does.
         """
         rows = self._driver.numbers()
-        ends = {
-            partition: self._limit(partition, row.persisted_seq if self._durable else row.high_seq)
-            for partition, row in rows.items()
-        }
+        available = self._available(rows)
+        self._age.note(available)
+        ends = {partition: self._limit(partition, seq) for partition, seq in available.items()}
         numbers = sum(
             ends[partition] - seq for partition, seq in _backlog(start.partitions, ends).items()
         )
@@ -203,6 +168,7 @@ class StreamPlan:
                 mark that.
         """
         rows = self._driver.numbers()
+        self._age.note(self._available(rows))
         partitions = self._after_rollbacks(start, rows)
         if not self._durable:
             partitions = self._newest(partitions, rows)
@@ -212,6 +178,13 @@ class StreamPlan:
             if lease is not None and _holds_snapshots(lease, partitions):
                 return self._end(start, partitions, start.lease_id, limits, sizes_of(lease))
         return self._plan_with_new_lease(start, partitions, rows, limits)
+
+    def _available(self, rows: Mapping[PartitionId, PartitionNumbers]) -> dict[PartitionId, SeqNo]:
+        """How far each partition can be read now."""
+        return {
+            partition: row.persisted_seq if self._durable else row.high_seq
+            for partition, row in rows.items()
+        }
 
     def _after_rollbacks(
         self, start: Offset, rows: Mapping[PartitionId, PartitionNumbers]
@@ -412,17 +385,18 @@ class StreamPlan:
         Args:
             planned: Where the newest batch ends; None if none was planned.
         """
-        ends = {
-            partition: row.persisted_seq if self._durable else row.high_seq
-            for partition, row in self._driver.numbers().items()
-        }
+        ends = self._available(self._driver.numbers())
+        self._age.note(ends)
         latest = {partition: PartitionOffset(FailoverLog(), seq) for partition, seq in ends.items()}
         partitions = {} if planned is None else planned.partitions
         numbers = {
             partition: max(0, seq - partitions.get(partition, _NOTHING).seq)
             for partition, seq in ends.items()
         }
-        backlog = StreamBacklog(tuple(numbers.values()), self._nbytes(numbers))
+        age_s = self._age.seconds(
+            {partition: offset.seq for partition, offset in partitions.items()}
+        )
+        backlog = StreamBacklog(tuple(numbers.values()), self._nbytes(numbers), age_s)
         return Offset(self._bucket, latest), backlog
 
     def _nbytes(self, numbers: Mapping[PartitionId, int]) -> int | None:
