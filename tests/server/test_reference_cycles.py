@@ -20,11 +20,13 @@ from tests.kit.placed_keys import key_in
 from tests.kit.reference_cycles import no_collections
 from tests.server.test_connection import Peer, make_server, sets
 from upr_protocol.chunk import Bundle, plain_chunk
+from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import (
     Barrier,
     BarrierReply,
+    CloseStream,
     Get,
     GetReply,
     Go,
@@ -32,6 +34,7 @@ from upr_protocol.wire import (
     MutateReply,
     Refusal,
     Stream,
+    StreamEnd,
     StreamReply,
 )
 from upr_protocol.wire.frame import pack_header
@@ -45,6 +48,7 @@ OF_A_CONNECTION: Final = (
     *("AcceptedConnection", "RequestContext", "ServerSession", "Streamer", "_Stream"),
     *("PartitionReader", "UnfinishedFrame", "PublisherCredit"),
 )
+OF_A_STREAM: Final = ("_Stream", "PartitionReader", "Backfill", "Cursor")
 OF_A_BUCKET: Final = (
     *("Bucket", "BucketDisk", "Flusher", "Maintenance", "Partition", "MutationManager"),
     *("SnapshotList", "HashTable", "OpenSnapshot", "PersistenceCursor"),
@@ -114,6 +118,48 @@ async def test_nothing_of_a_connection_is_left_when_the_peer(
             before = alive(OF_A_CONNECTION)
             await serve(server, how)
             assert alive(OF_A_CONNECTION) == before
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize("status", [Status.STREAM_CLOSED, Status.STATE_CHANGED])
+async def test_nothing_of_a_stream_is_left_when_it_ends_before_its_connection(
+    status: Status, is_on_disk: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    server = make_server()
+    async with server.recovered():
+        await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
+        bucket = server.catalog.bucket("b")
+        partition = bucket.partitions[0]
+        ours, theirs = trio.testing.memory_stream_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.connections.serve, theirs)
+            peer = Peer(ours)
+            await peer.open()
+            await peer.mutate(sets(KEY))
+            if is_on_disk:
+                await trio.sleep(10)
+                assert partition.manager.free_oldest()
+            request = Stream(
+                PartitionState.ACTIVE, NOTHING_YET, partition=partition.id, opaque=peer.opaque()
+            )
+            await peer.say(Go())
+            await trio.testing.wait_all_tasks_blocked()
+            # What the connection itself has left is none of the stream's.
+            with no_collections():
+                await peer.say(request)
+                await peer.hear(StreamReply)
+                while is_on_disk and not server.catalog.disks[bucket].backfills:
+                    await trio.lowlevel.checkpoint()
+                if status is Status.STATE_CHANGED:
+                    for _ in server.end_streams(bucket, {partition.id}, status):
+                        pass
+                else:
+                    await peer.say(CloseStream(partition=partition.id, opaque=request.opaque))
+                assert (await peer.hear(StreamEnd)).status == status
+                await trio.testing.wait_all_tasks_blocked()
+                assert not alive(OF_A_STREAM)
+                assert gc.collect() == 0
+            await ours.aclose()
 
 
 @pytest.mark.parametrize("key", [KEY, key_in(1, PARTITIONS)])

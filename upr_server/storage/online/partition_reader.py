@@ -218,5 +218,7 @@ class PartitionReader:
         """Ends it, and gives back what it holds."""
         if self._backfill is not None:
             self._backfill.close()
+            # It refers to this object.
+            self._backfill = None
         if self._cursor is not None:
             self._cursor.close()
