@@ -15,7 +15,7 @@ from upr_server.app import running_server
 from upr_server.config import ServerConfig
 from upr_server.engine import Partition
 from upr_server.replication import roles
-from upr_server.replication.clustered_bucket import STEP_PARTITIONS
+from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.storage.simulated import SimulatedStore
 
 LAST: Final = PartitionId(2 * STEP_PARTITIONS - 1)

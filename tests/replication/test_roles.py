@@ -136,7 +136,10 @@ def test_a_node_replicates_from_each_source_what_the_map_says() -> None:
         Assignment("a", {"b": ""}),
     )
     partitions = [PartitionId(partition) for partition in range(3)]
-    assert sources_in(partition_map, "a", partitions) == {
+    steps = sources_in(partition_map, "a", partitions)
+    with pytest.raises(StopIteration) as done:
+        next(steps)
+    assert done.value.value == {
         "b": ReplicationSource("host-b:1", {P0: PartitionState.ACTIVE}),
         "c": ReplicationSource("host-c:1", {P1: PartitionState.REPLICA}),
     }

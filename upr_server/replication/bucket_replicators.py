@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 import trio
 
@@ -11,7 +11,7 @@ from upr_server.engine import Partition
 from upr_server.replication.local_server import LocalServer
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import Replicator
-from upr_server.replication.roles import ReplicationSource
+from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
 from upr_server.runtime import System
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -64,18 +64,27 @@ class BucketReplicators:
         if failure is not None:
             raise failure
 
+    def prepare(self, sources: Mapping[str, ReplicationSource]) -> Generator[None, None, None]:
+        """Prepares for replication from `sources`, in steps between which others may have their
+        turn."""
+        partitions = self._disk.bucket.partitions
+        if not partitions:
+            # The bucket was deleted.
+            return
+        for source in sources.values():
+            for count, partition in enumerate(source.partitions, 1):
+                if count % STEP_PARTITIONS == 0:
+                    yield
+                if partition not in self._received:
+                    self._received[partition] = _received_of(partitions[partition])
+
     def start_missing(
         self, sources: Mapping[str, ReplicationSource], nursery: trio.Nursery
     ) -> None:
-        """Starts the replicators of `sources` that do not run yet."""
+        """Starts the replicators of `sources`, for which it was prepared, that do not run yet."""
         for name, source in sources.items():
             if name in self._replicators:
                 continue
-            for partition in source.partitions:
-                if partition not in self._received:
-                    self._received[partition] = _received_of(
-                        self._disk.bucket.partitions[partition]
-                    )
             replicator = self._replicators[name] = Replicator(
                 self._server, self._disk, self._node, name, source, self._received, self._system
             )

@@ -25,7 +25,7 @@ from upr_server.engine import Partition
 from upr_server.replication import roles
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.local_server import LocalServer, streams_ended
-from upr_server.replication.roles import ReplicationSource, RoleChange
+from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource, RoleChange
 from upr_server.runtime import System
 from upr_server.storage.calls import PutPartitionMap
 from upr_server.storage.errors import DiskFullError
@@ -34,9 +34,6 @@ from upr_server.storage.records import PartitionRecord
 
 PERSIST_S: Final = 10.0
 """How long a partition that hands over may take to be on disk; it takes no writes meanwhile."""
-
-STEP_PARTITIONS: Final = 64
-"""Partitions that one step changes: below 2 ms."""
 
 log = structlog.get_logger(__name__)
 
@@ -87,11 +84,14 @@ class ClusteredBucket:
         self.lock = trio.Lock()
         self._nursery = nursery
 
-    def follow(self) -> None:
-        """Replicates from the nodes that the map names."""
+    async def follow(self) -> None:
+        """Replicates from the nodes that the map names. Call it with `lock` held."""
+        sources = await self._sources(self.map)
+        await result_of(self.replicators.prepare(sources))
         nursery = self._nursery()
-        if nursery is not None:
-            self.replicators.start_missing(self._sources(self.map), nursery)
+        # Others have had their turn: the bucket may be deleted, or the server about to stop.
+        if nursery is not None and self._server.disk_of(self.map.bucket) is self.disk:
+            self.replicators.start_missing(sources, nursery)
 
     async def apply(self, new_map: PartitionMap) -> None:
         """Makes this node what `new_map` says. Call it with `lock` held, and shielded.
@@ -102,28 +102,26 @@ class ClusteredBucket:
             DiskFullError: The disk has no room. Nothing changed.
         """
         partitions = self.disk.bucket.partitions
-        states = {
-            partition: roles.state_in(
-                new_map.partitions[partition.id], self._node, self.suspects.get(partition.id)
-            )
-            for partition in partitions
-        }
-        self._warn_of_suspects(new_map, states)
+        states: dict[Partition, PartitionState] = {}
         # A deposed active is fenced here: it takes no writes from here on, as its last number must
         # not move while the disk catches up with it. PENDING, because replicas still read its end.
-        demoted: dict[Partition, FailoverLog] = {
-            partition: partition.failover_log
-            for partition, state in states.items()
-            if partition.state is PartitionState.ACTIVE and state is not PartitionState.ACTIVE
-        }
-        for partition, failover_log in demoted.items():
-            partition.become(PartitionState.PENDING, failover_log)
+        demoted: dict[Partition, FailoverLog] = {}
+        for count, partition in enumerate(partitions, 1):
+            state = states[partition] = roles.state_in(
+                new_map.partitions[partition.id], self._node, self.suspects.get(partition.id)
+            )
+            if partition.state is PartitionState.ACTIVE and state is not PartitionState.ACTIVE:
+                demoted[partition] = partition.failover_log
+                partition.become(PartitionState.PENDING, partition.failover_log)
+            if count % STEP_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
+        self._warn_of_suspects(new_map, states)
         try:
             changes = await self._prepare(new_map, states, demoted)
         except UprError:
             for partition, failover_log in demoted.items():
                 partition.become(PartitionState.ACTIVE, failover_log)
-            self.follow()
+            await self.follow()
             raise
         # The disk has the map: from here on nothing fails.
         self.map = new_map
@@ -135,9 +133,7 @@ class ClusteredBucket:
         }
         await self._change(changes)
         await trio.lowlevel.checkpoint()
-        if self._server.disk_of(new_map.bucket) is self.disk:
-            # It was not deleted meanwhile.
-            self.follow()
+        await self.follow()
         counts = {state.name.lower(): 0 for state in PartitionState}
         for state in states.values():
             counts[state.name.lower()] += 1
@@ -154,7 +150,7 @@ class ClusteredBucket:
         """Writes to disk what `new_map` relies on, then `new_map` and its changes of roles."""
         # A replicator moves numbers and failover logs: those that end are to be settled before the
         # new logs are made of them.
-        await self.replicators.stop_all_but(self._sources(new_map))
+        await self.replicators.stop_all_but(await self._sources(new_map))
         # The next active is told that everything up to the last number is here: a crash after this
         # must not take it back.
         await self._persist(list(demoted))
@@ -232,9 +228,9 @@ class ClusteredBucket:
         if state is not PartitionState.REPLICA:
             self.replicators.discard_received(partition.id)
 
-    def _sources(self, partition_map: PartitionMap) -> dict[str, ReplicationSource]:
-        partitions = (partition.id for partition in self.disk.bucket.partitions)
-        return roles.sources_in(partition_map, self._node, partitions)
+    async def _sources(self, partition_map: PartitionMap) -> dict[str, ReplicationSource]:
+        partitions = (PartitionId(number) for number in range(len(partition_map.partitions)))
+        return await result_of(roles.sources_in(partition_map, self._node, partitions))
 
     def _warn_of_suspects(
         self, new_map: PartitionMap, states: dict[Partition, PartitionState]

@@ -174,7 +174,7 @@ class PartitionMaps:
             try:
                 for clustered in list(self._buckets.values()):
                     async with clustered.lock:
-                        clustered.follow()
+                        await clustered.follow()
                 await trio.sleep_forever()
             finally:
                 # A map may be half applied: it must not start replicators any more.

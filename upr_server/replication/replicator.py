@@ -30,7 +30,7 @@ from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition, unpack
 from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
-from upr_server.replication.roles import ReplicationSource
+from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, FindSnapshotEnd
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
@@ -50,9 +50,6 @@ RECONNECT_S: Final = 5.0
 
 REPLICATION_RETRY_S: Final = 0.5
 """The wait before that, and between attempts to write to a full disk."""
-
-STEP_PARTITIONS: Final = 64
-"""Partitions that one step moves to what was committed."""
 
 log = structlog.get_logger(__name__)
 
@@ -105,7 +102,8 @@ class Replicator:
         # Held by a commit, and by a rollback, which must not see half of one.
         self._commit_lock = trio.Lock()
         self._commits = 0
-        self._on_disk = {partition: received[partition].record() for partition in source.partitions}
+        # What the disk has; made by `run`.
+        self._on_disk: dict[PartitionId, PartitionRecord] = {}
         self._is_gone = self._is_stopping = False
         self._dropped_because = ""
 
@@ -122,6 +120,10 @@ class Replicator:
         """Replicates until `stop`. What was received by then is on disk when this ends."""
         try:
             with self._scope:
+                for count, partition in enumerate(self.source.partitions, 1):
+                    self._on_disk[partition] = self._received[partition].record()
+                    if count % STEP_PARTITIONS == 0:
+                        await trio.lowlevel.checkpoint()
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)
                     for state in sorted(set(self.source.partitions.values())):

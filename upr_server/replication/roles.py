@@ -9,7 +9,8 @@ only restores the earlier assignment knows nothing of what was lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Final
 
 import attrs
 
@@ -18,6 +19,9 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 from upr_server.engine import Partition
+
+STEP_PARTITIONS: Final = 64
+"""Partitions that one step of replication looks at or changes: below 2 ms."""
 
 Suspects = Mapping[PartitionId, int]
 """By each suspect partition, the map's revision when the doubt began."""
@@ -177,11 +181,14 @@ def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:
 
 def sources_in(
     partition_map: PartitionMap, node: str, partitions: Iterable[PartitionId]
-) -> dict[str, ReplicationSource]:
+) -> Generator[None, None, dict[str, ReplicationSource]]:
     """The nodes that `node` replicates from, by name. A map that fences a partition names no active
-    node for it, so nobody replicates it. O(partitions)."""
+    node for it, so nobody replicates it. O(partitions), in steps between which others may have
+    their turn."""
     by_node: dict[str, dict[PartitionId, PartitionState]] = {}
-    for partition in partitions:
+    for count, partition in enumerate(partitions, 1):
+        if count % STEP_PARTITIONS == 0:
+            yield
         assignment = partition_map.partitions[partition]
         source = assignment.source_of(node)
         if source:
