@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_protocol.client.core.calls import get_users
-from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.users import (
     EVERYTHING,
     GRANTS_MAX,
@@ -46,6 +45,7 @@ from upr_protocol.users import (
     normalised,
     user_change_from_json,
 )
+from upr_protocol.users.users import STEP_USERS
 from upr_protocol.wire import UsersReply
 
 VERIFIER = Verifier(b"s" * 16, 4096, b"k" * 32, b"v" * 32)
@@ -147,11 +147,18 @@ def test_a_change_looks_at_the_user_alone_that_it_changes(monkeypatch: pytest.Mo
 def test_older_users_of_another_node_are_not_read() -> None:
     users = with_reader("a")
     call = get_users(users.revision, users.digest)
-    assert call.result(UsersReply(users.revision - 1, "unreadable")) is None
-    with pytest.raises(RemoteProtocolError):
-        call.result(UsersReply(users.revision, "unreadable"))
-    newer = users.with_user(User("eve"))
-    assert call.result(UsersReply(newer.revision, newer.to_json())) == newer
+    assert call.result(UsersReply(users.revision - 1, "older")) == ""
+    assert call.result(UsersReply(users.revision, "others")) == "others"
+
+
+def test_many_users_are_read_in_steps() -> None:
+    users = with_reader("a")
+    many = {f"user-{index}": User(f"user-{index}") for index in range(5 * STEP_USERS)}
+    users = msgspec.structs.replace(users, users={**users.users, **many})
+    document = users.to_json()
+    # They are decoded, and then checked.
+    assert sum(1 for _ in Users.from_json_in_steps(document)) == 10
+    assert Users.from_json(document) == users
 
 
 def test_the_first_user_may_change_users() -> None:

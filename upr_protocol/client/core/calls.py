@@ -24,7 +24,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import Durability, HistoryId, PartitionId, PartitionState, SeqNo
-from upr_protocol.users import UserChange, UserListing, Users, UsersError
+from upr_protocol.users import UserChange, UserListing, UsersError
 from upr_protocol.wire import (
     Await,
     ChangeUsers,
@@ -249,17 +249,13 @@ def list_users() -> Call[UserListing]:
     return Call(ListUsers, result)
 
 
-def get_users(revision: int, digest: bytes) -> Call[Users | None]:
-    """The users of the cluster, for a node; None if they are those that the node has, or older."""
+def get_users(revision: int, digest: bytes) -> Call[str]:
+    """The users of the cluster as JSON, for a node; empty if they are those that the node has, or
+    older."""
 
-    def result(reply: UsersReply) -> Users | None:
-        # Users of a lower revision never count, and to read 1,000 of them takes milliseconds.
-        if not reply.document or reply.revision < revision:
-            return None
-        try:
-            return Users.from_json(reply.document)
-        except UsersError as error:
-            raise RemoteProtocolError(str(error)) from error
+    def result(reply: UsersReply) -> str:
+        # Users of a lower revision never count.
+        return reply.document if reply.revision >= revision else ""
 
     return Call(partial(GetUsers, revision, digest), result)
 

@@ -16,10 +16,11 @@ from upr_protocol.client.core.metadata import partition_map_of
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
-from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.concurrency import result_of
+from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import Dial, dial_tcp
-from upr_protocol.users import Users
+from upr_protocol.users import Users, UsersError
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 
 T = TypeVar("T")
@@ -225,7 +226,13 @@ class NodeConnection:
             ServerError: `NOT_ALLOWED`: only nodes may ask.
             RemoteProtocolError: The answer is not a cluster's users.
         """
-        return await self._channel.ask(get_users(revision, digest))
+        document = await self._channel.ask(get_users(revision, digest))
+        if not document:
+            return None
+        try:
+            return await result_of(Users.from_json_in_steps(document))
+        except UsersError as error:
+            raise RemoteProtocolError(str(error)) from error
 
     async def wait_ended(self) -> None:
         """Waits until the connection is over."""
