@@ -198,7 +198,7 @@ class OnDisk(RuleBasedStateMachine):
         """Has the keys read, unless the first of them must be read from disk first."""
         picture = self.picture()
         missing = self.partition.missing_keys(keys, self.time, fetched)
-        rows = [] if missing else list(self.partition.get(keys, self.time, fetched=fetched))
+        rows = [] if missing else self.partition.get(keys, self.time, fetched=fetched)
         assert self.picture() == picture, "a read changes nothing"
         if missing:
             return missing
@@ -851,8 +851,8 @@ def test_a_reply_ends_before_the_first_item_that_was_not_read() -> None:
     assert [request.key for request in missing] == [b"a", b"b", b"c"]
     fetched = disk.find(missing[:2])
     assert not partition.missing_keys(keys, NOW, fetched)
-    chunk = partition.get(keys, NOW, fetched=fetched)
-    assert chunk.keys() == [b"d", b"a", b"b"]
+    rows = partition.get(keys, NOW, fetched=fetched)
+    assert [row.key for row in rows] == [b"d", b"a", b"b"]
     assert [request.key for request in partition.missing_keys(keys[3:], NOW, fetched)] == [b"c"]
 
 

@@ -179,7 +179,7 @@ class EveryOperation(Engine):
 
     @rule(keys=st.lists(SOME_KEYS, max_size=8))
     def get(self, keys: list[bytes]) -> None:
-        rows = list(self.partition.get(keys, self.time))
+        rows = self.partition.get(keys, self.time)
         assert [row.key for row in rows] == keys
         for row in rows:
             item = self.model.live(row.key, self.time)

@@ -23,7 +23,7 @@ from tests.engine.helpers import (
     transcript,
 )
 from tests.engine.helpers import chunks as all_chunks
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, ChunkPieces, CounterDelta, Mutation, plain_chunk
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
@@ -222,18 +222,17 @@ def test_get_answers_in_the_order_asked() -> None:
     partition = new_partition()
     put(partition, b"a", b"b", value=b"x")
     send(partition, request(DELETE, b"a"))
-    chunk = partition.get([b"b", b"a", b"missing", b"b"], NOW)
-    rows = [(row.op, row.key, row.value, row.seq) for row in chunk]
+    answers = partition.get([b"b", b"a", b"missing", b"b"], NOW)
+    rows = [(row.op, row.key, row.value, row.seq) for row in answers]
     row = (SET, b"b", b"x", 2)
     assert rows == [row, (DELETE, b"a", b"", 0), (DELETE, b"missing", b"", 0), row]
-    assert (chunk.start, chunk.end) == (0, 3)
-    assert partition.get([], NOW).count == 0
+    assert partition.get([], NOW) == []
 
 
 def test_get_says_which_keys_no_item_can_have() -> None:
     partition = new_partition()
     put(partition, b"a", b"b")
-    rows = list(partition.get([b"a", b"", bytes(KEY_BYTES_MAX + 1), b"b"], NOW))
+    rows = partition.get([b"a", b"", bytes(KEY_BYTES_MAX + 1), b"b"], NOW)
     assert [(row.op, row.flags) for row in rows] == [
         (SET, 0), (DELETE, Status.BAD_KEY), (DELETE, Status.BAD_KEY), (SET, 0),
     ]  # fmt: skip
@@ -242,11 +241,11 @@ def test_get_says_which_keys_no_item_can_have() -> None:
 def test_get_ends_before_it_is_too_long_but_not_before_its_first() -> None:
     partition = new_partition()
     put(partition, b"a", b"b", b"c", value=bytes(1000))
-    assert partition.get([b"a", b"b", b"c"], NOW, bytes_max=2200).count == 2
-    assert partition.get([b"a", b"b", b"c"], NOW, bytes_max=10).count == 1
+    assert len(partition.get([b"a", b"b", b"c"], NOW, bytes_max=2200)) == 2
+    assert len(partition.get([b"a", b"b", b"c"], NOW, bytes_max=10)) == 1
     for bytes_max in (1100, 2500, 3300):
-        chunk = partition.get([b"a", b"b", b"c"], NOW, bytes_max)
-        assert chunk.nbytes <= bytes_max + 100
+        pieces = ChunkPieces(partition.get([b"a", b"b", b"c"], NOW, bytes_max), SeqNo(0), SeqNo(3))
+        assert sum(map(len, pieces.pieces())) <= bytes_max + 100
 
 
 # The operations.
@@ -521,7 +520,7 @@ def test_an_expired_item_reads_as_missing_at_once() -> None:
     send(partition, request(SET, value=b"v", expiry=1001))
     assert value(partition, now=1000.9) == b"v"
     assert value(partition, now=1001) is None
-    assert partition.get([b"k"], 1001).operations.tobytes() == bytes([DELETE])
+    assert [row.op for row in partition.get([b"k"], 1001)] == [DELETE]
     assert partition.high_seq == 1, "until the deletion has its number, a read just says missing"
 
 

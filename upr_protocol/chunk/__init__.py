@@ -27,20 +27,25 @@ from upr_protocol.chunk.arrow import to_arrow
 from upr_protocol.chunk.builder import ChunkBuilder
 from upr_protocol.chunk.bundle import Bundle, Run
 from upr_protocol.chunk.chunk import Chunk
-from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, Buffer, encoded_bytes
+from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, LARGE_BYTES, Buffer, encoded_bytes
 from upr_protocol.chunk.mutation import COUNTER_DELTA_BYTES, CounterDelta, Mutation
 from upr_protocol.chunk.published import plain_chunk, published_chunk
+from upr_protocol.chunk.shared import ChunkPieces, LargeRow, WidenedChunk
 
 __all__ = [
     "CHUNK_HEAD_BYTES",
     "COUNTER_DELTA_BYTES",
+    "LARGE_BYTES",
     "Buffer",
     "Bundle",
     "Chunk",
     "ChunkBuilder",
+    "ChunkPieces",
     "CounterDelta",
+    "LargeRow",
     "Mutation",
     "Run",
+    "WidenedChunk",
     "encoded_bytes",
     "plain_chunk",
     "published_chunk",

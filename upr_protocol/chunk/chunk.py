@@ -23,6 +23,7 @@ from upr_protocol.chunk.columns import Columns
 from upr_protocol.chunk.layout import (
     CHUNK_HEAD,
     CHUNK_HEAD_BYTES,
+    LARGE_BYTES,
     Buffer,
     covered_range,
     encode_columns,
@@ -139,6 +140,18 @@ class Chunk(Columns):
             Cas(self.cas[index]),
             self.flags[index],
             self.expiries[index],
+        )
+
+    def shared_mutation(self, index: int) -> Mutation:
+        """The same, but a large value is a view of this chunk, which stays in memory as long."""
+        offsets = self.value_offsets
+        if offsets[index + 1] - offsets[index] < LARGE_BYTES:
+            return self.mutation(index)
+        operation, key, value, seq, cas, flags, expiry = self.row(index)
+        # A view has nearly all that is asked of bytes here.
+        shared = cast("bytes", value)
+        return Mutation(
+            Operation(operation), bytes(key), shared, SeqNo(seq), Cas(cas), flags, expiry
         )
 
     def single(self) -> tuple[int, Buffer, Buffer, int, int, int, int]:
@@ -307,6 +320,17 @@ class Chunk(Columns):
         seqs = array("Q", range(first_seq, first_seq + count))
         cas = array("Q", range(first_cas, first_cas + count))
         return Chunk(b"".join((head, seqs, cas, self._view[after_cas:])))
+
+    def numbered_in_place(
+        self, first_seq: SeqNo, first_cas: Cas, start: SeqNo, end: SeqNo
+    ) -> Chunk:
+        """The same, in this chunk's own memory, if it has one mutation and can be written. This
+        chunk must not be used any more, then. No copy."""
+        if self.count != 1 or self._view.readonly:
+            return self.numbered(first_seq, first_cas, start, end)
+        CHUNK_HEAD.pack_into(self._view, 0, 1, self.key_length, self.value_length, 0, start, end)
+        _TWO_NUMBERS.pack_into(self._view, CHUNK_HEAD_BYTES, first_seq, first_cas)
+        return Chunk(self._view.toreadonly())
 
     def slice(self, after: SeqNo, through: SeqNo) -> Chunk:
         """The mutations in (`after`, `through`], covering just that range.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 from typing import Final
 
@@ -188,6 +189,10 @@ class Columns:
         """CRC32C over this chunk's CRC, continued from that over the chunks before it: one number
         that vouches for all of them, in their order. Never 0, which stands for no chain."""
         return crc32c(self.crc.to_bytes(4, "little"), previous) or 1
+
+    def pieces(self) -> Sequence[Buffer]:
+        """What the encoded chunk consists of, one behind the other."""
+        return (self._view,)
 
     def encode(self) -> memoryview:
         """The encoded chunk, without a copy."""

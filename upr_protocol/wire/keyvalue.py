@@ -45,7 +45,7 @@ class GetReply(Message, frozen=True):
     # A value of 20 MiB is copied twice by the layout, and not at all by this.
 
     def body(self) -> tuple[Buffer, ...]:
-        return (_GET_REPLY.pack(self.history_id, self.next_index), self.chunk.encode())
+        return (_GET_REPLY.pack(self.history_id, self.next_index), *self.chunk.pieces())
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from upr_protocol.chunk import Mutation
+from upr_protocol.chunk import LARGE_BYTES, Chunk, LargeRow, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.engine.batch import MutationBatch
@@ -49,6 +49,9 @@ BLOCK_ROWS: Final = 64
 
 BYTES_PER_COST: Final = 1024
 """Bytes that are copied at the same cost."""
+
+JOINED_BYTES: Final = 1024 * 1024
+"""Bytes of a large value that are joined before the cost is looked at."""
 
 CUT_ROWS: Final = 256
 CUT_BYTES: Final = 256 * 1024
@@ -112,6 +115,8 @@ class EvaluationResult:
         counters: As in `MutateResult`.
         rows: What is to be stored, one mutation a key, by rising number; each with whether it is a
             counter.
+        published: Rows with large values that were joined, as published chunks of their own, by
+            key.
     """
 
     __slots__ = (
@@ -123,6 +128,7 @@ class EvaluationResult:
         "last_seq",
         "now",
         "position",
+        "published",
         "rows",
     )
 
@@ -135,6 +141,7 @@ class EvaluationResult:
         self.failures: list[tuple[int, Status]] = []
         self.counters: list[tuple[int, int]] = []
         self.rows: list[tuple[Mutation, bool]] = []
+        self.published: dict[bytes, Chunk] = {}
 
     @property
     def stores_only_sets(self) -> bool:
@@ -209,7 +216,7 @@ class Evaluation:
         # Twice as much after each restart. With equal slices, a partition that others write to all
         # the time would change between two of them for ever, and the batch would never be applied.
         cost_max <<= self._restarts
-        work.left = cost_max
+        work.left = work.cost_max = cost_max
         missing = next(self._steps, None)
         self.cost += cost_max - work.left
         if missing is not None:
@@ -229,7 +236,8 @@ class _Work:
 
     Attributes:
         fetched: What was read from disk.
-        left: How much the step under way may still cost.
+        cost_max: How much the step under way may cost.
+        left: How much of it is left.
     """
 
     __slots__ = (
@@ -239,6 +247,7 @@ class _Work:
         "_pending",
         "_requests",
         "_result",
+        "cost_max",
         "fetched",
         "left",
     )
@@ -257,7 +266,7 @@ class _Work:
         self._requests: list[Mutation] = []
         self._pending: dict[bytes, _PendingItem] = {}
         self.fetched: Fetched = NOTHING_FETCHED
-        self.left = 0
+        self.left = self.cost_max = 0
 
     def steps(self) -> Iterator[list[FetchRequest]]:
         """The whole work. It yields what is missing, and nothing where a slice ends."""
@@ -270,6 +279,9 @@ class _Work:
             if (yield from self._find_outcomes()):
                 break
         yield from self._join()
+        if 2 * self.left < self.cost_max:
+            # To store it takes about half of a slice, and cannot be divided.
+            yield []
 
     def _cut(self) -> Iterator[list[FetchRequest]]:
         """Makes the rows."""
@@ -375,11 +387,15 @@ class _Work:
     def _join(self) -> Iterator[list[FetchRequest]]:
         """Makes the rows that are to be stored."""
         rows = self._result.rows = []
+        self._result.published = {}
         for key, item in self._pending.items():
             value = item.value
             if isinstance(value, JoinedValue):
-                value = value.join()
-                self._has_copied(len(value))
+                if len(value) > LARGE_BYTES:
+                    value = yield from self._join_large(key, item, value)
+                else:
+                    value = value.join()
+                    self._has_copied(len(value))
             rows.append(
                 (
                     Mutation(item.op, key, value, item.seq, item.cas, item.flags, item.expiry),
@@ -390,6 +406,20 @@ class _Work:
             if self.left <= 0:
                 yield []
         self._pending = {}
+
+    def _join_large(
+        self, key: bytes, item: _PendingItem, value: JoinedValue
+    ) -> Generator[list[FetchRequest], None, bytes]:
+        """Joins a large value, in slices, where it is to be stored: new memory costs more than the
+        copy."""
+        row = LargeRow(key, len(value), item.flags, item.expiry)
+        for piece in value.pieces(JOINED_BYTES):
+            row.add(piece)
+            self._has_copied(len(piece))
+            if self.left <= 0:
+                yield []
+        chunk = self._result.published[key] = row.chunk()
+        return chunk.shared_mutation(0).value
 
     def _has_copied(self, nbytes: int) -> None:
         self._result.copied_bytes += nbytes

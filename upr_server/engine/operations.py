@@ -7,12 +7,12 @@ be stored, or why not. Nothing here has an effect; numbering and storing is the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import msgspec
 
-from upr_protocol.chunk import CounterDelta, Mutation
+from upr_protocol.chunk import Buffer, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Operation
 from upr_protocol.limits import VALUE_BYTES_MAX
@@ -47,6 +47,12 @@ class JoinedValue:
         """Adds bytes at the beginning. O(1)."""
         self._parts.appendleft(part)
         self._nbytes += len(part)
+
+    def pieces(self, nbytes_max: int) -> Iterator[Buffer]:
+        """The whole value, in pieces of so many bytes at most. They refer to its parts."""
+        for part in self._parts:
+            for start in range(0, len(part), nbytes_max):
+                yield memoryview(part)[start : start + nbytes_max]
 
     def join(self) -> bytes:
         """The whole value. O(bytes)."""

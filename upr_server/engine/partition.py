@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
+from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import (
@@ -310,14 +310,15 @@ class Partition:
         first_cas, rows = result.first_cas, result.rows
         # A chunk's rows have numbers without a gap, and counters have a list of their own. So one
         # deletion, one counter, or one key that the batch changed twice, makes it go row by row.
-        if len(rows) >= BULK_ROWS_MIN and result.stores_only_sets:
+        if len(rows) >= BULK_ROWS_MIN and not result.published and result.stores_only_sets:
             chunk = Chunk.build([row for row, _ in rows])
             self.snapshots.open.add_rows(chunk, 0, len(rows), first_seq, first_cas, self.table)
             if chunk.may_expire:
                 self._expiries.add_all(chunk.expiries.tolist(), first_seq, chunk.keys())
         else:
             for row, is_counter in rows:
-                self._store(row, is_counter=is_counter)
+                published = result.published.get(row.key)
+                self._store(row, is_counter=is_counter, published=published)
         if last_seq >= first_seq:
             # By the successes, not the rows: the publisher was given a CAS for each of them.
             self._last_cas = first_cas + last_seq - first_seq
@@ -330,12 +331,14 @@ class Partition:
             result.counters,
         )
 
-    def _store(self, row: Mutation, *, is_counter: bool = False) -> None:
+    def _store(
+        self, row: Mutation, *, is_counter: bool = False, published: Chunk | None = None
+    ) -> None:
         previous_seq = self.table.put(row.key, row.seq, is_tombstone=row.op != Operation.SET)
         if is_counter:
             self.snapshots.open.add_counter(row, previous_seq)
         else:
-            self.snapshots.open.add(row, previous_seq)
+            self.snapshots.open.add(row, previous_seq, published)
         if row.expiry:
             self._expiries.add(row.expiry, row.seq, row.key)
 
@@ -509,7 +512,7 @@ class Partition:
         now: float,
         bytes_max: int = GET_BYTES_MAX,
         fetched: Fetched = NOTHING_FETCHED,
-    ) -> Chunk:
+    ) -> list[Mutation]:
         """What the keys hold, one row a key in the order asked, as a reply to a `GET`.
 
         O(keys * log mutations).
@@ -518,37 +521,34 @@ class Partition:
             keys: The keys.
             now: Seconds since 1970.
             bytes_max: The reply ends before it exceeds this, but not before its first row: ask
-                again for `keys[chunk.count:]`.
+                again for the keys without a row.
             fetched: What was read from disk. The reply ends before the first key that is still
                 missing: see `missing_keys`.
 
         Returns:
             A `SET` with its number for each item, a `DELETE` with number 0 for each key that has
             none. In the flags of a `DELETE` is `BAD_KEY` where no item can have the key, and
-            `DAMAGED` where the disk cannot tell what it holds. Its range is (0, high number]; its
-            numbers are in no order.
+            `DAMAGED` where the disk cannot tell what it holds. A large value may be a view of
+            memory that others share.
         """
-        builder = ChunkBuilder()
+        rows: list[Mutation] = []
         bytes_left = bytes_max
         for key in keys:
             if not is_key(key):
-                builder.append(Operation.DELETE, key, flags=Status.BAD_KEY)
+                rows.append(Mutation(Operation.DELETE, key, flags=Status.BAD_KEY))
                 continue
             row = self._lookup.find(key, now, fetched)
             if row is NOT_FETCHED:
-                assert len(builder), "the caller must first ask which keys are missing"
+                assert rows, "the caller must first ask which keys are missing"
                 break
             if row is not None and is_damaged(row):
-                builder.append(Operation.DELETE, key, flags=Status.DAMAGED)
+                rows.append(Mutation(Operation.DELETE, key, flags=Status.DAMAGED))
                 continue
             bytes_left -= ROW_BYTES_MAX + len(key) + (0 if row is None else len(row.value))
-            if bytes_left < 0 and len(builder):
+            if bytes_left < 0 and rows:
                 break
-            if row is None:
-                builder.append(Operation.DELETE, key)
-            else:
-                builder.append(row.op, key, row.value, row.seq, row.cas, row.flags, row.expiry)
-        return builder.build(SeqNo(0), self.high_seq)
+            rows.append(Mutation(Operation.DELETE, key) if row is None else row)
+        return rows
 
     # Figures and checks.
 

@@ -20,7 +20,7 @@ import trio
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.concurrency import Notifier
-from upr_protocol.transport import write_all
+from upr_protocol.transport import new_memory, write_all
 from upr_server.storage.api import Store
 from upr_server.storage.calls import ReadChunks, StoreCall
 from upr_server.storage.directory import lock, prepare
@@ -62,6 +62,9 @@ it takes such blocks from its heap and clears them: 250 buckets took 1,065 MiB i
 
 _RECEIVE_BYTES: Final = 64 * 1024
 """Bytes received at once: mostly all of an answer without chunks."""
+
+_RECEIVE_BYTES_MAX: Final = 1024 * 1024
+"""Bytes of a large answer that one step receives."""
 
 log = structlog.get_logger(__name__)
 
@@ -157,24 +160,27 @@ class _Worker:
             pending.answer = self._unpacker.unpack(message, pending.call.answer_type, buffers)
         pending.done.set()
 
-    async def _exactly(self, length: int) -> bytearray:
+    async def _exactly(self, length: int) -> Buffer:
         while len(self._received) < length <= _RECEIVE_BYTES:
             received = await self._pipe.socket.recv(_RECEIVE_BYTES)
             if not received:
                 raise EOFError
             self._received += received
-        data = self._received[:length]
-        del self._received[:length]
-        filled = len(data)
-        if filled < length:
-            data += bytes(length - filled)
-            with memoryview(data) as view:
-                while filled < length:
-                    count = await self._pipe.socket.recv_into(view[filled:])
-                    if not count:
-                        raise EOFError
-                    filled += count
-        return data
+        if len(self._received) >= length:
+            data = self._received[:length]
+            del self._received[:length]
+            return data
+        # To fill a bytearray with zeros first would hold the loop for a large answer.
+        memory = memoryview(new_memory(length))
+        filled = len(self._received)
+        memory[:filled] = self._received
+        self._received.clear()
+        while filled < length:
+            count = await self._pipe.socket.recv_into(memory[filled : filled + _RECEIVE_BYTES_MAX])
+            if not count:
+                raise EOFError
+            filled += count
+        return memory
 
     def fail(self, sentence: str) -> None:
         """Fails all calls, those to come as well. The first reason is kept."""

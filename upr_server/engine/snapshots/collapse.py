@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import Final
 
 from upr_kernel import KeyTable, gather
-from upr_protocol.chunk import Chunk
+from upr_protocol.chunk import LARGE_BYTES, Chunk, WidenedChunk
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.document_arrays import Rows
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
@@ -47,6 +47,11 @@ CHUNK_BYTES: Final = 256 * 1024
 CHUNK_MUTATIONS: Final = 4096
 """And not longer than this, about, which bounds the steps of the next collapse."""
 
+WIDEN_BYTES: Final = 1024 * 1024
+"""What is copied at a time of a large chunk that must begin earlier: 0.7 ms, in new memory."""
+
+WIDEN_COST: Final = 4096
+"""What that costs, in mutations of `Collapse.step`."""
 
 _START: Final = attrgetter("start")
 
@@ -113,6 +118,7 @@ class Collapse:
         "_low",
         "_table",
         "_todo",
+        "_widened",
         "entries",
     )
 
@@ -132,6 +138,8 @@ class Collapse:
         self._group: list[tuple[Chunk, bytearray | None]] = []
         self._group_count = 0
         self._group_bytes = 0
+        # Large chunks that must begin earlier, each with its place in the result.
+        self._widened: deque[tuple[int, WidenedChunk]] = deque()
 
     def step(self, budget_mutations: int) -> bool:
         """Goes on by about so many mutations; returns whether it is done."""
@@ -146,7 +154,10 @@ class Collapse:
                 budget_mutations -= chunk.count // 2 + 1
             else:
                 self._put_together()
-                return True
+                if not self._widened:
+                    return True
+                self._widen()
+                budget_mutations -= WIDEN_COST
         return False
 
     def chunks(self) -> list[Chunk]:
@@ -190,16 +201,29 @@ class Collapse:
         group = self._group
         if not group:
             return
-        if len(group) == 1 and group[0][1] is None:
-            self._chunks.append(group[0][0])
+        start, end = group[0][0].start, group[-1][0].end
+        last, last_skip = group[-1]
+        is_last_alone = last_skip is None and self._group_count == last.count
+        if len(group) == 1 and last_skip is None:
+            self._chunks.append(last)
+        elif is_last_alone and last.nbytes > LARGE_BYTES:
+            # All that differs is where it begins.
+            self._widened.append((len(self._chunks), WidenedChunk(last, start)))
+            self._chunks.append(last)
         else:
-            start, end = group[0][0].start, group[-1][0].end
             rows: list[Rows] = [
                 (chunk.encode(), 0, chunk.count, skip, None, 0) for chunk, skip in group
             ]
             self._chunks.append(Chunk(gather(rows, start, end)))
         group.clear()
         self._group_count = self._group_bytes = 0
+
+    def _widen(self) -> None:
+        """Copies a piece of the next large chunk that must begin earlier than it does."""
+        place, widened = self._widened[0]
+        if widened.copy(WIDEN_BYTES):
+            self._chunks[place] = widened.chunk()
+            self._widened.popleft()
 
 
 def _oldest_first(snapshots: list[ClosedSnapshot]) -> Iterator[Chunk]:

@@ -164,7 +164,7 @@ class PublishedArray(DocumentArray):
 
     def mutation(self, index: int) -> Mutation:
         chunk = self._chunk
-        row = chunk.mutation(index)
+        row = chunk.shared_mutation(index)
         return Mutation(
             row.op,
             row.key,
@@ -212,7 +212,7 @@ class NumberedArray(DocumentArray):
         return index
 
     def mutation(self, index: int) -> Mutation:
-        return self._chunk.mutation(index)
+        return self._chunk.shared_mutation(index)
 
     def seqs(self) -> Sequence[int]:
         seqs: list[int] = self._chunk.seqs.tolist()
@@ -240,12 +240,19 @@ class NumberedArray(DocumentArray):
 
 
 class SingleArray(DocumentArray):
-    """One mutation, which refers to its value: storing a value that is in memory copies nothing."""
+    """One mutation, which refers to its value: storing a value that is in memory copies nothing.
 
-    __slots__ = ("_row",)
+    Args:
+        row: The mutation.
+        published: The publisher's chunk that has it and nothing else, and that belongs to nobody
+            else from now on; None for none. It becomes the stored chunk.
+    """
 
-    def __init__(self, row: Mutation) -> None:
+    __slots__ = ("_published", "_row")
+
+    def __init__(self, row: Mutation, published: Chunk | None = None) -> None:
         self._row = row
+        self._published = published
         self.first = self.last = row.seq
         self.count = self.live = 1
         self.nbytes = encoded_bytes(1, len(row.key), len(row.value))
@@ -264,12 +271,18 @@ class SingleArray(DocumentArray):
         return (self.first,)
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
-        return Chunk.build((self._row,), start, end)
+        row = self._row
+        if self._published is not None:
+            return self._published.numbered_in_place(row.seq, row.cas, start, end)
+        return Chunk.build((row,), start, end)
 
     def rows(self, after: int, through: int) -> list[Rows]:
         # A segment has just the arrays with numbers in its range.
         assert after < self.first <= through, (after, self.first, through)
-        return [(Chunk.build((self._row,)).encode(), 0, 1, None, None, 0)]
+        row = self._row
+        if self._published is not None:
+            return [(self._published.encode(), 0, 1, None, row.seq, row.cas)]
+        return [(Chunk.build((row,)).encode(), 0, 1, None, None, 0)]
 
 
 class FillingArray(DocumentArray):

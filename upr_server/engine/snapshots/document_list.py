@@ -149,16 +149,16 @@ class DocumentList:
         if filling.is_full:
             self._seal(filling)
 
-    def add_large(self, row: Mutation) -> None:
+    def add_large(self, row: Mutation, published: Chunk | None = None) -> None:
         """Takes in one large document, as an array of its own. All before it get flags of
         their own.
 
-        The skip flags must not cover it.
+        The skip flags must not cover it. `SingleArray` says what `published` is.
         """
         if self._filling is not None:
             self._seal(self._filling)
         self.move_flags_to_arrays()
-        self._append(SingleArray(row))
+        self._append(SingleArray(row, published))
 
     def _fill(self, first: SeqNo) -> FillingArray:
         self._filling = filling = FillingArray(first)

@@ -12,7 +12,7 @@ read, so no reader has seen the older event.
 
 from __future__ import annotations
 
-from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
 from upr_protocol.ids import Cas, SeqNo
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory_account import MemoryAccount
@@ -103,19 +103,24 @@ class OpenSnapshot:
         table: HashTable,
     ) -> None:
         for offset in range(high - low):
-            row = chunk.mutation(low + offset)
+            # The memory of a large chunk is nobody else's.
+            is_alone = chunk.count == 1 and chunk.nbytes > LARGE_BYTES
+            row = chunk.shared_mutation(0) if is_alone else chunk.mutation(low + offset)
             seq, cas = SeqNo(first_seq + offset), Cas(first_cas + offset)
             previous_seq = table.put(row.key, seq)
             self.add(
-                Mutation(row.op, row.key, row.value, seq, cas, row.flags, row.expiry), previous_seq
+                Mutation(row.op, row.key, row.value, seq, cas, row.flags, row.expiry),
+                previous_seq,
+                chunk if is_alone else None,
             )
 
-    def add(self, row: Mutation, previous_seq: int) -> None:
+    def add(self, row: Mutation, previous_seq: int, published: Chunk | None = None) -> None:
         """Takes in one document. O(1).
 
         Args:
             row: A `SET`, `DELETE` or `EXPIRE` with its number, above all numbers so far.
             previous_seq: The number of the key's older event; 0 where none is known.
+            published: See `SingleArray`.
         """
         documents = self._documents
         if previous_seq <= self.start:
@@ -124,7 +129,7 @@ class OpenSnapshot:
             documents.skip(previous_seq)
             documents.superseded(1)
         if len(row.value) > LARGE_VALUE_BYTES:
-            documents.add_large(row)
+            documents.add_large(row, published)
         else:
             covered_count = documents.skip_flags.extend_through(row.seq)
             documents.add(row)

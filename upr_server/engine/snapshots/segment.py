@@ -117,7 +117,7 @@ class Segment:
             index = bisect_left(seqs, seq)
             if index == chunk.count or seqs[index] != seq:
                 raise KeyError(seq)
-            return chunk.mutation(index)
+            return chunk.shared_mutation(index)
         index = bisect_left(self._counters, seq, key=_SEQ)
         if index < len(self._counters) and self._counters[index].seq == seq:
             return self._counters[index]

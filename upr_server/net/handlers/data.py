@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import trio
 
+from upr_protocol.chunk import Chunk, ChunkPieces
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
@@ -95,9 +96,11 @@ class _KeysRequest:
         missing = partition.missing_keys(keys, now, fetched)
         if missing:
             return missing
-        chunk = partition.get(keys, now, GET_REPLY_BYTES, fetched)
+        rows = partition.get(keys, now, GET_REPLY_BYTES, fetched)
+        # It is only asked for its pieces.
+        chunk = cast("Chunk", ChunkPieces(rows, SeqNo(0), partition.high_seq))
         context.send(
-            GetReply(history_id, chunk.count, chunk, partition=partition.id, opaque=request.opaque)
+            GetReply(history_id, len(rows), chunk, partition=partition.id, opaque=request.opaque)
         )
         return ()
 
