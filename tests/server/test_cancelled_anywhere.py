@@ -595,7 +595,7 @@ async def _confirm(server: Server) -> None:
 
 
 MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
-    _give: tries(PartitionMaps.set_map, ClusteredBucket.apply),
+    _give: tries(PartitionMaps.set_map, ClusteredBucket.apply, ClusteredBucket.follow),
     _adopt: tries(PartitionMaps.adopt),
     _confirm: tries(PartitionMaps.confirm),
 }

@@ -121,7 +121,8 @@ class ClusteredBucket:
         except UprError:
             for partition, failover_log in demoted.items():
                 partition.become(PartitionState.ACTIVE, failover_log)
-            await self.follow()
+            with trio.CancelScope(shield=True):
+                await self.follow()
             raise
         # The disk has the map: from here on nothing fails.
         self.map = new_map
