@@ -69,11 +69,11 @@ def _measure(name: str, runs: int, run: str) -> list[Figure]:
     ).measure
     disturbance, started_at = Disturbance(), time.monotonic()
     figures = measure(runs, _say)
-    others = disturbance.share()
-    path = write_results(name, figures, others, run)
+    other_load = disturbance.share()
+    path = write_results(name, figures, other_load, run)
     _say(
         f"  took {time.monotonic() - started_at:.0f} s, while others used "
-        f"{others:.0%} of the machine; written to {path.relative_to(ROOT)}"
+        f"{other_load:.0%} of the machine; written to {path.relative_to(ROOT)}"
     )
     return figures
 

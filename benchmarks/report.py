@@ -142,10 +142,13 @@ def _range(spread: Mapping[str, float] | None, scale: float = 1, digits: int = 0
 
 def _latency(lines: Sequence[Line]) -> str:
     rows = [
-        (who, *(_range(line["details"][side][name]) for name in ("p50_us", "p99_us", "p99.9_us")))
+        (
+            system,
+            *(_range(line["details"][side][name]) for name in ("p50_us", "p99_us", "p99.9_us")),
+        )
         for line in lines
         if line["row"] == "B6"
-        for who, side in (("UPR", "ours"), ("Redis", "peer"))
+        for system, side in (("UPR", "ours"), ("Redis", "peer"))
     ]
     return _table(("B6, µs", "p50", "p99", "p99.9"), rows) if rows else ""
 
@@ -228,14 +231,14 @@ def _soak(lines: Sequence[Line]) -> str:
     ]
     tries = [
         (
-            f"{tried['share_of_b1']:.0%}",
-            f"{tried['asked_per_s'] / 1e6:.3f}",
-            f"{tried['reached_per_s'] / 1e6:.3f}",
-            *(f"{tried['latency'][name]:,.0f}" for name in percentiles),
-            f"{tried['last_s_latency']['p50_ms']:,.0f}",
-            "yes" if tried["keeps_up"] else "no",
+            f"{attempt['share_of_b1']:.0%}",
+            f"{attempt['asked_per_s'] / 1e6:.3f}",
+            f"{attempt['reached_per_s'] / 1e6:.3f}",
+            *(f"{attempt['latency'][name]:,.0f}" for name in percentiles),
+            f"{attempt['last_s_latency']['p50_ms']:,.0f}",
+            "yes" if attempt["keeps_up"] else "no",
         )
-        for tried in details["tries"]
+        for attempt in details["tries"]
     ]
     late = ("p50, ms", "p99, ms", "p99.9, ms")
     memory = ("server, MiB", "writer, MiB", "reader, MiB")

@@ -96,7 +96,7 @@ def run_commands(folder: Path, address: str) -> Iterator[Step]:
             yield Step(command, "")
             continue
         line = FOLLOWS.sub(r"\g<0> --until caught-up", command).replace(ADDRESS, address)
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-e", "-o", "pipefail", "-c", line],
             cwd=folder,
             env=environment,
@@ -107,7 +107,7 @@ def run_commands(folder: Path, address: str) -> Iterator[Step]:
             text=True,
             check=True,
         )
-        output = done.stdout.replace(address, ADDRESS).replace(gethostname(), "node")
+        output = result.stdout.replace(address, ADDRESS).replace(gethostname(), "node")
         yield Step(command, output)
 
 

@@ -148,8 +148,8 @@ def one_line(text: str) -> str:
 
 def listed(words: Sequence[str], last: str = "and") -> str:
     """Words as a sentence lists them."""
-    *others, final = words
-    return f"{', '.join(others)} {last} {final}" if others else final
+    *first_words, final = words
+    return f"{', '.join(first_words)} {last} {final}" if first_words else final
 
 
 def link(kind: type[Message]) -> str:
@@ -317,14 +317,14 @@ def state_rows() -> list[list[str]]:
     for state, row in SESSION.items():
         cells = [f"`{state.name}`", state.value]
         for side in (Role.CLIENT, Role.SERVER):
-            said = [
+            counts = [
                 link(kind) + (f" → `{to.name}`" if to is not state else "")
                 for kind, to in row.items()
                 if kind.sender & side and kind is not Error
             ]
             if state is SessionState.GREETED and side is Role.SERVER:
-                said.append(f"with mechanisms → `{SessionState.UNAUTHENTICATED.name}`")
-            cells.append(", ".join(said) or "–")
+                counts.append(f"with mechanisms → `{SessionState.UNAUTHENTICATED.name}`")
+            cells.append(", ".join(counts) or "–")
         rows.append(cells)
     return rows
 
@@ -359,7 +359,9 @@ def index_rows() -> list[list[str]]:
 
 def message_section(kind: type[Message]) -> str:
     """One message: what it is for, its header fields, its layout."""
-    asked_by = [link(other) for other in MESSAGES.values() if kind in other.answers]
+    asked_by = [
+        link(message_type) for message_type in MESSAGES.values() if kind in message_type.answers
+    ]
     sender = "either side" if kind.sender is Role.EITHER else f"the {SENDERS[kind.sender]}"
     header = [
         f"partition {partition_field(kind)}",
@@ -408,7 +410,7 @@ def opaque_field(kind: type[Message]) -> str:
         return "the stream's"
     if kind.answers:
         return "one that is not in use"
-    if kind is Refusal or any(kind in other.answers for other in MESSAGES.values()):
+    if kind is Refusal or any(kind in message_type.answers for message_type in MESSAGES.values()):
         return "its request's"
     return "0"
 
@@ -428,7 +430,7 @@ def opcodes_sentence() -> str:
     kinds = MESSAGES.values()
     assert all(kind.opcode < 0x80 for kind in kinds if kind.sender is Role.CLIENT)
     assert all(kind.opcode >= 0x80 for kind in kinds if kind.sender is Role.SERVER)
-    both = [f"`{kind.__name__}`" for kind in kinds if kind.sender is Role.EITHER]
+    names = [f"`{kind.__name__}`" for kind in kinds if kind.sender is Role.EITHER]
     of_their_own = {
         f"`{answer.__name__}`"
         for kind in kinds
@@ -436,7 +438,7 @@ def opcodes_sentence() -> str:
         if answer.opcode != kind.opcode | 0x80
     }
     return (
-        f"The client's opcodes lie below 0x80, and so do those of {listed(both)}, which either "
+        f"The client's opcodes lie below 0x80, and so do those of {listed(names)}, which either "
         "side says; the server's others lie from 0x80 on. An answer's opcode is its request's with "
         f"the high bit set, but {listed(sorted(of_their_own))} answer requests of other opcodes "
         "too, and `Refusal` answers any."
@@ -517,9 +519,9 @@ def wrong_input_rows() -> list[tuple[str, str, str, str]]:
     }
     rows, topic = [], ""
     for case in WRONG_INPUTS:
-        shown = "" if case.topic == topic else case.topic
+        topic_cell = "" if case.topic == topic else case.topic
         code = "–" if case.outcome is Outcome.IGNORED else f"`{case.status.name}`"
-        rows.append((shown, case.wrong, verbs[case.outcome], code))
+        rows.append((topic_cell, case.wrong, verbs[case.outcome], code))
         topic = case.topic
     return rows
 
@@ -645,8 +647,8 @@ def limit_rows() -> list[list[str]]:
     for name, text in string_below(inspect.getsource(limits)).items():
         value = getattr(limits, name)
         is_size = "BYTES" in name and value >= 1 << 10
-        shown = f"{number(value)} ({size(value)})" if is_size else number(value)
-        rows.append([f"`{name}`", shown, text])
+        value_text = f"{number(value)} ({size(value)})" if is_size else number(value)
+        rows.append([f"`{name}`", value_text, text])
     return rows
 
 
@@ -662,14 +664,16 @@ def recorded_conversations() -> list[tuple[str, str, list[Said], int]]:
     shown."""
     conversations = []
     for recorded in json.loads(CONVERSATIONS.read_text()):
-        said = []
+        messages = []
         for entry in recorded["frames"]:
             buffer = FrameBuffer(_admit_all)
             buffer.receive(bytes.fromhex(entry["frame"]))
             frame = buffer.next_frame()
             assert frame is not None, "a frame of the record is not whole"
-            said.append((entry["from"], decode(*frame), bytes.fromhex(entry["frame"])))
-        conversations.append((recorded["title"], recorded["about"], said, recorded["shown_from"]))
+            messages.append((entry["from"], decode(*frame), bytes.fromhex(entry["frame"])))
+        conversations.append(
+            (recorded["title"], recorded["about"], messages, recorded["shown_from"])
+        )
     return conversations
 
 
@@ -686,19 +690,19 @@ def conversation_diagram() -> str:
     """The example as a picture."""
     lines = ["sequenceDiagram"]
     for name, message, _ in example_conversation():
-        other = "server" if name == "client" else "client"
-        lines.append(f"    {name}->>{other}: {type(message).__name__}")
+        receiver = "server" if name == "client" else "client"
+        lines.append(f"    {name}->>{receiver}: {type(message).__name__}")
     return fenced("\n".join(lines), "mermaid")
 
 
 def conversations() -> str:
     """The recorded conversations, byte for byte."""
     parts = []
-    for position, (title, about, said, shown_from) in enumerate(recorded_conversations()):
+    for position, (title, about, messages, shown_from) in enumerate(recorded_conversations()):
         parts += [f"### {title}", about]
         if not position:
             parts.append(conversation_diagram())
-        for place, (name, message, frame) in enumerate(said[shown_from:], 1):
+        for place, (name, message, frame) in enumerate(messages[shown_from:], 1):
             parts.append(f"**{place}. {name}: {link(type(message))}**")
             parts.append(fenced(dump_frame(message, frame, in_full=place == 1 and not position)))
     return "\n\n".join(parts)
@@ -883,9 +887,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Write docs/protocol.md, or check that it is current."
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", type=Path, metavar="FILE")
-    what.add_argument("--check", type=Path, metavar="FILE")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", type=Path, metavar="FILE")
+    mode.add_argument("--check", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     text = document()
     if options.write:

@@ -201,10 +201,10 @@ def _value_for_zero(first: Sequence[Mutation], key: bytes) -> bytes:
                 pivots[top] = image, source
                 break
             image, source = image ^ pivots[top][0], source ^ pivots[top][1]
-    rest, value = constant, 0
-    while rest:
-        image, source = pivots[rest.bit_length()]
-        rest, value = rest ^ image, value ^ source
+    factor, value = constant, 0
+    while factor:
+        image, source = pivots[factor.bit_length()]
+        factor, value = factor ^ image, value ^ source
     return value.to_bytes(4, "little")
 
 
@@ -639,9 +639,11 @@ def starts() -> Json:
 
 def window() -> Json:
     """What is left of a window, frame by frame. The server sends while it is above 0."""
-    left = Allowance()
-    left.grant(limits.WINDOW_BYTES_MIN)
-    trace: list[Json] = [{"message": "Hello", "window_bytes": left.left, "left": left.left}]
+    allowance = Allowance()
+    allowance.grant(limits.WINDOW_BYTES_MIN)
+    trace: list[Json] = [
+        {"message": "Hello", "window_bytes": allowance.left, "left": allowance.left}
+    ]
     for size in (20_000, 30_000, 40_000):
         row = Mutation(Operation.SET, b"k", bytes(size), SeqNo(1), Cas(1))
         chunk = Chunk.build([row], SeqNo(0), SeqNo(1))
@@ -652,14 +654,14 @@ def window() -> Json:
         ):
             frame_bytes = len(encoded(message))
             if type(message) in WINDOW_MESSAGES:
-                if not left.open:
+                if not allowance.open:
                     continue
-                left.use(frame_bytes)
+                allowance.use(frame_bytes)
             name = type(message).__name__
-            trace.append({"message": name, "frame_bytes": frame_bytes, "left": left.left})
-    for count in (20_000, left.used - 20_000):
-        left.give_back(count)
-        trace.append({"message": "Ack", "bytes": count, "left": left.left})
+            trace.append({"message": name, "frame_bytes": frame_bytes, "left": allowance.left})
+    for count in (20_000, allowance.used - 20_000):
+        allowance.give_back(count)
+        trace.append({"message": "Ack", "bytes": count, "left": allowance.left})
     return trace
 
 
@@ -733,9 +735,9 @@ def files() -> Iterable[tuple[str, str]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Write docs/vectors, or check that it is current.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", type=Path, metavar="FOLDER")
-    what.add_argument("--check", type=Path, metavar="FOLDER")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", type=Path, metavar="FOLDER")
+    mode.add_argument("--check", type=Path, metavar="FOLDER")
     options = parser.parse_args(arguments)
     for name, text in files():
         if options.write:

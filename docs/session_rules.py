@@ -99,9 +99,9 @@ class Case:
             session = ServerSession("test:server", now=0.0, mechanisms=lambda: self.mechanisms)
         else:
             session = ClientSession("test:client", window_bytes=WINDOW_BYTES_MIN, now=0.0)
-        for position, (who, message) in enumerate(self.messages, 1):
+        for position, (message_sender, message) in enumerate(self.messages, 1):
             is_last = position == len(self.messages)
-            if who != sender:
+            if message_sender != sender:
                 # A client greets by itself, and a server answers that.
                 if not isinstance(message, Hello | HelloReply):
                     if isinstance(session, ServerSession) and isinstance(message, PartitionStart):
@@ -120,17 +120,17 @@ class Case:
 
     def as_json(self) -> Json:
         """The case, and what came of it."""
-        sender, tried = self.messages[-1]
-        frame = _frame(tried)
-        runs = groupby(self.messages[:-1], lambda each: (each[0], type(each[1]).__name__))
+        sender, last_message = self.messages[-1]
+        frame = _frame(last_message)
+        runs = groupby(self.messages[:-1], lambda entry: (entry[0], type(entry[1]).__name__))
         return {
             "rule": self.rule,
             "before": [
-                {"from": who, "message": name, "times": len(list(group))}
-                for (who, name), group in runs
+                {"from": group_sender, "message": name, "times": len(list(group))}
+                for (group_sender, name), group in runs
             ],
             "from": sender,
-            "message": type(tried).__name__,
+            "message": type(last_message).__name__,
             "frame": frame.hex() if len(frame) <= FRAME_BYTES_SHOWN else None,
             "outcome": self.outcome(),
         }
@@ -247,12 +247,12 @@ GONE: Final[Said] = (*ASKED, (CLIENT, Go()))
 INSIDE: Final[Said] = (*STREAMING, (SERVER, _start(0, 10)))
 
 
-def _client(rule: str, before: Said, *tried: Message) -> Case:
-    return Case(rule, (*before, *((CLIENT, message) for message in tried)))
+def _client(rule: str, before: Said, *last_messages: Message) -> Case:
+    return Case(rule, (*before, *((CLIENT, message) for message in last_messages)))
 
 
-def _server(rule: str, before: Said, *tried: Message) -> Case:
-    return Case(rule, (*before, *((SERVER, message) for message in tried)))
+def _server(rule: str, before: Said, *last_messages: Message) -> Case:
+    return Case(rule, (*before, *((SERVER, message) for message in last_messages)))
 
 
 def _asked_from(position: Position) -> Said:
@@ -299,12 +299,14 @@ def _requests() -> Iterator[Case]:
     for count in (REQUESTS_OPEN_MAX, REQUESTS_OPEN_MAX + 1):
         requests = [Stats(opaque=100 + number) for number in range(count)]
         yield _client(f"{count} open requests", READY, *requests)
-    asked = (*READY, (CLIENT, Stats(opaque=3)))
+    messages = (*READY, (CLIENT, Stats(opaque=3)))
     for status in (Status.OK, Status.NO_BUCKET):
-        yield _server(f"Refusal with {status.name}", asked, Refusal("no", opaque=3, status=status))
-    yield _server("Refusal with an unknown status", asked, Refusal("no", opaque=3, status=999))
+        yield _server(
+            f"Refusal with {status.name}", messages, Refusal("no", opaque=3, status=status)
+        )
+    yield _server("Refusal with an unknown status", messages, Refusal("no", opaque=3, status=999))
     refusal = Refusal("no", opaque=4, status=Status.NO_BUCKET)
-    yield _server("Refusal of a request that nobody made", asked, refusal)
+    yield _server("Refusal of a request that nobody made", messages, refusal)
     refusal = Refusal("no", opaque=2, status=Status.NO_BUCKET)
     yield _server("Refusal of Stream", ASKED, refusal)
     small = ((CLIENT, _hello()), (SERVER, _hello_reply(frame_body_bytes_max=4096)))
@@ -319,23 +321,25 @@ def _flows() -> Iterator[Case]:
     credit = (*IN_BUCKET, (SERVER, Credit(1)))
     yield _client("Mutate above the credit that is left", credit, _mutate(3))
     frame_bytes = len(_frame(_mutate(3)))
-    for left in (0, 1):
-        credit = (*IN_BUCKET, (SERVER, Credit(frame_bytes + left)))
-        yield _client(f"Mutate with {left} bytes of credit", credit, _mutate(3), _mutate(4))
-    sent = (*STREAMING, (SERVER, _start(0, 10)), (SERVER, _chunk(0, 10)))
+    for bytes_left in (0, 1):
+        credit = (*IN_BUCKET, (SERVER, Credit(frame_bytes + bytes_left)))
+        yield _client(f"Mutate with {bytes_left} bytes of credit", credit, _mutate(3), _mutate(4))
+    messages = (*STREAMING, (SERVER, _start(0, 10)), (SERVER, _chunk(0, 10)))
     used = len(_frame(_chunk(0, 10)))
     for count in (used, used + 1):
-        yield _client(f"Ack of {count} bytes where {used} came", sent, Ack(count))
-    for left in (0, 8):
-        size = WINDOW_BYTES_MIN - left
+        yield _client(f"Ack of {count} bytes where {used} came", messages, Ack(count))
+    for bytes_left in (0, 8):
+        size = WINDOW_BYTES_MIN - bytes_left
         first = _chunk(0, 5, _value_of_frame(_chunk(0, 5), size))
         assert len(_frame(first)) == size
-        yield _server(f"PartitionChunk with {left} bytes of window", INSIDE, first, _chunk(5, 10))
+        yield _server(
+            f"PartitionChunk with {bytes_left} bytes of window", INSIDE, first, _chunk(5, 10)
+        )
         begun = (*INSIDE, (SERVER, _chunk(0, 9)), (SERVER, _chunk(9, 10)), (SERVER, _end(10)))
-        rest = size - 2 * len(_frame(_chunk(0, 9)))
-        first_whole = _whole(10, 11, _value_of_frame(_chunk(0, 9), rest))
-        assert len(_frame(first_whole)) == rest
-        rule = f"PartitionSnapshot with {left} bytes of window"
+        last_bytes = size - 2 * len(_frame(_chunk(0, 9)))
+        first_whole = _whole(10, 11, _value_of_frame(_chunk(0, 9), last_bytes))
+        assert len(_frame(first_whole)) == last_bytes
+        rule = f"PartitionSnapshot with {bytes_left} bytes of window"
         yield _server(rule, begun, first_whole, _whole(11, 12))
 
 
@@ -386,8 +390,10 @@ def _snapshots() -> Iterator[Case]:
     yield _server("PartitionSnapshot in order", ended, _whole(10, 11))
     yield _server("PartitionSnapshot with a gap", ended, _whole(11, 12))
     yield _server("PartitionSnapshot inside a snapshot", INSIDE, _whole(0, 10))
-    for rule, said in (("between", STREAMING), ("inside", INSIDE)):
-        yield _server(f"PartitionAnswers {rule} snapshots", said, PartitionAnswers((), **OF_STREAM))
+    for rule, messages in (("between", STREAMING), ("inside", INSIDE)):
+        yield _server(
+            f"PartitionAnswers {rule} snapshots", messages, PartitionAnswers((), **OF_STREAM)
+        )
     yield _server("another opaque than the stream's", STREAMING, _start(0, 10, opaque=3))
     for status in (Status.OK, Status.END_REACHED, Status.RIGHT_REVOKED, Status.NO_BUCKET):
         yield _server(f"StreamEnd with {status.name}", STREAMING, _stream_end(status))

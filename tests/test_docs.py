@@ -91,11 +91,11 @@ def test_its_links_lead_somewhere() -> None:
 
 
 def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
-    shown = re.findall(
+    shown_frames = re.findall(
         r"^\*\*\d+\. (\w+): \[`(\w+)`\].*\n\n```text\n((?s:.*?))```", document(), re.MULTILINE
     )
     buffer = FrameBuffer(lambda header: None)
-    for sender, name, dump in shown:
+    for sender, name, dump in shown_frames:
         # A line is an offset, at most 16 bytes, and what they mean.
         lines = [line for line in dump.split("\n") if line]
         assert [int(line[:4]) for line in lines] == offsets([line[6:53] for line in lines])
@@ -106,8 +106,8 @@ def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
         message = decode(*frame)
         assert type(message).__name__ == name
         assert message.sender & (Role.CLIENT if sender == "client" else Role.SERVER)
-    assert len(shown) == sum(
-        len(said) - shown_from for _, _, said, shown_from in recorded_conversations()
+    assert len(shown_frames) == sum(
+        len(messages) - shown_from for _, _, messages, shown_from in recorded_conversations()
     )
 
 

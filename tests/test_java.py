@@ -59,8 +59,8 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.mark.parametrize("version", ["17.0.15", "21", "25.0.1"])
 def test_a_java_that_is_there(machine: Machine, version: str) -> None:
     machine.has_java(version)
-    done = machine.run()
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    result = machine.run()
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("version", ["11.0.2", "1.8.0_442", "", None])
@@ -70,10 +70,10 @@ def test_without_java_and_without_root_it_says_what_to_install(
     if version is not None:
         machine.has_java(version)
     machine.has("apt-get", "echo called >&2")
-    done = machine.run()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("Spark needs Java 17 or newer: install one")
-    assert done.stderr.count("\n") == 1
+    result = machine.run()
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("Spark needs Java 17 or newer: install one")
+    assert result.stderr.count("\n") == 1
 
 
 def test_java_home_goes_before_the_path(machine: Machine) -> None:
@@ -93,15 +93,15 @@ def test_root_installs_one(machine: Machine, package: str) -> None:
     machine.has("installed", java("17.0.1"))
     copies = 'cp "$BIN/installed" "$BIN/java"'
     machine.has("apt-get", f'case "$*" in update*);; *" {package}") {copies};; *) exit 100;; esac')
-    done = machine.run(BIN=str(machine.bin))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "Installing a Java for Spark; this is done once.\n"
+    result = machine.run(BIN=str(machine.bin))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "Installing a Java for Spark; this is done once.\n"
 
 
 def test_an_installable_java_that_is_too_old_fails(machine: Machine) -> None:
     machine.has("id", "echo 0")
     machine.has("installed", java("11"))
     machine.has("apt-get", 'case "$*" in install*) cp "$BIN/installed" "$BIN/java" ;; esac')
-    done = machine.run(BIN=str(machine.bin))
-    assert done.returncode == 1
-    assert "Spark needs Java 17" in done.stderr
+    result = machine.run(BIN=str(machine.bin))
+    assert result.returncode == 1
+    assert "Spark needs Java 17" in result.stderr

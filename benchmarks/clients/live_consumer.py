@@ -41,21 +41,21 @@ class _Seen:
 
 
 async def _serve(commands: Commands) -> None:
-    seen = _Seen()
+    samples = _Seen()
     async with (
         consume(commands.arguments["url"], identity="bench:live") as consumer,
         trio.open_nursery() as nursery,
     ):
-        nursery.start_soon(seen.follow, consumer)
+        nursery.start_soon(samples.follow, consumer)
         commands.answer(ready=True)
         while (command := await trio.to_thread.run_sync(commands.next)) is not None:
             if "save" in command:
-                seen.save(command["save"])
+                samples.save(command["save"])
             commands.answer(
-                reached=sum(seen.ends.values()),
-                chunks=seen.touch.chunks,
-                mutations=seen.touch.mutations,
-                bytes=seen.touch.nbytes,
+                reached=sum(samples.ends.values()),
+                chunks=samples.touch.chunks,
+                mutations=samples.touch.mutations,
+                bytes=samples.touch.nbytes,
                 processor_s=time.process_time(),
             )
         nursery.cancel_scope.cancel()

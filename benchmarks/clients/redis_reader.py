@@ -41,10 +41,10 @@ def _load(connection: socket.socket, count: int) -> None:
 def _receive(connection: socket.socket, nbytes: int, into: bytearray) -> None:
     """Receives just `nbytes`; what comes before them in `into` is overwritten."""
     while nbytes:
-        got = connection.recv_into(into, min(nbytes, len(into)))
-        if not got:
+        received_bytes = connection.recv_into(into, min(nbytes, len(into)))
+        if not received_bytes:
             raise ConnectionError("redis-server closed the connection")
-        nbytes -= got
+        nbytes -= received_bytes
 
 
 def _request(after: int) -> bytes:

@@ -18,11 +18,11 @@ def serve(commands: Commands) -> None:
         connection.stream()
         commands.answer(ready=True)
         for command in commands:
-            seen = 0
-            while seen < command["mutations"]:
+            chunk_count = 0
+            while chunk_count < command["mutations"]:
                 for message in connection.messages():
                     if isinstance(message, PartitionChunk):
-                        seen += message.chunk.count
+                        chunk_count += message.chunk.count
                         connection.session.acknowledge(HEADER_BYTES + message.chunk.nbytes)
                 connection.flush()
-            commands.answer(seen=seen)
+            commands.answer(seen=chunk_count)

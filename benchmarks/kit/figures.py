@@ -41,9 +41,9 @@ class Spread:
         """The largest."""
         return max(self.runs)
 
-    def over(self, other: Spread) -> Spread:
+    def over(self, divisor: Spread) -> Spread:
         """This figure by another, run by run: what stood side by side is compared."""
-        return Spread(tuple(a / b for a, b in zip(self.runs, other.runs, strict=True)))
+        return Spread(tuple(a / b for a, b in zip(self.runs, divisor.runs, strict=True)))
 
     def to_json(self) -> dict[str, float]:
         """Median, minimum and maximum."""
@@ -92,7 +92,7 @@ class Figure:
     details: Mapping[str, Any] = attrs.field(factory=dict)
 
     @classmethod
-    def more_is_better(cls, *, ours: Spread, peer: Spread, **rest: Any) -> Figure:
+    def more_is_better(cls, *, ours: Spread, peer: Spread, **fields: Any) -> Figure:
         """A line whose ratio is ours by the peer's."""
         return cls(
             ours=ours,
@@ -100,11 +100,11 @@ class Figure:
             ratio=ours.median / peer.median,
             ratios=ours.over(peer),
             runs=len(ours.runs),
-            **rest,
+            **fields,
         )
 
     @classmethod
-    def less_is_better(cls, *, ours: Spread, peer: Spread, **rest: Any) -> Figure:
+    def less_is_better(cls, *, ours: Spread, peer: Spread, **fields: Any) -> Figure:
         """A line whose ratio is the peer's by ours."""
         return cls(
             ours=ours,
@@ -112,7 +112,7 @@ class Figure:
             ratio=peer.median / ours.median,
             ratios=peer.over(ours),
             runs=len(ours.runs),
-            **rest,
+            **fields,
         )
 
     @property

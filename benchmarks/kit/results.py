@@ -19,13 +19,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def write_results(name: str, figures: Sequence[Figure], others: float, run: str) -> Path:
+def write_results(name: str, figures: Sequence[Figure], other_load: float, run: str) -> Path:
     """Writes the lines of row `name` to its file.
 
     Args:
         name: The row.
         figures: Its lines.
-        others: The share of the machine that others used while it was measured.
+        other_load: The share of the machine that others used while it was measured.
         run: When the command was begun that measured this row, and others with it.
     """
     common = {
@@ -33,7 +33,7 @@ def write_results(name: str, figures: Sequence[Figure], others: float, run: str)
         "machine": machine_facts(),
         "run": run,
         "measured_at": now(),
-        "others_share": round(others, 3),
+        "others_share": round(other_load, 3),
         "load_after": round(load_average(), 2),
     }
     rows = [{**figure.to_json(), **common} for figure in figures]

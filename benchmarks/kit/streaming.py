@@ -120,15 +120,15 @@ def together(answers: Sequence[Ran]) -> Ran:
     return {"seconds": max(answer["ended"] for answer in answers) - started_at}
 
 
-def rate(ran: Ran, what: str = "mutations") -> float:
+def rate(ran: Ran, unit: str = "mutations") -> float:
     """How many a second."""
-    rate: float = ran[what] / ran["seconds"]
+    rate: float = ran[unit] / ran["seconds"]
     return rate
 
 
-def rates(runs: Sequence[Ran], what: str = "mutations") -> Spread:
+def rates(runs: Sequence[Ran], unit: str = "mutations") -> Spread:
     """Of all runs."""
-    return Spread.of([rate(ran, what) for ran in runs])
+    return Spread.of([rate(ran, unit) for ran in runs])
 
 
 def server_cost(ran: Ran) -> str:
@@ -139,9 +139,9 @@ def server_cost(ran: Ran) -> str:
     )
 
 
-def _server(ran: Ran, what: str) -> float:
-    """Seconds of the server's processor time for each of `what` that it sent."""
-    seconds_each: float = ran["processor_s"]["server"] / ran[what]
+def _server(ran: Ran, unit: str) -> float:
+    """Seconds of the server's processor time for each of `unit` that it sent."""
+    seconds_each: float = ran["processor_s"]["server"] / ran[unit]
     return seconds_each
 
 

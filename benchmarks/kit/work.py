@@ -53,7 +53,7 @@ def drawn_batches(
     """
     draw = random.Random(seed)
     numbers = _rounds(draw, keys) if in_rounds else _drawn(draw, keys)
-    chunks = _chunks(numbers, draw, partitions, chunk_mutations, rest=False)
+    chunks = _chunks(numbers, draw, partitions, chunk_mutations, with_remainder=False)
     return islice(chunks, -(-mutations // chunk_mutations))
 
 
@@ -61,7 +61,9 @@ def distinct_batches(
     *, seed: int, keys: int, partitions: int, chunk_mutations: int
 ) -> Iterator[Batch]:
     """Chunks that hold each key below `keys` once; the last of each partition may be shorter."""
-    return _chunks(range(keys), random.Random(seed), partitions, chunk_mutations, rest=True)
+    return _chunks(
+        range(keys), random.Random(seed), partitions, chunk_mutations, with_remainder=True
+    )
 
 
 def _drawn(draw: random.Random, keys: int) -> Iterator[int]:
@@ -86,7 +88,7 @@ def _chunks(
     partitions: int,
     chunk_mutations: int,
     *,
-    rest: bool,
+    with_remainder: bool,
 ) -> Iterator[Batch]:
     """The keys with these numbers, by partition, a chunk whenever one is full."""
     by_partition: list[list[bytes]] = [[] for _ in range(partitions)]
@@ -99,5 +101,5 @@ def _chunks(
             yield partition, plain_chunk(waiting, values(draw, chunk_mutations))
             waiting.clear()
     for partition_id, waiting in enumerate(by_partition):
-        if waiting and rest:
+        if waiting and with_remainder:
             yield PartitionId(partition_id), plain_chunk(waiting, values(draw, len(waiting)))

@@ -47,16 +47,16 @@ class _Side:
     def run(self, rate: int, count: int, skip: int, together: int) -> dict[str, Any]:
         self.server.clock.lap()
         self.consumer.tell({"count": count, "skip": skip})
-        sent = self.publisher.ask(count=count, rate=rate, together=together)
-        seen = self.consumer.answer()
+        published = self.publisher.ask(count=count, rate=rate, together=together)
+        consumed = self.consumer.answer()
         server_s = self.server.clock.lap()
         return {
-            **seen["latency"],
-            "sent_late_p99_us": sent["late"]["p99_us"],
+            **consumed["latency"],
+            "sent_late_p99_us": published["late"]["p99_us"],
             "server_us_per_mutation": server_s / count * 1e6,
-            "server_busy": server_s / sent["seconds"],
-            "publisher_busy": sent["processor_s"] / sent["seconds"],
-            "consumer_busy": seen["processor_s"] / sent["seconds"],
+            "server_busy": server_s / published["seconds"],
+            "publisher_busy": published["processor_s"] / published["seconds"],
+            "consumer_busy": consumed["processor_s"] / published["seconds"],
         }
 
     def highest(self) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def _highest(runs: int, say: Callable[[str], None]) -> list[Figure]:
     ]
 
 
-def _spread(runs: list[dict[str, Any]], what: str) -> Spread:
-    return Spread.of([run[what] for run in runs])
+def _spread(runs: list[dict[str, Any]], key: str) -> Spread:
+    return Spread.of([run[key] for run in runs])
 
 
 def _details(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -183,12 +183,12 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     axes: dict[str, Axis] = {}
     alike: dict[str, Axis] = {}
     for name, points in AXES.items():
-        beside = {other: more for other, (axis, more) in ALIKE.items() if axis == name}
+        beside = {other_axis: more for other_axis, (axis, more) in ALIKE.items() if axis == name}
         servers = dict.fromkeys(sum(beside.values(), points))
         ran = _measure_points(name, servers, min(runs, RUNS_MAX), say)
         axes[name] = {point: ran[point] for point in points}
-        for other, more in beside.items():
-            alike[other] = {point: ran[point] for point in more}
+        for other_axis, more in beside.items():
+            alike[other_axis] = {point: ran[point] for point in more}
     axes["history"] = _measure_history(min(runs, HISTORIES_MAX), say)
     details = {name: _details(axis) for name, axis in {**axes, **alike}.items()}
     return [
@@ -233,8 +233,8 @@ def _say_last(run: int, axis: Axis, say: Callable[[str], None]) -> None:
     say(f"  run {run + 1}, ns of the server's processor a mutation: {', '.join(last)}")
 
 
-def _spreads(axis: Axis, what: str) -> dict[Point, Spread]:
-    return {point: Spread.of([run[what] for run in ran]) for point, ran in axis.items()}
+def _spreads(axis: Axis, key: str) -> dict[Point, Spread]:
+    return {point: Spread.of([run[key] for run in ran]) for point, ran in axis.items()}
 
 
 def _flatness(costs: Mapping[Point, Spread]) -> float:

@@ -43,14 +43,14 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             row=row,
             text=text,
             unit="bytes",
-            ours=Spread.of([run[what] for run in ran]),
+            ours=Spread.of([run[key] for run in ran]),
             peer=Spread.of([bar] * runs),
             peer_name="the bar",
             first_bar=1.0,
             aim=2.0,
             details=details,
         )
-        for row, text, what, bar in (
+        for row, text, key, bar in (
             (
                 "B8",
                 "Resident bytes beside key and value of a mutation in closed snapshots.",

@@ -184,9 +184,9 @@ async def _run() -> _Told:
     queue = queues.register("slow", 60.0, time.time())
     started_at = time.process_time()
     async with trio.open_nursery() as nursery:
-        done = trio.Event()
-        nursery.start_soon(_update, buckets, done)
-        while not done.is_set():
+        finished_event = trio.Event()
+        nursery.start_soon(_update, buckets, finished_event)
+        while not finished_event.is_set():
             await trio.sleep(POLL_S)
             _poll(queue, polled)
     _poll(queue, polled)
@@ -194,7 +194,7 @@ async def _run() -> _Told:
     return polled
 
 
-async def _update(buckets: Buckets, done: trio.Event) -> None:
+async def _update(buckets: Buckets, finished_event: trio.Event) -> None:
     chunk = plain_chunk([b"a key"], [b"a value"])
     partitions: list[Any] = [bucket.partitions[0] for bucket in buckets]
     started_at = trio.current_time()
@@ -202,7 +202,7 @@ async def _update(buckets: Buckets, done: trio.Event) -> None:
         partitions[index % BUCKETS].mutate(batch_of(chunk), now=1.0)
         if index % 100 == 99:
             await trio.sleep_until(started_at + SECONDS * index / UPDATES)
-    done.set()
+    finished_event.set()
 
 
 def _poll(queue: EventQueue, polled: _Told) -> None:

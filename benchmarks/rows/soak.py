@@ -126,7 +126,7 @@ class _Stand:
             self._catch_up()
             ended = time.monotonic()
         processor_s = {**self.server.lap(), "client": answer["processor_s"]}
-        due, late, seen, processor_s["consumer"] = self._samples()
+        due, late, mutation_count, processor_s["consumer"] = self._samples()
         started_at = answer["begun"]
         return _Held(
             share=share,
@@ -137,7 +137,7 @@ class _Stand:
             late=late,
             memory=[{**sample, "at": sample["at"] - started_at} for sample in samples],
             processor_s=processor_s,
-            seen_share=seen / CONSUMERS / answer["mutations"],
+            seen_share=mutation_count / CONSUMERS / answer["mutations"],
         )
 
     def _catch_up(self) -> None:
@@ -153,15 +153,15 @@ class _Stand:
         seen, and processor time that they have used."""
         path = self.folder / "samples.npy"
         pieces: list[Times] = []
-        seen, used_s = 0, 0.0
+        mutation_count, used_s = 0, 0.0
         for worker in self._consumers:
             answer = worker.ask(save=str(path))
             pieces.append(np.load(path))
-            seen += answer["mutations"]
+            mutation_count += answer["mutations"]
             used_s += answer["processor_s"]
-        due, came = np.concatenate(pieces, axis=1)
+        due, received_counts = np.concatenate(pieces, axis=1)
         order = np.argsort(due, kind="stable")
-        return due[order], (came - due)[order], seen, used_s
+        return due[order], (received_counts - due)[order], mutation_count, used_s
 
 
 @contextmanager
@@ -206,11 +206,11 @@ def _tried(b1_rate: float, say: Callable[[str], None]) -> list[_Held]:
     return tries
 
 
-def _long_run(tried: _Held, say: Callable[[str], None]) -> tuple[_Held, dict[str, Any]]:
+def _long_run(attempt: _Held, say: Callable[[str], None]) -> tuple[_Held, dict[str, Any]]:
     """The long run, and what the server held at its end."""
     with ExitStack() as stack:
         stand = _Stand(stack)
-        sustained = stand.hold(tried.share, tried.asked, 60 * MINUTES)
+        sustained = stand.hold(attempt.share, attempt.asked, 60 * MINUTES)
         end = {
             "memory_counted_by_the_server": statistics(stand.server)["memory"],
             "disk": attrs.asdict(Disk.of(stand.server)),

@@ -9,9 +9,9 @@ from benchmarks.kit.figures import Figure, Spread
 
 
 def _figure(row: str, ours: float, first_bar: float | None) -> Figure:
-    rest: dict[str, Any] = {"text": "", "unit": "", "peer_name": "", "aim": None}
+    fields: dict[str, Any] = {"text": "", "unit": "", "peer_name": "", "aim": None}
     return Figure.more_is_better(
-        row=row, ours=Spread.of([ours]), peer=Spread.of([1.0]), first_bar=first_bar, **rest
+        row=row, ours=Spread.of([ours]), peer=Spread.of([1.0]), first_bar=first_bar, **fields
     )
 
 

@@ -14,7 +14,7 @@ from upr_protocol.cli.output import print_table
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         ("plain, ä and 漢", "plain, ä and 漢"),
         ("\x1b[2J", "\\x1b[2J"),
@@ -26,8 +26,8 @@ from upr_protocol.cli.output import print_table
         ("\udcff", "\\udcff"),
     ],
 )
-def test_control_characters_are_escapes(text: str, shown: str) -> None:
-    assert printable(text) == shown
+def test_control_characters_are_escapes(text: str, expected: str) -> None:
+    assert printable(text) == expected
 
 
 def test_line_ends_are_kept_where_asked_for() -> None:

@@ -131,8 +131,8 @@ def test_a_durability_without_enough_replicas_is_refused(
 
 
 def test_copies_need_a_replicated_level(bucket: str, run: Run, planes: Path) -> None:
-    asked = ("--durability", "persisted", "--copies", "2")
-    refused = run("load", bucket, str(planes), "--key", "tailnum", *asked, code=2)
+    options = ("--durability", "persisted", "--copies", "2")
+    refused = run("load", bucket, str(planes), "--key", "tailnum", *options, code=2)
     assert "--copies goes with --durability replicated or replicated-and" in refused.stderr
     run("get", bucket, "N1", code=1)
 
@@ -206,14 +206,14 @@ def test_batches_hold_each_item_once_by_partition_and_in_order(
 ) -> None:
     batches = Batches(partition_count)
     assert all(batches.add(key, value) is None for key, value in items)
-    made = batches.take_all()
-    for partition, chunk in made:
+    bundles = batches.take_all()
+    for partition, chunk in bundles:
         chunk.check_published()
         of_partition = [
             item for item in items if partition_of(item[0], partition_count) == partition
         ]
         assert list(zip(chunk.keys(), chunk.values(), strict=True)) == of_partition
-    assert sum(chunk.count for _, chunk in made) == len(items)
+    assert sum(chunk.count for _, chunk in bundles) == len(items)
     assert batches.take_all() == []
 
 

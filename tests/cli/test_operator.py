@@ -104,8 +104,8 @@ def test_replicas_takeover_and_failover_on_three_nodes(nodes: dict[str, Server],
 
     run("takeover", url["c"], "0-7", "--to", "a")
     nodes["a"].stop(signal.SIGKILL)
-    shown = run("partitions", url["b"]).stdout
-    assert re.search(r"^a +\S+ +cannot be reached: ", shown, re.MULTILINE)
+    output = run("partitions", url["b"]).stdout
+    assert re.search(r"^a +\S+ +cannot be reached: ", output, re.MULTILINE)
     assert ["0-7", "a", "unreachable, to be active"] in table(run, url["b"])
     run("failover", url["c"], "--all-of", "a", "--to", "b")
     assert run("get", url["b"], "N102UW").stdout == "AIRBUS INDUSTRIE\n"
@@ -128,6 +128,6 @@ def test_wrong_command_lines_are_refused(bucket: str, run: Run) -> None:
         assert "is not a partition" in run(command, bucket, "x", "--to", "b", code=2).stderr
     assert "write NODE=HOST:PORT" in run("replicas", "add", bucket, "b b", code=3).stderr
     assert "Missing option '--to'" in run("takeover", bucket, "1", code=2).stderr
-    gone = "upr://127.0.0.1:1/b"
-    run("partitions", gone, code=4)
-    run("failover", gone, "1", code=4)
+    url = "upr://127.0.0.1:1/b"
+    run("partitions", url, code=4)
+    run("failover", url, "1", code=4)

@@ -97,12 +97,12 @@ def test_unknown_leases_and_ranges_are_refused(bucket: str, run: Run) -> None:
         assert "is not a lease's ID" in run("leases", "release", bucket, lease_id, code=2).stderr
     assert "is not a lease's ID" in run("leases", "release", bucket, "--", "-1", code=2).stderr
     with BlockingClient(bucket) as client:
-        for ranges, said in (
+        for ranges, message in (
             ([], "1 to 1024 ranges"),
             ([(99, 0, 0)], "partition 99 does not exist"),
             ([(0, 0, 5)], "not a range on disk"),
         ):
-            with pytest.raises(ServerError, match=said):
+            with pytest.raises(ServerError, match=message):
                 client.acquire_lease(ranges, time_to_live_s=60, owner="me")
 
 

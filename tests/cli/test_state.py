@@ -117,9 +117,9 @@ def test_the_copy_of_another_bucket_is_refused(
 ) -> None:
     folder = str(tmp_path / "local-copy")
     tail_lines(start, bucket, "--state", folder)
-    other = bucket + "-other"
-    run("bucket", "create", other)
-    _, err = start("tail", other, "--state", folder).finished(code=2)
+    other_bucket = bucket + "-other"
+    run("bucket", "create", other_bucket)
+    _, err = start("tail", other_bucket, "--state", folder).finished(code=2)
     assert b"of the bucket" in err
     assert err.count(b"\n") == 1
     run("tail", bucket, "--state", folder, "--resume", "x", code=2)
@@ -220,13 +220,16 @@ def test_explain_refuses_a_bad_file(bucket: str, run: Run, tmp_path: Path) -> No
     empty = tmp_path / "folder"
     empty.mkdir()
     assert "does not hold a local copy" in run("explain", bucket, str(empty), code=2).stderr
-    other = tmp_path / "other"
-    other.write_text('{"version":1,"bucket":"other","partitions":{}}')
-    assert f"{other}: the resume state is of" in run("explain", bucket, str(other), code=2).stderr
+    other_path = tmp_path / "other"
+    other_path.write_text('{"version":1,"bucket":"other","partitions":{}}')
+    assert (
+        f"{other_path}: the resume state is of"
+        in run("explain", bucket, str(other_path), code=2).stderr
+    )
     for text in ("nonsense", "{}", "[1]", '{"version":2}'):
-        other.write_text(text)
-        err = run("explain", bucket, str(other), code=2).stderr
-        assert f"{other}: " in err
+        other_path.write_text(text)
+        err = run("explain", bucket, str(other_path), code=2).stderr
+        assert f"{other_path}: " in err
         assert "resume state" in err
         assert "DecodeError" not in err
 
@@ -236,9 +239,12 @@ def test_explain_refuses_the_copy_of_another_bucket(
 ) -> None:
     folder = tmp_path / "local-copy"
     tail_lines(start, bucket, "--state", str(folder))
-    other = bucket + "-other"
-    run("bucket", "create", other)
-    for args in (["explain", other, str(folder)], ["tail", other, "--state", str(folder)]):
+    other_bucket = bucket + "-other"
+    run("bucket", "create", other_bucket)
+    for args in (
+        ["explain", other_bucket, str(folder)],
+        ["tail", other_bucket, "--state", str(folder)],
+    ):
         assert f"{folder}: the resume state is of" in run(*args, code=2).stderr
 
 

@@ -220,14 +220,14 @@ def test_killed_at_any_moment_it_resumes_and_nothing_is_missing(
                 process.wait(lots.uniform(0, 0.02))
         assert process.returncode == -signal.SIGKILL
     loader.finished(data=b"")
-    everything = {str(index) for index in range(next(ids))}
+    all_ids = {str(index) for index in range(next(ids))}
     with out.open("ab") as file:
         process = start("tail", bucket, "--resume", state, stdout=file)
-    while contents(whole_lines(out.read_bytes())).keys() != everything:
+    while contents(whole_lines(out.read_bytes())).keys() != all_ids:
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
         assert process.returncode is None
-    assert contents(tail(bucket)).keys() == everything
+    assert contents(tail(bucket)).keys() == all_ids
 
 
 def test_killed_with_a_full_pipe_it_resumes_before_what_was_not_read(
@@ -332,15 +332,15 @@ def test_partitions_restart_when_the_server_has_lost_their_history(
         url = before.url + "b"
         run("bucket", "create", url, "--partitions", "1")
         run("set", url, "old", "x")
-        old = tail(url, "--resume", state)
+        first_lines = tail(url, "--resume", state)
         before.stop()
     with start_server(before.url.removeprefix("upr://").rstrip("/")):
         run("bucket", "create", url, "--partitions", "1")
         run("set", url, "new", "y")
-        new = tail(url, "--resume", state)
-    assert contents(old) == {"old": "x"}
-    assert new[0]["event"] == "rollback"
-    assert contents(old + new) == {"new": "y"}
+        later_lines = tail(url, "--resume", state)
+    assert contents(first_lines) == {"old": "x"}
+    assert later_lines[0]["event"] == "rollback"
+    assert contents(first_lines + later_lines) == {"new": "y"}
 
 
 def test_a_lost_connection_is_reported_and_made_again(

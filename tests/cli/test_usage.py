@@ -27,15 +27,15 @@ def commands(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize("names", [(), *commands(main)], ids=" ".join)
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_every_command_has_help(run: Run, names: tuple[str, ...], option: str) -> None:
-    shown = run(*names, option).stdout
-    assert shown.startswith("Usage: " + " ".join(("upr", *names)))
-    assert "..." not in shown.partition("Commands:")[2]  # each summary fits its line
+    output = run(*names, option).stdout
+    assert output.startswith("Usage: " + " ".join(("upr", *names)))
+    assert "..." not in output.partition("Commands:")[2]  # each summary fits its line
 
 
 def test_help_names_the_exit_codes(run: Run) -> None:
-    shown = run("--help").stdout
+    output = run("--help").stdout
     for code in (0, 1, 2, 3, 4, 130):
-        assert f"\n    {code:<4} " in shown
+        assert f"\n    {code:<4} " in output
 
 
 def test_the_version(run: Run) -> None:
@@ -43,14 +43,14 @@ def test_the_version(run: Run) -> None:
 
 
 def test_it_runs_as_a_module() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "upr_protocol.cli", "--help"],
         capture_output=True,
         cwd=ROOT,
         env=environment(),
         check=True,
     )
-    assert done.stdout.startswith(b"Usage: upr ")
+    assert result.stdout.startswith(b"Usage: upr ")
 
 
 # The URL.
@@ -134,8 +134,8 @@ def free_port() -> int:
 )
 def test_an_unreachable_server_is_a_lost_connection(start: Start, args: list[str]) -> None:
     group = ["bucket"] if args[0] == "bucket" else []
-    name, *rest = args[len(group) :]
-    out, err = start(*group, name, f"upr://127.0.0.1:{free_port()}/b", *rest).finished(code=4)
+    name, *arguments = args[len(group) :]
+    out, err = start(*group, name, f"upr://127.0.0.1:{free_port()}/b", *arguments).finished(code=4)
     assert out == b""
     assert err.startswith(b"upr: cannot connect to upr://127.0.0.1:")
     assert err.count(b"\n") == 1
@@ -147,8 +147,8 @@ def test_another_program_at_the_address_is_a_lost_connection(
     start: Start, args: list[str], reply: bytes
 ) -> None:
     with other_program(reply) as port:
-        name, *rest = args
-        _, err = start(name, f"upr://127.0.0.1:{port}/b", *rest).finished(code=4)
+        name, *arguments = args
+        _, err = start(name, f"upr://127.0.0.1:{port}/b", *arguments).finished(code=4)
     assert err.startswith(b"upr: ")
     assert err.count(b"\n") == 1
 
@@ -156,8 +156,8 @@ def test_another_program_at_the_address_is_a_lost_connection(
 @pytest.mark.parametrize("args", [["get", "k"], ["tail"]], ids=" ".join)
 def test_ctrl_c_ends_a_command_that_waits_for_an_answer(start: Start, args: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        name, *rest = args
-        process = start(name, f"upr://127.0.0.1:{listener.getsockname()[1]}/b", *rest)
+        name, *arguments = args
+        process = start(name, f"upr://127.0.0.1:{listener.getsockname()[1]}/b", *arguments)
         peer, _ = listener.accept()
         with peer:
             peer.recv(1)

@@ -34,10 +34,10 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("secured")
     password = secret_file(folder / "ada.password")
     data = str(folder / "data")
-    made = CliRunner().invoke(
+    result = CliRunner().invoke(
         server_main, ["init", "--data-dir", data, "--user", "ada", "--password-file", password]
     )
-    assert made.exit_code == 0, made.output
+    assert result.exit_code == 0, result.output
     with start_server("127.0.0.1:0", "--data-dir", data) as started:
         yield started
 

@@ -60,8 +60,8 @@ class ResumedTakeover:
 
     async def finish(self) -> None:
         """Gives the second command again, for each node that is active."""
-        for old in {"a", "b"} - {self._to}:
-            await take_over(self._group.operator("c"), to=self._to, all_of=old)
+        for name in {"a", "b"} - {self._to}:
+            await take_over(self._group.operator("c"), to=self._to, all_of=name)
 
     def histories_begun(self) -> list[int]:
         """How many histories each partition has begun since the first command."""

@@ -122,9 +122,9 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
 def test_every_address_made_of_one_is_protected_as_it_is() -> None:
     security = Security(TlsSettings(ca="ca.pem"))
     address = Address.parse("uprs://a:1,b:2/bucket", security)
-    others = [*address.each(), address.of_node("c:3"), address.with_bucket()]
-    others.append(Address.of_bucket("c:3", "bucket", security))
-    assert [other.security for other in others] == [security] * 5
+    addresses = [*address.each(), address.of_node("c:3"), address.with_bucket()]
+    addresses.append(Address.of_bucket("c:3", "bucket", security))
+    assert [derived.security for derived in addresses] == [security] * 5
 
 
 def test_the_nodes_are_told_as_host_and_port() -> None:

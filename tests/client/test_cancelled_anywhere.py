@@ -90,10 +90,10 @@ def operator_at(server: Server) -> Operator:
     return Operator(Address.parse(server.url("b")))
 
 
-async def add(server: Server, other: Server) -> None:
-    """Makes `other`, which is called `z`, a replica of all that `server` has."""
+async def add(server: Server, second_server: Server) -> None:
+    """Makes `second_server`, which is called `z`, a replica of all that `server` has."""
     operator = operator_at(server)
-    added = await add_replicas(operator, "z", f"{HOST}:{other.port}")
+    added = await add_replicas(operator, "z", f"{HOST}:{second_server.port}")
     with trio.fail_after(60):
         await wait_caught_up(operator, "z", added, ReplicaLag())
     # The two know each other from now on: the links on which they ask each other stay.
@@ -103,10 +103,10 @@ async def add(server: Server, other: Server) -> None:
 @asynccontextmanager
 async def two_nodes(server: Server) -> AsyncIterator[list[Server]]:
     """Another leads one of the partitions."""
-    async with node("z") as other:
-        await add(server, other)
+    async with node("z") as second_server:
+        await add(server, second_server)
         await take_over(operator_at(server), to="z", partitions=[1])
-        yield [server, other]
+        yield [server, second_server]
 
 
 # Clients: requests.
@@ -669,16 +669,16 @@ SURVEY: Final = (
 
 
 async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: MockClock) -> None:
-    async with node("z") as other:
+    async with node("z") as second_server:
         operator = operator_at(server)
-        await add(server, other)
+        await add(server, second_server)
 
         async def work() -> None:
             survey = await operator.survey()
             assert survey.map == (await operator.node_status(operator.address)).map
 
         steps = await cancelled_at_each_step(
-            work, lambda: whole([server, other]), every=3, reaching=SURVEY
+            work, lambda: whole([server, second_server]), every=3, reaching=SURVEY
         )
         steps.check_inside(*SURVEY)
 
@@ -686,11 +686,11 @@ async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: 
 async def test_replicas_that_are_added_and_removed(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
-    async with node("z") as other:
-        operator, servers = operator_at(server), [server, other]
+    async with node("z") as second_server:
+        operator, servers = operator_at(server), [server, second_server]
 
         async def add_it() -> None:
-            await add(server, other)
+            await add(server, second_server)
 
         async def remove() -> None:
             await remove_replicas(operator, "z")
@@ -721,9 +721,9 @@ async def test_replicas_that_are_added_and_removed(
 async def test_a_takeover(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
-    async with node("z") as other:
-        operator, servers = operator_at(server), [server, other]
-        await add(server, other)
+    async with node("z") as second_server:
+        operator, servers = operator_at(server), [server, second_server]
+        await add(server, second_server)
 
         async def work() -> None:
             await take_over(operator, to="z", all_of="a")
@@ -744,13 +744,13 @@ async def test_a_takeover(
 async def test_a_failover(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
-    async with node("z") as other:
-        servers = [server, other]
-        await add(server, other)
+    async with node("z") as second_server:
+        servers = [server, second_server]
+        await add(server, second_server)
         await caught_up(servers)
         network.away.add(server.port)
         network.cut(server.port)
-        operator = operator_at(other)
+        operator = operator_at(second_server)
 
         async def work() -> None:
             await fail_over(operator, partitions=range(PARTITIONS), to="z")
@@ -794,7 +794,7 @@ COMMANDS: Final = (add_replicas, remove_replicas, wait_caught_up, take_over, fai
 
 
 def test_nothing_is_forgotten() -> None:
-    tried: set[Callable[..., object]] = {
+    operations: set[Callable[..., object]] = {
         *CLIENT,
         *PUBLISHER,
         *(Consumer.__anext__, Consumer.barrier, Consumer.save),
@@ -809,4 +809,4 @@ def test_nothing_is_forgotten() -> None:
     }
     there = exported(upr_protocol.client) | exported(upr_protocol.client.operator)
     there |= {name_of(function) for function in KEY_OPERATIONS}
-    assert {name_of(function) for function in tried} == there
+    assert {name_of(function) for function in operations} == there

@@ -31,7 +31,8 @@ async def test_a_replica_becomes_active_and_the_old_active_follows() -> None:
         await fail_over(group.operator("c"), all_of="a", to="b")
         assert group.states("b") == ACTIVE
         assert all(
-            len(log) == len(old) + 1 for log, old in zip(logs(group, "b"), before, strict=True)
+            len(log) == len(old_log) + 1
+            for log, old_log in zip(logs(group, "b"), before, strict=True)
         )
         assert await group.get("b", "key 7") == "v"
         await group.set("b", {"after": "1"})
@@ -114,29 +115,31 @@ async def test_an_interrupted_failover_is_resumed_by_the_same_command(
         interrupted = 0
         refused: list[str] = []
         for stop_at in range(14):
-            old, new, other = list(up)
-            await group.stop(old)
+            old_active, new_active, replica = list(up)
+            await group.stop(old_active)
             interrupter.reset(stop_at)
             with interrupter.scope:
-                await fail_over(group.operator(other), all_of=old, to=new)
+                await fail_over(group.operator(replica), all_of=old_active, to=new_active)
             group.check()
             interrupter.stop_at = -1
             if interrupter.scope.cancelled_caught:
                 interrupted += 1
-                if any(assignment.active != new for assignment in group.map(other).partitions):
+                if any(
+                    assignment.active != new_active for assignment in group.map(replica).partitions
+                ):
                     try:
-                        await fail_over(group.operator(other), all_of=old, to=new)
+                        await fail_over(group.operator(replica), all_of=old_active, to=new_active)
                     except NotDoneError as error:
                         # Another node knew of the last map.
                         refused.append(str(error))
-            await group.until(lambda new=new: group.states(new) == ACTIVE)  # type: ignore[misc]
+            await group.until(lambda new_active=new_active: group.states(new_active) == ACTIVE)  # type: ignore[misc]
             group.check()
-            await group.set(new, {"key": str(stop_at)})
-            await group.start(old)
-            await group.until(lambda old=old: group.states(old) == REPLICA)  # type: ignore[misc]
+            await group.set(new_active, {"key": str(stop_at)})
+            await group.start(old_active)
+            await group.until(lambda old_active=old_active: group.states(old_active) == REPLICA)  # type: ignore[misc]
             await group.until(lambda: highs(group, "a") == highs(group, "b") == highs(group, "c"))
             group.check()
-            up = new + other + old
+            up = new_active + replica + old_active
             if not interrupter.scope.cancelled_caught:
                 break
         assert interrupted >= 5

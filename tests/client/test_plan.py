@@ -38,20 +38,23 @@ def names(copies: list[PartitionCopy]) -> list[str]:
 
 
 def test_the_most_complete_copy_has_what_any_has() -> None:
-    old, older = copy("old", 95, (1, 0)), copy("older", 80, (1, 0))
-    new = copy("new", 90, (2, 90), (1, 0))
-    assert names(most_complete([older, old])) == ["old"]
-    assert names(most_complete([old, new])) == ["new"]
-    assert names(most_complete([new, attrs.evolve(new, node="equal"), old])) == ["new", "equal"]
-    assert names(most_complete([copy("empty", 0), old])) == ["old"]
+    old_copy, older = copy("old", 95, (1, 0)), copy("older", 80, (1, 0))
+    new_copy = copy("new", 90, (2, 90), (1, 0))
+    assert names(most_complete([older, old_copy])) == ["old"]
+    assert names(most_complete([old_copy, new_copy])) == ["new"]
+    assert names(most_complete([new_copy, attrs.evolve(new_copy, node="equal"), old_copy])) == [
+        "new",
+        "equal",
+    ]
+    assert names(most_complete([copy("empty", 0), old_copy])) == ["old"]
     assert names(most_complete([copy("empty", 0), copy("equal", 0)])) == ["empty", "equal"]
     assert most_complete([]) == []
     # It has the newer log, but nothing yet of the newer history.
     behind = copy("behind", 50, (2, 90), (1, 0))
-    assert names(most_complete([behind, old])) == ["old"]
-    assert names(most_complete([behind, older, new])) == ["new"]
+    assert names(most_complete([behind, old_copy])) == ["old"]
+    assert names(most_complete([behind, older, new_copy])) == ["new"]
     # Two histories that diverged.
-    assert most_complete([new, copy("other", 99, (3, 80), (1, 0))]) == []
+    assert most_complete([new_copy, copy("other", 99, (3, 80), (1, 0))]) == []
 
 
 def test_a_replica_that_is_refilled_lacks_what_it_once_acknowledged() -> None:
@@ -186,13 +189,13 @@ def test_a_copy_continues_past_a_point_if_it_has_all_before_it_and_more(
                 node.changes.append(change)
             ends[node.log.current] = node.high_seq
         nodes.append(node)
-    for first, other in itertools.product(nodes, nodes):
+    for first, second in itertools.product(nodes, nodes):
         point = PartitionCopy(first.name, first.log, first.high_seq).point
-        shares = any(entry.history_id == first.log.current for entry in other.log)
+        shares = any(entry.history_id == first.log.current for entry in second.log)
         has_more = (
-            first.high_seq < other.high_seq and other.changes[: first.high_seq] == first.changes
+            first.high_seq < second.high_seq and second.changes[: first.high_seq] == first.changes
         )
-        copy = PartitionCopy(other.name, other.log, other.high_seq)
+        copy = PartitionCopy(second.name, second.log, second.high_seq)
         assert copy.continues_past(point) is (shares and has_more)
 
 
@@ -248,8 +251,8 @@ def test_only_replicas_that_follow_the_active_directly_acknowledge() -> None:
 
 
 def test_a_lost_active_is_a_replica_of_a_partition_without_an_active() -> None:
-    lost = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
-    base = PartitionMap(bucket="b", revision=5, nodes=NODES, partitions=(lost,))
+    assignment = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
+    base = PartitionMap(bucket="b", revision=5, nodes=NODES, partitions=(assignment,))
     base.check()
     for wrong in (
         Assignment(active="b", replicas={"a": ""}, lost_active="a"),

@@ -281,8 +281,8 @@ async def test_a_server_that_stops_is_looked_for_and_given_up(server: Server) ->
                 await stop.wait()
 
         stop = trio.Event()
-        other = await nursery.start(serve)
-        async with consume(other.url("b"), retry_timeout_s=0.2) as consumer:
+        second_server = await nursery.start(serve)
+        async with consume(second_server.url("b"), retry_timeout_s=0.2) as consumer:
             assert await anext(consumer) == Completed(1)
             stop.set()
             with pytest.raises(BrokenError, match="cannot connect"):

@@ -102,14 +102,14 @@ async def test_a_replica_on_a_node_that_is_gone_can_be_removed() -> None:
 async def test_impossible_changes_of_replicas_are_refused() -> None:
     async with running_servers("ab") as group:
         operator = group.operator()
-        for node, address, said in (
+        for node, address, message in (
             ("a b", "", "not a node's name: write NODE=HOST:PORT"),
             ("c", "", "the map does not name c: write c=HOST:PORT"),
             ("c", "here", "here' is not HOST:PORT"),
             ("c", place(group, "b"), "node 'b' answers at"),
             ("a", "", "a is already active for all of them"),
         ):
-            with pytest.raises(NotDoneError, match=said):
+            with pytest.raises(NotDoneError, match=message):
                 await add_replicas(operator, node, address)
         with pytest.raises(NotDoneError, match="unknown node 'x': it cannot be followed"):
             await add_replicas(operator, "b", source="x")

@@ -90,25 +90,25 @@ async def test_an_interrupted_takeover_is_resumed_by_the_same_command(
         await group.set("a", {f"key {n}": "0" for n in range(20)})
         nodes, interrupted = ["a", "b"], 0
         for stop_at in range(100):
-            old, new = nodes
+            source, target = nodes
             interrupter.reset(stop_at)
-            before = logs(group, old)
+            before = logs(group, source)
             with interrupter.scope:
-                await take_over(group.operator(), to=new, all_of=old)
+                await take_over(group.operator(), to=target, all_of=source)
             group.check()
             if interrupter.scope.cancelled_caught:
                 interrupted += 1
                 interrupter.stop_at = -1
-                if group.states(new) != ACTIVE or group.states(old) != REPLICA:
-                    await _mend(group, old, new)
+                if group.states(target) != ACTIVE or group.states(source) != REPLICA:
+                    await _mend(group, source, target)
             group.check()
-            assert group.states(new) == ACTIVE
+            assert group.states(target) == ACTIVE
             # Of a partition that was handed over, another node may have been active since.
             more = int(interrupter.scope.cancelled_caught)
-            for was, now in zip(before, logs(group, new), strict=True):
+            for was, now in zip(before, logs(group, target), strict=True):
                 assert now.entries[len(now) - len(was) :] == was.entries
                 assert len(now) - len(was) in (0, more)
-            await group.set(new, {"key": str(stop_at)})
+            await group.set(target, {"key": str(stop_at)})
             await group.until(lambda: highs(group, "a") == highs(group, "b"))
             nodes.reverse()
             if not interrupter.scope.cancelled_caught:
@@ -116,12 +116,12 @@ async def test_an_interrupted_takeover_is_resumed_by_the_same_command(
         assert interrupted >= 5
 
 
-async def _mend(group: ServerGroup, old: str, new: str) -> None:
+async def _mend(group: ServerGroup, source: str, target: str) -> None:
     """Repeats the command if the maps say that it is not finished."""
-    if all(assignment.active == new for assignment in group.map(new).partitions):
-        await group.until(lambda: group.states(old) == REPLICA)
+    if all(assignment.active == target for assignment in group.map(target).partitions):
+        await group.until(lambda: group.states(source) == REPLICA)
     else:
-        await take_over(group.operator(), to=new, all_of=old)
+        await take_over(group.operator(), to=target, all_of=source)
 
 
 def _lose_answers(
@@ -332,10 +332,10 @@ async def test_a_resumed_takeover_keeps_a_node_that_became_active_meanwhile(
         scenario = ResumedTakeover(group, monkeypatch, to)
         refusal = await scenario.resume()
         partition = scenario.partition
-        others = partitions_text(n for n in range(PARTITIONS) if n != partition)
+        other_partitions = partitions_text(n for n in range(PARTITIONS) if n != partition)
         assert (
             f"so b is active for partition {partition} and " in refusal
-            or f"so a is active again for {others} and " in refusal
+            or f"so a is active again for {other_partitions} and " in refusal
         )
         group.check()
         assert await group.get("b", "acknowledged") == "1"

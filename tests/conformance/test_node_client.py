@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 
 
 async def test_its_own_tests_pass() -> None:
-    done = await run(("node", "--test", str(CLIENT / "test")))
-    assert done.code == 0, done.out
+    result = await run(("node", "--test", str(CLIENT / "test")))
+    assert result.code == 0, result.out
 
 
 def test_the_node_client_has_less_than_600_lines() -> None:
@@ -72,11 +72,11 @@ async def test_kills_cuts_and_rollbacks(tmp_path: Path) -> None:
             async with connect(proxy.url()) as client:
                 await client.create_bucket("b", PARTITIONS)
             command = ("node", str(CLIENT / "torture.js"), "127.0.0.1", str(proxy.port), "b")
-            done = await torture.play(proxy, (*command, str(PARTITIONS), str(ROUNDS)))
+            result = await torture.play(proxy, (*command, str(PARTITIONS), str(ROUNDS)))
         nursery.cancel_scope.cancel()
-    assert done["keys"] == 720
-    assert done["connections"] > ROUNDS // 2
-    assert done["rollbacks"] >= ROUNDS // 3
+    assert result["keys"] == 720
+    assert result["connections"] > ROUNDS // 2
+    assert result["rollbacks"] >= ROUNDS // 3
 
 
 class Torture:

@@ -58,10 +58,10 @@ class Model:
 
     def expire(self, now: float) -> int:
         """Deletes what has expired, by time and then by number; returns how many."""
-        gone = [row for row in self.now.values() if 0 < row.expiry <= now]
-        for row in sorted(gone, key=lambda row: (row.expiry, row.seq)):
+        expired = [row for row in self.now.values() if 0 < row.expiry <= now]
+        for row in sorted(expired, key=lambda row: (row.expiry, row.seq)):
             self.store(Operation.EXPIRE, row.key)
-        return len(gone)
+        return len(expired)
 
     def mutate(
         self, rows: list[Mutation], now: float, cas_of: dict[bytes, int]
@@ -107,8 +107,8 @@ class Model:
         elif op == Operation.TOUCH:
             self.store(Operation.SET, row.key, item.value, item.flags, row.expiry)
         else:
-            both = [item.value, row.value]
-            value = b"".join(both if op == Operation.APPEND else reversed(both))
+            numbers = [item.value, row.value]
+            value = b"".join(numbers if op == Operation.APPEND else reversed(numbers))
             if len(value) > VALUE_BYTES_MAX:
                 return Status.TOO_LARGE
             self.store(Operation.SET, row.key, value, item.flags, item.expiry)
@@ -244,9 +244,9 @@ class Reader:
         chunk.check()
         rows = list(chunk)
         for row in rows:
-            made = self.model.log[row.seq - 1]
-            assert (row.op, row.key, row.value) == (made.op, made.key, made.value)
-            assert (row.flags, row.expiry) == (made.flags, made.expiry)
+            mutation = self.model.log[row.seq - 1]
+            assert (row.op, row.key, row.value) == (mutation.op, mutation.key, mutation.value)
+            assert (row.flags, row.expiry) == (mutation.flags, mutation.expiry)
             assert row.cas
         keys = [row.key for row in rows]
         if not self.announced.may_repeat:

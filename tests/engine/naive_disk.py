@@ -59,13 +59,13 @@ class NaiveDisk:
 
     def commit(self, partition: Partition, snapshots: int) -> None:
         """Commits so many of the snapshots that were read whole, at once."""
-        taken, self._read = self._read[:snapshots], self._read[snapshots:]
-        if not taken:
+        committed, self._read = self._read[:snapshots], self._read[snapshots:]
+        if not committed:
             return
-        for rows, ends, _ in taken:
+        for rows, ends, _ in committed:
             self.log += rows
             self.chunk_ends += ends
-        self.high = taken[-1][2]
+        self.high = committed[-1][2]
         self.last_cas = partition.last_cas
         for token, answer in partition.repeated_batches.take_unsaved(self.high).items():
             if answer is None:
@@ -151,10 +151,10 @@ class DiskModel(Model):
         self.cas: dict[int, int] = {}
 
     def expire(self, now: float) -> int:
-        gone = [row for row in self.now.values() if 0 < row.expiry <= now and self.knows(row)]
-        for row in sorted(gone, key=lambda row: (row.expiry, row.seq)):
+        expired = [row for row in self.now.values() if 0 < row.expiry <= now and self.knows(row)]
+        for row in sorted(expired, key=lambda row: (row.expiry, row.seq)):
             self.store(Operation.EXPIRE, row.key)
-        return len(gone)
+        return len(expired)
 
     def cas_of_all(self) -> dict[bytes, int]:
         """The CAS of every item."""

@@ -198,9 +198,11 @@ def test_a_batch_is_cut_into_pieces_within_their_limits(
         is_whole = piece.count == chunk.count and chunk.nbytes <= bytes_max
         assert piece.count <= rows_max or is_whole
         assert values_bytes <= bytes_max or piece.count == 1
-        rest = sizes[low + len(rows) :][: piece.count + 1]
+        sizes_after = sizes[low + len(rows) :][: piece.count + 1]
         is_last = len(rows) + piece.count == len(batch)
-        assert is_last or piece.count == rows_max or sum(rest) > bytes_max, "no shorter than needed"
+        assert is_last or piece.count == rows_max or sum(sizes_after) > bytes_max, (
+            "no shorter than needed"
+        )
         rows += piece
     expected = list(chunk)[low:high]
     assert rows == expected

@@ -34,9 +34,9 @@ NOW: Final = 1e9
 
 def new_replicated_partition(memory: MemoryAccount | None = None) -> Partition:
     ids = count(1)
-    made = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
-    made.repeated_batches.track_unsaved()
-    return made
+    partition = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
+    partition.repeated_batches.track_unsaved()
+    return partition
 
 
 def write(partition: Partition, *keys: bytes, expiry: int = 0) -> None:
@@ -250,13 +250,13 @@ class Replicated(RuleBasedStateMachine):
         """What the source's disk has."""
 
     @rule(
-        who=st.integers(0, 2),
+        writer_number=st.integers(0, 2),
         skipped=st.integers(0, 2),
         moves=st.integers(0, 2),
         size=st.sampled_from([10, 1_000]),
     )
-    def remember(self, who: int, skipped: int, moves: int, size: int) -> None:
-        writer = bytes([who]) * 16
+    def remember(self, writer_number: int, skipped: int, moves: int, size: int) -> None:
+        writer = bytes([writer_number]) * 16
         self.counters[writer] = counter = self.counters.get(writer, 0) + 1 + skipped
         self.high += moves
         token, answer = WriterToken(writer, counter), bytes([len(self.answers_given) % 256]) * size
@@ -264,10 +264,10 @@ class Replicated(RuleBasedStateMachine):
         self.answers_given.append((self.high, token, answer))
         self.applied[token] = self.high
 
-    @rule(who=st.integers(0, 2), moves=st.integers(0, 2))
-    def replace(self, who: int, moves: int) -> None:
+    @rule(writer=st.integers(0, 2), moves=st.integers(0, 2))
+    def replace(self, writer: int, moves: int) -> None:
         """A task that runs again sends its newest batch again: the answer has a newer attempt."""
-        newest = self.source.newest(bytes([who]) * 16)
+        newest = self.source.newest(bytes([writer]) * 16)
         if newest is not None:
             self.high += moves
             token, answer = newest[0], newest[1] + b"again"
@@ -306,17 +306,17 @@ class Replicated(RuleBasedStateMachine):
         """Both go back."""
         self.copy()
         to = int(share * self.high)
-        gone = {token for _, token, _ in self.answers_given if self.applied[token] > to}
+        lost_tokens = {token for _, token, _ in self.answers_given if self.applied[token] > to}
         tokens = self.source.truncate(to)
         for token in tokens:
             self.disk.pop(token, None)
-        assert {token for token in self.applied if self.recalled(token)} & gone == set()
+        assert {token for token in self.applied if self.recalled(token)} & lost_tokens == set()
         assert [token for token in tokens if self.recalled(token)] == []
         self.replica.truncate(to)
         self.answers_given = [
             (min(high, to), token, answer)
             for high, token, answer in self.answers_given
-            if token not in gone
+            if token not in lost_tokens
         ]
         self.high = self.copied = to
 
@@ -415,10 +415,10 @@ def test_a_new_history_answers_waiting_calls_with_false() -> None:
 
 def test_closing_an_old_connection_keeps_the_reports_of_a_newer_one() -> None:
     progress = ReplicaProgress()
-    old, new = object(), object()
-    progress.report("a", SeqNo(5), SeqNo(5), old)
-    progress.report("a", SeqNo(6), SeqNo(5), new)
-    progress.forget("a", old)
+    old_connection, new_connection = object(), object()
+    progress.report("a", SeqNo(5), SeqNo(5), old_connection)
+    progress.report("a", SeqNo(6), SeqNo(5), new_connection)
+    progress.forget("a", old_connection)
     assert progress.reached(1) == 6
-    progress.forget("a", new)
+    progress.forget("a", new_connection)
     assert progress.reached(1) == 0

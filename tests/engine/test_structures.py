@@ -266,8 +266,8 @@ def test_a_forgotten_answer_is_a_pending_change_too() -> None:
         answers.remember(token(1, counter), b"", 100)
     answers.check_invariants()
     news = answers.take_unsaved(100)
-    gone = [key for key, answer in news.items() if answer is None]
-    assert gone == [token(counter) for counter in range(2, BATCHES_MAX + 2)]
+    forgotten_keys = [key for key, answer in news.items() if answer is None]
+    assert forgotten_keys == [token(counter) for counter in range(2, BATCHES_MAX + 2)]
     answers.check_invariants()
 
 
@@ -395,12 +395,12 @@ def test_the_number_of_writers_that_must_begin_again_is_bounded() -> None:
 
 
 def test_memory_adds_up() -> None:
-    memory, other = MemoryAccount(), MemoryAccount()
+    memory, other_account = MemoryAccount(), MemoryAccount()
     memory.arrays = 5
-    other.arrays, other.writers = 1, 2
-    memory += other
+    other_account.arrays, other_account.writers = 1, 2
+    memory += other_account
     assert (memory.arrays, memory.writers, memory.total) == (6, 2, 8)
-    assert memory != other
+    assert memory != other_account
     assert memory.statistics()["arrays"] == 6
 
 

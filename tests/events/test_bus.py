@@ -66,25 +66,25 @@ async def test_registering_while_buckets_change_misses_nothing(
 ) -> None:
     """Each consumer is told of every update from its registration on, and once."""
     bucket = buckets.create("b", 1, incarnation=7)
-    made = 0
+    bucket_count = 0
     registered_at: dict[str, int] = {}
     update_counts: dict[str, int] = {}
 
     async def write() -> None:
-        nonlocal made
+        nonlocal bucket_count
         for _ in range(200):
             put(bucket.partitions[0], b"k")
-            made += 1
+            bucket_count += 1
             await trio.sleep(0.01)
 
     async def follow(name: str, delay_s: float) -> None:
         await trio.sleep(delay_s)
-        registered_at[name], update_counts[name] = made, 0
-        batch_id, everything, _ = await ask(bus, name)
-        assert everything
+        registered_at[name], update_counts[name] = bucket_count, 0
+        batch_id, must_look, _ = await ask(bus, name)
+        assert must_look
         while True:
-            batch_id, everything, events = await ask(bus, name, batch_id)
-            assert not everything
+            batch_id, must_look, events = await ask(bus, name, batch_id)
+            assert not must_look
             update_counts[name] += sum(event.updates for event in events)
 
     async with trio.open_nursery() as nursery:
@@ -93,7 +93,7 @@ async def test_registering_while_buckets_change_misses_nothing(
         await write()
         await trio.sleep(5)
         nursery.cancel_scope.cancel()
-    assert update_counts == {name: made - before for name, before in registered_at.items()}
+    assert update_counts == {name: bucket_count - before for name, before in registered_at.items()}
 
 
 CHANGES: Final[dict[str, Callable[[Buckets], object]]] = {
@@ -175,8 +175,8 @@ async def test_a_clean_restart_revives_its_consumers(autojump_clock: MockClock) 
     await after.restore()
     async with after.running():
         await trio.sleep(8.0)
-        _, everything, events = await ask(after, acknowledged=batch_id)
-        assert not everything
+        _, must_look, events = await ask(after, acknowledged=batch_id)
+        assert not must_look
         assert events == (BucketEvent("b", 7, BucketFate.CREATED),)
 
 
@@ -209,8 +209,8 @@ async def test_damaged_queues_have_consumers_start_over(autojump_clock: MockCloc
             "event queues cannot be read; consumers start over"
         ]
         async with bus.running():
-            _, everything, _ = await ask(bus)
-            assert everything
+            _, must_look, _ = await ask(bus)
+            assert must_look
 
 
 async def test_a_disk_that_is_full_at_the_stop_has_consumers_start_over(
@@ -230,20 +230,20 @@ async def test_a_disk_that_is_full_at_the_stop_has_consumers_start_over(
 async def test_dead_consumers_are_cleared_in_time_and_others_are_not(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
-    _, everything, _ = await ask(bus, "dead", timeout_s=5.0)
-    assert everything
+    _, must_look, _ = await ask(bus, "dead", timeout_s=5.0)
+    assert must_look
     batch_id, _, _ = await ask(bus, "alive", timeout_s=5.0)
     died_at = trio.current_time()
     while bus.statistics()["consumers_cleared"] == 0:
         buckets.create("b", 1, incarnation=1)
         await trio.sleep(0.5)
         buckets.delete("b")
-        batch_id, everything, _ = await ask(bus, "alive", batch_id, timeout_s=5.0)
-        assert not everything
+        batch_id, must_look, _ = await ask(bus, "alive", batch_id, timeout_s=5.0)
+        assert not must_look
     assert trio.current_time() - died_at <= 5.0 + 3.0
     assert bus.statistics()["consumers"] == 1
-    _, everything, events = await ask(bus, "dead", timeout_s=5.0)
-    assert everything
+    _, must_look, events = await ask(bus, "dead", timeout_s=5.0)
+    assert must_look
     assert events == ()
 
 

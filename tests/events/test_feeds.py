@@ -281,7 +281,7 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
 
 
 async def test_a_wrong_request_is_refused_and_the_connection_stays_open(server: Server) -> None:
-    for options, said in (
+    for options, message in (
         ({"consumer": "no name"}, "invalid consumer name"),
         ({"consumer": ".compaction"}, "invalid consumer name"),
         ({"consumer": "x" * 101}, "invalid consumer name"),
@@ -290,7 +290,7 @@ async def test_a_wrong_request_is_refused_and_the_connection_stays_open(server: 
         ({"consumer": "c", "pattern": "x" * 201}, "a pattern is"),
     ):
         async with follow_events(server.url(), **options) as feed:
-            with pytest.raises(ServerError, match=said) as refused:
+            with pytest.raises(ServerError, match=message) as refused:
                 await told(feed)
             assert refused.value.status is Status.BAD_ARGUMENT
 

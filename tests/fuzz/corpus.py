@@ -115,10 +115,10 @@ def _messages() -> Iterator[tuple[str, bytes]]:
 
 
 def _server() -> Iterator[tuple[str, bytes]]:
-    said = [message for kind, message in SAMPLES.items() if kind.sender & Role.CLIENT]
+    client_messages = [message for kind, message in SAMPLES.items() if kind.sender & Role.CLIENT]
     requests = [
         msgspec.structs.replace(message, opaque=100 + index)
-        for index, message in enumerate(said)
+        for index, message in enumerate(client_messages)
         if type(message).answers and not isinstance(message, Open | Stream)
     ]
     flow = [stream(5, 8), Barrier(b"a"), close_stream(3, 6), Ack(10), Barrier(b"b")]

@@ -50,9 +50,9 @@ def _cut(data: Iterator[bytes], *, in_place: bool) -> tuple[list[tuple[Header, b
 
 
 def _written(header: Header, body: bytes) -> bytes:
-    said = (header.opcode, header.status, header.partition, header.opaque)
+    fields = (header.opcode, header.status, header.partition, header.opaque)
     assert not len(body) & 7
-    return pack_header(*said, len(body), crc32c(body)) + body
+    return pack_header(*fields, len(body), crc32c(body)) + body
 
 
 def frames(data: bytes) -> None:

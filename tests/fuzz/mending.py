@@ -49,11 +49,11 @@ def mended_chunk(data: bytes) -> bytes:
     count = min(count, len(data) // 29)
     while count and encoded_bytes(count, 0, 0) > room:
         count -= 1
-    rest = room - encoded_bytes(count, 0, 0)
-    if rest < 0:
+    bytes_left = room - encoded_bytes(count, 0, 0)
+    if bytes_left < 0:
         return data
-    key_length = min(key_length, rest)
-    rest -= (key_length + 7) & ~7
-    value_length = max(0, rest - (-value_length & 7))
+    key_length = min(key_length, bytes_left)
+    bytes_left -= (key_length + 7) & ~7
+    value_length = max(0, bytes_left - (-value_length & 7))
     head = _CHUNK_HEAD.pack(count, key_length, value_length, 0, start, max(start, end))
     return (head + data[CHUNK_HEAD_BYTES:])[: encoded_bytes(count, key_length, value_length)]

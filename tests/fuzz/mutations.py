@@ -23,16 +23,16 @@ def _place(random: Random, data: bytearray) -> int:
     return min(random.randrange(len(data)), random.randrange(len(data)))
 
 
-def _flip(random: Random, data: bytearray, _other: bytes) -> None:
+def _flip(random: Random, data: bytearray, _donor: bytes) -> None:
     for _ in range(random.choice((1, 1, 1, 2, 8))):
         data[_place(random, data)] ^= 1 << random.randrange(8)
 
 
-def _overwrite(random: Random, data: bytearray, _other: bytes) -> None:
+def _overwrite(random: Random, data: bytearray, _donor: bytes) -> None:
     data[_place(random, data)] = random.randrange(256)
 
 
-def _number(random: Random, data: bytearray, _other: bytes) -> None:
+def _number(random: Random, data: bytearray, _donor: bytes) -> None:
     """A length, a count, an offset or a sequence number."""
     length = random.choice((1, 2, 4, 4, 4, 8))
     offset = _place(random, data)
@@ -42,49 +42,49 @@ def _number(random: Random, data: bytearray, _other: bytes) -> None:
     data[offset : offset + length] = value.to_bytes(length, "little")
 
 
-def _cut(random: Random, data: bytearray, _other: bytes) -> None:
+def _cut(random: Random, data: bytearray, _donor: bytes) -> None:
     del data[random.randrange(len(data)) :]
 
 
-def _remove(random: Random, data: bytearray, _other: bytes) -> None:
+def _remove(random: Random, data: bytearray, _donor: bytes) -> None:
     offset = random.randrange(len(data))
     del data[offset : offset + random.choice((1, 4, 8, 24, 100))]
 
 
-def _insert(random: Random, data: bytearray, _other: bytes) -> None:
+def _insert(random: Random, data: bytearray, _donor: bytes) -> None:
     offset = random.randrange(len(data) + 1)
     data[offset:offset] = random.choice(
         (bytes(8), b"\xff" * 8, random.randbytes(random.randrange(1, 40)))
     )
 
 
-def _repeat(random: Random, data: bytearray, _other: bytes) -> None:
+def _repeat(random: Random, data: bytearray, _donor: bytes) -> None:
     offset = random.randrange(len(data))
     data[offset:offset] = data[offset : offset + random.choice((1, 8, 24, 100, 1000))]
 
 
-def _splice(random: Random, data: bytearray, other: bytes) -> None:
+def _splice(random: Random, data: bytearray, donor: bytes) -> None:
     """The front of this, the back of another."""
     del data[random.randrange(len(data)) :]
-    data += other[random.randrange(len(other) + 1) :]
+    data += donor[random.randrange(len(donor) + 1) :]
 
 
-def _again(random: Random, data: bytearray, _other: bytes) -> None:
+def _again(random: Random, data: bytearray, _donor: bytes) -> None:
     """A frame is said again, somewhere."""
     starts = [match.start() for match in finditer(_FRAME, data)] or [0]
     bounds = [*starts, len(data)]
-    which, to = random.randrange(len(starts)), random.choice(bounds)
-    data[to:to] = data[bounds[which] : bounds[which + 1]]
+    index, to = random.randrange(len(starts)), random.choice(bounds)
+    data[to:to] = data[bounds[index] : bounds[index + 1]]
 
 
-def _manner(random: Random, data: bytearray, _other: bytes) -> None:
+def _manner(random: Random, data: bytearray, _donor: bytes) -> None:
     """What most targets are told first: how the rest is to be taken."""
     data[0] ^= 1 << random.randrange(8)
 
 
-def _append(_random: Random, data: bytearray, other: bytes) -> None:
+def _append(_random: Random, data: bytearray, donor: bytes) -> None:
     """Both, one behind the other, but for the bytes that say how."""
-    data += other[2:]
+    data += donor[2:]
 
 
 _KINDS: Final[Sequence[Callable[[Random, bytearray, bytes], None]]] = (
@@ -107,12 +107,12 @@ _KINDS: Final[Sequence[Callable[[Random, bytearray, bytes], None]]] = (
 )
 
 
-def mutations(data: bytes, others: Sequence[bytes], seed: int, count: int) -> Iterator[bytes]:
+def mutations(data: bytes, donors: Sequence[bytes], seed: int, count: int) -> Iterator[bytes]:
     """`count` inputs made of `data`, each changed in one to four ways.
 
     Args:
         data: What they are made of.
-        others: What they may have a part of.
+        donors: What they may have a part of.
         seed: The same gives the same.
         count: How many.
     """
@@ -121,5 +121,5 @@ def mutations(data: bytes, others: Sequence[bytes], seed: int, count: int) -> It
         changed = bytearray(data)
         for _ in range(random.choice((1, 1, 2, 3, 4))):
             changed = changed or bytearray(1)
-            random.choice(_KINDS)(random, changed, random.choice(others))
+            random.choice(_KINDS)(random, changed, random.choice(donors))
         yield bytes(changed[:4096])

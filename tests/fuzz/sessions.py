@@ -144,7 +144,7 @@ _CLIENT_LOGS_IN: Final[Sequence[Sequence[Message]]] = (
 def heard_before(beginnings: Sequence[Sequence[Message]], second: int) -> bytes:
     """What was said before the fuzzed bytes: more or less of a handshake."""
     count = second % LOG_IN % len(beginnings) + 1
-    return b"".join(encoded(*said) for said in beginnings[:count])
+    return b"".join(encoded(*beginning) for beginning in beginnings[:count])
 
 
 def server(data: bytes) -> None:
@@ -173,21 +173,21 @@ def _converse(
     first, second, data = *(data[:2] + bytes(2))[:2], data[2:]
     _hear(session, heard_before(beginnings, second), react)
     taken(session)
-    said = b""
+    outgoing = b""
     if first & MENDED:
         data = mended_frames(data)
     late: list[Message] = []
     for piece in pieces(data, first):
         _hear(session, piece, (lambda _, message: late.append(message)) if first & LATE else react)
-        said += taken(session)
+        outgoing += taken(session)
     if first & LATE:
-        assert len(said) <= 2 * len(data) + ERROR_BYTES_MAX, "it says little by itself"
+        assert len(outgoing) <= 2 * len(data) + ERROR_BYTES_MAX, "it says little by itself"
     for message in late:
         if session.state is not SessionState.CLOSED:
             react(session, message)
-    said += taken(session)
+    outgoing += taken(session)
     # All of it can be read, and nothing comes behind an error.
-    assert not any(isinstance(message, Error) for message in frames(said)[:-1])
+    assert not any(isinstance(message, Error) for message in frames(outgoing)[:-1])
 
 
 def _hear(session: Session, piece: bytes, react: Callable[[Session, Message], None]) -> None:

@@ -33,10 +33,10 @@ MUTATIONS_OF_SLOW: Final = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_corpus_and_its_mutations(name: str) -> None:
     target, inputs = TARGETS[name], corpus(name)
-    others, count = list(inputs.values()), MUTATIONS_OF_SLOW.get(name, MUTATIONS)
+    donors, count = list(inputs.values()), MUTATIONS_OF_SLOW.get(name, MUTATIONS)
     for file, data in inputs.items():
         target(data)
-        for changed in mutations(data, others, crc32(file.encode()), count // len(inputs)):
+        for changed in mutations(data, donors, crc32(file.encode()), count // len(inputs)):
             try:
                 target(changed)
             except Exception as error:
@@ -59,14 +59,14 @@ def test_every_message_is_heard(
     name: str, reaction: str, sender: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The corpus gets as far as to every message that leaves the session open."""
-    heard: set[type[Message]] = set()
+    kinds: set[type[Message]] = set()
     react: Callable[[Session, Message], None] = getattr(sessions, reaction)
 
     def listen(session: Session, message: Message) -> None:
-        heard.add(type(message))
+        kinds.add(type(message))
         react(session, message)
 
     monkeypatch.setattr(sessions, reaction, listen)
     for data in corpus(name).values():
         TARGETS[name](data)
-    assert heard == {kind for kind in MESSAGES.values() if kind.sender & sender} - {Close, Error}
+    assert kinds == {kind for kind in MESSAGES.values() if kind.sender & sender} - {Close, Error}

@@ -66,11 +66,11 @@ def tls(data: bytes) -> None:
     _feed(server if kind == TO_SERVER else client, message)
 
 
-def _pass(link: TlsLink, other: TlsLink) -> None:
+def _pass(link: TlsLink, peer: TlsLink) -> None:
     """The next of the handshake that one has to say to the other."""
     link.handshake()
-    other.feed(link.take_outgoing())
-    other.handshake()
+    peer.feed(link.take_outgoing())
+    peer.handshake()
 
 
 def _feed(link: TlsLink, message: bytes) -> None:

@@ -95,7 +95,7 @@ def _document_rows(definition: IndexDefinition, key: str, document: Any) -> list
     rows: list[Row] = []
     for alternative in alternatives:
         row = Row(alternative, key, included)
-        is_new = all(compare(other.key, alternative) != 0 for other in rows)
+        is_new = all(compare(existing.key, alternative) != 0 for existing in rows)
         if alternative[0] is not None and is_new and _is_key(alternative):
             rows.append(row)
     return rows

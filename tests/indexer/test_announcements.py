@@ -191,9 +191,9 @@ async def test_without_an_event_bus_the_stream_brings_definitions(tmp_path: Path
     with structlog.testing.capture_logs() as logs:
         async with a_town(tmp_path, events=False) as (_, client, indexer):
             await redefine(client, indexer)
-    said = [line["error"] for line in logs if "event bus unreachable" in line["event"]]
-    assert len(said) == 1
-    assert "events is false" in said[0]
+    errors = [line["error"] for line in logs if "event bus unreachable" in line["event"]]
+    assert len(errors) == 1
+    assert "events is false" in errors[0]
 
 
 async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else(

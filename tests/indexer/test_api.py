@@ -115,8 +115,10 @@ async def test_scans(site: Site) -> None:
     assert await ask(site.asking.count, "d/both", distinct=1) == 2
     summary = await ask(site.asking.summarize, "d/both", prefix=["b"], min_key=True, max_key=True)
     assert summary == IndexSummary(min=["b", 1], max=["b", 19])
-    nothing = await ask(site.asking.summarize, "d/both", prefix=["z"], count=True, min_key=True)
-    assert nothing == IndexSummary(count=0)
+    empty_summary = await ask(
+        site.asking.summarize, "d/both", prefix=["z"], count=True, min_key=True
+    )
+    assert empty_summary == IndexSummary(count=0)
     every = await ask(lambda: list(site.asking.scan_all("d/both", limit=3)))
     assert [entry.id for entry in every] == [entry.id for entry in page.entries]
 
@@ -214,9 +216,9 @@ async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
     assert (await refusal(asking.scan, "d/city", limit=0)).code == "bad_query"
     assert (await refusal(asking.scan, "d/city", continuation="x")).place == "continuation"
     assert (await refusal(asking.create, "e", b"x" * (1 << 20) + b"x")).code == "too_long"
-    lost = WriteResult(PartitionId(0), HistoryId(1), SeqNo(1), Cas(0))
+    lost_write = WriteResult(PartitionId(0), HistoryId(1), SeqNo(1), Cas(0))
     error = await refusal(
-        asking.scan, "d/city", consistency="at_least", written=[lost], timeout_s=20
+        asking.scan, "d/city", consistency="at_least", written=[lost_write], timeout_s=20
     )
     assert error.code == "write_lost"
     assert "history 0000000000000001, which the server does not know" in str(error)
@@ -377,9 +379,9 @@ async def test_openapi_describes_every_route(site: Site) -> None:
 
 
 async def test_an_address_in_use_is_an_error(site: Site) -> None:
-    taken = site.asking.url.removeprefix("http://")
-    with pytest.raises(ListenError, match=f"cannot listen on {taken}"):
-        async with serving(site.indexer, taken):
+    address = site.asking.url.removeprefix("http://")
+    with pytest.raises(ListenError, match=f"cannot listen on {address}"):
+        async with serving(site.indexer, address):
             raise AssertionError("it listens")
 
 

@@ -130,7 +130,7 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
 ) -> None:
     """The history changes, and the partition is to be read again from 0, just as one more of its
     snapshots is in hand. Were that taken, it would be all that is read again."""
-    other = OtherStream()
+    stream = OtherStream()
     words: list[Callable[[], None]] = []
 
     def say(event: Event) -> None:
@@ -146,19 +146,19 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
     async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
         for index in range(COUNT):
             await client.set(f"k{index}", json.dumps(index))
-        builder, file = set_up(other, tmp_path, server.url(BUCKET))
+        builder, file = set_up(stream, tmp_path, server.url(BUCKET))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(builder.run)
             await eventually(lambda: file.mark(PARTITION).seq == COUNT, "it was read")
             mark = file.mark(PARTITION)
             # It goes over, and is pending: the other stream is not as far.
-            other.position = at(mark.position.log, COUNT // 2)
-            other.put(other.position)
+            stream.position = at(mark.position.log, COUNT // 2)
+            stream.put(stream.position)
             await eventually(lambda: not builder.behind(), "it has gone over")
-            words.append(lambda: other.put(at(ANOTHER, COUNT // 2)))
+            words.append(lambda: stream.put(at(ANOTHER, COUNT // 2)))
             await client.set("k0", json.dumps("again"))
             await eventually(lambda: not words, "the history has changed")
-            other.position = at(mark.position.log, COUNT + 1)
+            stream.position = at(mark.position.log, COUNT + 1)
             await eventually(lambda: file.is_built, "it was built")
         with file.view() as view:
             result = view.scan(Selection(), COUNT + 1)
@@ -188,7 +188,7 @@ async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: P
 
 async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_path: Path) -> None:
     """The builder has no received keys to undo with, so the partition is built again from 0."""
-    other, store = OtherStream(), HeldStore()
+    stream, store = OtherStream(), HeldStore()
     store.released.set()
     async with trio.open_nursery() as nursery:
         with trio.CancelScope() as crash:
@@ -198,7 +198,7 @@ async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_pa
             ):
                 for index in range(COUNT):
                     await client.set(f"k{index}", "0", durability=Durability.PERSISTED)
-                builder, file = set_up(other, tmp_path, server.url(BUCKET))
+                builder, file = set_up(stream, tmp_path, server.url(BUCKET))
                 nursery.start_soon(builder.run)
                 store.released = trio.Event()
                 await client.set("lost", "0")
@@ -220,8 +220,8 @@ async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_pa
                 "it was read again",
             )
             assert not file.is_built
-            other.position = file.mark(PARTITION)
-            other.put(other.position)
+            stream.position = file.mark(PARTITION)
+            stream.put(stream.position)
             await eventually(lambda: file.is_built, "it was built")
         with file.view() as view:
             result = view.scan(Selection(), COUNT + 2)

@@ -159,9 +159,9 @@ async def a_town() -> AsyncIterator[tuple[ServerProcess, str]]:
 @pytest.mark.timeout(600)
 async def test_a_slow_indexer_stays_within_its_memory_and_catches_up(tmp_path: Path) -> None:
     async with a_town() as (server, url), trio.open_nursery() as nursery:
-        other = Other()
-        nursery.start_soon(other.run, url)
-        alone_s = await other.follow(url, 0)
+        other_consumer = Other()
+        nursery.start_soon(other_consumer.run, url)
+        alone_s = await other_consumer.follow(url, 0)
         nursery.cancel_scope.cancel()
     async with a_town() as (server, url):
         options = ("--pool-bytes", str(POOL_BYTES))
@@ -176,12 +176,12 @@ async def test_a_slow_indexer_stays_within_its_memory_and_catches_up(tmp_path: P
             async with trio.open_nursery() as nursery:
                 for watch in watches:
                     nursery.start_soon(watch.run)
-                other = Other()
-                nursery.start_soon(other.run, url)
-                costly_s = await other.follow(url, 0)
+                other_consumer = Other()
+                nursery.start_soon(other_consumer.run, url)
+                costly_s = await other_consumer.follow(url, 0)
                 await until(lambda: asking.status()["pool_used"] >= POOL_BYTES * STREAM_SHARE)
                 async with crawling(indexer.process):
-                    crawling_s = await other.follow(url, COUNT)
+                    crawling_s = await other_consumer.follow(url, COUNT)
                 status = await ask(asking.status)
                 full_bytes = watches[1].more_bytes
                 began = trio.current_time()

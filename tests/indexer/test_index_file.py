@@ -266,8 +266,11 @@ def test_an_index_of_another_format_is_empty(file: IndexFile) -> None:
     apply(file, batch(0, whole(1), [(1, b"k", b"v")]))
     file.mark_built()
     file.close()
-    with lmdb.open(str(file.path), max_dbs=3) as environment, environment.begin(write=True) as old:
-        old.delete(b"v", db=environment.open_db(b"meta", txn=old))
+    with (
+        lmdb.open(str(file.path), max_dbs=3) as environment,
+        environment.begin(write=True) as old_index,
+    ):
+        old_index.delete(b"v", db=environment.open_db(b"meta", txn=old_index))
     again = IndexFile(file.path, "b")
     assert (entries(again), again.entry_count(), again.is_built) == ([], 0, False)
     assert again.mark(PartitionId(0)) == Mark()

@@ -213,67 +213,67 @@ async def page(indexer: Indexer, **fields: Any) -> Any:
 async def test_every_kind_of_query_may_be_asked_of_a_moment(
     indexer: tuple[Client, Indexer],
 ) -> None:
-    client, asked = indexer
-    first = await page(asked, consistency="now", hold_s=60, timestamps=True)
+    client, target = indexer
+    first = await page(target, consistency="now", hold_s=60, timestamps=True)
     assert first.moment
     for number in range(9):
         await client.set(f"k{number}", "{}")
-    assert await scan(asked, "d/city") == []
+    assert await scan(target, "d/city") == []
     moment = {"moment": first.moment, "hold_s": 60}
-    again = await page(asked, **moment, timestamps=True)
+    again = await page(target, **moment, timestamps=True)
     assert again == first
-    counted = await ask(asked, "d/city", Query(**moment, count=True, max=True))
+    counted = await ask(target, "d/city", Query(**moment, count=True, max=True))
     assert (counted.count, counted.max) == (9, ["c"])
-    explained = await page(asked, **moment, explain=True, descending=True)
+    explained = await page(target, **moment, explain=True, descending=True)
     assert explained.explanation.freshness == "moment"
     assert [entry.id for entry in explained.entries] == ["k8", "k5"]
     # Without `hold_s` it is let go.
-    assert (await page(asked, moment=first.moment)).entries == first.entries
+    assert (await page(target, moment=first.moment)).entries == first.entries
     with pytest.raises(MomentGoneError):
-        await page(asked, moment=first.moment)
-    assert not asked.slices[0].moments
-    assert asked.pool.scan_bytes == 0
+        await page(target, moment=first.moment)
+    assert not target.slices[0].moments
+    assert target.pool.scan_bytes == 0
 
 
 async def test_a_moment_is_of_one_index(indexer: tuple[Client, Indexer]) -> None:
-    client, asked = indexer
-    first = await page(asked, hold_s=60)
+    client, target = indexer
+    first = await page(target, hold_s=60)
     query = Query(moment=first.moment)
     with pytest.raises(MomentGoneError):
-        await ask(asked, "d/other", query)
+        await ask(target, "d/other", query)
     with pytest.raises(MomentGoneError):
-        await page(asked, moment="x")
+        await page(target, moment="x")
     await client.delete("_design/d")
-    await eventually(lambda: not asked.designs.names(), "the index is dropped")
+    await eventually(lambda: not target.designs.names(), "the index is dropped")
     with pytest.raises(NoIndexError):
-        await ask(asked, "d/city", query)
-    await eventually(lambda: not asked.slices[0].moments, "its moments are let go")
+        await ask(target, "d/city", query)
+    await eventually(lambda: not target.slices[0].moments, "its moments are let go")
     await define(client, "d", {"city": CITY})
-    await until_ready(asked, "d/city")
+    await until_ready(target, "d/city")
     with pytest.raises(MomentGoneError):
-        await ask(asked, "d/city", query)
+        await ask(target, "d/city", query)
 
 
 async def test_a_wrong_page_leaves_the_moment(indexer: tuple[Client, Indexer]) -> None:
-    _, asked = indexer
-    first = await page(asked, hold_s=60)
+    _, target = indexer
+    first = await page(target, hold_s=60)
     for fields in {"consistency": "now"}, {"prefix": [1, 2]}, {"continuation": "x"}:
         with pytest.raises(QueryError):
-            await page(asked, moment=first.moment, hold_s=60, **fields)
-    assert (await page(asked, moment=first.moment)).entries == first.entries
+            await page(target, moment=first.moment, hold_s=60, **fields)
+    assert (await page(target, moment=first.moment)).entries == first.entries
 
 
 async def test_a_moment_outlives_no_indexer(tmp_path: Path) -> None:
     async with a_server() as server, connect(server.url("b")) as client:
         await define(client, "d", {"city": CITY})
-        async with an_indexer(server.url("b"), tmp_path) as asked:
-            await until_ready(asked, "d/city")
-            first = await page(asked, hold_s=HOLD_S_MAX)
+        async with an_indexer(server.url("b"), tmp_path) as target:
+            await until_ready(target, "d/city")
+            first = await page(target, hold_s=HOLD_S_MAX)
             name = name_of("d/city")
-            held_file = asked.slices[0].definitions.find(name).file
+            held_file = target.slices[0].definitions.find(name).file
         assert first.moment
         assert held_file._is_closed
-        async with an_indexer(server.url("b"), tmp_path) as asked:
-            await until_ready(asked, "d/city")
+        async with an_indexer(server.url("b"), tmp_path) as target:
+            await until_ready(target, "d/city")
             with pytest.raises(MomentGoneError, match="the indexer was restarted"):
-                await page(asked, moment=first.moment)
+                await page(target, moment=first.moment)

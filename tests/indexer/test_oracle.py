@@ -60,11 +60,11 @@ class World(Oracle):
             await self.crash("indexer")
             await self.crash("server")
 
-    async def _start(self, what: str, run: Any) -> None:
+    async def _start(self, name: str, run: Any) -> None:
         assert self._nursery is not None
         started = trio.Event()
-        ended = self._ended[what] = trio.Event()
-        scope = self._stop[what] = trio.CancelScope()
+        ended = self._ended[name] = trio.Event()
+        scope = self._stop[name] = trio.CancelScope()
 
         async def go() -> None:
             try:
@@ -76,12 +76,12 @@ class World(Oracle):
         self._nursery.start_soon(go)
         await started.wait()
 
-    async def crash(self, what: str) -> None:
+    async def crash(self, name: str) -> None:
         """Cancels it where it stands: nothing is saved."""
-        if what == "indexer":
+        if name == "indexer":
             self.rollbacks += sum(part.stream.rollbacks for part in self.indexer.slices)
-        self._stop[what].cancel()
-        await self._ended[what].wait()
+        self._stop[name].cancel()
+        await self._ended[name].wait()
 
     def hold_commits(self) -> None:
         """What is written from now on is lost when the server crashes."""

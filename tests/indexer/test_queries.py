@@ -165,13 +165,13 @@ def test_every_query_answers_what_brute_force_finds(
     tmp_path_factory: pytest.TempPathFactory,
     definition: IndexDefinition,
     contents: dict[bytes, bytes],
-    asked: list[tuple[Query, int]],
+    drawn_queries: list[tuple[Query, int]],
     slice_count: int,
 ) -> None:
     rows = index_rows(definition, contents)
     folder = tmp_path_factory.mktemp("index")
     with slices_of(folder, definition, contents, slice_count) as slices:
-        for query, limit in asked:
+        for query, limit in drawn_queries:
             expected = expected_answer(rows, query)
             assert all_rows(slices, query, 10_000) == expected.rows
             assert all_rows(slices, query, limit) == expected.rows

@@ -77,7 +77,7 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
         a_server() as server,
         connect(server.url("b")) as client,
         an_indexer(server.url("b"), tmp_path, POOL_BYTES, work=gate) as indexer,
-        consume(server.url("b")) as other,
+        consume(server.url("b")) as consumer,
     ):
         await define(client, "d", {"n": BY_N})
         await until_ready(indexer, "d/n")
@@ -90,7 +90,7 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
                 await writer.set(str(index), value)
         # The other consumer has all of it, while this one has stopped taking.
         with trio.fail_after(20):
-            await count_all(other, COUNT + 1)
+            await count_all(consumer, COUNT + 1)
         pool = indexer.pool
         await eventually(lambda: not pool.has_room(STREAM_SHARE), "the pool is full")
         with pytest.raises(NotFreshError):
@@ -334,8 +334,8 @@ async def test_a_full_queue_holds_the_stream(
             await client.set(f"k{written}", "{}")
             written += 1
         # Another consumer is sent all of it.
-        async with consume(server.url("b")) as other:
-            await count_all(other, written)
+        async with consume(server.url("b")) as consumer:
+            await count_all(consumer, written)
         assert indexer.slices[0].pipeline.length == batches_max
         gate.open()
         await eventually(
@@ -370,8 +370,8 @@ async def test_a_full_queue_holds_the_stream_of_a_new_index(
             lambda: indexer.slices[0].definitions.queued_batches > 0, "building has begun"
         )
         # Another consumer is sent all of it.
-        async with consume(server.url("b")) as other:
-            await count_all(other, keys + 1)
+        async with consume(server.url("b")) as consumer:
+            await count_all(consumer, keys + 1)
         assert indexer.slices[0].definitions.queued_batches == 1
         gate.open()
         await until_ready(indexer, "d/n")
@@ -395,38 +395,38 @@ def _batch(pool: MemoryPool, partition: int, nbytes: int) -> IndexBatch:
 async def test_a_barrier_is_shared_by_scans_that_came_before_it_was_sent() -> None:
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, Gate(), ())
-    sent = 0
+    barrier_count = 0
     back = trio.Event()
 
     async def barrier() -> None:
-        nonlocal sent, back
-        sent += 1
+        nonlocal barrier_count, back
+        barrier_count += 1
         await back.wait()
         back = trio.Event()
 
     barriers = Barriers(barrier, pipeline)
-    done: list[str] = []
+    finished_scans: list[str] = []
 
     async def ask(name: str) -> None:
         await barriers.wait()
-        done.append(name)
+        finished_scans.append(name)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(barriers.run)
         for name in "ab":
             nursery.start_soon(ask, name)
         await trio.testing.wait_all_tasks_blocked()
-        assert sent == 1
+        assert barrier_count == 1
         # These come too late for the barrier that is on its way.
         for name in "cd":
             nursery.start_soon(ask, name)
         await trio.testing.wait_all_tasks_blocked()
         back.set()
         await trio.testing.wait_all_tasks_blocked()
-        assert (sorted(done), sent) == (["a", "b"], 2)
+        assert (sorted(finished_scans), barrier_count) == (["a", "b"], 2)
         back.set()
         await trio.testing.wait_all_tasks_blocked()
-        assert (sorted(done), sent) == (["a", "b", "c", "d"], 2)
+        assert (sorted(finished_scans), barrier_count) == (["a", "b", "c", "d"], 2)
         nursery.cancel_scope.cancel()
 
 

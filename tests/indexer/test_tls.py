@@ -105,11 +105,17 @@ async def test_a_renewed_certificate_is_shown_to_the_next_connection(
     certificates: Certificates, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
-    shown, renewed = authority.sign("shown"), authority.sign("renewed", common_name="renewed")
-    async with https_indexer(certificates, tmp_path / "data", **shown.settings()) as (url, files):
+    first_certificate, renewed = (
+        authority.sign("shown"),
+        authority.sign("renewed", common_name="renewed"),
+    )
+    async with https_indexer(certificates, tmp_path / "data", **first_certificate.settings()) as (
+        url,
+        files,
+    ):
         command = ("openssl", "s_client", "-connect", url.removeprefix("https://"))
         assert "CN=localhost" in (await run(command)).out.replace(" ", "")
-        shown.replace_by(renewed)
+        first_certificate.replace_by(renewed)
         files.reload()
         assert "CN=renewed" in (await run(command)).out.replace(" ", "")
 

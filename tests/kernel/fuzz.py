@@ -64,7 +64,7 @@ def main() -> None:
         if options.hex is not None:
             TARGETS[name](options.hex)
             continue
-        end, seed, tried = monotonic() + options.seconds, 0, 0
+        end, seed, tries = monotonic() + options.seconds, 0, 0
         while monotonic() < end:
             seed += 1
             for data in mutated(name, seed, ROUND):
@@ -73,10 +73,10 @@ def main() -> None:
                 except Exception as error:
                     error.add_note(f"python -m tests.kernel.fuzz {name} --hex {data.hex()}")
                     raise
-                tried += 1
+                tries += 1
                 if monotonic() >= end:
                     break
-        print(f"{name}, {BUILD}: {tried:,} inputs in {options.seconds} s")  # noqa: T201
+        print(f"{name}, {BUILD}: {tries:,} inputs in {options.seconds} s")  # noqa: T201
 
 
 if __name__ == "__main__":

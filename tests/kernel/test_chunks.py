@@ -32,8 +32,8 @@ PREFIX: Final = b"a"
 
 @given(st.one_of(published_chunks(), stored_chunks()), st.sampled_from([b"", b"a", b"_design/"]))
 def test_the_flags_say_what_a_chunk_holds(chunk: Chunk, prefix: bytes) -> None:
-    said, flags = agreed("check", bytes(chunk), PUBLISHED_OPERATIONS + b"\3", *LIMITS, prefix)
-    assert said == "returned"
+    answer, flags = agreed("check", bytes(chunk), PUBLISHED_OPERATIONS + b"\3", *LIMITS, prefix)
+    assert answer == "returned"
     rows = list(chunk)
     seqs = [chunk.start, *(row.seq for row in rows)]
     for flag, holds in (
@@ -135,8 +135,8 @@ def parts(draw: st.DrawFn) -> tuple[tuple[Any, ...], list[Mutation]]:
 def test_gathered_rows_equal_the_rows_of_the_parts(
     drawn: list[tuple[tuple[Any, ...], list[Mutation]]], start: int
 ) -> None:
-    said, encoded = agreed("gather", [part for part, _ in drawn], start, start + 1)
-    assert said == "returned"
+    answer, encoded = agreed("gather", [part for part, _ in drawn], start, start + 1)
+    assert answer == "returned"
     rows = [row for _, rows in drawn for row in rows]
     expected = Chunk.build(rows, SeqNo(start), SeqNo(start + 1))
     assert encoded == bytes(expected)

@@ -52,8 +52,8 @@ def test_a_chunk_of_all_rows_and_a_description_of_each_frame(
         end += len(frames[-1])
         described.append((end, opaque, partition_of(mutation.key, PARTITIONS), writer, counter))
     data = before + b"".join(frames)
-    said, joined = agreed("join_sets", data, len(before), frames_max, PARTITIONS, *LIMITS)
-    assert said == "returned"
+    answer, joined = agreed("join_sets", data, len(before), frames_max, PARTITIONS, *LIMITS)
+    assert answer == "returned"
     rows = [mutation for mutation, *_ in sets[:frames_max]]
     assert joined == (bytes(Chunk.build(rows, SeqNo(0), SeqNo(0))), described[:frames_max])
     # Cut short, or behind a frame that is damaged, the others are still joined.
@@ -61,8 +61,8 @@ def test_a_chunk_of_all_rows_and_a_description_of_each_frame(
     damaged = last[:-1] + bytes([last[-1] ^ 1])
     for changed in (last[:-1], damaged, last[:30], b""):
         data = b"".join(frames[:-1]) + changed
-        said, joined = agreed("join_sets", data, 0, 1000, PARTITIONS, *LIMITS)
-        assert said == "returned"
+        answer, joined = agreed("join_sets", data, 0, 1000, PARTITIONS, *LIMITS)
+        assert answer == "returned"
         assert len(joined[1] if joined else []) == len(frames) - 1
 
 

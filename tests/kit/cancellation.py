@@ -147,8 +147,8 @@ async def _come_to_rest(tasks: int, undo: Callable[[], Awaitable[object]] | None
         await trio.lowlevel.checkpoint()
         while _tasks() > tasks:  # noqa: ASYNC110  tasks tell nobody that they are gone
             await trio.sleep(0.1)
-    left = _tasks() - tasks
-    assert left <= 0, f"{left} tasks are left"
+    leftover_tasks = _tasks() - tasks
+    assert leftover_tasks <= 0, f"{leftover_tasks} tasks are left"
 
 
 def _tasks() -> int:

@@ -48,9 +48,9 @@ class Certificate:
         """The settings of a daemon that shows it."""
         return {"tls_certificate": str(self.cert), "tls_key": str(self.key)}
 
-    def replace_by(self, other: Certificate) -> None:
+    def replace_by(self, certificate: Certificate) -> None:
         """Puts another certificate in its place, as a renewal does: each file at once."""
-        for path, new_path in ((self.key, other.key), (self.cert, other.cert)):
+        for path, new_path in ((self.key, certificate.key), (self.cert, certificate.cert)):
             staged_path = path.with_suffix(".new")
             staged_path.write_bytes(new_path.read_bytes())
             staged_path.chmod(0o600)

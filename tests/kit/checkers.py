@@ -75,14 +75,14 @@ def check(history: History) -> None:
     order.truth = truth
     if not any(isinstance(event, Accepted) for event in history):
         truth.learn(history)
-    durability, ends, told = Durability(), Ends(), EventsTold()
+    durability, ends, events_told = Durability(), Ends(), EventsTold()
     finals: list[FinalState] = []
     for time_s, event in history.events:
         truth.take(event)
         order.take(event)
         durability.take(time_s, event)
         ends.take(event)
-        told.take(time_s, event)
+        events_told.take(time_s, event)
         if isinstance(event, Failed) and event.after:
             raise BrokenPromiseError(
                 "I12", f"{event.node} goes on after its disk failed: {event.after}"
@@ -93,7 +93,7 @@ def check(history: History) -> None:
             )
         if isinstance(event, FinalState):
             finals.append(event)
-    told.check()
+    events_told.check()
     check_replicas_agree(finals)
     actives = {final.partition: final for final in finals if final.is_active}
     durability.check({key: value for copy in actives.values() for key, value in copy.items.items()})
@@ -118,15 +118,18 @@ def check_replicas_agree(finals: Iterable[FinalState]) -> None:
     """I9: after healing and quiet all copies of a partition are the same."""
     first: dict[PartitionId, FinalState] = {}
     for final in finals:
-        other = first.setdefault(final.partition, final)
-        where = f"partition {final.partition} at {other.node} and {final.node}"
-        if (other.high, other.log) != (final.high, final.log):
+        other_final = first.setdefault(final.partition, final)
+        where = f"partition {final.partition} at {other_final.node} and {final.node}"
+        if (other_final.high, other_final.log) != (final.high, final.log):
             raise BrokenPromiseError(
                 "I9",
-                f"{where}: {other.high} {other.log.pairs()}, {final.high} {final.log.pairs()}",
+                f"{where}: {other_final.high} {other_final.log.pairs()}, "
+                f"{final.high} {final.log.pairs()}",
             )
-        if other.items != final.items:
-            raise BrokenPromiseError("I9", f"{where}: {differences(other.items, final.items)}")
+        if other_final.items != final.items:
+            raise BrokenPromiseError(
+                "I9", f"{where}: {differences(other_final.items, final.items)}"
+            )
 
 
 def differences(actual: Items, expected: Items) -> str:
@@ -189,24 +192,24 @@ class Truth:
             elif isinstance(event, WentBack):
                 under_way.pop((event.consumer, event.partition), None)
             elif isinstance(event, Restarted):
-                for who in [who for who in under_way if who[0] == event.consumer]:
-                    del under_way[who]
+                for copy_id in [copy_id for copy_id in under_way if copy_id[0] == event.consumer]:
+                    del under_way[copy_id]
         for where, rows in rows_of.items():
             self._rows[where] = [rows[seq] for seq in sorted(rows)]
 
     def _accept(self, event: Accepted) -> None:
         where, row = (event.partition, event.history_id), event.row
         rows = self._rows[where]
-        who = event.node, event.life
-        before = self._by.get(where, who)
-        self._by[where] = who
+        copy_id = event.node, event.life
+        before = self._by.get(where, copy_id)
+        self._by[where] = copy_id
         # A takeover hands the history on, and another back. Of two that both had it, one would give
         # a number that was given already.
         if rows and row.seq != rows[-1].seq + 1:
             raise BrokenPromiseError(
                 "I8",
-                f"partition {event.partition}, history {event.history_id:x}: {who} gave {row}, and "
-                f"{before} had given {rows[-1] if rows else 'nothing'}",
+                f"partition {event.partition}, history {event.history_id:x}: {copy_id} gave {row}, "
+                f"and {before} had given {rows[-1] if rows else 'nothing'}",
             )
         rows.append(row)
         self._known[event.partition].add(row)
@@ -270,8 +273,8 @@ class Snapshots:
         elif isinstance(event, WentBack):
             self._went_back(event)
         elif isinstance(event, Restarted):
-            for who in [who for who in self._copies if who[0] == event.consumer]:
-                del self._copies[who]
+            for copy_id in [copy_id for copy_id in self._copies if copy_id[0] == event.consumer]:
+                del self._copies[copy_id]
             for partition, (seq, items) in event.kept.items():
                 copy = self._copies[event.consumer, partition]
                 copy.at, copy.items = seq, dict(items)
@@ -442,12 +445,12 @@ class Durability:
             return False
         # Two machines are more than one copy survives.
         most = operation.done_at + MEMORY_S if level == "replicated" else math.inf
-        taken = [
+        relevant = [
             fault
             for time_s, fault in later
             if level not in fault.survives and (time_s <= most or fault.is_late)
         ]
-        return len(taken) < 2
+        return len(relevant) < 2
 
     def check(self, contents: Items) -> None:
         """Whether all is there that must be, and nothing else.

@@ -153,7 +153,7 @@ class TestCluster:
         """Fences those that are left, and lets the furthest of them be active where the victim was;
         the victim is to be a replica when it comes back."""
         up = [name for name, node in self.nodes.items() if node.server is not None]
-        lost = {
+        lost_partitions = {
             PartitionId(partition): assignment
             for partition, assignment in enumerate(self.map.partitions)
             if assignment.active == victim
@@ -163,17 +163,17 @@ class TestCluster:
                 partition: Assignment(
                     replicas={name: "" for name in assignment.replicas if name in up}
                 )
-                for partition, assignment in lost.items()
+                for partition, assignment in lost_partitions.items()
             }
         )
         draw.shuffle(up)
         await self.give(fenced, *up)
         changes: dict[PartitionId, Assignment] = {}
-        for number, assignment in lost.items():
+        for number, assignment in lost_partitions.items():
             there = [name for name in assignment.replicas if name in up]
             best = max(there, key=lambda name: self._rank(name, number))
-            others = {name: "" for name in (*there, victim) if name != best}
-            changes[number] = Assignment(best, others)
+            replicas = {name: "" for name in (*there, victim) if name != best}
+            changes[number] = Assignment(best, replicas)
         new_map = self.map.with_assignments(changes)
         first = next(iter(changes.values())).active if changes else up[0]
         await self.give(new_map, first, *(name for name in up if name != first))
@@ -191,14 +191,16 @@ class TestCluster:
                 node = self.nodes[name]
 
                 def follows(
-                    node: Node = node, partition: int = partition, it: Partition = active
+                    node: Node = node,
+                    partition: int = partition,
+                    active_partition: Partition = active,
                 ) -> bool:
                     here = node.held[partition]
                     return (
-                        here.high_seq == it.high_seq
-                        and here.failover_log == it.failover_log
+                        here.high_seq == active_partition.high_seq
+                        and here.failover_log == active_partition.failover_log
                         and here.state is PartitionState.REPLICA
-                        and it.state is PartitionState.ACTIVE
+                        and active_partition.state is PartitionState.ACTIVE
                     )
 
                 await eventually(
@@ -259,16 +261,16 @@ async def cluster(
             name: Node(name, partitions if name == names[0] else 0, undo_mutations, delay)
             for name in names
         }
-        made = TestCluster(nodes, nursery)
+        test_cluster = TestCluster(nodes, nursery)
         for name in names:
-            await made.start(name)
-        first, others = names[0], names[1:]
-        made.map = PartitionMap(
+            await test_cluster.start(name)
+        first, other_names = names[0], names[1:]
+        test_cluster.map = PartitionMap(
             bucket=BUCKET,
             revision=1,
             nodes={name: node.address for name, node in nodes.items()},
-            partitions=(Assignment(first, dict.fromkeys(others, "")),) * partitions,
+            partitions=(Assignment(first, dict.fromkeys(other_names, "")),) * partitions,
         )
-        await made.give(made.map, *names)
-        yield made
+        await test_cluster.give(test_cluster.map, *names)
+        yield test_cluster
         nursery.cancel_scope.cancel()

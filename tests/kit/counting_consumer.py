@@ -55,9 +55,9 @@ def keys_by_partition(count: int, partitions: int) -> tuple[int, ...]:
     return tuple(keys)
 
 
-def say(**what: object) -> None:
+def say(**fields: object) -> None:
     """Tells the test."""
-    print(json.dumps(what), flush=True)  # noqa: T201  # it is how they speak
+    print(json.dumps(fields), flush=True)  # noqa: T201  # it is how they speak
 
 
 class Counted:

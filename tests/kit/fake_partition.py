@@ -99,11 +99,11 @@ class FakePartition:
         failures: list[tuple[int, int]] = []
         counters: list[tuple[int, int]] = []
         for index, request in enumerate(chunk):
-            done = self._one(request)
-            if isinstance(done, Status):
-                failures.append((index, done))
+            apply_result = self._one(request)
+            if isinstance(apply_result, Status):
+                failures.append((index, apply_result))
                 continue
-            op, value = done
+            op, value = apply_result
             seq = SeqNo(self.high + 1)
             if request.op in (Operation.INCREMENT, Operation.DECREMENT):
                 counters.append((index, int(value)))

@@ -127,9 +127,9 @@ class FakeServer:
             return self.partitions[partition].state
         return self.map.partitions[partition].state_of(self.name)
 
-    def set_map(self, new: PartitionMap) -> None:
+    def set_map(self, new_map: PartitionMap) -> None:
         """Takes another map: streams of partitions that it is something else for end."""
-        self.map = new
+        self.map = new_map
         for connection in list(self.connections):
             connection.end_changed()
 
@@ -456,11 +456,11 @@ class FakeConnection:
                 results.append(RunResult(run.partition, refusal))
                 continue
             partition = server.partitions[run.partition]
-            done = partition.mutate(chunk, message.writer, run.counter)
-            results.append(done.result)
-            failures += [(low + index, status) for index, status in done.failures]
-            counters += [(low + index, value) for index, value in done.counters]
-            if done.result.status == Status.OK:
+            result = partition.mutate(chunk, message.writer, run.counter)
+            results.append(result.result)
+            failures += [(low + index, status) for index, status in result.failures]
+            counters += [(low + index, value) for index, value in result.counters]
+            if result.result.status == Status.OK:
                 server.changed(partition.id)
         self.session.send(
             MutateReply(

@@ -149,17 +149,17 @@ class Crowd:
             nursery.start_soon(self._drain, flooder, nursery.cancel_scope)
             is_at_it()
             while True:
-                asked: list[Stream | CloseStream] = []
+                requests: list[Stream | CloseStream] = []
                 for _ in range(FLOOD):
                     opaque = flooder.opaque()
                     partition = PartitionId(opaque % flooder.partition_count)
-                    asked += (
+                    requests += (
                         Stream(
                             PartitionState.ACTIVE, NOTHING_YET, partition=partition, opaque=opaque
                         ),
                         CloseStream(partition=partition, opaque=opaque),
                     )
-                await flooder.send(*asked)
+                await flooder.send(*requests)
                 self.done["streams"] += FLOOD
 
     async def _drain(self, flooder: Peer, scope: trio.CancelScope) -> None:
@@ -190,9 +190,9 @@ class Crowd:
                 pass
 
 
-def say(what: dict[str, int]) -> None:
+def say(counts: dict[str, int]) -> None:
     """Tells the test."""
-    print(json.dumps(what), flush=True)  # noqa: T201  # it is how they speak
+    print(json.dumps(counts), flush=True)  # noqa: T201  # it is how they speak
 
 
 async def main(host: str, port: str, bucket: str, idlers: str) -> None:

@@ -33,5 +33,5 @@ class JsonLines:
                 assert data, f"{self._name} ended without a word"
                 self._received += data
         line, _, self._received = self._received.partition(b"\n")
-        said: dict[str, Any] = json.loads(line)
-        return said
+        message: dict[str, Any] = json.loads(line)
+        return message

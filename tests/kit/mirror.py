@@ -64,7 +64,7 @@ class Mirror:
     def _chunk(self, event: ChunkReceived) -> None:
         partition, chunk = event.partition, event.chunk
         snapshot = self._inside[partition]
-        seen = self._keys[partition]
+        known_keys = self._keys[partition]
         items = self.items.setdefault(partition, {})
         seq = self._at[partition]
         assert chunk.start == seq, (event, seq)
@@ -72,8 +72,8 @@ class Mirror:
         for mutation in chunk:
             assert seq < mutation.seq <= chunk.end, (mutation, seq, chunk)
             seq = mutation.seq
-            assert snapshot.may_repeat or mutation.key not in seen, mutation
-            seen.add(mutation.key)
+            assert snapshot.may_repeat or mutation.key not in known_keys, mutation
+            known_keys.add(mutation.key)
             apply_mutation(items, mutation)
         self._at[partition] = chunk.end
         self.mutations += chunk.count
@@ -107,8 +107,8 @@ def apply_mutation(items: dict[bytes, tuple[int, bytes]], mutation: Mutation) ->
 
 async def server_contents(client: Client, keys: Iterable[bytes]) -> dict[bytes, bytes]:
     """What the server has of `keys`, by asking for each."""
-    asked = sorted(set(keys))
-    items = await client.get_many(asked)
+    key_list = sorted(set(keys))
+    items = await client.get_many(key_list)
     return {item.key: item.value for item in items if item is not None}
 
 

@@ -35,13 +35,13 @@ class TimeoutReachedError(AssertionError):
 
 
 async def eventually(
-    condition: Callable[[], bool], what: str, timeout_s: float = STOP_TIMEOUT_S
+    condition: Callable[[], bool], description: str, timeout_s: float = STOP_TIMEOUT_S
 ) -> None:
     """Waits until `condition` is true, of something that can only be asked and does not tell."""
     deadline = trio.current_time() + timeout_s
     while not condition():
         if trio.current_time() > deadline:
-            raise TimeoutReachedError(f"{timeout_s:.0f} s are over, and not yet: {what}")
+            raise TimeoutReachedError(f"{timeout_s:.0f} s are over, and not yet: {description}")
         await trio.sleep(POLL_S)
 
 
@@ -277,7 +277,7 @@ async def run(
 ) -> Finished:
     """Runs a command to its end."""
     with trio.move_on_after(STOP_TIMEOUT_S):
-        done = await trio.run_process(
+        finished = await trio.run_process(
             command,
             stdin=stdin,
             capture_stdout=True,
@@ -286,7 +286,7 @@ async def run(
             cwd=cwd,
             env=environment(**(variables or {})),
         )
-        return Finished(done.returncode, done.stdout.decode(), done.stderr.decode())
+        return Finished(finished.returncode, finished.stdout.decode(), finished.stderr.decode())
     raise TimeoutReachedError(f"{' '.join(command)} did not end within {STOP_TIMEOUT_S:.0f} s")
 
 

@@ -81,7 +81,7 @@ class PartitionLoad:
     partition: PartitionId
     keys: list[bytes]
     counters: list[bytes]
-    sent: dict[bytes, int] = attrs.field(factory=dict)
+    operations_sent: dict[bytes, int] = attrs.field(factory=dict)
 
 
 class RecordedPublisher:
@@ -187,8 +187,8 @@ class RecordedPublisher:
             except NotDurableError:
                 continue
             results = results_of(load.partition, chunk, reply)
-            for row, operation_number, what in zip(rows, numbers, results, strict=True):
-                if isinstance(what, WriteResult):
+            for row, operation_number, outcome in zip(rows, numbers, results, strict=True):
+                if isinstance(outcome, WriteResult):
                     self.acknowledged += 1
                     self._history.add(
                         Answered(
@@ -196,8 +196,8 @@ class RecordedPublisher:
                             operation_number,
                             True,
                             load.partition,
-                            what.history_id,
-                            what.seq,
+                            outcome.history_id,
+                            outcome.seq,
                         )
                     )
                 else:
@@ -214,8 +214,8 @@ class RecordedPublisher:
         return [self._row(load, key) for key in keys]
 
     def _row(self, load: PartitionLoad, key: bytes) -> tuple[int, Mutation]:
-        operation_number = load.sent.get(key, 0)
-        load.sent[key] = operation_number + 1
+        operation_number = load.operations_sent.get(key, 0)
+        load.operations_sent[key] = operation_number + 1
         return operation_number, self._operation(load, key, operation_number)
 
     def _operation(self, load: PartitionLoad, key: bytes, operation_number: int) -> Mutation:

@@ -42,13 +42,13 @@ class TrioThread:
 @contextmanager
 def trio_thread() -> Iterator[TrioThread]:
     """Runs Trio in a thread for as long as the context."""
-    made = TrioThread()
+    new_thread = TrioThread()
     ready = threading.Event()
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            made.token = trio.lowlevel.current_trio_token()
-            made.nursery = nursery
+            new_thread.token = trio.lowlevel.current_trio_token()
+            new_thread.nursery = nursery
             ready.set()
             await trio.sleep_forever()
 
@@ -56,9 +56,9 @@ def trio_thread() -> Iterator[TrioThread]:
     thread.start()
     ready.wait()
     try:
-        yield made
+        yield new_thread
     finally:
-        made.call(made.nursery.cancel_scope.cancel)
+        new_thread.call(new_thread.nursery.cancel_scope.cancel)
         thread.join()
 
 

@@ -421,23 +421,27 @@ class Histories(RuleBasedStateMachine):
         """To the active itself, it is an unclean start that lost nothing."""
         self.active = node
         self.histories += 1
-        new = self.nodes[node]
-        new.go_back(new.complete)
-        new.log = new.log.with_branch(HistoryId(self.histories), new.complete)
+        new_active = self.nodes[node]
+        new_active.go_back(new_active.complete)
+        new_active.log = new_active.log.with_branch(HistoryId(self.histories), new_active.complete)
 
     @rule(node=st.integers(0, 2))
     def take_over(self, node: int) -> None:
         """Smoothly: the new active has all that the old one had, and goes on in its history."""
-        old, new = self.nodes[self.active], self.nodes[node]
-        if new.log == old.log and new.partial is None and new.highest == old.highest:
-            assert new.items == old.items
+        old_active, new_active = self.nodes[self.active], self.nodes[node]
+        if (
+            new_active.log == old_active.log
+            and new_active.partial is None
+            and new_active.highest == old_active.highest
+        ):
+            assert new_active.items == old_active.items
             self.active = node
 
-    @rule(lost=st.integers(1, 6))
-    def crash(self, lost: int) -> None:
+    @rule(lost_count=st.integers(1, 6))
+    def crash(self, lost_count: int) -> None:
         """The active loses what it had not persisted, and begins a new history."""
         node = self.nodes[self.active]
-        node.go_back(max(node.highest - lost, 0))
+        node.go_back(max(node.highest - lost_count, 0))
         self.fail_over(self.active)
 
     @rule(

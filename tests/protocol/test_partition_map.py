@@ -103,12 +103,12 @@ def test_sources_lead_to_the_active_node(partition_map: PartitionMap) -> None:
         head = assignment.active or assignment.handing_over
         assert assignment.source_of(head) == ""
         for name in assignment.replicas:
-            seen = []
+            nodes_passed = []
             while name:
-                assert name not in seen
-                seen.append(name)
+                assert name not in nodes_passed
+                nodes_passed.append(name)
                 name = assignment.source_of(name)
-            assert seen[-1] == head or not head
+            assert nodes_passed[-1] == head or not head
 
 
 def test_replicas_follow_a_named_node_or_the_active_one() -> None:
@@ -260,9 +260,9 @@ def test_an_address_may_be_ipv6() -> None:
 
 def test_other_assignments_make_the_next_map() -> None:
     before = map_of(Assignment(active="a"), Assignment(active="b"), revision=7)
-    other = Assignment(active="c", continues_from=HistoryPoint(HistoryId(5), SeqNo(3)))
-    after = before.with_assignments({PartitionId(1): other})
-    assert after == map_of(Assignment(active="a"), other, revision=8)
+    other_assignment = Assignment(active="c", continues_from=HistoryPoint(HistoryId(5), SeqNo(3)))
+    after = before.with_assignments({PartitionId(1): other_assignment})
+    assert after == map_of(Assignment(active="a"), other_assignment, revision=8)
     assert before.partitions[1] == Assignment(active="b")
     with pytest.raises(PartitionMapError, match="the map has no node"):
         before.with_assignments({PartitionId(0): Assignment(active="x")})

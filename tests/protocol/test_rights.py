@@ -67,7 +67,7 @@ def allowed(rights: BucketRights, right: Right, key: bytes) -> bool:
 
 def users_with(own: tuple[Grant, ...], of_roles: list[tuple[Grant, ...]]) -> Users:
     """Bob, with grants of his own and of roles."""
-    roles = {f"r{number}": UserRole(f"r{number}", each) for number, each in enumerate(of_roles)}
+    roles = {f"r{number}": UserRole(f"r{number}", grants) for number, grants in enumerate(of_roles)}
     return Users(1, {"bob": User("bob", None, own, roles=tuple(roles))}, roles=roles)
 
 

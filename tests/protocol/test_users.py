@@ -419,9 +419,9 @@ def test_a_change_comes_through_json_and_is_made(
     change: AnyUserChange, expected: User | None
 ) -> None:
     users = with_roles()
-    sent = user_change_from_json(change.to_json())
-    assert sent == change
-    changed = sent.apply(users)
+    decoded_change = user_change_from_json(change.to_json())
+    assert decoded_change == change
+    changed = decoded_change.apply(users)
     assert changed.revision == users.revision + 1
     changed.check()
     assert Users.from_json(changed.to_json()) == changed

@@ -253,18 +253,18 @@ async def test_a_map_ends_streams_in_steps_and_none_begins_meanwhile() -> None:
 
             await eventually(lambda: streams() == len(bucket.partitions), "it has all streams")
             partitions = bucket.partitions[1:]
-            left: list[int] = []
+            open_counts: list[int] = []
             end_streams = server.end_streams
 
             def end_noted(*args: Any, **options: Any) -> Iterator[None]:
                 for _ in end_streams(*args, **options):
-                    left.append(streams())
+                    open_counts.append(streams())
                     yield
 
             object.__setattr__(server, "end_streams", end_noted)
             async with streams_ended(server, bucket, partitions, Status.STATE_CHANGED):
-                assert left[0] >= 2 * STEP_STREAMS
-                assert left == sorted(left, reverse=True)
+                assert open_counts[0] >= 2 * STEP_STREAMS
+                assert open_counts == sorted(open_counts, reverse=True)
                 assert streams() == 1
                 # The consumer asks again, and waits.
                 await eventually(

@@ -33,8 +33,8 @@ NOTHING: Final[Mapping[str, Any]] = {}
 EVERY_GRANT: Final = tuple(Grant(right, EVERYTHING) for right in Right)
 
 
-def users_with(*others: User) -> Users:
-    every = (User("operator", VERIFIER, EVERY_GRANT), *others)
+def users_with(*more_users: User) -> Users:
+    every = (User("operator", VERIFIER, EVERY_GRANT), *more_users)
     return Users(1, {user.name: user for user in every}, b"secret")
 
 
@@ -156,8 +156,8 @@ async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certif
     security = Security(certificates.security_of(certificates.client).tls, OPERATOR)
     settings |= cert.settings()
     users = users_with(node, hostile)
-    for other, is_believed in ((certificates.server, False), (cert, True)):
-        async with two_nodes(users, of_b=other.settings(), **settings) as (a, b):
+    for server_certificate, is_believed in ((certificates.server, False), (cert, True)):
+        async with two_nodes(users, of_b=server_certificate.settings(), **settings) as (a, b):
             await give_map(a, b, security)
             await b.users.change(lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT)))
             exchange = UserExchange(a.users, a.partition_maps)

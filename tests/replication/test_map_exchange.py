@@ -95,8 +95,8 @@ async def test_a_question_without_an_answer_closes_its_connection(
         await connections.status(THERE)
         silent: dict[type[Message], object] = {**HANDLERS, GetMap: lambda *_: None}
         with monkeypatch.context() as patch:
-            (asked,) = server.connections.connections
-            patch.setattr(asked, "_handlers", silent)
+            (connection,) = server.connections.connections
+            patch.setattr(connection, "_handlers", silent)
             with trio.move_on_after(2.0) as timeout:
                 await connections.status(THERE)
             assert timeout.cancelled_caught
@@ -122,14 +122,14 @@ async def test_a_cancelled_attempt_to_connect_leaves_nothing(
 async def test_connections_to_nodes_that_the_map_does_not_name_any_more_are_closed(
     network: MemoryNetwork, connections: NodeConnections, dials: Dials, autojump_clock: MockClock
 ) -> None:
-    other = Address(HOST, PORT + 1, "b")
+    other_address = Address(HOST, PORT + 1, "b")
     async with node("y", "b", port=PORT + 1), node("z", "b", port=PORT):
         await connections.status(THERE)
-        await connections.status(other)
-        connections.close_others([other])
+        await connections.status(other_address)
+        connections.close_others([other_address])
         await trio.sleep(5.0)
         assert network.open == 1
-        await connections.status(other)
+        await connections.status(other_address)
         assert dials.count == 2
 
 

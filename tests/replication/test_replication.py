@@ -242,8 +242,8 @@ async def test_seqnos_come_from_the_active_though_a_replica_is_asked_first() -> 
     async with cluster("ab", partitions=1) as group, connect(group.nodes["a"].url) as client:
         await client.set("key", "value")
         await group.share([Assignment("b", {"a": ""})])
-        async with connect(group.nodes["b"].url) as other:
-            written = await other.set("key", "another")
+        async with connect(group.nodes["b"].url) as replica_client:
+            written = await replica_client.set("key", "another")
         (row,) = await client.seqnos()
         assert row.high_seq >= written.seq
 
@@ -274,8 +274,8 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
             await group.nodes["a"].kill()
             await group.fail_over("a", Random(1))
             await write(group, "b", 5, "later")
-            async with consume(group.nodes["b"].url, by_map=False, end="now") as other:
-                async for _ in other:
+            async with consume(group.nodes["b"].url, by_map=False, end="now") as other_consumer:
+                async for _ in other_consumer:
                     pass
             nursery.cancel_scope.cancel()
         (partition,) = group.nodes["b"].held
@@ -644,13 +644,15 @@ class Load:
     """What was acknowledged as replicated, and what was ever written."""
 
     acknowledged: dict[str, int] = attrs.field(factory=dict)
-    sent: Counter[str] = attrs.field(factory=Counter)
+    operations_sent: Counter[str] = attrs.field(factory=Counter)
 
 
-async def publish_for(group: TestCluster, load: Load, draw: Random, count: int, who: str) -> None:
+async def publish_for(
+    group: TestCluster, load: Load, draw: Random, count: int, writer: str
+) -> None:
     """Writes keys of its own, each with a number that rises; whatever goes wrong is left."""
     for _ in range(count):
-        key = f"{who} {draw.randrange(20)}"
+        key = f"{writer} {draw.randrange(20)}"
         partition = partition_of(key.encode(), P)
         active = group.map.partitions[partition].active
         node = group.nodes.get(active)
@@ -658,8 +660,8 @@ async def publish_for(group: TestCluster, load: Load, draw: Random, count: int, 
             await trio.sleep(0.01)
             continue
         replicated = draw.random() < 0.5
-        load.sent[key] += 1
-        value = load.sent[key]
+        load.operations_sent[key] += 1
+        value = load.operations_sent[key]
         try:
             with trio.move_on_after(1) as patience:
                 async with connect(node.url, by_map=False) as client:
@@ -682,9 +684,9 @@ async def test_failovers_at_random(seed: int) -> None:
     async with cluster(delay=Random(seed)) as group:
         for _ in range(12):
             async with trio.open_nursery() as nursery:
-                for who in range(4):
+                for writer in range(4):
                     nursery.start_soon(
-                        publish_for, group, load, Random(draw.random()), 15, f"publisher {who}"
+                        publish_for, group, load, Random(draw.random()), 15, f"publisher {writer}"
                     )
                 await trio.sleep(draw.random() * 0.05)
                 victim = draw.choice("abc")
@@ -705,7 +707,7 @@ async def test_failovers_at_random(seed: int) -> None:
                 items |= {key.decode(): int(row.value) for key, row in rows.items()}
         for key, value in load.acknowledged.items():
             assert items.get(key, 0) >= value, f"{key} was acknowledged as {value}"
-        assert all(value <= load.sent[key] for key, value in items.items())
+        assert all(value <= load.operations_sent[key] for key, value in items.items())
         assert load.acknowledged
 
 

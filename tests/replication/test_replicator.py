@@ -202,15 +202,17 @@ async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
         for partition in (PARTITION, OTHER_PARTITION):
             source.put(key_in(partition, 2, b"early"), b"value")
             await eventually(partial(is_reported, partition), "it is on disk and reported")
-        lost = PARTITION if lost_state is PartitionState.ACTIVE else OTHER_PARTITION
-        reached = OTHER_PARTITION if lost == PARTITION else PARTITION
+        lost_partition = PARTITION if lost_state is PartitionState.ACTIVE else OTHER_PARTITION
+        reached = OTHER_PARTITION if lost_partition == PARTITION else PARTITION
         source.refuse = lambda message: (
             Status.WRONG_STATE
             if isinstance(message, Stream) and message.state is lost_state
             else None
         )
         (connection,) = (
-            connection for connection in source.connections if lost in connection.session.streams
+            connection
+            for connection in source.connections
+            if lost_partition in connection.session.streams
         )
         connection.scope.cancel()
         await trio.sleep(2 * RECONNECT_S)

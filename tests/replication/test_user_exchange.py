@@ -77,13 +77,13 @@ async def two_nodes(
         secured("z", password_file, users) as second,
     ):
         nodes = {name: f"{host}:{port}" for name, port in PORTS.items()}
-        both = PartitionMap(
+        partition_map = PartitionMap(
             bucket="b",
             revision=1,
             nodes=nodes,
             partitions=(Assignment(active="a", replicas={"z": ""}),),
         )
-        await first.partition_maps.set_map(0, both.encode())
+        await first.partition_maps.set_map(0, partition_map.encode())
         await second.partition_maps.join("b", nodes["a"])
         yield first, second
 
@@ -191,8 +191,8 @@ async def test_a_node_with_another_password_leaves_attempts_to_others(
         await trio.sleep(10)
         failures = first.connections.resources.log_ins.failures
         assert not failures.failed
-        new = new_verifier("another", b"sixteen bytes...", 4096)
-        await first.users.change(lambda users: users.with_verifier("node", new))
+        new_password = new_verifier("another", b"sixteen bytes...", 4096)
+        await first.users.change(lambda users: users.with_verifier("node", new_password))
         await trio.sleep(10)
         network.cut(first.port)
         await trio.sleep(120)
@@ -234,10 +234,10 @@ async def test_a_consumer_goes_on_while_a_changed_password_spreads(
             nursery.start_soon(_consume, address)
             await trio.sleep(1)
             own_file.write_text("another")
-            new = new_verifier("another", b"sixteen bytes...", 4096)
+            new_password = new_verifier("another", b"sixteen bytes...", 4096)
             network.away.add(second.port)
             network.cut(second.port)
-            await second.users.change(partial(_with_verifier, verifier=new))
+            await second.users.change(partial(_with_verifier, verifier=new_password))
             network.cut(first.port)
             await trio.sleep(0.5)
             network.away.clear()

@@ -36,7 +36,7 @@ def logged(level: str, form: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("level", "said"),
+    ("level", "log_lines"),
     [
         ("debug", ["a library's trouble", "ours, small", "ours"]),
         ("info", ["a library's trouble", "ours"]),
@@ -44,9 +44,9 @@ def logged(level: str, form: str) -> list[str]:
         ("error", []),
     ],
 )
-def test_warnings_of_libraries_have_the_same_form(level: str, said: list[str]) -> None:
+def test_warnings_of_libraries_have_the_same_form(level: str, log_lines: list[str]) -> None:
     lines: list[dict[str, Any]] = [json.loads(line) for line in logged(level, "json")]
-    assert [line["event"] for line in lines] == said
+    assert [line["event"] for line in lines] == log_lines
     assert all({"level", "timestamp"} <= line.keys() for line in lines)
 
 

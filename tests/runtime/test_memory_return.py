@@ -45,10 +45,10 @@ print(before - resident())
 def test_trimming_returns_holes_between_live_objects() -> None:
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("glibc's allocator is what this is about")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=60
     )
-    assert int(done.stdout) > 150 * MIB
+    assert int(result.stdout) > 150 * MIB
 
 
 class Memory:

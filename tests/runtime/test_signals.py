@@ -42,8 +42,8 @@ class Running:
         finally:
             self.said.append("gone")
 
-    async def until(self, said: str) -> None:
-        await eventually(lambda: self.said[-1:] == [said], said)
+    async def until(self, line: str) -> None:
+        await eventually(lambda: self.said[-1:] == [line], line)
 
 
 @pytest.fixture

@@ -282,8 +282,8 @@ def test_a_map_that_names_two_buckets_needs_the_right_on_the_one_that_counts(
     name: str, is_first: bool
 ) -> None:
     document = PartitionMap.of_one(OWN, 1, "node", "host:1").encode()
-    other = f'"{name}":"{OTHER}"'
-    document = f"{{{other},{document[1:]}" if is_first else f"{document[:-1]},{other}}}"
+    other_entry = f'"{name}":"{OTHER}"'
+    document = f"{{{other_entry},{document[1:]}" if is_first else f"{document[:-1]},{other_entry}}}"
     bucket = PartitionMap.decode(document).bucket
     assert bucket == (OWN if is_first else OTHER)
     operator = access_of(Grant(Right.OPERATE, OWN))
@@ -604,12 +604,12 @@ async def test_the_audit_log_has_who_asked_for_what(tmp_path: Path) -> None:
         await peer.hear(UsersReply)
         audit_log.stop()
     text = (tmp_path / "audit.jsonl").read_text()
-    noted = [
+    audit_lines = [
         (line["user"], line["peer"], line["request"], line["bucket"], line["allowed"])
         for line in map(json.loads, text.splitlines())
         if line["event"] == "request"
     ]
-    assert noted == [
+    assert audit_lines == [
         (USER, "memory", "CreateBucket", "c", True),
         (USER, "memory", "DeleteBucket", "b", False),
         (USER, "memory", "ChangeUsers", "", True),

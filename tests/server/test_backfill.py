@@ -232,10 +232,10 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
         assert model.disk.backfills == 1
         # Who has a part of it gets the rest.
         for start in 0, 1, 50, 75, 299, 300, 307:
-            other = Reader(model, start)
-            await other.read()
-            assert (SnapshotKind.DISK in other.kinds) == (start < 300)
-            other.close()
+            other_reader = Reader(model, start)
+            await other_reader.read()
+            assert (SnapshotKind.DISK in other_reader.kinds) == (start < 300)
+            other_reader.close()
         assert model.disk.memory.backfills == 0
         assert model.disk.leases.ranges() == []
 
@@ -336,10 +336,10 @@ async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path)
         assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [120])
         assert len(slots) == free
         # One that is given up, with much read ahead.
-        other = Reader(model)
-        await other.read(items=2)
+        other_reader = Reader(model)
+        await other_reader.read(items=2)
         assert len(slots) < free
-        other.close()
+        other_reader.close()
         # Whatever was being read meanwhile has come when this has.
         await Reader(model).read()
         assert len(slots) == free
@@ -611,16 +611,16 @@ async def test_a_backfill_that_nobody_reads_leaves_memory_for_others(
         model.forget()
         budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
         assert budget < 100 * 20 * 10_000 / 2, "else it is about nothing"
-        idle, other = Reader(model), Reader(model)
+        idle, other_reader = Reader(model), Reader(model)
         assert idle.step() is WAIT_FOR_DISK
         await trio.sleep(1)
         largest = max(reads)
         reads.clear()
-        while other.ends != [2000]:
-            await other.read(1)
+        while other_reader.ends != [2000]:
+            await other_reader.read(1)
         assert min(reads[:-1]) >= largest / 4
         idle.close()
-        other.close()
+        other_reader.close()
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -736,8 +736,8 @@ async def test_requests_for_an_evicted_key_keep_their_order(
             await first.hear(GetReply)
         assert patience.cancelled_caught
         store.released.set()
-        seen = [(await first.hear(GetReply)).chunk.mutation(0).value for _ in range(2)]
-        assert seen == [b"old", b"new"]
+        values = [(await first.hear(GetReply)).chunk.mutation(0).value for _ in range(2)]
+        assert values == [b"old", b"new"]
         assert (await second.hear(GetReply)).chunk.mutation(0).value == b"newest"
         await evicted(server)
         assert await value_of(first, b"k") == b"newest"
@@ -803,14 +803,14 @@ async def test_no_older_version_is_ever_seen(
 
     async def read(peer: Peer) -> None:
         nonlocal reads
-        seen = dict.fromkeys(keys, 0)
+        newest_versions = dict.fromkeys(keys, 0)
         while True:
             key = draw.choice(keys)
-            floor = max(seen[key], acknowledged[key])
+            floor = max(newest_versions[key], acknowledged[key])
             value = await value_of(peer, key)
             count = int(value or b"0")
             assert floor <= count <= written[key]
-            seen[key] = count
+            newest_versions[key] = count
             reads += 1
             await trio.sleep(draw.random() / 50)
 

@@ -133,9 +133,13 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         await live_and_stop()
-    full, other = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
+    full, other_bucket = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
     assert (full.record.name, full.is_clean, full.partitions[0].record.high) == (BUCKET, False, 0)
-    assert (other.record.name, other.is_clean, other.partitions[0].record.high) == (
+    assert (
+        other_bucket.record.name,
+        other_bucket.is_clean,
+        other_bucket.partitions[0].record.high,
+    ) == (
         "other",
         True,
         2,

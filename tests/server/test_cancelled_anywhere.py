@@ -369,14 +369,14 @@ async def test_asking_other_nodes_for_users(server: Server, autojump_clock: Mock
         lambda users: users.with_user(User("ada", None, (Grant(Right.SECURE, EVERYTHING),)))
     )
     await _name_replica(server, f"{HOST}:{port}")
-    async with node("z", port=port) as other:
+    async with node("z", port=port) as second_server:
         await trio.sleep(10)  # the server's own questions have their connection by then
 
         async def work() -> None:
             with trio.move_on_after(1.2):
                 await UserExchange(store, server.partition_maps).run()
 
-        (await cancelled_at_each_step(work, lambda: check(other), then=work)).check_inside(
+        (await cancelled_at_each_step(work, lambda: check(second_server), then=work)).check_inside(
             *EXCHANGE
         )
 
@@ -639,22 +639,22 @@ JOIN: Final = tries(PartitionMaps.join)
 
 
 async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> None:
-    async with node("z", store=slow_store()) as other:
-        there = f"{HOST}:{other.port}"
+    async with node("z", store=slow_store()) as second_server:
+        there = f"{HOST}:{second_server.port}"
         await _name_replica(server, there)
         # From now on there is a link on which the one asks the other.
         await trio.sleep(2 * ASK_INTERVAL_S)
 
         async def work() -> None:
-            await other.partition_maps.join("b", f"{HOST}:{server.port}")
+            await second_server.partition_maps.join("b", f"{HOST}:{server.port}")
 
         async def undo() -> None:
-            if other.catalog.buckets.get("b") is not None:
-                await other.catalog.delete_bucket("b")
+            if second_server.catalog.buckets.get("b") is not None:
+                await second_server.catalog.delete_bucket("b")
 
         def look() -> None:
             check(server)
-            check(other)
+            check(second_server)
 
         steps = await cancelled_at_each_step(work, look, then=work, undo=undo)
         steps.check_inside(*JOIN)
@@ -739,9 +739,9 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
         check(node)
 
     async def work() -> None:
-        async with node("z", port=port, store=slow_store(directory)) as other:
-            await follows(other)
-            await other.partition_maps.stop()
+        async with node("z", port=port, store=slow_store(directory)) as second_server:
+            await follows(second_server)
+            await second_server.partition_maps.stop()
 
     steps = await cancelled_at_each_step(
         work, lambda: check(server), then=work, every=3, reaching=REPLICA
@@ -762,10 +762,10 @@ async def test_the_event_bus(autojump_clock: MockClock) -> None:
 
     async def next_events() -> None:
         nonlocal acknowledged, received
-        acknowledged, everything, events = await bus.next_events(
+        acknowledged, must_look, events = await bus.next_events(
             "c", EventFilter(), timeout_s=30, acknowledged=acknowledged, wait_s=1
         )
-        assert not everything
+        assert not must_look
         received += len(events)
 
     async def work() -> None:
@@ -783,10 +783,10 @@ async def test_the_event_bus(autojump_clock: MockClock) -> None:
         assert bus.statistics()["asking"] == 0
 
     async with bus.running():
-        acknowledged, everything, _ = await bus.next_events(
+        acknowledged, must_look, _ = await bus.next_events(
             "c", EventFilter(), timeout_s=30, acknowledged=0, wait_s=1
         )
-        assert everything
+        assert must_look
         (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUS)
 
 

@@ -164,8 +164,8 @@ def test_where_others_reach_it_a_server_keeps_strangers_away(
         return
     with pytest.raises(ConfigError) as refused:
         config.check_exposure(has_users=has_users)
-    for what in ("tls_certificate", "upr-server init"):
-        assert (what in str(refused.value)) == (what in missing)
+    for expected_text in ("tls_certificate", "upr-server init"):
+        assert (expected_text in str(refused.value)) == (expected_text in missing)
     assert "--insecure-no-authentication" in str(refused.value)
 
 

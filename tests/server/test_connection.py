@@ -262,11 +262,11 @@ async def test_a_batch_is_answered_and_read_back() -> None:
         assert reply.failures == ((1, Status.EXISTS), (3, Status.NOT_FOUND))
         assert reply.counters == ((2, 6),)
         await peer.say(Get((b"a", b"missing"), partition=P0, opaque=peer.opaque()))
-        got = await peer.hear(GetReply)
-        counter, missing = got.chunk
+        get_reply = await peer.hear(GetReply)
+        counter, missing = get_reply.chunk
         assert (counter.op, counter.value, counter.seq) == (Operation.SET, b"6", 2)
         assert (missing.op, missing.seq) == (Operation.DELETE, 0)
-        assert got.next_index == 2
+        assert get_reply.next_index == 2
         await peer.say(Seqnos(opaque=peer.opaque()))
         assert (await peer.hear(SeqnosReply)).rows == ((0, 1, 2, 0, 0),)
 
@@ -289,7 +289,7 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(b"k"))
-        ours, other = HistoryId(1), HistoryId(7)
+        ours, other_history = HistoryId(1), HistoryId(7)
         memory, persisted = Durability.MEMORY, Durability.PERSISTED
         replicated = Durability.REPLICATED
 
@@ -300,10 +300,10 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
         for request, status in (
             (Get((), partition=P0, opaque=91), Status.BAD_ARGUMENT),
             (Get((b"k",) * (GET_KEYS_MAX + 1), partition=P0, opaque=92), Status.BAD_ARGUMENT),
-            (Get((b"k",), other, partition=P0, opaque=93), Status.HISTORY_CHANGED),
+            (Get((b"k",), other_history, partition=P0, opaque=93), Status.HISTORY_CHANGED),
             (waiting(ours, 1, replicated), Status.TOO_FEW_REPLICAS),
             (waiting(ours, 1, persisted), Status.TIMED_OUT),
-            (waiting(other, 1, memory), Status.HISTORY_CHANGED),
+            (waiting(other_history, 1, memory), Status.HISTORY_CHANGED),
             (waiting(ours, 2, memory), Status.BAD_ARGUMENT),
             (Lease(LeaseAction.ACQUIRE, 0, 1, "o", (), opaque=97), Status.BAD_ARGUMENT),
             (Stats("nope", opaque=98), Status.NO_BUCKET),
@@ -429,14 +429,14 @@ async def test_a_client_that_sends_everything_at_once_has_greeted_too(
         await trio.sleep(2 * HANDSHAKE_TIMEOUT_S)
         await peer.stream.send_all(b"".join(ListBuckets(opaque=2).frame()))
         frames = FrameBuffer(lambda header: None)
-        seen: list[str] = []
-        while "ListBucketsReply" not in seen:
+        names: list[str] = []
+        while "ListBucketsReply" not in names:
             data = await peer.stream.receive_some(65536)
-            assert data, f"the server hung up after {seen}"
+            assert data, f"the server hung up after {names}"
             frames.receive(bytes(data))
             while (frame := frames.next_frame()) is not None:
-                seen.append(type(decode(*frame)).__name__)
-        assert "Opened" in seen
+                names.append(type(decode(*frame)).__name__)
+        assert "Opened" in names
 
 
 async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
@@ -473,10 +473,10 @@ async def test_a_new_history_or_purge_number_is_announced_by_a_start() -> None:
 
         async def snapshot() -> list[str]:
             """The next snapshot's messages."""
-            heard: list[str] = []
-            while not heard or heard[-1] not in ("PartitionEnd", "PartitionSnapshot"):
-                heard.append(type(await peer.hear(Message)).__name__)
-            return [name for name in heard if name.startswith("Partition")]
+            names: list[str] = []
+            while not names or names[-1] not in ("PartitionEnd", "PartitionSnapshot"):
+                names.append(type(await peer.hear(Message)).__name__)
+            return [name for name in names if name.startswith("Partition")]
 
         async def change(key: bytes) -> None:
             await peer.say(Mutate(Bundle.of_one(P0, sets(key)), opaque=peer.opaque()))
@@ -623,18 +623,18 @@ async def test_the_window_holds_the_stream_until_it_is_acknowledged(
         with trio.move_on_after(1):
             await peer.hear(PartitionEnd)
         assert not peer.session.window.open, "only one frame may overshoot the window"
-        seen = chunk.chunk.count
+        chunk_count = chunk.chunk.count
         peer.session.acknowledge(24 + chunk.chunk.nbytes)
         await peer.say()
         while True:
             message = await peer.hear(Message)
             if isinstance(message, PartitionChunk):
-                seen += message.chunk.count
+                chunk_count += message.chunk.count
                 peer.session.acknowledge(24 + message.chunk.nbytes)
                 await peer.say()
             if isinstance(message, BarrierReply):
                 break
-        assert seen == 8
+        assert chunk_count == 8
 
 
 async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
@@ -676,22 +676,22 @@ async def test_a_barrier_covers_snapshots_that_other_consumers_closed() -> None:
         for index in range(6):
             # Each is a snapshot of its own, because the fast one comes to read it.
             await publisher.mutate(sets(b"k%d" % index, value=bytes(70_000)))
-            got = await fast.hear(PartitionChunk)
-            assert got.chunk.count == 1
-            fast.session.acknowledge(24 + got.chunk.nbytes)
-            if not isinstance(got, PartitionSnapshot):
+            chunk = await fast.hear(PartitionChunk)
+            assert chunk.chunk.count == 1
+            fast.session.acknowledge(24 + chunk.chunk.nbytes)
+            if not isinstance(chunk, PartitionSnapshot):
                 await fast.hear(PartitionEnd)
         await slow.say(Barrier(b"all"))
-        seen = set()
+        keys = set()
         while True:
             message = await slow.hear(Message)
             if isinstance(message, BarrierReply):
                 break
             if isinstance(message, PartitionChunk):
-                seen |= set(message.chunk.keys())
+                keys |= set(message.chunk.keys())
                 slow.session.acknowledge(24 + message.chunk.nbytes)
                 await slow.say()
-        assert seen == {b"k%d" % index for index in range(6)}
+        assert keys == {b"k%d" % index for index in range(6)}
         assert message.ends == ((0, 6),)
 
 
@@ -745,11 +745,11 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
         await server.catalog.create_bucket("small", 1, 8 * 1024 * 1024)
         await peer.open("small")
         assert peer.session.credit.left == CREDIT_BYTES_MIN
-        sent = 0
+        sent_bytes = 0
         while peer.session.credit.open:
-            await peer.mutate(sets(b"k%d" % sent, value=bytes(100_000)))
-            sent += 1
-            assert sent < 200, "credit never ran out"
+            await peer.mutate(sets(b"k%d" % sent_bytes, value=bytes(100_000)))
+            sent_bytes += 1
+            assert sent_bytes < 200, "credit never ran out"
         with trio.move_on_after(5) as patience:
             await peer.hear(Credit)
         assert patience.cancelled_caught, "credit came while the bucket was over its quota"
@@ -806,17 +806,17 @@ async def test_a_peer_that_was_not_listened_to_is_not_called_silent(
     read."""
     server = make_server()
     budget = server.connections.resources.frame_budget
-    others = [UnfinishedFrame(budget, "", lambda reason: None) for _ in range(256)]
+    frames = [UnfinishedFrame(budget, "", lambda reason: None) for _ in range(256)]
     async with connected(server, idle_interval_s=1) as peer:
         await peer.open()
-        for other in others:
-            other.hold(BUDGET_BYTES // len(others), trio.current_time(), is_new=True)
+        for frame in frames:
+            frame.hold(BUDGET_BYTES // len(frames), trio.current_time(), is_new=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.mutate, sets(b"k", value=bytes(2_000_000)))
             await trio.sleep(5)
             assert budget.is_short
-            for other in others:
-                other.release()
+            for frame in frames:
+                frame.release()
 
 
 async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_for(
@@ -881,13 +881,13 @@ async def test_a_partition_named_twice_is_refused() -> None:
 
 async def test_statistics_tell_of_so_many_connections_and_say_how_many_are_left_out() -> None:
     server = make_server()
-    others = 7000
+    other_count = 7000
     longest = b"".join(Hello("\\" * 200, (VERSION,), 0, 1 << 20, 20).frame())
     async with connected(server) as peer:
         await peer.say()
         await peer.hear(HelloReply)
         _, stream = trio.testing.memory_stream_pair()
-        for _ in range(others):
+        for _ in range(other_count):
             connection = server.connections.new_connection(stream, "192.0.2.123:12345")
             connection.session.receive(longest, 0.0)
             assert list(connection.session.events())
@@ -895,8 +895,8 @@ async def test_statistics_tell_of_so_many_connections_and_say_how_many_are_left_
         await peer.say(Stats(opaque=1))
         figures = json.loads((await peer.hear(StatsReply)).json)
         assert len(figures["connections"]) == CONNECTIONS_TOLD_MAX
-        assert figures["connections_left_out"] == others + 1 - CONNECTIONS_TOLD_MAX
-        assert figures["server"]["connections"] == others + 1
+        assert figures["connections_left_out"] == other_count + 1 - CONNECTIONS_TOLD_MAX
+        assert figures["server"]["connections"] == other_count + 1
         server.connections.connections.clear()
 
 

@@ -227,20 +227,20 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
-    async with serving(store) as server, speaking(server) as peer, speaking(server) as other:
+    async with serving(store) as server, speaking(server) as peer, speaking(server) as other_peer:
         levels = [PERSISTED, MEMORY, PERSISTED, MEMORY, MEMORY, PERSISTED]
-        sent = [await send(peer, sets(numbered(n)), level) for n, level in enumerate(levels)]
+        opaques = [await send(peer, sets(numbered(n)), level) for n, level in enumerate(levels)]
         assert await is_silent(peer)
         # Another partition, a read, and another connection's batch for the same partition.
         reply = await answer_to(peer, await send(peer, sets(K1), MEMORY, P1))
         assert isinstance(reply, MutateReply)
         assert await value_of(peer, key_in(0, 2, b"5")) == b"v"
-        reply = await answer_to(other, await send(other, sets(b"k"), MEMORY))
+        reply = await answer_to(other_peer, await send(other_peer, sets(b"k"), MEMORY))
         assert isinstance(reply, MutateReply)
         assert reply.runs[0].first_seq == 7
         store.released.set()
-        replies = [await peer.hear(MutateReply) for _ in sent]
-        assert [reply.opaque for reply in replies] == sent
+        replies = [await peer.hear(MutateReply) for _ in opaques]
+        assert [reply.opaque for reply in replies] == opaques
         assert [reply.runs[0].first_seq for reply in replies] == [1, 2, 3, 4, 5, 6]
 
 
@@ -263,8 +263,8 @@ async def test_what_came_together_is_committed_together_and_the_figures_say_so(
         assert (figures["lag_mutations"], figures["commits"]) == (10, 0)
         began = trio.current_time()
         assert (await peer.hear(MutateReply)).opaque == first
-        heard = {(await peer.hear(MutateReply)).opaque for _ in later}
-        assert heard == set(later)
+        opaques = {(await peer.hear(MutateReply)).opaque for _ in later}
+        assert opaques == set(later)
         assert trio.current_time() - began == pytest.approx(0.49, abs=0.02)
         figures = (await statistics(peer))["flusher"]
         assert (figures["lag_mutations"], figures["commits"]) == (0, 2)
@@ -336,13 +336,13 @@ async def test_a_full_disk_is_reported_and_new_room_is_noticed(
         await answer_to(peer, await send(peer, sets(BEFORE), PERSISTED))
         log = log_of(store)
         log.bytes_max = log.statistics()["bytes_used"]
-        sent = [
+        opaques = [
             await send(peer, sets(TAKEN_IN), PERSISTED),
             await send(peer, sets(key_in(0, 2, b"behind")), MEMORY),
         ]
-        first = await answer_to(peer, sent[0])
+        first = await answer_to(peer, opaques[0])
         assert status_of(first) is Status.TEMPORARY_FAILURE
-        assert isinstance(await answer_to(peer, sent[1]), MutateReply)
+        assert isinstance(await answer_to(peer, opaques[1]), MutateReply)
         # From now on nothing is taken in, and the reason is told.
         figures = (await statistics(peer))["flusher"]
         assert figures["full"]
@@ -512,30 +512,30 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
     """The server ends. Whether the write is there afterwards, the disk decides; what was
     acknowledged before is."""
     store = SimulatedStore(delay=lambda _call: 0.01)
-    heard: list[Message] = []
+    messages: list[Message] = []
 
     async def listen(peer: Peer) -> None:
         while True:
             message = await peer.hear(Message)
             if isinstance(message, MutateReply | AwaitReply | Refusal):
-                heard.append(message)
+                messages.append(message)
 
     with pytest.RaisesGroup(StoreFailedError, flatten_subgroups=True, allow_unwrapped=True):
         async with (
             serving(store) as server,
             speaking(server) as peer,
-            speaking(server) as other,
+            speaking(server) as other_peer,
             trio.open_nursery() as nursery,
         ):
             await answer_to(peer, await send(peer, sets(BEFORE), PERSISTED))
             log_of(store).fault, log_of(store).keep_on_fault = break_down, is_kept
             nursery.start_soon(listen, peer)
-            nursery.start_soon(listen, other)
+            nursery.start_soon(listen, other_peer)
             await send(peer, sets(b"k"), PERSISTED)
-            await send(other, sets(K1), PERSISTED, P1)
+            await send(other_peer, sets(K1), PERSISTED, P1)
             await trio.sleep(LONG_S)
     assert trio.current_time() < 1
-    assert [message for message in heard if status_of(message) is Status.OK] == []
+    assert [message for message in messages if status_of(message) is Status.OK] == []
     assert (store.failed.is_set(), store.failure) == (True, "the disk failed")
     for disk in store.directory.disks[BUCKET]:
         disk.crash()
@@ -622,7 +622,7 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
 ) -> None:
     store = HeldStore()
     async with serving(store) as server, speaking(server) as peer:
-        sent = [
+        opaques = [
             await send(peer, sets(numbered(n, n % 2)), PERSISTED, PartitionId(n % 2))
             for n in range(6)
         ]
@@ -632,8 +632,8 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
         await peer.say(Await(history_id, SeqNo(1), 20_000, PERSISTED, partition=P0, opaque=waiting))
         await trio.testing.wait_all_tasks_blocked()
         await server.catalog.delete_bucket(BUCKET)
-        refused = [await peer.hear(Refusal) for _ in (*sent, waiting)]
-        assert sorted(refusal.opaque for refusal in refused) == [*sent, waiting]
+        refused = [await peer.hear(Refusal) for _ in (*opaques, waiting)]
+        assert sorted(refusal.opaque for refusal in refused) == [*opaques, waiting]
         assert Status.OK not in map(status_of, refused)
         assert store.directory.disks == {}
         store.released.set()

@@ -227,7 +227,7 @@ async def test_a_full_commit_takes_no_further_snapshot(
     """It ends with a whole snapshot, and the partitions that are left take their turn first."""
     monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 2_500)
     async with running(partitions=4) as run:
-        first, *others = run.bucket.partitions
+        first, *other_partitions = run.bucket.partitions
         # Four closed snapshots and the open one.
         reader = cursor_at(first)
         for number in range(4):
@@ -235,7 +235,7 @@ async def test_a_full_commit_takes_no_further_snapshot(
             while reader.poll():
                 reader.next()
         put(first, b"open", value=VALUE)
-        for partition in others:
+        for partition in other_partitions:
             put(partition, b"a", value=VALUE)
         await trio.sleep(1.0)
         assert run.store.highs() == [{0: 3}, {1: 1, 2: 1, 3: 1}, {0: 5}]

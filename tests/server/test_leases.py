@@ -114,13 +114,13 @@ def figures(server: Server) -> tuple[int, int]:
 
 def cutting(rng: random.Random, times: int) -> Dial:
     """Connections, of which the first ones break soon."""
-    left = times
+    connections_left = times
 
     async def dial(address: Address) -> trio.abc.Stream:
-        nonlocal left
-        left -= 1
+        nonlocal connections_left
+        connections_left -= 1
         stream = await trio.open_tcp_stream(address.host, address.port)
-        back = rng.randrange(1500, 5000) if left >= 0 else ENDLESS
+        back = rng.randrange(1500, 5000) if connections_left >= 0 else ENDLESS
         return CuttableStream(stream, stream.socket.close, ENDLESS, back)
 
     return dial
@@ -350,8 +350,8 @@ async def test_whoever_reads_an_empty_bucket_is_not_at_a_position(
         await client.acquire_lease(ranges, time_to_live_s=60, owner="orders", lease_id=6)
         await client.renew_lease(6, time_to_live_s=90)
     async with running_server(CONFIG, SimulatedStore(directory)) as restarted:
-        for each in (server, restarted):
-            (disk,) = each.catalog.disks.values()
+        for server_now in (server, restarted):
+            (disk,) = server_now.catalog.disks.values()
             assert [row["owner"] for row in result_of(disk.leases.list_held())] == [
                 "a read",
                 "orders",
@@ -449,15 +449,17 @@ async def test_a_leased_range_is_read_after_lost_connections_and_a_restart(
     # A second server on the same disks, as after a crash of the first: a new history.
     for disk in directory.disks["b"]:
         disk.crash()
-    async with running_server(CONFIG, SimulatedStore(directory)) as other:
+    async with running_server(CONFIG, SimulatedStore(directory)) as restarted:
         partition, rows = next(iter(first.items()))
         (log,) = [
             copy.failover_log
-            for copy in other.catalog.bucket("b").partitions[partition : partition + 1]
+            for copy in restarted.catalog.bucket("b").partitions[partition : partition + 1]
         ]
         assert len(log) == 2
-        assert await read(other, 7, ends) == first
+        assert await read(restarted, 7, ends) == first
         middle = rows[3].seq
         before = Position(log.up_to(SeqNo(0)), middle, middle, None)
-        rows_read = await read(other, 7, {partition: ends[partition]}, starts={partition: before})
+        rows_read = await read(
+            restarted, 7, {partition: ends[partition]}, starts={partition: before}
+        )
         assert rows_read[partition] == rows[4:]

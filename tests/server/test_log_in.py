@@ -165,22 +165,22 @@ async def test_a_certificate_without_a_binding_is_not_that_of_a_server_that_bind
     monkeypatch.setattr("upr_protocol.transport.tls_link.end_point", lambda _: b"")
     async with server_with_users(**certificates.server_settings()) as server:
         tls = certificates.security_of(certificates.client).tls
-        for _, said in await both_refused(Address.parse(server.url("b"), Security(tls, BOB))):
-            assert "somebody in between may have removed it" in said
+        for _, message in await both_refused(Address.parse(server.url("b"), Security(tls, BOB))):
+            assert "somebody in between may have removed it" in message
 
 
 async def test_passwords_are_bound_to_the_certificate_that_a_connection_began_with(
     certificates: Certificates, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
-    shown, renewed = authority.sign("shown"), authority.sign("renewed")
+    first_certificate, renewed = authority.sign("shown"), authority.sign("renewed")
     security = Security(TlsSettings(ca=str(authority.ca)), BOB)
-    async with server_with_users(**shown.settings()) as server:
+    async with server_with_users(**first_certificate.settings()) as server:
         address = Address.parse(server.url("b"), security)
         assert server.certificates is not None
         stream = await trio.open_tcp_stream("127.0.0.1", server.port)
         early = await encrypted_to_server(stream, TlsSettings(ca=str(authority.ca)), "127.0.0.1")
-        shown.replace_by(renewed)
+        first_certificate.replace_by(renewed)
         server.certificates.reload()
         async with connect(address) as client:
             await client.set("k", "v")
@@ -223,9 +223,9 @@ async def test_who_is_refused(
     credentials: Credentials | None, kind: type[UprError], sentence: str
 ) -> None:
     async with server_with_users() as server:
-        for error_kind, said in await both_refused(address_of(server, credentials)):
+        for error_kind, message in await both_refused(address_of(server, credentials)):
             assert error_kind is kind
-            assert said.startswith(sentence)
+            assert message.startswith(sentence)
         assert user_names(server) in ([], [None], [None, None])
 
 
@@ -251,12 +251,12 @@ async def test_a_certificate_logs_in_as_nobody_else(certificates: Certificates) 
         assert tls is not None
         stream = await trio.open_tcp_stream("127.0.0.1", server.port)
         async with await encrypted_to_server(stream, tls, "127.0.0.1") as encrypted:
-            said = encoded(hello(idle_interval_s=20), LogIn(EXTERNAL, b"bob"))
-            await encrypted.send_all(said)
-            heard = b""
+            request = encoded(hello(idle_interval_s=20), LogIn(EXTERNAL, b"bob"))
+            await encrypted.send_all(request)
+            answer = b""
             while data := await encrypted.receive_some():
-                heard += data
-        error = frames(heard)[-1]
+                answer += data
+        error = frames(answer)[-1]
         assert isinstance(error, Error)
         assert (error.status, error.sentence) == (Status.MALFORMED, "LogIn: EXTERNAL has no data")
 
@@ -274,17 +274,17 @@ async def test_a_server_that_only_claims_to_know_the_user() -> None:
     """It lets everybody in, to hear what they write."""
     pretended = msgspec.structs.replace(VERIFIER, server_key=bytes(32))
     async with server_with_users(Users(1, {"bob": User("bob", pretended)})) as server:
-        for kind, said in await both_refused(address_of(server)):
+        for kind, message in await both_refused(address_of(server)):
             assert kind is RemoteProtocolError
-            assert "the server does not prove that it knows this user" in said
+            assert "the server does not prove that it knows this user" in message
 
 
 async def test_a_server_that_does_not_ask_for_a_log_in_proves_nothing() -> None:
     """Or somebody who claims to be the server would leave out what they cannot do."""
     async with server_with_users(Users()) as server:
-        for kind, said in await both_refused(address_of(server)):
+        for kind, message in await both_refused(address_of(server)):
             assert kind is ServerError
-            assert said.startswith("the server does not ask for a log-in, so it proves nothing")
+            assert message.startswith("the server does not ask for a log-in, so it proves nothing")
 
 
 # What strangers hear.
@@ -327,7 +327,7 @@ async def test_nothing_is_answered_before_the_log_in(message: Any) -> None:
 
 async def test_a_stranger_does_not_learn_who_exists() -> None:
     async with server_with_users() as server:
-        heard: dict[str, tuple[dict[str, int], str]] = {}
+        answers: dict[str, tuple[dict[str, int], str]] = {}
         salts: dict[str, set[bytes]] = {"bob": set(), "alice": set(), "eve": set()}
         for name in ("bob", "alice", "eve") * 2:
             async with stranger(server) as peer:
@@ -338,10 +338,10 @@ async def test_a_stranger_does_not_learn_who_exists() -> None:
                 error = await peer.expect_error(Status.LOG_IN_FAILED)
                 lengths = {key.decode(): len(value) for key, value in parts.items()}
                 lengths["iterations"] = int(parts[b"i"])
-                heard[name] = lengths, error.sentence
-        assert heard["bob"] == heard["alice"] == heard["eve"]
+                answers[name] = lengths, error.sentence
+        assert answers["bob"] == answers["alice"] == answers["eve"]
         # The salt is the same each time, and another for each name.
-        assert all(len(each) == 1 for each in salts.values())
+        assert all(len(user_salts) == 1 for user_salts in salts.values())
         assert len(set.union(*salts.values())) == 3
 
 
@@ -354,8 +354,8 @@ async def test_all_nodes_say_the_same_of_a_user_who_does_not_exist() -> None:
             return challenge.split(b",")[1]
 
     users = msgspec.structs.replace(USERS, secret=b"the cluster's")
-    async with server_with_users(users) as one, server_with_users(users) as other:
-        assert await salt_of(one) == await salt_of(other)
+    async with server_with_users(users) as first_server, server_with_users(users) as second_server:
+        assert await salt_of(first_server) == await salt_of(second_server)
 
 
 @pytest.mark.parametrize(

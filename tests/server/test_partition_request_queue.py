@@ -202,11 +202,11 @@ async def test_a_connection_whose_request_is_queued_is_not_taken_for_silent(
         await peer.open(BUCKET)
         store.released = trio.Event()
         await ask(peer, 2 * QUEUED_REQUESTS_MAX)
-        heard: list[Message] = []
+        messages: list[Message] = []
         with trio.move_on_after(5):
             while True:
-                heard.append(await peer.hear(Message))
-        assert [type(message) for message in heard] == [Noop] * 4
+                messages.append(await peer.hear(Message))
+        assert [type(message) for message in messages] == [Noop] * 4
         store.released.set()
         for _ in range(2 * QUEUED_REQUESTS_MAX):
             await peer.hear(GetReply)

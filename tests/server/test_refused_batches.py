@@ -68,6 +68,6 @@ async def test_while_a_disk_could_not_be_read(autojump_clock: trio.testing.MockC
         first, second = [await send(peer, increment(b"n", 1), MEMORY, P0, n) for n in (1, 2)]
         assert status_of(await answer_to(peer, first)) is Status.TEMPORARY_FAILURE
         assert status_of(await answer_to(peer, second)) is Status.TEMPORARY_FAILURE
-        sent = [await send(peer, increment(b"n", 1), MEMORY, P0, index) for index in (1, 2, 3)]
-        assert [status_of(await answer_to(peer, opaque)) for opaque in sent] == 3 * [Status.OK]
+        opaques = [await send(peer, increment(b"n", 1), MEMORY, P0, index) for index in (1, 2, 3)]
+        assert [status_of(await answer_to(peer, opaque)) for opaque in opaques] == 3 * [Status.OK]
         assert await value_of(peer, b"n") == b"13"

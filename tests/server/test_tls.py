@@ -102,8 +102,8 @@ async def test_a_server_that_does_not_prove_who_it_is(
 ) -> None:
     wrong: Certificate = getattr(certificates, kind)
     async with tls_server(certificates, **wrong.settings()) as server:
-        (said,) = await both_refused(encrypted(server.url("b"), certificates.security()))
-        assert f"cannot connect to {server.url('b')}: {sentence}" in said
+        (message,) = await both_refused(encrypted(server.url("b"), certificates.security()))
+        assert f"cannot connect to {server.url('b')}: {sentence}" in message
         # Somebody in between could be anybody; but who says so, may.
         async with connect(
             encrypted(server.url("b"), Security(TlsSettings(is_verified=False)))
@@ -113,8 +113,8 @@ async def test_a_server_that_does_not_prove_who_it_is(
 
 async def test_without_its_authority_no_server_is_trusted(certificates: Certificates) -> None:
     async with tls_server(certificates) as server:
-        (said,) = await both_refused(Address.parse(server.url("b")))
-        assert "no authority that is trusted here" in said
+        (message,) = await both_refused(Address.parse(server.url("b")))
+        assert "no authority that is trusted here" in message
 
 
 async def test_a_publisher_and_a_consumer_do_not_go_on_trying(certificates: Certificates) -> None:
@@ -134,12 +134,18 @@ async def test_clients_must_show_a_certificate_where_it_is_required(
 ) -> None:
     async with tls_server(certificates, tls_client_ca=str(certificates.authority.ca)) as server:
         url = server.url("b")
-        (said,) = await both_refused(encrypted(url, certificates.security()))
-        assert "the server wants a certificate: name one with the options cert and cert-key" in said
-        (said,) = await both_refused(encrypted(url, certificates.security_of(certificates.unknown)))
-        assert "the server does not trust the authority of this side's certificate" in said
-        (said,) = await both_refused(encrypted(url, certificates.security_of(certificates.expired)))
-        assert "the server says that this side's certificate has expired" in said
+        (message,) = await both_refused(encrypted(url, certificates.security()))
+        assert (
+            "the server wants a certificate: name one with the options cert and cert-key" in message
+        )
+        (message,) = await both_refused(
+            encrypted(url, certificates.security_of(certificates.unknown))
+        )
+        assert "the server does not trust the authority of this side's certificate" in message
+        (message,) = await both_refused(
+            encrypted(url, certificates.security_of(certificates.expired))
+        )
+        assert "the server says that this side's certificate has expired" in message
         async with connect(encrypted(url, certificates.security_of(certificates.client))) as client:
             await client.set("k", "v")
             (connection,) = server.connections.connections
@@ -164,10 +170,10 @@ async def test_clients_may_show_a_certificate_where_it_is_optional(
                 assert isinstance(connection._stream, TlsStream)
                 assert connection._stream.link.peer_name == name
             await eventually(lambda: not server.connections.connections, "it is closed")
-        (said,) = await both_refused(
+        (message,) = await both_refused(
             encrypted(server.url("b"), certificates.security_of(certificates.unknown))
         )
-        assert "does not trust the authority" in said
+        assert "does not trust the authority" in message
 
 
 async def test_a_client_in_the_clear_and_a_server_in_the_clear(
@@ -181,8 +187,8 @@ async def test_a_client_in_the_clear_and_a_server_in_the_clear(
     config = ServerConfig(listen="127.0.0.1:0")
     async with running_server(config, SimulatedStore()) as server:
         url = server.url().replace("upr://", "uprs://")
-        (said,) = await both_refused(encrypted(url, certificates.security()))
-        assert "the server does not speak TLS: write upr://" in said
+        (message,) = await both_refused(encrypted(url, certificates.security()))
+        assert "the server does not speak TLS: write upr://" in message
 
 
 async def test_a_server_that_is_full_says_so(certificates: Certificates) -> None:
@@ -218,8 +224,8 @@ async def test_a_server_of_an_older_version(certificates: Certificates) -> None:
         assert server.certificates is not None
         server.certificates.context.maximum_version = ssl.TLSVersion.TLSv1_2
         url = server.url("b")
-        (said,) = await both_refused(encrypted(url, certificates.security()))
-        assert "the server speaks no version of TLS that is accepted here" in said
+        (message,) = await both_refused(encrypted(url, certificates.security()))
+        assert "the server speaks no version of TLS that is accepted here" in message
         async with connect(encrypted(url, certificates.security(allows_tls_1_2=True))) as client:
             await client.set("k", bytes(1_000_000))
 
@@ -231,17 +237,17 @@ async def test_a_certificate_is_replaced_under_100_connections(
     certificates: Certificates, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
-    shown, renewed = authority.sign("shown"), authority.sign("renewed")
+    first_certificate, renewed = authority.sign("shown"), authority.sign("renewed")
     address_security = Security(TlsSettings(ca=str(authority.ca)))
     async with (
-        tls_server(certificates, **shown.settings(), connections_max=200) as server,
+        tls_server(certificates, **first_certificate.settings(), connections_max=200) as server,
         AsyncExitStack() as stack,
     ):
         address = encrypted(server.url("b"), address_security)
         before = await shown_certificate(server, authority)
         clients = [await stack.enter_async_context(connect(address)) for _ in range(100)]
         assert server.certificates is not None
-        shown.replace_by(renewed)
+        first_certificate.replace_by(renewed)
         files, old_context = server.certificates, server.certificates.context
         await eventually(lambda: files.context is not old_context, "the renewed one is read")
         after = await shown_certificate(server, authority)
@@ -250,7 +256,7 @@ async def test_a_certificate_is_replaced_under_100_connections(
         for number, client in enumerate(clients):
             await client.set(f"k{number}", "v")
         # Files that are of no use change nothing.
-        shown.cert.write_text("nonsense")
+        first_certificate.cert.write_text("nonsense")
         server.certificates.reload()
         assert await shown_certificate(server, authority) == after
         await clients[0].set("k", "v")

@@ -120,16 +120,16 @@ class Faults:
     def roles(self) -> list[Node]:
         """A node that is active for a partition, and the other two in random order."""
         source = self.leader()
-        others = [node for node in self.nodes.values() if node is not source]
-        return [source, *self.draw.sample(others, len(others))]
+        other_nodes = [node for node in self.nodes.values() if node is not source]
+        return [source, *self.draw.sample(other_nodes, len(other_nodes))]
 
-    def links(self, names: Sequence[str], others: Sequence[str]) -> list[Link]:
+    def links(self, names: Sequence[str], other_names: Sequence[str]) -> list[Link]:
         """The links between hosts, both ways."""
         return [
             self.network.link(*ends)
             for name in names
-            for other in others
-            for ends in ((name, other), (other, name))
+            for other_name in other_names
+            for ends in ((name, other_name), (other_name, name))
         ]
 
     def mend(self, links: Sequence[Link]) -> None:
@@ -216,7 +216,9 @@ class Faults:
         (partition_id, *_) = (
             partition.id for partition in source.held if partition.state is PartitionState.ACTIVE
         )
-        node = self.draw.choice([other for other in self.nodes.values() if other is not source])
+        node = self.draw.choice(
+            [candidate for candidate in self.nodes.values() if candidate is not source]
+        )
         self._history.add(Fault(f"{node.name} gives up a copy", (), 2))
         self._falls_behind(node)
         await self.operator.remove_copy(node.name, partition_id)
@@ -265,7 +267,9 @@ class Faults:
         return any(
             partition.state is copies[partition.id].state is PartitionState.ACTIVE
             for partition in node.held
-            for copies in (other.held for other in self.nodes.values() if other is not node)
+            for copies in (
+                other_node.held for other_node in self.nodes.values() if other_node is not node
+            )
             if copies
         )
 

@@ -147,8 +147,8 @@ class HostileNode:
         mine = tuple(
             replace(assignment, active=HOST, replicas={}) for assignment in current.partitions
         )
-        new = replace(current, revision=current.revision + 1, nodes=nodes, partitions=mine)
-        await node.set_map(current.revision, new)
+        new_map = replace(current, revision=current.revision + 1, nodes=nodes, partitions=mine)
+        await node.set_map(current.revision, new_map)
 
     async def _have_join(self, address: Address) -> None:
         await NodeClient(address, dial=self._dial).join(f"{HOST}:{PORT}")

@@ -450,10 +450,10 @@ class Network:
                 self.resets += 1
                 connection.reset()
 
-    def break_between(self, name: str, others: Collection[str]) -> None:
+    def break_between(self, name: str, other_names: Collection[str]) -> None:
         """Resets the connections of one host with some others."""
         for connection in list(self.host(name).connections):
-            if any(host.name in others for host in connection.hosts):
+            if any(host.name in other_names for host in connection.hosts):
                 self.resets += 1
                 connection.reset()
 

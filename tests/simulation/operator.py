@@ -80,8 +80,8 @@ class SimulatedOperator:
         and the others follow, or only the next one does (`has_one_replica`); or each has partitions
         of its own, and nobody follows."""
         names = list(self._nodes)
-        first, *others = names
-        assignments = [Assignment(first, dict.fromkeys(others, ""))] * partitions
+        first, *other_names = names
+        assignments = [Assignment(first, dict.fromkeys(other_names, ""))] * partitions
         if spread:
             assignments = [
                 Assignment(active, {name: "" for name in names if name != active})
@@ -131,9 +131,9 @@ class SimulatedOperator:
         )
 
     async def _do(
-        self, what: str, command: Callable[[], Awaitable[object]], fault: Fault | None = None
+        self, name: str, command: Callable[[], Awaitable[object]], fault: Fault | None = None
     ) -> bool:
-        self._say(f"{what} begins")
+        self._say(f"{name} begins")
         chance = self._chance
         # Ctrl-C, now and then; and whoever gave the command gives it again.
         for patience_s in (chance.random() * 0.3 if chance.random() < 0.15 else 30.0, 30.0):
@@ -142,17 +142,17 @@ class SimulatedOperator:
                 try:
                     await command()
                     self.failovers += 1
-                    self._say(f"{what} is done")
+                    self._say(f"{name} is done")
                     self._has_done(fault)
                     return True
                 except UprError as error:
                     self.refused += 1
-                    self._say(f"{what}: {error}")
+                    self._say(f"{name}: {error}")
                     if not isinstance(error, NotDoneError):
                         self._has_done(fault)
                     return False
             if scope.cancelled_caught:
-                self._say(f"{what} was interrupted")
+                self._say(f"{name} was interrupted")
                 self._has_done(fault)
         return False
 

@@ -96,8 +96,8 @@ class Cluster:
         self.history = History(trio.current_time)
         self.outcome = Outcome(seed)
         if profile is None:
-            others = {COPY_COMES_BACK, FOLLOWER_CRASHES, *SITUATIONS}
-            kinds = [name for name in FAULTS if name not in others]
+            optional_faults = {COPY_COMES_BACK, FOLLOWER_CRASHES, *SITUATIONS}
+            kinds = [name for name in FAULTS if name not in optional_faults]
             mix = Mix.drawn(self.chance.of("mix"), kinds)
             self._has_readers = seed % READERS_EVERY == 2 and mix.has_replicas
             if self._has_readers:

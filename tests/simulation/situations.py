@@ -28,7 +28,7 @@ async def diverge(faults: Faults) -> None:
     Consumers are away for a while, get one long snapshot when they are back, and are killed inside
     of it.
     """
-    source, *others = faults.roles()
+    source, *other_nodes = faults.roles()
     await _write_for_a_while(faults)
     links = faults.links([source.name], [consumer.name for consumer in faults.consumers])
     pauses_s = [consumer.pause_s for consumer in faults.consumers]
@@ -37,13 +37,15 @@ async def diverge(faults: Faults) -> None:
         consumer.save()
         consumer.crash()
     await trio.sleep(faults.draw.uniform(0.3, 0.8))
-    with _cut(faults, [source.name], _names(others)):
+    with _cut(faults, [source.name], _names(other_nodes)):
         # A replica's cursor would keep the snapshots before and after it from being collapsed.
-        faults.network.break_between(source.name, _names(others))
+        faults.network.break_between(source.name, _names(other_nodes))
         await trio.sleep(faults.draw.uniform(3.0, 5.0))
         for consumer in faults.consumers:
             consumer.pause_s = 0.1
-        highs = {partition.id: partition.high_seq for node in others for partition in node.held}
+        highs = {
+            partition.id: partition.high_seq for node in other_nodes for partition in node.held
+        }
         faults.mend(links)
         with trio.move_on_after(4.0):
             await trio.lowlevel.checkpoint()
@@ -63,9 +65,9 @@ async def diverge(faults: Faults) -> None:
 
 async def fail_over_while_lagging(faults: Faults) -> None:
     """Changes are on their way to the replicas when the active node is killed."""
-    source, *others = faults.roles()
+    source, *other_nodes = faults.roles()
     await _write_for_a_while(faults)
-    ways = [faults.network.link(source.name, other.name) for other in others]
+    ways = [faults.network.link(source.name, other_node.name) for other_node in other_nodes]
     before = [link.delay_s for link in ways]
     for link in ways:
         link.delay_s = 0.5
@@ -139,9 +141,9 @@ async def refuse_failover(faults: Faults) -> None:
 async def return_from_old_history(faults: Faults) -> None:
     """A node comes back with a longer but older history, as the node that replaced it is killed.
     The sequence number does not say who has everything: the history does."""
-    source, *others = faults.roles()
+    source, *other_nodes = faults.roles()
     await _write_for_a_while(faults)
-    links = faults.links([source.name], _names(others))
+    links = faults.links([source.name], _names(other_nodes))
     _cut_all(links)
     await trio.sleep(faults.draw.uniform(2.0, 4.0))
     await faults.kill(source, silent_chance=0.0)
@@ -203,13 +205,13 @@ async def fail_over_while_refilling(faults: Faults) -> None:
 async def interrupt_rollback(faults: Faults) -> None:
     """A consumer rolls back and is killed before it has said so. It then meets the node whose
     changes it undid, which is still active by its own map, and would let it continue."""
-    source, *others = faults.roles()
+    source, *other_nodes = faults.roles()
     consumer, publisher = faults.consumers[0], "p1"
     await _write_for_a_while(faults)
-    from_others = faults.links([source.name], [*_names(others), "op"])
-    publishing = faults.links([publisher], _names(others))
+    from_others = faults.links([source.name], [*_names(other_nodes), "op"])
+    publishing = faults.links([publisher], _names(other_nodes))
     from_consumer = faults.links([source.name], [consumer.name])
-    to_others = faults.links([consumer.name], _names(others))
+    to_others = faults.links([consumer.name], _names(other_nodes))
     # The consumer gets what the replicas do not get.
     _cut_all([*from_others, *publishing])
     await trio.sleep(faults.draw.uniform(1.0, 2.0))
@@ -304,9 +306,9 @@ def _cut_all(links: list[Link]) -> None:
 
 
 @contextmanager
-def _cut(faults: Faults, names: list[str], others: list[str]) -> Iterator[None]:
+def _cut(faults: Faults, names: list[str], other_names: list[str]) -> Iterator[None]:
     """Cuts both ways between hosts, for as long as the context."""
-    links = faults.links(names, others)
+    links = faults.links(names, other_names)
     _cut_all(links)
     try:
         yield
@@ -314,14 +316,14 @@ def _cut(faults: Faults, names: list[str], others: list[str]) -> Iterator[None]:
         faults.mend(links)
 
 
-async def _until(faults: Faults, condition: Callable[[], bool], what: str) -> bool:
+async def _until(faults: Faults, condition: Callable[[], bool], description: str) -> bool:
     """Waits for a condition; whether it came true in time. If not, the fault has no effect."""
     with trio.move_on_after(20.0):
         await trio.lowlevel.checkpoint()
         while not condition():  # noqa: ASYNC110  nodes tell nobody
             await trio.sleep(_POLL_S)
         return True
-    faults.had_no_effect(f"not reached: {what}")
+    faults.had_no_effect(f"not reached: {description}")
     return False
 
 

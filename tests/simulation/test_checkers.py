@@ -148,10 +148,10 @@ def test_correct_histories_pass() -> None:
     assert not broken([event for event in FAILED_OVER if not isinstance(event, Accepted)])
 
 
-def replaced(events: Sequence[Event], old: Event, *new: Event) -> list[Event]:
+def replaced(events: Sequence[Event], event: Event, *replacements: Event) -> list[Event]:
     """The history with other events in the place of one."""
-    position = events.index(old)
-    return [*events[:position], *new, *events[position + 1 :]]
+    position = events.index(event)
+    return [*events[:position], *replacements, *events[position + 1 :]]
 
 
 WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
@@ -238,9 +238,9 @@ WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_broken_promises_are_found(what: str) -> None:
-    promise, events = WRONG[what]
+@pytest.mark.parametrize("case_name", WRONG)
+def test_broken_promises_are_found(case_name: str) -> None:
+    promise, events = WRONG[case_name]
     assert broken(events()) == promise
 
 
@@ -248,24 +248,26 @@ def test_what_was_numbered_before_a_fault_and_answered_behind_it() -> None:
     """The answer was on its way."""
     answered = Answered(b"l", 0, True, P, FIRST, SeqNo(2))
     for on_the_way, promise in ((True, ""), (False, "I1")):
-        heard = Fault("it hears of the failover", ("replicated",), on_the_way=on_the_way)
-        sent = [msgspec.structs.replace(event, level="memory") for event in SENT]
-        assert broken([*sent, *numbered(ONE, TWO), heard, answered, ended(ONE)]) == promise
-        assert broken([*sent, *numbered(ONE), heard, *numbered(TWO), answered, ended(ONE)]) == "I1"
+        fault = Fault("it hears of the failover", ("replicated",), on_the_way=on_the_way)
+        events = [msgspec.structs.replace(event, level="memory") for event in SENT]
+        assert broken([*events, *numbered(ONE, TWO), fault, answered, ended(ONE)]) == promise
+        assert (
+            broken([*events, *numbered(ONE), fault, *numbered(TWO), answered, ended(ONE)]) == "I1"
+        )
 
 
 def test_what_was_acknowledged_before_a_consumer_asked_for_now_is_below_its_end() -> None:
-    asked = AskedForNow("c")
+    question = AskedForNow("c")
     answered = Answered(b"l", 0, True, P, FIRST, SeqNo(2))
     in_the_end = ended(ONE, TWO)
     began: list[Event] = [*SENT, *numbered(ONE, TWO)]
     too_early = ReachedNow("c", P, SeqNo(1), LOG)
-    assert broken([*began, answered, asked, too_early]) == "I6"
-    assert not broken([*began, answered, asked, ReachedNow("c", P, SeqNo(2), LOG), in_the_end])
+    assert broken([*began, answered, question, too_early]) == "I6"
+    assert not broken([*began, answered, question, ReachedNow("c", P, SeqNo(2), LOG), in_the_end])
     # It was acknowledged later; or in a history that was left before it.
-    assert not broken([*began, asked, answered, too_early, in_the_end])
+    assert not broken([*began, question, answered, too_early, in_the_end])
     elsewhere = ReachedNow("c", P, SeqNo(1), LATER)
-    assert not broken([*began, answered, asked, elsewhere, in_the_end])
+    assert not broken([*began, answered, question, elsewhere, in_the_end])
 
 
 def test_a_consumer_of_events_hears_after_each_change() -> None:

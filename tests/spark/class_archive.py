@@ -48,18 +48,18 @@ def make_archive() -> None:
             return
         if ARCHIVE.exists():
             return
-        new = ARCHIVE.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        made = subprocess.run(
-            [sys.executable, "-m", "tests.spark.class_archive", str(new)],
+        new_archive = ARCHIVE.with_suffix(".new")
+        new_archive.unlink(missing_ok=True)
+        result = subprocess.run(
+            [sys.executable, "-m", "tests.spark.class_archive", str(new_archive)],
             cwd=ROOT,
             env={**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
             capture_output=True,
             timeout=MAKE_S,
             check=False,
         )
-        if made.returncode == 0 and new.exists():
-            new.rename(ARCHIVE)
+        if result.returncode == 0 and new_archive.exists():
+            new_archive.rename(ARCHIVE)
 
 
 def main(path: str) -> None:

@@ -72,13 +72,13 @@ class DyingStreamWriter(StreamWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts | PreparedRows:
         context = TaskContext.get()
         assert context is not None
-        done = Path(os.environ[FOLDER], "done")
+        done_path = Path(os.environ[FOLDER], "done")
         if context.partitionId() == 0:
-            while not done.exists():
+            while not done_path.exists():
                 pass
             die()
         message = super().write(iterator)
-        done.touch()
+        done_path.touch()
         return message
 
 

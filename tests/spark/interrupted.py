@@ -93,26 +93,26 @@ class WaitingWriter(InterruptedWriter):
 class Interrupted(UprDataSource):
     """See `InterruptedWriter`."""
 
-    made = InterruptedWriter
+    writer_class = InterruptedWriter
 
     @classmethod
     def name(cls) -> str:
         return "interrupted"
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        return self.made(WriteOptions.parse(self.options, schema, overwrite=overwrite))
+        return self.writer_class(WriteOptions.parse(self.options, schema, overwrite=overwrite))
 
 
 class Killed(Interrupted):
     """See `KilledWriter`."""
 
-    made = KilledWriter
+    writer_class = KilledWriter
 
 
 class Changing(Interrupted):
     """See `ChangingWriter`."""
 
-    made = ChangingWriter
+    writer_class = ChangingWriter
 
 
 def write_increments(
@@ -136,7 +136,7 @@ def write_increments(
 class Waiting(Interrupted):
     """See `WaitingWriter`."""
 
-    made = WaitingWriter
+    writer_class = WaitingWriter
 
 
 def main() -> None:

@@ -62,8 +62,8 @@ def schema_of(text: str) -> types.StructType:
 
 
 def options(schema: str = "key string, value string", **options_given: object) -> WriteOptions:
-    said = {"url": URL, **{name: str(value) for name, value in options_given.items()}}
-    return WriteOptions.parse(said, schema_of(schema), overwrite=False)
+    all_options = {"url": URL, **{name: str(value) for name, value in options_given.items()}}
+    return WriteOptions.parse(all_options, schema_of(schema), overwrite=False)
 
 
 # Batches.

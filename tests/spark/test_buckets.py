@@ -276,9 +276,9 @@ def test_spark_reads_and_streams_several_buckets(
     counts = {row.bucket: row["count"] for row in frame.groupBy("bucket").count().collect()}
     assert counts == {names[0]: 6, names[1]: 20}
     assert latest(load(spark, server.url(), buckets=",".join(names))).count() == 60
-    nothing = load(spark, server.url(), "key BINARY", bucketPattern="none-of-these")
+    empty_frame = load(spark, server.url(), "key BINARY", bucketPattern="none-of-these")
     with pytest.raises(PySparkException, match=r"\[UPR_NO_BUCKET\].*bucketPattern"):
-        nothing.collect()
+        empty_frame.collect()
 
     streamed: list[tuple[str, bytes]] = []
 

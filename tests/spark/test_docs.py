@@ -35,7 +35,7 @@ def section(heading: str) -> str:
 def table(heading: str) -> dict[str, str]:
     """The tables below a heading: the rest of each row, by each name in its first column."""
     rows = re.findall(r"^\| (`.*?) \| (.*)$", section(heading), re.MULTILINE)
-    return {name: rest for names, rest in rows for name in re.findall(r"`(\w+)`", names)}
+    return {name: cells for names, cells in rows for name in re.findall(r"`(\w+)`", names)}
 
 
 class Watched(Options):
@@ -80,19 +80,19 @@ def test_every_option_is_in_its_table(asked: Callable[[Callable[[], object]], se
 def test_the_defaults_are_as_documented() -> None:
     defaults: dict[str, str] = {}
     for heading in (READ, STREAM):
-        for name, rest in table(heading).items():
-            said = rest.partition(" | ")[0].strip("`")
-            if said not in ("required", "none", "all"):
-                defaults[name] = said
+        for name, cells in table(heading).items():
+            default = cells.partition(" | ")[0].strip("`")
+            if default not in ("required", "none", "all"):
+                defaults[name] = default
     read = ReadOptions.parse({**URL, **defaults}, streaming=None)
     assert read == ReadOptions.parse(URL, streaming=None)
     assert len(defaults) == 12
 
     defaults = {}
-    for name, rest in table(WRITE).items():
-        said = rest.partition(" | ")[0].strip("`")
-        if said not in ("required", "none") and name != "operationColumn":
-            defaults[name] = said
+    for name, cells in table(WRITE).items():
+        default = cells.partition(" | ")[0].strip("`")
+        if default not in ("required", "none") and name != "operationColumn":
+            defaults[name] = default
     write = WriteOptions.parse({**URL, **defaults}, ROWS, overwrite=False)
     assert write == WriteOptions.parse(URL, ROWS, overwrite=False)
     assert len(defaults) == 8

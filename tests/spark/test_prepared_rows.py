@@ -116,13 +116,13 @@ class Driver:
         prepared = [message for message in messages if isinstance(message, PreparedRows)]
 
         def dying(table: pa.Table, partitions: int, _: int) -> Rounds:
-            left = count()
+            rows_left = count()
 
             def batches(
                 of_round: Iterator[tuple[PartitionId, Chunk]],
             ) -> Iterator[tuple[PartitionId, Chunk]]:
                 for batch in of_round:
-                    if next(left) == dies_after:
+                    if next(rows_left) == dies_after:
                         raise KilledError
                     yield batch
 

@@ -48,11 +48,11 @@ def durable_client(url: str) -> Iterator[BlockingClient]:
         yield client
 
 
-def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
+def until(condition: Callable[[], bool], description: str, wait_s: float = WAIT_S) -> None:
     """Waits until `condition` is true, of something that can only be asked and does not tell."""
     deadline = time.monotonic() + wait_s
     while not condition():
-        assert time.monotonic() < deadline, f"not yet: {what}"
+        assert time.monotonic() < deadline, f"not yet: {description}"
         threading.Event().wait(0.05)
 
 
@@ -106,8 +106,8 @@ def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: 
         client.apply([Mutation(Operation.SET, b"\xff" * 250, bytes(range(256)))])
         client.set("large", draw.randbytes(VALUE_BYTES_MAX))
         client.set("counter", str((1 << 64) - 1))
-        gone = [row.key for row in mutations if partition_of(row.key, 16) > 3][:40]
-        client.apply(Mutation(Operation.DELETE, key) for key in gone[:20])
+        deleted_keys = [row.key for row in mutations if partition_of(row.key, 16) > 3][:40]
+        client.apply(Mutation(Operation.DELETE, key) for key in deleted_keys[:20])
     # Where snapshots begin and end depends on when they were read.
     expected = [row[:4] + row[6:] for row in trio.run(consumed, url)]
     rows = rows_of(load(spark, url))
@@ -134,8 +134,8 @@ def test_a_filter_reads_no_more_than_it_must(spark: SparkSession, new_bucket: Ne
             keys_read = {bytes(row.key) for row in frame.select("key").collect()}
             return keys_read, client.stats(client.address.bucket)["backfill"]["bytes"] - before
 
-        everything, all_bytes = sent_of(load(spark, url))
-        assert everything == set(keys)
+        all_rows, all_bytes = sent_of(load(spark, url))
+        assert all_rows == set(keys)
         in_3 = [key for key in keys if partition_of(key, 8) == 3]
         keys_read, nbytes = sent_of(load(spark, url, partitions="3"))
         assert keys_read == set(in_3)
@@ -285,15 +285,15 @@ def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: Ne
     url = new_bucket(4)
     with durable_client(url) as client:
         client.apply(Mutation(Operation.SET, b"key %d" % index, b"value") for index in range(200))
-        everything = rows_of(load(spark, url))
+        all_rows = rows_of(load(spark, url))
         rows = rows_of(load(spark, url, partitions="1-2, 3"))
-        assert sorted(rows) == sorted(row for row in everything if row[1] > 0)
+        assert sorted(rows) == sorted(row for row in all_rows if row[1] > 0)
         rows = rows_of(
             load(spark, url, startingOffsets='{"0": 10, "2": 1}', endingOffsets='{"0": 20, "1": 3}')
         )
         assert sorted(row[1:2] + row[3:4] for row in rows) == sorted(
             (row[1], row[3])
-            for row in everything
+            for row in all_rows
             if {0: 10, 2: 1}.get(row[1], 0) < row[3] <= {0: 20, 1: 3}.get(row[1], 1 << 60)
         )
         assert load(spark, url, includeValue="false").columns == [
@@ -305,7 +305,7 @@ def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: Ne
         assert Row(value="value", key="key 7", deleted=False) in chosen.collect()
         assert load(spark, url, minPartitions=7).rdd.getNumPartitions() >= 7
         assert load(spark, url, maxPartitionBytes=1000).rdd.getNumPartitions() > 10
-        assert sorted(rows_of(load(spark, url, maxPartitionBytes=1000))) == sorted(everything)
+        assert sorted(rows_of(load(spark, url, maxPartitionBytes=1000))) == sorted(all_rows)
         assert load(spark, url, stability="any").count() == 200
         client.set(b"\xff", b"\xfe")
         with pytest.raises(PySparkException, match=r"\[UPR_NO_TEXT\].*column key"):
@@ -342,8 +342,8 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
                 for index in range(40)
             )
     columns = "partition int, seq long, cas long, key binary, value binary"
-    everything = load(spark, url, columns).collect()
-    moments_ns = sorted(row.cas for row in everything)
+    all_rows = load(spark, url, columns).collect()
+    moments_ns = sorted(row.cas for row in all_rows)
     start_us, end_us = moments_ns[70] // 1000, moments_ns[190] // 1000
     start, end = (
         datetime.fromtimestamp(0, UTC) + timedelta(microseconds=moment)
@@ -351,11 +351,11 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
     )
     times = {"startingTimestamp": start.isoformat(), "endingTimestamp": end.isoformat()}
     assert sorted(load(spark, url, columns, **times).collect()) == sorted(
-        row for row in everything if 1000 * start_us <= row.cas < 1000 * end_us
+        row for row in all_rows if 1000 * start_us <= row.cas < 1000 * end_us
     )
     start_ms = start_us // 1000
     assert sorted(load(spark, url, columns, startingTimestamp=start_ms).collect()) == sorted(
-        row for row in everything if row.cas >= 1_000_000 * start_ms
+        row for row in all_rows if row.cas >= 1_000_000 * start_ms
     )
     assert load(spark, url, endingTimestamp=1).count() == 0
 
@@ -386,10 +386,10 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
     ],
 )
 def test_options_that_are_wrong(options: dict[str, object], sentence: str) -> None:
-    said = {"url": "upr://localhost/b", **options}
+    all_options = {"url": "upr://localhost/b", **options}
     with pytest.raises(OptionError) as refused:
         # As when the columns are asked for: whether it is a stream is not known yet.
-        ReadOptions.parse({name: str(value) for name, value in said.items()}, streaming=None)
+        ReadOptions.parse({name: str(value) for name, value in all_options.items()}, streaming=None)
     assert sentence in str(refused.value)
 
 

@@ -155,9 +155,9 @@ def test_increments_restore_each_state(
     ):
         change(url, mutations)
         states.append(contents(url))
-        made = backup(spark, url, folder, tell=lines.append)
-        assert {name: part.end for name, part in made.partitions.items()} == ends(url)
-        assert made.number == len(states) - 1
+        increment = backup(spark, url, folder, tell=lines.append)
+        assert {name: part.end for name, part in increment.partitions.items()} == ends(url)
+        assert increment.number == len(states) - 1
     assert "increment 2: 31 numbers to read" in lines
     assert Manifest.read(folder / "000002").deletions == 9
     assert Manifest.read(folder / "000003").rows == 0
@@ -213,20 +213,20 @@ def test_a_chain_with_a_gap_is_refused(
 def test_a_bucket_that_has_parted_is_not_added(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:
-    url, other = new_bucket(4), new_bucket(4)
+    url, other_url = new_bucket(4), new_bucket(4)
     folder = tmp_path / "backup"
     change(url, put(range(20)))
     state = contents(url)
     backup(spark, url, folder)
-    assert "not of" in failing("UPR_FOLDER", lambda: backup(spark, other, folder))
+    assert "not of" in failing("UPR_FOLDER", lambda: backup(spark, other_url, folder))
     made_anew(url, 4)
     change(url, put(range(90)))
     assert "new backup" in failing("UPR_ROLLBACK", lambda: backup(spark, url, folder))
     made_anew(url, 5)
     assert "had 4" in failing("UPR_ROLLBACK", lambda: backup(spark, url, folder))
     # What there is stays good.
-    restore(spark, folder, other)
-    assert contents(other) == state
+    restore(spark, folder, other_url)
+    assert contents(other_url) == state
 
 
 @pytest.mark.parametrize(

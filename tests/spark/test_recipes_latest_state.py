@@ -244,20 +244,20 @@ def test_the_latest_of_what_was_read_is_what_there_is(
 
 
 def test_a_marker_drops_what_was_before_it_in_its_partition(spark: SparkSession) -> None:
-    old = [
+    old_rows = [
         row(1, 0, "a", 1, "x", "old"),
         row(1, 0, "a", 9, "y", "old"),
         row(1, 1, "a", 1, "z", "1"),
     ]
-    new = [marker(2, 0, "b"), row(2, 0, "b", 1, "x", "new"), row(2, 0, "b", 2, "w", None)]
+    new_rows = [marker(2, 0, "b"), row(2, 0, "b", 1, "x", "new"), row(2, 0, "b", 2, "w", None)]
     after = [row(3, 0, "c", 3, "v", "newer"), row(3, 1, "a", 2, "z", None)]
-    assert newest(spark, old + new + after, "batch") == {"x": "new", "v": "newer"}
+    assert newest(spark, old_rows + new_rows + after, "batch") == {"x": "new", "v": "newer"}
     again = [marker(4, 0, "d"), row(4, 0, "d", 1, "u", "last")]
-    assert newest(spark, old + new + after + again, "batch") == {"u": "last"}
+    assert newest(spark, old_rows + new_rows + after + again, "batch") == {"u": "last"}
     rewound = [marker(2, 0, "b", 5), row(2, 0, "b", 6, "w", "new")]
-    assert newest(spark, old + rewound, "batch") == {"x": "old", "w": "new", "z": "1"}
-    assert newest(spark, [*new, row(2, 1, "a", 1, "z", "1")]) == {"x": "new", "z": "1"}
+    assert newest(spark, old_rows + rewound, "batch") == {"x": "old", "w": "new", "z": "1"}
+    assert newest(spark, [*new_rows, row(2, 1, "a", 1, "z", "1")]) == {"x": "new", "z": "1"}
     with pytest.raises(PipelineError, match="in which order the batches came"), plain_errors():
-        newest(spark, old + new)
+        newest(spark, old_rows + new_rows)
     with pytest.raises(OptionError, match="no column time"):
-        newest(spark, old, "time")
+        newest(spark, old_rows, "time")

@@ -70,17 +70,17 @@ def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
     script = str(SCRIPTS / "latest_state.py")
     with started(script, url, table, "--checkpoint", str(tmp_path / "checkpoint")) as process:
         assert process.stderr is not None
-        seen = []
+        lines = []
         for line in process.stderr:
-            seen.append(line)
+            lines.append(line)
             if line.startswith("batch 0: 10 keys changed"):
                 break
         else:
-            pytest.fail("it ended: " + "".join(seen))
+            pytest.fail("it ended: " + "".join(lines))
         os.killpg(process.pid, signal.SIGINT)
-        rest = process.stderr.read()
-        assert process.wait(PATIENCE_S) == command.INTERRUPTED, "".join(seen) + rest
-        assert "Traceback" not in rest, rest
+        error_text = process.stderr.read()
+        assert process.wait(PATIENCE_S) == command.INTERRUPTED, "".join(lines) + error_text
+        assert "Traceback" not in error_text, error_text
     assert contents_of_rows(DeltaTable(table).to_pyarrow_table().to_pylist()) == contents(url)
 
 
@@ -114,10 +114,12 @@ def test_without_java_it_says_so() -> None:
 
 
 def script_without_java(*arguments: str) -> subprocess.CompletedProcess[str]:
-    nothing = {name: value for name, value in environment().items() if name != "JAVA_HOME"}
+    variables_without_java = {
+        name: value for name, value in environment().items() if name != "JAVA_HOME"
+    }
     return subprocess.run(
         [sys.executable, str(SCRIPTS / "snapshot.py"), *arguments],
-        env={**nothing, "PATH": "/usr/bin/nothing"},
+        env={**variables_without_java, "PATH": "/usr/bin/nothing"},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -171,9 +173,9 @@ def test_errors_are_a_sentence_and_a_code(
         script, *arguments = words
         assert isinstance(script, ModuleType)
         assert ran(script, *arguments) == code
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1, said
-        assert "Traceback" not in said
+        error_text = capsys.readouterr().err
+        assert error_text.count("\n") == 1, error_text
+        assert "Traceback" not in error_text
     words = (missing, tmp_path / "table", "--checkpoint", tmp_path / "checkpoint", "--once")
     assert ran(latest_state, *words) == command.REFUSED
     assert "UPR_NO_BUCKET" in capsys.readouterr().err

@@ -69,8 +69,8 @@ def ranges_of(tasks: list[ReadTask]) -> Ranges:
         key=lambda part: (part.partition, part.start),
     )
     return [
-        (one.partition, one.start, one.end, None if one.marker is None else one.marker.came_from)
-        for one in slices
+        (part.partition, part.start, part.end, part.marker.came_from if part.marker else None)
+        for part in slices
     ]
 
 
@@ -97,7 +97,7 @@ class FewerPartitions:
 class Query(RuleBasedStateMachine):
     """A query as Spark runs it: its offset log, its sink, and its restarts."""
 
-    given: ClassVar[dict[str, str]] = {}
+    options: ClassVar[dict[str, str]] = {}
     limit: Any = ReadAllAvailable()
     may_lose_leases = False
     may_rewind = False
@@ -105,7 +105,7 @@ class Query(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = ModelDriverClient(PARTITIONS)
-        self.reader = reader_of(self.driver, partitions=None, **self.given)
+        self.reader = reader_of(self.driver, partitions=None, **self.options)
         self.first = self.start = self.reader.initialOffset()
         self.end: Json | None = None
         """Where the batch ends that is planned and not committed."""
@@ -166,10 +166,10 @@ class Query(RuleBasedStateMachine):
 
     def check_batch(self, end: Json) -> None:
         rows = 0
-        seen = set()
+        ends = set()
         for partition, start, stop, came_from in self.batch:
-            if partition not in seen:
-                seen.add(partition)
+            if partition not in ends:
+                ends.add(partition)
                 if came_from is not None:
                     assert came_from == self.reached.get(partition, 0)
                     assert start == 0 or self.may_rewind
@@ -233,7 +233,7 @@ class Query(RuleBasedStateMachine):
     def restart(self) -> None:
         self.restarts += 1
         self.reader.stop()
-        self.reader = reader_of(self.driver, partitions=self.partitions, **self.given)
+        self.reader = reader_of(self.driver, partitions=self.partitions, **self.options)
         if not self.batches:
             # Batch 0 is not committed: Spark asks a second time where to begin.
             again = self.reader.initialOffset()
@@ -299,17 +299,17 @@ class Query(RuleBasedStateMachine):
 
 
 class WithLimits(Query):
-    given: ClassVar = {"maxOffsetsPerTrigger": str(ROWS_MAX)}
+    options: ClassVar = {"maxOffsetsPerTrigger": str(ROWS_MAX)}
     limit = ReadMaxRows(ROWS_MAX)
 
 
 class WithBytes(Query):
-    given: ClassVar = {"maxBytesPerTrigger": str(ROWS_MAX * BYTES_A_ROW)}
+    options: ClassVar = {"maxBytesPerTrigger": str(ROWS_MAX * BYTES_A_ROW)}
     limit = ReadMaxBytes(ROWS_MAX * BYTES_A_ROW)
 
 
 class FromLatest(Query):
-    given: ClassVar = {"startingOffsets": "latest"}
+    options: ClassVar = {"startingOffsets": "latest"}
 
     @precondition(lambda self: self.end is None and not self.batches)
     @rule()
@@ -322,7 +322,7 @@ class WithFailovers(WithLimits):
     """Histories part, leases lapse, and rollbacks are marked."""
 
     may_lose_leases = True
-    given: ClassVar = {**WithLimits.given, "onRollback": "marker"}
+    options: ClassVar = {**WithLimits.options, "onRollback": "marker"}
 
     @precondition(lambda self: self.end is None)
     @rule(partition=NUMBERS, to=st.integers(0, 30))
@@ -346,7 +346,7 @@ class WithRewinds(WithFailovers):
     """The sink keeps all rows, and drops those above the number in a marker."""
 
     may_rewind = True
-    given: ClassVar = {**WithLimits.given, "onRollback": "rewind"}
+    options: ClassVar = {**WithLimits.options, "onRollback": "rewind"}
 
     @precondition(lambda self: self.end is None)
     @rule(partition=NUMBERS, back=st.integers(0, 5), beside=st.integers(-1, 1))
@@ -715,9 +715,9 @@ def test_tasks_are_few_and_about_equal() -> None:
         reached = dict.fromkeys(range(7), 0)
         for task in tasks:
             assert len({part.partition for part in task.slices}) == len(task.slices)
-            for one in task.slices:
-                assert one.start == reached[one.partition] < one.end
-                reached[one.partition] = one.end
+            for part in task.slices:
+                assert part.start == reached[part.partition] < part.end
+                reached[part.partition] = part.end
         assert set(reached.values()) == {100}
         assert len(tasks) >= min(tasks_min, 100)
         assert len(tasks) <= 2 * max(1390 // bytes_max, tasks_min) + 2 * len(slices)

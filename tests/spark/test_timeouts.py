@@ -32,16 +32,16 @@ PAIR = types.StructType(
 COLUMNS = types.StructType([types.StructField("key", types.BinaryType())])
 
 
-def write(said: dict[str, str]) -> None:
-    WriteTask(WriteOptions.parse(said, PAIR, overwrite=False), writer_id(b"job", 0), 1).write(
+def write(options: dict[str, str]) -> None:
+    WriteTask(WriteOptions.parse(options, PAIR, overwrite=False), writer_id(b"job", 0), 1).write(
         iter(())
     )
 
 
-def read(said: dict[str, str], history_id: int = 1) -> list[pa.RecordBatch]:
+def read(options: dict[str, str], history_id: int = 1) -> list[pa.RecordBatch]:
     log = FailoverLog((FailoverEntry(HistoryId(history_id), SeqNo(0)),))
     part = Slice(PartitionId(0), log, SeqNo(0), SeqNo(1), SeqNo(0), SeqNo(1))
-    return list(read_task(ReadTask((part,), 0), ReadOptions.parse(said), COLUMNS))
+    return list(read_task(ReadTask((part,), 0), ReadOptions.parse(options), COLUMNS))
 
 
 @pytest.mark.parametrize("work", [write, read])

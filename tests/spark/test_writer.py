@@ -289,12 +289,12 @@ def run_again(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(300)
 def test_tasks_that_run_again_have_no_second_effect(new_bucket: NewBucket) -> None:
     raised, killed, changing = new_bucket(), new_bucket(), new_bucket()
-    done = run_again(raised, "raised", killed, "killed", changing, "changing")
+    result = run_again(raised, "raised", killed, "killed", changing, "changing")
     for url in (raised, killed):
-        assert mutations(url) == ROWS, done.stderr[-4000:]
+        assert mutations(url) == ROWS, result.stderr[-4000:]
         assert contents(url) == {b"key-%d" % n: b"1" for n in range(ROWS)}
-    assert done.returncode == 1
-    assert "[UPR_REPLAY_DIFFERS]" in done.stderr
+    assert result.returncode == 1
+    assert "[UPR_REPLAY_DIFFERS]" in result.stderr
     assert 0 < mutations(changing) < ROWS
 
 

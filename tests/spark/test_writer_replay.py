@@ -49,8 +49,8 @@ def rows(count: int, value: str = "v") -> Iterator[pa.RecordBatch]:
 
 
 def run(url: str, attempt: int, count: int = ROWS, value: str = "v", **more: str) -> WriteCounts:
-    said = {"url": url, "batchBytes": str(BATCH_BYTES_MIN), **more}
-    options = WriteOptions.parse(said, SCHEMA, overwrite=False)
+    all_options = {"url": url, "batchBytes": str(BATCH_BYTES_MIN), **more}
+    options = WriteOptions.parse(all_options, SCHEMA, overwrite=False)
     return WriteTask(options, WRITER, attempt).write(rows(count, value))
 
 
@@ -156,8 +156,8 @@ def test_counters_whose_answers_are_lost_with_the_server() -> None:
             server.start()
 
         schema = types.StructType([types.StructField("op", types.StringType()), *SCHEMA.fields])
-        said = {"url": proxy.url("b"), "operation": "apply", "batchBytes": str(512 * 1024)}
-        options = WriteOptions.parse(said, schema, overwrite=False)
+        all_options = {"url": proxy.url("b"), "operation": "apply", "batchBytes": str(512 * 1024)}
+        options = WriteOptions.parse(all_options, schema, overwrite=False)
         restarter = Thread(target=restart)
         restarter.start()
         try:
@@ -171,18 +171,18 @@ def test_counters_whose_answers_are_lost_with_the_server() -> None:
 
 def test_rows_that_are_on_replicas_survive_a_failover() -> None:
     """The task is sent again to whoever is active then, and has one effect."""
-    with blocking_server("--node", "a") as active, blocking_server("--node", "b") as other:
+    with blocking_server("--node", "a") as active, blocking_server("--node", "b") as replica:
         url = active.create_bucket("b", 1)
         with pytest.raises(PipelineError, match="too few replicas: add replicas"):
             run(url, 1, durability="replicated")
-        trio.run(replicate, url, f"127.0.0.1:{other.port}")
-        both = url.replace("/b", f",127.0.0.1:{other.port}/b")
-        done = run(both, 2, durability="replicated-and-persisted", copies="1")
-        assert done.rows == ROWS
+        trio.run(replicate, url, f"127.0.0.1:{replica.port}")
+        both_urls = url.replace("/b", f",127.0.0.1:{replica.port}/b")
+        result = run(both_urls, 2, durability="replicated-and-persisted", copies="1")
+        assert result.rows == ROWS
         active.kill()
-        trio.run(fail_over_from_a, other.url("b"))
-        assert run(both, 3).rows == ROWS
-        assert mutations(both) == ROWS
+        trio.run(fail_over_from_a, replica.url("b"))
+        assert run(both_urls, 3).rows == ROWS
+        assert mutations(both_urls) == ROWS
 
 
 async def replicate(url: str, address: str) -> None:

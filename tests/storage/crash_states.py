@@ -283,10 +283,10 @@ def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bo
     """Opens every state."""
     tally = Tally()
     disk = Disk(recording.image, is_honest=is_honest)
-    seen = set()
+    digests = set()
     path = folder / "data.mdb"
     for name, image, right in islice(states(recording, tally, disk), states_max):
-        seen.add(hashlib.blake2b(image, digest_size=16).digest())
+        digests.add(hashlib.blake2b(image, digest_size=16).digest())
         path.write_bytes(image)
         with suppress(FileNotFoundError):
             (folder / "lock.mdb").unlink()
@@ -296,7 +296,7 @@ def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bo
             examine(folder, right, tally)
         except Exception as error:  # noqa: BLE001  # anything at all is what this looks for
             tally.wrong.append(f"{name}: {type(error).__name__}: {error}")
-    tally.different = len(seen)
+    tally.different = len(digests)
     return tally
 
 

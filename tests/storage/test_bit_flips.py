@@ -208,15 +208,15 @@ def _child(folder: Path, good: Answers, flips: Sequence[Flip], pipe: int) -> Non
 def _outcomes(folder: Path, good: Answers, flips: Sequence[Flip]) -> Iterator[tuple[bytes, bytes]]:
     """What was read, and whether it was noticed: by a process that is replaced when it dies."""
     intact = {part: (folder / part / "data.mdb").read_bytes() for part in ("log", "index")}
-    done = 0
-    while done < len(flips):
+    flip_count = 0
+    while flip_count < len(flips):
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
             code = 1
             try:
                 os.close(reading)
-                _child(folder, good, flips[done:], writing)
+                _child(folder, good, flips[flip_count:], writing)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -226,21 +226,21 @@ def _outcomes(folder: Path, good: Answers, flips: Sequence[Flip]) -> Iterator[tu
         os.close(writing)
         with open(reading, "rb") as pipe:
             while len(outcome := pipe.read(2)) == 2:
-                done += 1
+                flip_count += 1
                 yield outcome[:1], outcome[1:]
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             assert os.WTERMSIG(status) in {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT}, flips[
-                done
+                flip_count
             ]
             # A check that dies is one that has noticed.
             yield outcome or DIED, b"n"
-            done += 1
+            flip_count += 1
             for part, data in intact.items():
                 with open(folder / part / "data.mdb", "r+b", buffering=0) as file:
                     file.write(data)
         else:
-            assert os.WEXITSTATUS(status) == 0, flips[done]
+            assert os.WEXITSTATUS(status) == 0, flips[flip_count]
 
 
 def _flips_of_branches(folder: Path) -> list[Flip]:
@@ -276,7 +276,7 @@ def _outcomes_in(folder: Path, choose: Callable[[Path], list[Flip]]) -> list[Out
         index.close()
         flips = choose(copy)
         outcomes = zip(flips, _outcomes(copy, good, flips), strict=True)
-        return [(flip, kind, seen) for flip, (kind, seen) in outcomes]
+        return [(flip, kind, outcome) for flip, (kind, outcome) in outcomes]
 
 
 @pytest.mark.timeout(400)

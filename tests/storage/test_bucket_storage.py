@@ -43,17 +43,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_bucket(log: OrderedMap, index: OrderedMap) -> BucketStorage:
-    made = BucketStorage(log, index)
-    made.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
-    made.open()
-    return made
+    bucket = BucketStorage(log, index)
+    bucket.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
+    bucket.open()
+    return bucket
 
 
 @pytest.fixture
 def bucket(log_and_index: list[OrderedMap]) -> Iterator[BucketStorage]:
-    made = new_bucket(*log_and_index)
-    yield made
-    made.close()
+    new_storage = new_bucket(*log_and_index)
+    yield new_storage
+    new_storage.close()
 
 
 def overwrite(bucket: BucketStorage, model: Model, random: Random, count: int = 20) -> None:
@@ -75,10 +75,10 @@ def tidy(
     bucket: BucketStorage, *, urgent: bool = False, before_cas: int = NEVER
 ) -> list[MaintenanceStep]:
     """Upkeep until there is nothing more to do at once."""
-    done: list[MaintenanceStep] = []
-    while not done or done[-1].has_more:
-        done.append(bucket.maintain(urgent=urgent, leases=(), purge_before_cas=before_cas))
-    return done
+    steps: list[MaintenanceStep] = []
+    while not steps or steps[-1].has_more:
+        steps.append(bucket.maintain(urgent=urgent, leases=(), purge_before_cas=before_cas))
+    return steps
 
 
 def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> None:
@@ -116,8 +116,8 @@ def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     random, model = Random(2), Model(PARTITIONS)
     overwrite(bucket, model, random)
     assert bucket.maintain(urgent=False, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
-    done = tidy(bucket, urgent=True)
-    assert [step.is_compaction for step in done] == [False]
+    steps = tidy(bucket, urgent=True)
+    assert [step.is_compaction for step in steps] == [False]
     assert bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
 
 
@@ -133,12 +133,12 @@ def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
     kinds = [step.is_compaction for step in tidy(bucket, urgent=True)]
     # Until one of the two has nothing left.
     last = min(
-        max(position for position, kind in enumerate(kinds) if kind is which)
-        for which in (True, False)
+        max(position for position, kind in enumerate(kinds) if kind is is_indexing)
+        for is_indexing in (True, False)
     )
-    both = kinds[: last + 1]
-    assert len(both) >= 6
-    return [(kind, len(list(steps))) for kind, steps in groupby(both)][1:]
+    first_kinds = kinds[: last + 1]
+    assert len(first_kinds) >= 6
+    return [(kind, len(list(steps))) for kind, steps in groupby(first_kinds)][1:]
 
 
 def test_indexing_and_compaction_take_turns(
@@ -198,10 +198,10 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
     log.fault = index.fault = refuse
     for _ in range(1_000):
         try:
-            done = bucket.maintain(urgent=True, leases=(), purge_before_cas=1 << 40)
+            step = bucket.maintain(urgent=True, leases=(), purge_before_cas=1 << 40)
         except DiskFullError:
             continue
-        if not done.has_more:
+        if not step.has_more:
             break
     log.fault = index.fault = None
     tidy(bucket, urgent=True)

@@ -227,11 +227,11 @@ def test_the_mark_of_a_clean_stop_goes_together_with_the_records(log: ChunkLog) 
 def test_leases_are_stored_renewed_and_deleted(log: ChunkLog) -> None:
     lease = LeaseRecord(1 << 60, "a", ((0, 0, 9),), 60, 10.5)
     renewed = LeaseRecord(1 << 60, "a", ((0, 0, 9),), 60, 70.5)
-    other = LeaseRecord(2, "b", (), 1, 1.0)
+    other_lease = LeaseRecord(2, "b", (), 1, 1.0)
     log.put_lease(lease)
-    log.put_lease(other)
+    log.put_lease(other_lease)
     log.put_lease(renewed)
-    assert list(log.load().leases) == [other, renewed]
+    assert list(log.load().leases) == [other_lease, renewed]
     log.delete_leases([2, 3])
     assert list(log.load().leases) == [renewed]
 

@@ -131,21 +131,21 @@ class Life(RuleBasedStateMachine):
 
     def upkeep(self, *, urgent: bool, age: float) -> MaintenanceStep:
         before = [stored.purge_seq for stored in self.log.load().partitions]
-        done = self.storage.maintain(
+        step = self.storage.maintain(
             urgent=urgent,
             leases=[leased for lease in self.leases.values() for leased in lease.ranges],
             lapsed=list(self.lapsed.values()),
             purge_before_cas=self.purge_before(age),
         )
-        for lease_id in done.broken:
-            assert self.lapsed.pop(lease_id).ranges[0][0] == done.partition
-        if done.partition >= 0:
-            partition = done.partition
-            assert before[partition] <= done.purge_seq <= self.model.highs[partition]
-            assert done.purge_seq == self.log.load().partitions[partition].purge_seq
+        for lease_id in step.broken:
+            assert self.lapsed.pop(lease_id).ranges[0][0] == step.partition
+        if step.partition >= 0:
+            partition = step.partition
+            assert before[partition] <= step.purge_seq <= self.model.highs[partition]
+            assert step.purge_seq == self.log.load().partitions[partition].purge_seq
             mark = self.index.watermark(partition)
-            assert (done.indexed, done.items) == (mark.seq, mark.items)
-        return done
+            assert (step.indexed, step.items) == (mark.seq, mark.items)
+        return step
 
     @rule(urgent=st.booleans(), age=AGES)
     def tidy(self, urgent: bool, age: float) -> None:
@@ -293,12 +293,12 @@ class Life(RuleBasedStateMachine):
     ) -> None:
         """One of the disks fails at one of its next commits, or all is well until the end."""
         disk = self.index_disk if breaks_index else self.log_disk
-        left = commits
+        commits_left = commits
 
         def fault() -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
+            nonlocal commits_left
+            commits_left -= 1
+            if commits_left < 0:
                 raise StoreFailedError("the disk failed")
 
         disk.fault, disk.keep_on_fault = fault, is_kept

@@ -128,8 +128,8 @@ def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
     start = CHUNK_ROWS * (numbers[0] - 1)
     log, high = bucket.storage.log, bucket.model.highs[damaged]
     if start:
-        (chunk, *others) = log.read(damaged, 0, high, bytes_max=1 << 20)
-        assert (others[-1] if others else chunk).end == start
+        (chunk, *other_chunks) = log.read(damaged, 0, high, bytes_max=1 << 20)
+        assert (other_chunks[-1] if other_chunks else chunk).end == start
     with pytest.raises(CorruptionError):
         log.read(damaged, start, high, bytes_max=1 << 20)
     assert read(log, damaged, end, high) == bucket.model.histories[damaged][end:]

@@ -22,7 +22,7 @@ from upr_server.storage.simulated_disk import SimulatedDisk
 PARTITIONS: Final = 2
 
 
-class Both:
+class LoggedIndex:
     """A log, and its index."""
 
     def __init__(self, log: OrderedMap, index: OrderedMap) -> None:
@@ -58,141 +58,143 @@ def sets(*keys: bytes, first: int = 1, expiry: int = 0) -> list[Mutation]:
 
 
 @pytest.fixture
-def both(log_and_index: list[OrderedMap]) -> Iterator[Both]:
-    yield Both(*log_and_index)
+def logged_index(log_and_index: list[OrderedMap]) -> Iterator[LoggedIndex]:
+    yield LoggedIndex(*log_and_index)
     for ordered_map in log_and_index:
         ordered_map.close()
 
 
 @pytest.fixture
-def disks() -> tuple[Both, SimulatedDisk, SimulatedDisk]:
+def disks() -> tuple[LoggedIndex, SimulatedDisk, SimulatedDisk]:
     log, index = SimulatedDisk(), SimulatedDisk()
-    return Both(log, index), log, index
+    return LoggedIndex(log, index), log, index
 
 
-def test_it_finds_the_newest_of_each_key_as_of_its_watermark(both: Both) -> None:
+def test_it_finds_the_newest_of_each_key_as_of_its_watermark(logged_index: LoggedIndex) -> None:
     rows = sets(b"a", b"b", b"a")
-    both.commit(rows)
-    assert both.find(b"a", b"b") == [None, None]
-    both.follow()
-    assert both.find(b"a", b"never", b"b", b"a") == [rows[2], None, rows[1], rows[2]]
-    both.commit([row(Operation.DELETE, b"b", 4, 4), *sets(b"c", first=5)])
-    assert both.find(b"b", b"c") == [rows[1], None]
-    both.follow()
-    assert both.find(b"b") == [None]
-    assert both.index.watermark(0).items == 2
+    logged_index.commit(rows)
+    assert logged_index.find(b"a", b"b") == [None, None]
+    logged_index.follow()
+    assert logged_index.find(b"a", b"never", b"b", b"a") == [rows[2], None, rows[1], rows[2]]
+    logged_index.commit([row(Operation.DELETE, b"b", 4, 4), *sets(b"c", first=5)])
+    assert logged_index.find(b"b", b"c") == [rows[1], None]
+    logged_index.follow()
+    assert logged_index.find(b"b") == [None]
+    assert logged_index.index.watermark(0).items == 2
 
 
-def test_partitions_and_keys_with_a_common_prefix_are_kept_apart(both: Both) -> None:
+def test_partitions_and_keys_with_a_common_prefix_are_kept_apart(logged_index: LoggedIndex) -> None:
     first, second = sets(b"a", b"ab", b"a\0"), sets(b"a")
-    both.commit(first)
-    both.commit(second, partition=1)
-    both.follow()
-    both.follow(1)
-    assert both.find(b"a", b"ab", b"a\0", b"a\0\0") == [*first, None]
-    assert both.find(b"a", b"ab", partition=1) == [second[0], None]
+    logged_index.commit(first)
+    logged_index.commit(second, partition=1)
+    logged_index.follow()
+    logged_index.follow(1)
+    assert logged_index.find(b"a", b"ab", b"a\0", b"a\0\0") == [*first, None]
+    assert logged_index.find(b"a", b"ab", partition=1) == [second[0], None]
 
 
-def test_a_lookup_without_values_returns_sequence_number_and_expiry(both: Both) -> None:
-    both.commit(sets(b"a", b"b", expiry=70))
-    both.follow()
-    (item,) = both.find(b"b", value=False)
+def test_a_lookup_without_values_returns_sequence_number_and_expiry(
+    logged_index: LoggedIndex,
+) -> None:
+    logged_index.commit(sets(b"a", b"b", expiry=70))
+    logged_index.follow()
+    (item,) = logged_index.find(b"b", value=False)
     assert item is not None
     assert (item.seq, item.expiry, item.value) == (2, 70, b"")
 
 
-def test_an_answer_that_is_too_large_has_the_first_items(both: Both) -> None:
+def test_an_answer_that_is_too_large_has_the_first_items(logged_index: LoggedIndex) -> None:
     rows = sets(b"a", b"b", b"c", b"d")
-    both.commit(rows)
-    both.follow()
+    logged_index.commit(rows)
+    logged_index.follow()
     wants = [FetchRequest(key, 0, needs_value=True) for key in (b"d", b"none", b"a", b"b")]
-    assert both.index.find(0, wants, bytes_max=1) == [rows[3], None]
-    assert both.index.find(0, wants[2:], bytes_max=1) == [rows[0]]
+    assert logged_index.index.find(0, wants, bytes_max=1) == [rows[3], None]
+    assert logged_index.index.find(0, wants[2:], bytes_max=1) == [rows[0]]
 
 
-def test_an_item_expires_once_and_not_when_it_was_overwritten(both: Both) -> None:
-    both.commit(sets(b"a", b"b", b"c", expiry=70))
-    both.follow()
-    both.commit([row(Operation.SET, b"a", 4, 4, 90), row(Operation.DELETE, b"b", 5, 5)])
-    both.follow()
-    due, _ = both.index.find_expired(100, b"", 10)
+def test_an_item_expires_once_and_not_when_it_was_overwritten(logged_index: LoggedIndex) -> None:
+    logged_index.commit(sets(b"a", b"b", b"c", expiry=70))
+    logged_index.follow()
+    logged_index.commit([row(Operation.SET, b"a", 4, 4, 90), row(Operation.DELETE, b"b", 5, 5)])
+    logged_index.follow()
+    due, _ = logged_index.index.find_expired(100, b"", 10)
     assert [(item.key, item.expiry) for item in due] == [(b"c", 70), (b"a", 90)]
 
 
-def test_a_tombstone_does_not_expire_even_with_an_expiry(both: Both) -> None:
+def test_a_tombstone_does_not_expire_even_with_an_expiry(logged_index: LoggedIndex) -> None:
     rows = sets(b"a", expiry=70)
-    both.commit([*rows, Mutation(Operation.DELETE, b"a", seq=SeqNo(2), expiry=80)])
-    both.follow()
-    assert both.index.find_expired(100, b"", 10) == ([], b"")
-    assert both.find(b"a") == [None]
+    logged_index.commit([*rows, Mutation(Operation.DELETE, b"a", seq=SeqNo(2), expiry=80)])
+    logged_index.follow()
+    assert logged_index.index.find_expired(100, b"", 10) == ([], b"")
+    assert logged_index.find(b"a") == [None]
 
 
 def test_a_lookup_that_compaction_overtakes_is_repeated(
-    both: Both, monkeypatch: pytest.MonkeyPatch
+    logged_index: LoggedIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both.commit(sets(b"a", b"b"))
-    both.follow()
-    find = both.log.find
+    logged_index.commit(sets(b"a", b"b"))
+    logged_index.follow()
+    find = logged_index.log.find
     newer = sets(b"a", first=3)
 
     def overwritten_first(
         partition: int, numbers: Sequence[int], bytes_max: int
     ) -> list[Mutation | str]:
         monkeypatch.undo()
-        both.commit(newer)
-        both.follow()
-        both.sweep()
+        logged_index.commit(newer)
+        logged_index.follow()
+        logged_index.sweep()
         return find(partition, numbers, bytes_max)
 
-    monkeypatch.setattr(both.log, "find", overwritten_first)
-    assert both.find(b"a", b"b") == [newer[0], sets(b"b", first=2)[0]]
+    monkeypatch.setattr(logged_index.log, "find", overwritten_first)
+    assert logged_index.find(b"a", b"b") == [newer[0], sets(b"b", first=2)[0]]
 
 
 # What is damaged.
 
 
 def test_an_item_with_a_damaged_chunk_is_refused_and_others_are_not(
-    disks: tuple[Both, SimulatedDisk, SimulatedDisk],
+    disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
 ) -> None:
-    both, log, _ = disks
+    logged_index, log, _ = disks
     rows = sets(b"a", b"b")
-    both.commit(rows)
-    both.follow()
+    logged_index.commit(rows)
+    logged_index.follow()
     for bit in range(0, 2_000, 37):
         log.flip(chunk_key(0, 1), bit)
-        damaged, other = both.find(b"a", b"b")
+        damaged, intact = logged_index.find(b"a", b"b")
         assert damaged is not None
         assert is_damaged(damaged)
-        assert other == rows[1]
+        assert intact == rows[1]
         log.flip(chunk_key(0, 1), bit)
-    assert both.find(b"a") == [rows[0]]
+    assert logged_index.find(b"a") == [rows[0]]
 
 
 def test_an_entry_that_is_damaged_is_refused(
-    disks: tuple[Both, SimulatedDisk, SimulatedDisk],
+    disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
 ) -> None:
-    both, _, index = disks
-    both.commit(sets(b"a", b"b", expiry=70))
-    both.follow()
+    logged_index, _, index = disks
+    logged_index.commit(sets(b"a", b"b", expiry=70))
+    logged_index.follow()
     for bit in range(8 * 16):
         index.flip(index_key(0, b"a"), bit)
-        damaged, other = both.find(b"a", b"b")
+        damaged, intact = logged_index.find(b"a", b"b")
         assert damaged is not None
         assert is_damaged(damaged)
-        assert other is not None
-        assert not is_damaged(other)
+        assert intact is not None
+        assert not is_damaged(intact)
         index.flip(index_key(0, b"a"), bit)
     index.flip(expiry_key(70, 0, 2), 3)
-    items, _ = both.index.find_expired(100, b"", 10)
+    items, _ = logged_index.index.find_expired(100, b"", 10)
     assert [item.key for item in items] == [b"a"]
 
 
 def test_an_index_ahead_of_its_log_is_refused(
-    disks: tuple[Both, SimulatedDisk, SimulatedDisk],
+    disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
 ) -> None:
-    both, _, index = disks
-    both.commit(sets(b"a", b"b"))
-    both.follow()
+    logged_index, _, index = disks
+    logged_index.commit(sets(b"a", b"b"))
+    logged_index.follow()
     older = ChunkLog(SimulatedDisk())
     older.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
     with pytest.raises(CorruptionError, match="beyond the log's end at 0"):
@@ -200,17 +202,19 @@ def test_an_index_ahead_of_its_log_is_refused(
 
 
 @pytest.mark.parametrize("last", [b"\x09", b"\x79"])
-def test_a_key_hidden_by_a_flipped_bit_is_not_reported_missing(both: Both, last: bytes) -> None:
+def test_a_key_hidden_by_a_flipped_bit_is_not_reported_missing(
+    logged_index: LoggedIndex, last: bytes
+) -> None:
     """A bit flips in the key, and the entry stays where it was: before its neighbour or behind."""
-    both.commit(sets(b"key 1", b"key 9"))
-    both.follow()
-    assert both.find(b"key", b"key 5", b"z") == [None] * 3
+    logged_index.commit(sets(b"key 1", b"key 9"))
+    logged_index.follow()
+    assert logged_index.find(b"key", b"key 5", b"z") == [None] * 3
     entry = index_key(0, b"key 1" if last < b"1" else b"key 9")
-    with both.index.ordered_map.write() as transaction:
+    with logged_index.index.ordered_map.write() as transaction:
         value = bytes(transaction.get(entry) or b"")
         transaction.delete(entry)
         transaction.put(entry[:-1] + last, value)
-    (damaged,) = both.find(b"key" + entry[-2:])
+    (damaged,) = logged_index.find(b"key" + entry[-2:])
     assert damaged is not None
     assert is_damaged(damaged)
-    assert None not in both.find(b"key 9" if last < b"1" else b"key 1")
+    assert None not in logged_index.find(b"key 9" if last < b"1" else b"key 1")

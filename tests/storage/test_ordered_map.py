@@ -50,20 +50,20 @@ class GivenUpError(Exception):
 
 @pytest.fixture(params=["lmdb", "simulated"])
 def ordered_map(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OrderedMap]:
-    made: OrderedMap
+    new_map: OrderedMap
     if request.param == "lmdb":
-        made = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+        new_map = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
     else:
-        made = SimulatedDisk(bytes_max=MAP_BYTES)
-    yield made
-    made.close()
+        new_map = SimulatedDisk(bytes_max=MAP_BYTES)
+    yield new_map
+    new_map.close()
 
 
 @pytest.fixture
 def lmdb_environment(tmp_path: Path) -> Iterator[LmdbMap]:
-    made = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
-    yield made
-    made.close()
+    lmdb_map = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    yield lmdb_map
+    lmdb_map.close()
 
 
 def put(ordered_map: OrderedMap, items: Iterable[tuple[bytes, bytes]]) -> None:
@@ -496,13 +496,13 @@ def check(ordered_map: OrderedMap, model: dict[bytes, bytes], key: bytes) -> Non
 
 
 def apply(transaction: WriteTransaction, model: dict[bytes, bytes], step: Step) -> None:
-    what, items = step
-    if what == "put_all":
+    action, items = step
+    if action == "put_all":
         transaction.put_all(items)
         model.update(items)
         return
     for key, value in items:
-        if what == "put":
+        if action == "put":
             transaction.put(key, value)
             model[key] = value
         else:

@@ -74,9 +74,9 @@ class SlotsMachine(RuleBasedStateMachine):
         for chunk, is_there in zip(written, self._writer.are_in_slot(list(buffers)), strict=True):
             if is_there:
                 assert slot is not None
-                seen = Chunk(slot.view[offset : offset + chunk.nbytes], chunk.crc)
+                read_chunk = Chunk(slot.view[offset : offset + chunk.nbytes], chunk.crc)
                 offset += chunk.nbytes
-                chunks.append((seen, bytes(chunk)))
+                chunks.append((read_chunk, bytes(chunk)))
             else:
                 self._beside.append((chunk, bytes(chunk)))
         if slot is not None and chunks:

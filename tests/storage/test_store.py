@@ -120,8 +120,8 @@ async def upkeep_all(store: Store) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     more = True
     while more:
-        done, figures = await upkeep(store)
-        more = done.has_more
+        steps, figures = await upkeep(store)
+        more = steps.has_more
     return figures
 
 
@@ -217,9 +217,9 @@ async def test_a_deleted_bucket_can_be_created_again(opener: Opener) -> None:
         # Nobody has a file of it open: else the disk would not get its room back.
         assert mapped_files("/buckets/") == []
         await create(store)
-        other = some_write(0, 0, 5)
-        await store.ask(Commit(BUCKET.name, [other]))
-        assert await read_all(store, 0, 5) == list(other.chunks[0])
+        write = some_write(0, 0, 5)
+        await store.ask(Commit(BUCKET.name, [write]))
+        assert await read_all(store, 0, 5) == list(write.chunks[0])
         assert not store.failed.is_set()
 
 

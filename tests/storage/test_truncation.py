@@ -100,11 +100,11 @@ class Truncations(RuleBasedStateMachine):
     def follow(self, keep: int) -> None:
         """The index follows, and what it knows is compacted, down to the newest of each key."""
         before = self.mark
-        done = self.storage.maintain(
+        step = self.storage.maintain(
             urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep
         )
         assert self.mark in (before, *self.chunk_ends)
-        if done.is_compaction and done.purge_seq:
+        if step.is_compaction and step.purge_seq:
             raise AssertionError("nothing is old enough")
         newest = {mutation.key: mutation.seq for mutation in self.rows if mutation.seq <= self.mark}
         self.gone |= {
@@ -190,10 +190,10 @@ TestCuts.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 def new_bucket() -> BucketStorage:
-    made = BucketStorage(SimulatedDisk(), SimulatedDisk())
-    made.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
-    made.open()
-    return made
+    bucket = BucketStorage(SimulatedDisk(), SimulatedDisk())
+    bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    bucket.open()
+    return bucket
 
 
 def write(high: int, *ends: int) -> PartitionWrite:
@@ -306,8 +306,8 @@ def test_what_stays_unindexed_is_shared_among_partitions(keep: int, highs: list[
     bucket.commit(writes)
     while bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep).has_more:
         pass
-    left = sum(high - bucket.index.watermark(index).seq for index, high in enumerate(highs))
-    assert left == min(keep, sum(highs))
+    unindexed = sum(high - bucket.index.watermark(index).seq for index, high in enumerate(highs))
+    assert unindexed == min(keep, sum(highs))
 
 
 @pytest.fixture(autouse=True)

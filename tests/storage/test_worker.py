@@ -10,5 +10,5 @@ from tests.kit.process import run
 async def test_a_worker_does_not_import_what_only_the_server_needs() -> None:
     """A server waits for two of them when it starts."""
     line = "import sys, upr_server.storage.worker; print(*{'trio', 'structlog'} & set(sys.modules))"
-    done = await run((sys.executable, "-c", line))
-    assert (done.code, done.out, done.err) == (0, "\n", "")
+    result = await run((sys.executable, "-c", line))
+    assert (result.code, result.out, result.err) == (0, "\n", "")

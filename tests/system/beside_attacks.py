@@ -157,10 +157,10 @@ async def maps(server: Target) -> None:
     while True:
         for active, replica in (("a", "b"), ("b", "a")):
             partitions = (Assignment(active=active, replicas={replica: ""}),) * PARTITIONS_MAX
-            new = PartitionMap(
+            new_map = PartitionMap(
                 bucket=WIDE, revision=revision + 1, nodes=nodes, partitions=partitions
             )
-            await node.set_map(revision, new)
+            await node.set_map(revision, new_map)
             revision += 1
 
 

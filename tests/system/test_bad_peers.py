@@ -131,11 +131,11 @@ async def connections(server: ServerProcess) -> int:
     return connections - 1
 
 
-async def until_gone(server: ServerProcess, rest: int = BYSTANDER_CONNECTIONS) -> None:
-    """Waits until the server has no more than `rest` connections."""
+async def until_gone(server: ServerProcess, connections_left: int = BYSTANDER_CONNECTIONS) -> None:
+    """Waits until the server has no more than `connections_left` connections."""
     with trio.fail_after(60):
         while True:
-            if await connections(server) <= rest:
+            if await connections(server) <= connections_left:
                 break
 
 
@@ -318,7 +318,7 @@ async def test_too_many_barriers() -> None:
     again."""
     cookies = [b"%d" % index for index in range(OPEN_BARRIERS_MAX + 1)]
     async with attacked(items=1000, value_bytes=1000) as server:
-        for status, said in (
+        for status, message in (
             (Status.TOO_MANY, cookies),
             (Status.COOKIE_IN_USE, [b"twice", b"twice"]),
         ):
@@ -326,7 +326,7 @@ async def test_too_many_barriers() -> None:
                 await bad.greet(window_bytes=WINDOW_BYTES_MIN)
                 await bad.open(BUCKET)
                 await bad.stream_all()
-                await bad.send(*map(Barrier, said))
+                await bad.send(*map(Barrier, message))
                 await bad.expect_error(status, streaming=True)
 
 
@@ -478,16 +478,16 @@ async def test_a_consumer_that_acknowledges_nothing() -> None:
         await bad.open(BUCKET)
         await bad.stream_all()
         sizes: list[int] = []
-        came = 0
+        mutation_count = 0
 
         async def hear(*kinds: type[Message]) -> Message:
-            nonlocal came
+            nonlocal mutation_count
             while True:
                 message = await bad.receive()
                 assert not isinstance(message, Error | None), message
                 if isinstance(message, PartitionChunk):
                     sizes.append(HEADER_BYTES + message.chunk.nbytes)
-                    came += message.chunk.count
+                    mutation_count += message.chunk.count
                 if isinstance(message, kinds):
                     return message
 
@@ -495,9 +495,9 @@ async def test_a_consumer_that_acknowledges_nothing() -> None:
             await bad.send(Get((b"key-1",), partition=P0, opaque=1000))
             await hear(GetReply)
         assert WINDOW_BYTES_MIN <= sum(sizes) < WINDOW_BYTES_MIN + max(sizes)
-        assert came < items
+        assert mutation_count < items
         await bad.send(Barrier(b"there?"))
-        while came < items:
+        while mutation_count < items:
             await bad.send(Ack(sum(sizes)))
             sizes.clear()
             await hear(PartitionChunk)
@@ -549,10 +549,10 @@ async def test_publishers_fill_a_bucket_and_no_more() -> None:
             await stack.enter_async_context(peer(server.host, server.port, "small"))
             for _ in range(50)
         ]
-        numbers, left, most = count(1), 5 * 32 * MIB, 0
+        numbers, bytes_left, most = count(1), 5 * 32 * MIB, 0
         client = await stack.enter_async_context(connect(server.url()))
-        while left > 0 and any(good.credit > 0 for good in peers):
-            left -= batch_bytes * sum(good.credit > 0 for good in peers)
+        while bytes_left > 0 and any(good.credit > 0 for good in peers):
+            bytes_left -= batch_bytes * sum(good.credit > 0 for good in peers)
             for good in peers:
                 if good.credit > 0:
                     batch = _batch(next(numbers), batch_bytes)
@@ -603,7 +603,7 @@ async def test_a_damaged_chunk_is_applied_refused_or_malformed() -> None:
     is done, refused or called malformed, and that is all that can happen."""
     draw = random.Random(3)
     whole = _published()
-    heard: Counter[type[Message]] = Counter()
+    replies: Counter[type[Message]] = Counter()
     async with attacked() as server, AsyncExitStack() as stack:
         bad: Peer | None = None
         for opaque in range(1, 1001):
@@ -614,7 +614,7 @@ async def test_a_damaged_chunk_is_applied_refused_or_malformed() -> None:
             while isinstance(answer, Credit):
                 answer = await bad.receive()
             assert answer is not None
-            heard[type(answer)] += 1
+            replies[type(answer)] += 1
             if isinstance(answer, MutateReply | Refusal):
                 assert answer.opaque == opaque
                 assert answer.status in (Status.OK, Status.BAD_ARGUMENT)
@@ -623,8 +623,8 @@ async def test_a_damaged_chunk_is_applied_refused_or_malformed() -> None:
                 assert answer.status == Status.MALFORMED
                 await bad.expect_end()
                 bad = None
-    assert heard.keys() == {MutateReply, Refusal, Error}
-    assert min(heard.values()) > 50, heard
+    assert replies.keys() == {MutateReply, Refusal, Error}
+    assert min(replies.values()) > 50, replies
 
 
 async def test_names_that_are_too_long_to_be_repeated() -> None:

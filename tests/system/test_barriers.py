@@ -162,22 +162,22 @@ class Follower:
             assert consumer.statistics().connections == 1
 
     async def _send_barriers(self, consumer: Consumer) -> None:
-        sent = 0
-        while sent < self._barriers:
-            burst = min(self._draw.choice((1, 1, 1, 4)), self._barriers - sent)
+        barrier_count = 0
+        while barrier_count < self._barriers:
+            burst = min(self._draw.choice((1, 1, 1, 4)), self._barriers - barrier_count)
             if len(self._on_their_way) + burst <= OPEN_AT_ONCE:
                 for _ in range(burst):
-                    sent += 1
-                    cookie = b"barrier-%d" % sent
+                    barrier_count += 1
+                    cookie = b"barrier-%d" % barrier_count
                     self._on_their_way.append(Sent(cookie, tuple(self._load.model.high)))
                     consumer.send_barrier(cookie)
             await self._load.acknowledged.wait()
             await trio.sleep(self._draw.choice((0, 0.002)))
 
     def _came_back(self, event: BarrierReached) -> None:
-        sent = self._on_their_way.popleft()
-        assert event.cookie == sent.cookie, "out of order, or a second time"
-        for partition, acknowledged in enumerate(sent.acknowledged):
+        sent_barrier = self._on_their_way.popleft()
+        assert event.cookie == sent_barrier.cookie, "out of order, or a second time"
+        for partition, acknowledged in enumerate(sent_barrier.acknowledged):
             assert event.ends[PartitionId(partition)] >= acknowledged
         contents = tuple(
             {key: value for key, (_, value) in self._mirror.items.get(partition, {}).items()}

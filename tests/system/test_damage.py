@@ -82,12 +82,12 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
         for items in FIRST, SECOND, THIRD:
             await write(server, items)
     flip_a_bit(data)
-    everything = {**FIRST, **SECOND, **THIRD}
+    all_items = {**FIRST, **SECOND, **THIRD}
     async with server_process(data_dir=data, errors=STREAM_LOGGED) as server:
         async with connect(server.url(BUCKET)) as client:
             intact = {
                 key: value
-                for key, value in everything.items()
+                for key, value in all_items.items()
                 if partition_of(key, PARTITIONS) != DAMAGED or key in THIRD
             }
             assert_same(await server_contents(client, intact), intact, PARTITIONS)
@@ -97,8 +97,8 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
                 assert refused.value.status is Status.DAMAGED
             # One request names all of them, and the intact keys are answered.
             with pytest.raises(RefusedKeysError) as refused_keys:
-                await client.get_many(list(everything))
-            assert refused_keys.value.refused.keys() == everything.keys() - intact.keys()
+                await client.get_many(list(all_items))
+            assert refused_keys.value.refused.keys() == all_items.keys() - intact.keys()
             items = {item.key: item.value for item in refused_keys.value.items if item is not None}
             assert_same(items, intact, PARTITIONS)
             figures = (await client.stats(BUCKET))["disk"]
@@ -106,18 +106,16 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
             assert "mismatch" in figures["damaged"]
             # Writes go on, and mend the keys that they change.
             key = next(iter(in_partition(SECOND)))
-            done = await run(
+            result = await run(
                 (*UPR, "get", server.url(BUCKET), key.decode(), next(iter(THIRD)).decode())
             )
-            assert (done.code, done.out.count("\n")) == (1, 1)
-            assert done.err.startswith(f"upr: {key.decode()}: data on disk is damaged")
+            assert (result.code, result.out.count("\n")) == (1, 1)
+            assert result.err.startswith(f"upr: {key.decode()}: data on disk is damaged")
             await client.set(key, b"new", durability=Durability.PERSISTED)
             await assert_new(client, key)
-        others = [partition for partition in range(PARTITIONS) if partition != DAMAGED]
-        expected = {
-            key: everything[key] for key in everything if key not in in_partition(everything)
-        }
-        assert await stream(server, others) == expected
+        other_partitions = [partition for partition in range(PARTITIONS) if partition != DAMAGED]
+        expected = {key: all_items[key] for key in all_items if key not in in_partition(all_items)}
+        assert await stream(server, other_partitions) == expected
         assert await stream(server, [DAMAGED]) == in_partition(FIRST)
         names = [event["event"] for event in server.events()]
         assert names.count(LOGGED[0]) == 1
@@ -134,19 +132,19 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
 
 
 async def upr(*arguments: str) -> None:
-    done = await run((*UPR, *arguments))
-    assert done.code == 0, done
+    result = await run((*UPR, *arguments))
+    assert result.code == 0, result
 
 
 async def mend(data: Path) -> tuple[int, str]:
-    done = await run((*UPR_SERVER, "mend", "--data-dir", str(data)))
-    assert done.err == ""
-    return done.code, done.out
+    result = await run((*UPR_SERVER, "mend", "--data-dir", str(data)))
+    assert result.err == ""
+    return result.code, result.out
 
 
 async def test_a_replica_replaces_damaged_data(tmp_path: Path) -> None:
     first_data, second_data = tmp_path / "a", tmp_path / "b"
-    everything = {**FIRST, **SECOND, **THIRD}
+    all_items = {**FIRST, **SECOND, **THIRD}
     async with server_process("--node", "b", data_dir=second_data) as second:
         async with server_process("--node", "a", data_dir=first_data) as first:
             url, listen = first.url(BUCKET), f"127.0.0.1:{first.port}"
@@ -173,12 +171,12 @@ async def test_a_replica_replaces_damaged_data(tmp_path: Path) -> None:
         async with server_process("--node", "a", listen=listen, data_dir=first_data) as first:
             await upr("takeover", url, "--all-of", "b", "--to", "a")
             async with connect(first.url(BUCKET), by_map=False) as client:
-                assert_same(await server_contents(client, everything), everything, PARTITIONS)
-            assert await stream(first, list(range(PARTITIONS))) == everything
+                assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
+            assert await stream(first, list(range(PARTITIONS))) == all_items
 
 
 async def damage_of(data: Path) -> str:
     """What `upr-server check` says of the damaged chunk."""
-    done = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
-    (line,) = [line for line in done.out.splitlines() if "mismatch" in line]
+    result = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
+    (line,) = [line for line in result.out.splitlines() if "mismatch" in line]
     return line.partition(": ")[2].partition(";")[0]

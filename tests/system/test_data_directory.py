@@ -74,13 +74,13 @@ def everything_in(path: Path) -> dict[str, bytes | None]:
     }
 
 
-async def refused(path: Path, said: str, *, program: Sequence[str] = UPR_SERVER) -> None:
+async def refused(path: Path, message: str, *, program: Sequence[str] = UPR_SERVER) -> None:
     """A server does not start there: it says so in this sentence, and leaves everything as it
     was."""
     before = everything_in(path)
-    done = await serve_there(path, program=program)
-    assert (done.code, done.out) == (1, ""), done
-    assert done.err == f"upr-server: {said}\n"
+    result = await serve_there(path, program=program)
+    assert (result.code, result.out) == (1, ""), result
+    assert result.err == f"upr-server: {message}\n"
     assert everything_in(path) == before
 
 
@@ -169,10 +169,10 @@ async def test_a_second_server_exits_with_an_error_and_the_first_keeps_serving(
 
             nursery.start_soon(follow)
             nursery.start_soon(go_on)
-            done = await serve_there(data)
+            result = await serve_there(data)
             nursery.cancel_scope.cancel()
-        assert (done.code, done.out) == (1, ""), done
-        assert done.err == (
+        assert (result.code, result.out) == (1, ""), result
+        assert result.err == (
             f"upr-server: {data} is in use by another server; stop it, or choose another "
             "directory with --data-dir\n"
         )
@@ -211,8 +211,8 @@ class Namespace:
 
     async def resize(self, disk: Path, megabytes: int) -> None:
         """Gives a tmpfs that is mounted in it another size."""
-        done = await run(self._enter("mount", "-o", f"remount,size={megabytes}m", str(disk)))
-        assert done.code == 0, done
+        result = await run(self._enter("mount", "-o", f"remount,size={megabytes}m", str(disk)))
+        assert result.code == 0, result
 
     def inside(self, path: Path) -> Path:
         """Where this process finds what is at `path` in it."""
@@ -255,19 +255,19 @@ def write_advice(path: Path, why: str) -> str:
     )
 
 
-@pytest.mark.parametrize("what", ["with data", "empty", "missing"])
-async def test_a_read_only_disk(data: Path, what: str) -> None:
+@pytest.mark.parametrize("state", ["with data", "empty", "missing"])
+async def test_a_read_only_disk(data: Path, state: str) -> None:
     disk = data.parent
-    path = data if what == "with data" else disk / "other"
-    if what == "empty":
+    path = data if state == "with data" else disk / "other"
+    if state == "empty":
         path.mkdir()
     async with namespace(
         f"mount --bind {disk} {disk} && mount -o remount,bind,ro {disk} {disk}"
     ) as mounted:
         # That there is something already is seen before anything is tried.
-        why = "Permission denied" if what == "with data" else "Read-only file system"
+        why = "Permission denied" if state == "with data" else "Read-only file system"
         await refused(path, write_advice(path, why), program=mounted.program)
-    assert path.exists() == (what != "missing")
+    assert path.exists() == (state != "missing")
 
 
 @pytest.mark.parametrize(
@@ -290,11 +290,11 @@ async def test_a_directory_of_which_something_belongs_to_another_user(
             os.chown(theirs, NOBODY, NOBODY)
     before = everything_in(data)
     async with namespace() as mounted:
-        done = await serve_there(data, program=mounted.program)
-    assert (done.code, done.out) == (1, ""), done
-    assert done.err.startswith(f"upr-server: {data}")
-    assert ": Permission denied; give the server's user " in done.err
-    assert done.err.count("\n") == 1
+        result = await serve_there(data, program=mounted.program)
+    assert (result.code, result.out) == (1, ""), result
+    assert result.err.startswith(f"upr-server: {data}")
+    assert ": Permission denied; give the server's user " in result.err
+    assert result.err.count("\n") == 1
     assert everything_in(data) == before
 
 
@@ -328,9 +328,9 @@ async def test_a_file_instead_of_a_directory(tmp_path: Path, below: str) -> None
     file.write_text("Dear Sir")
     path = file / below
     why = "Not a directory" if below else "File exists"
-    done = await serve_there(path)
-    assert (done.code, done.out) == (1, ""), done
-    assert done.err == f"upr-server: {write_advice(path, why)}\n"
+    result = await serve_there(path)
+    assert (result.code, result.out) == (1, ""), result
+    assert result.err == f"upr-server: {write_advice(path, why)}\n"
     assert file.read_text() == "Dear Sir"
 
 
@@ -377,8 +377,8 @@ async def test_a_deleted_index_is_rebuilt(data: Path, is_there: bool) -> None:
         file.touch()
     async with server_process(data_dir=data) as server:
         await assert_served(server, ITEMS)
-    done = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
-    assert done.code == 0, done
+    result = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
+    assert result.code == 0, result
 
 
 # Buckets that cannot be opened.
@@ -502,11 +502,11 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
 
                 nursery.start_soon(follow)
                 async with connect(server.url(BUCKET)) as client:
-                    acknowledged, said = await fill_up(client, "full")
+                    acknowledged, message = await fill_up(client, "full")
                     assert len(acknowledged) > 10
                     written |= acknowledged
                     refusal = "the batch was taken in, but cannot be put on disk now"
-                    assert said == refusal or "bytes left" in said
+                    assert message == refusal or "bytes left" in message
                     # From now on nothing is taken in, at whatever level, and the reason is told.
                     for level in Durability.MEMORY, PERSISTED:
                         with pytest.raises(ServerError, match="bytes left") as refused_write:
@@ -584,7 +584,7 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
     async with namespace(f"mount -t tmpfs -o size={RESERVE_MB + 24}m tmpfs {disk}") as mounted:
         there = disk / "data"
         shutil.copytree(data, mounted.inside(there))
-        ballast, rest = mounted.inside(disk / "ballast"), mounted.inside(disk / "rest")
+        ballast, rest_path = mounted.inside(disk / "ballast"), mounted.inside(disk / "rest")
         ballast.write_bytes(bytes(12 * MB))
         async with server_process(
             data_dir=there, program=mounted.program, errors=[FULL, LOST]
@@ -593,13 +593,13 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
                 acknowledged, _ = await fill_up(client, "full")
             # Not even a page is left, and nothing for a clean stop.
             with pytest.raises(OSError, match="No space left"):
-                rest.write_bytes(bytes(200 * MB))
+                rest_path.write_bytes(bytes(200 * MB))
             server.process.send_signal(signal.SIGTERM)
             assert await server.wait() == 3
-            (said,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
-            assert "stopped on a full disk" in said
-            assert "bytes left" in said
-            assert "data that was only in memory is lost" in said
+            (message,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
+            assert "stopped on a full disk" in message
+            assert "bytes left" in message
+            assert "data that was only in memory is lost" in message
             # The batch that the full disk refused was taken in, and so it is what is lost.
             (loss,) = server.events(LOST)
             assert loss["mutations"] == {BUCKET: 1}
@@ -612,7 +612,7 @@ async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: 
                     mirror.apply(event)
             assert mirror.contents.items() >= expected.items()
             ballast.unlink()
-            rest.unlink()
+            rest_path.unlink()
             with trio.fail_after(STOP_TIMEOUT_S):
                 await write(server, {b"later": b"value"})
             await assert_served(server, {**mirror.contents, b"later": b"value"})
@@ -660,8 +660,8 @@ async def test_a_process_of_the_store_that_is_killed_ends_the_server(
             await eventually(lambda: len(acknowledged) > 100, "some writes")
             os.kill(worker(server, role), signal.SIGKILL)
             assert await server.wait() == 1
-        (said,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
-        assert said == f"upr-server: the store's {role} process was killed by SIGKILL"
+        (message,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
+        assert message == f"upr-server: the store's {role} process was killed by SIGKILL"
         assert "Traceback" not in server.log_text
     async with server_process(data_dir=data) as server:
         async with connect(server.url(BUCKET)) as client:

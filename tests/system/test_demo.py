@@ -121,8 +121,8 @@ async def test_all_contents_are_equal_at_its_end() -> None:
         ),
         "The server was stopped and started again",
         *(
-            f"{who:<26}{effort('3,424', '4,043'):>9} aircraft, 0 differ"
-            for who in (
+            f"{consumer_name:<26}{effort('3,424', '4,043'):>9} aircraft, 0 differ"
+            for consumer_name in (
                 "the server",
                 "consumer 'from the start'",
                 "consumer 'from half-way'",

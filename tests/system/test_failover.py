@@ -165,10 +165,10 @@ class Cluster:
 async def cluster(folder: Path) -> AsyncIterator[Cluster]:
     """Three nodes, each active for a third of the partitions, each a replica of the others."""
     async with trio.open_nursery() as nursery:
-        made = Cluster({name: Node(name, folder / name) for name in NAMES}, nursery)
-        for node in made.nodes.values():
+        new_cluster = Cluster({name: Node(name, folder / name) for name in NAMES}, nursery)
+        for node in new_cluster.nodes.values():
             await node.start(nursery)
-        first = made.nodes["a"]
+        first = new_cluster.nodes["a"]
         async with connect(attrs.evolve(first.address, bucket="")) as client:
             await client.create_bucket(BUCKET, partition_count=PARTITIONS)
         assignments = []
@@ -178,13 +178,13 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
         first_map = PartitionMap(
             bucket=BUCKET,
             revision=1,
-            nodes={name: f"127.0.0.1:{node.port}" for name, node in made.nodes.items()},
+            nodes={name: f"127.0.0.1:{node.port}" for name, node in new_cluster.nodes.items()},
             partitions=tuple(assignments),
         )
-        for node in made.nodes.values():
+        for node in new_cluster.nodes.values():
             await NodeClient(node.address).set_map(0, first_map)
-        yield made
-        for node in made.up:
+        yield new_cluster
+        for node in new_cluster.up:
             await node.stop()
 
 
@@ -192,7 +192,7 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
 class Ledger:
     """What was sent, and what was acknowledged as replicated."""
 
-    sent: dict[bytes, int] = attrs.field(factory=dict)
+    increments_sent: dict[bytes, int] = attrs.field(factory=dict)
     acknowledged: dict[bytes, int] = attrs.field(factory=dict)
     acknowledgements: int = 0
 
@@ -202,10 +202,10 @@ class Ledger:
 
 
 async def publish_all_the_while(
-    url: str, who: int, level: tuple[Durability, int], ledger: Ledger, stopped: trio.Event
+    url: str, writer: int, level: tuple[Durability, int], ledger: Ledger, stopped: trio.Event
 ) -> None:
     """Sets keys of its own to numbers that rise; what is acknowledged is noted."""
-    draw = Random(who)
+    draw = Random(writer)
     durability, copies = level
     while not stopped.is_set():
         try:
@@ -215,8 +215,10 @@ async def publish_all_the_while(
                 while not stopped.is_set():
                     batch: dict[bytes, int] = {}
                     for _ in range(20):
-                        key = b"%d of %d" % (draw.randrange(200), who)
-                        ledger.sent[key] = batch[key] = ledger.sent.get(key, 0) + 1
+                        key = b"%d of %d" % (draw.randrange(200), writer)
+                        ledger.increments_sent[key] = batch[key] = (
+                            ledger.increments_sent.get(key, 0) + 1
+                        )
                         await sender.set(key, b"%d" % batch[key])
                     await sender.flush()
                     ledger.acknowledgements += 1
@@ -291,18 +293,18 @@ class Undoer:
 
     def _check_depth(self, event: StreamAccepted, to: SeqNo) -> None:
         """The ends that the server has, too, by the names of the branches in which they were."""
-        ends, sent = self._ends.get(event.partition, []), self._sent.get(event.partition, [])
+        ends, mutations = self._ends.get(event.partition, []), self._sent.get(event.partition, [])
         common = [end for end, branch in ends if event.log.contains(branch, end)]
         assert to == max(common, default=0), (to, common[-3:], ends[-3:], event)
         ends[:] = [end for end in ends if end[0] <= to]
-        sent[:] = [mutation for mutation in sent if mutation.seq <= to]
+        mutations[:] = [mutation for mutation in mutations if mutation.seq <= to]
 
     @property
     def contents(self) -> dict[bytes, bytes]:
         """What it has."""
         items: dict[bytes, tuple[int, bytes]] = {}
-        for sent in self._sent.values():
-            for mutation in sent:
+        for mutations in self._sent.values():
+            for mutation in mutations:
                 apply_mutation(items, mutation)
         return {key: value for key, (_, value) in items.items()}
 
@@ -341,9 +343,9 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
             for follower in followers:
                 consumers.start_soon(follower.run)
             async with trio.open_nursery() as publishers:
-                for who, level in enumerate(LEVELS):
+                for writer, level in enumerate(LEVELS):
                     publishers.start_soon(
-                        publish_all_the_while, running.url, who, level, ledger, stopped
+                        publish_all_the_while, running.url, writer, level, ledger, stopped
                     )
                 for _ in range(ROUNDS):
                     await trio.sleep(draw.uniform(0, 0.3))
@@ -374,7 +376,7 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
         for key, value in ledger.acknowledged.items():
             assert int(items_of["a"].get(key, b"0")) >= value, (key, value, items_of["a"].get(key))
         for key, text in items_of["a"].items():
-            assert int(text) <= ledger.sent[key], "nobody sent it"
+            assert int(text) <= ledger.increments_sent[key], "nobody sent it"
         # Whether the one who died had anything that no other has is chance: what was sent arrives
         # although its sender is dead. tests/replication/test_replication.py sees to it.
         assert ledger.acknowledged
@@ -410,9 +412,9 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
         follower = Follower(running.url, PartitionState.ACTIVE)
         consumers.start_soon(follower.run)
         async with trio.open_nursery() as publishers:
-            for who, level in enumerate(LEVELS):
+            for writer, level in enumerate(LEVELS):
                 publishers.start_soon(
-                    publish_all_the_while, running.url, who, level, ledger, stopped
+                    publish_all_the_while, running.url, writer, level, ledger, stopped
                 )
             await eventually(lambda: ledger.acknowledgements > 20, "there is load")
             logs = {}
@@ -453,9 +455,9 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
         ]
         logs = await active_logs(running, mine)
         async with trio.open_nursery() as publishers:
-            for who, level in enumerate(LEVELS):
+            for writer, level in enumerate(LEVELS):
                 publishers.start_soon(
-                    publish_all_the_while, running.url, who, level, ledger, stopped
+                    publish_all_the_while, running.url, writer, level, ledger, stopped
                 )
             await eventually(lambda: ledger.acknowledgements > 20, "there is load")
 

@@ -231,24 +231,24 @@ async def test_ten_good_clients_beside_all_kinds_of_hostile_peers() -> None:
                         "greetings that take too long are not waited for",
                         LATE_S,
                     )
-                    done = crowd.done
-                print(f"{done}; {watch.more_bytes / MIB:.0f} MiB more than empty")  # noqa: T201
+                    counts = crowd.done
+                print(f"{counts}; {watch.more_bytes / MIB:.0f} MiB more than empty")  # noqa: T201
                 nursery.cancel_scope.cancel()
-            check_load(before, done, idlers)
+            check_load(before, counts, idlers)
             assert sum(seconds <= pace_s for seconds in took) >= SHARE * len(took)
             assert watch.more_bytes < BOUND_BYTES + idlers * IDLE_BYTES
 
 
-def check_load(before: dict[str, int], done: dict[str, int], idlers: int) -> None:
+def check_load(before: dict[str, int], after: dict[str, int], idlers: int) -> None:
     """They did their worst, or all this shows nothing."""
 
-    def more(what: str) -> int:
-        return done.get(what, 0) - before.get(what, 0)
+    def more(name: str) -> int:
+        return after.get(name, 0) - before.get(name, 0)
 
-    assert done["idle"] == idlers, "an idle connection was shown out"
-    assert done["unacknowledged"] == MISERS
+    assert after["idle"] == idlers, "an idle connection was shown out"
+    assert after["unacknowledged"] == MISERS
     assert more("trickled") > 5 * TRICKLES
     assert more("streams") > 100 * FLOODERS
-    assert "flooders shown out" not in done, "to ask for many streams is allowed"
+    assert "flooders shown out" not in after, "to ask for many streams is allowed"
     assert more("lies") > 2 * LIARS
-    assert done["hoards"] >= HOARDERS
+    assert after["hoards"] >= HOARDERS

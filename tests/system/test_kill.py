@@ -151,16 +151,20 @@ class Written:
 
     def wrong(self, key: bytes, value: bytes | None, floor: int) -> str:
         """What is wrong with what the server has at a key; empty for nothing."""
-        sent = self.sent[key]
-        counts = range(max(floor, 1), sent + 1)
+        sent_values = self.sent[key]
+        counts = range(max(floor, 1), sent_values + 1)
         if value is None:
-            gone = floor == 0 or any(map(is_deletion, counts))
-            return "" if gone else f"{key!r} is lost: {floor} of {sent} writes were acknowledged"
+            may_be_missing = floor == 0 or any(map(is_deletion, counts))
+            return (
+                ""
+                if may_be_missing
+                else f"{key!r} is lost: {floor} of {sent_values} writes were acknowledged"
+            )
         count = int(value.partition(b":")[0])
-        if is_deletion(count) or value != self._value(key, count) or count > sent:
+        if is_deletion(count) or value != self._value(key, count) or count > sent_values:
             return f"{key!r} has a value that nobody wrote: {value!r:.100}"
         if count < floor:
-            return f"{key!r} is at write {count} of {sent}, and {floor} were acknowledged"
+            return f"{key!r} is at write {count} of {sent_values}, and {floor} were acknowledged"
         return ""
 
 
@@ -511,8 +515,8 @@ class Town:
             await self.slow.catch_up()
             assert await self._is_whole() == before, "a clean stop changes nothing"
             assert (self.fast.rollbacks, self.slow.rollbacks) == rollbacks
-        done = await run((*UPR_SERVER, "check", "--data-dir", str(self._data_dir)))
-        assert done.code == 0, done
+        result = await run((*UPR_SERVER, "check", "--data-dir", str(self._data_dir)))
+        assert result.code == 0, result
 
     async def _is_whole(self) -> dict[bytes, bytes]:
         """Compares everything with everything; gives what there is."""
@@ -568,23 +572,23 @@ async def lived(plan: Plan, data_dir: Path) -> Counter[str]:
         raise
     sums = town.persisted.sums
     assert sums is not None
-    seen = town.seen
-    seen["operations"] = town.memory.operations + town.persisted.operations
-    seen["persisted operations"] = town.persisted.operations
-    seen["increments"] = sums.increments
-    seen["resent"] = town.memory.resent + town.persisted.resent
-    seen["rollbacks"] = town.fast.rollbacks + town.slow.rollbacks
-    seen["mutations followed"] = town.fast.mirror.mutations + town.slow.mirror.mutations
-    print(dict(seen))  # noqa: T201  # shown with -s
+    events = town.seen
+    events["operations"] = town.memory.operations + town.persisted.operations
+    events["persisted operations"] = town.persisted.operations
+    events["increments"] = sums.increments
+    events["resent"] = town.memory.resent + town.persisted.resent
+    events["rollbacks"] = town.fast.rollbacks + town.slow.rollbacks
+    events["mutations followed"] = town.fast.mirror.mutations + town.slow.mirror.mutations
+    print(dict(events))  # noqa: T201  # shown with -s
     # Else it was about nothing.
     lives = sum(ENDINGS.values())
-    assert {ending: seen[ending] for ending in ENDINGS} == ENDINGS
-    assert seen["operations"] > 100 * lives, seen
-    assert seen["increments"] > 10 * lives, seen
-    assert seen["resent"] > lives, seen
-    assert seen["rollbacks"] > lives / 4, seen
-    assert seen["backfills"] > lives / 4, seen
-    return seen
+    assert {ending: events[ending] for ending in ENDINGS} == ENDINGS
+    assert events["operations"] > 100 * lives, events
+    assert events["increments"] > 10 * lives, events
+    assert events["resent"] > lives, events
+    assert events["rollbacks"] > lives / 4, events
+    assert events["backfills"] > lives / 4, events
+    return events
 
 
 @pytest.mark.timeout(600)
@@ -597,7 +601,7 @@ async def test_killed_with_memory_enough(tmp_path: Path) -> None:
 async def test_killed_with_little_memory(tmp_path: Path) -> None:
     """Keys are evicted, readers are dropped and read from disk, all the while."""
     plan = Plan(2, 1024 * 1024, 4000, (0.05, 0.3, 0.6), 0.03)
-    seen = await lived(plan, tmp_path / "data")
-    assert seen["cursors dropped"] > 0, seen
-    assert seen["evicted"] > 0, seen
-    assert seen["fetched"] > 0, seen
+    events = await lived(plan, tmp_path / "data")
+    assert events["cursors dropped"] > 0, events
+    assert events["evicted"] > 0, events
+    assert events["fetched"] > 0, events

@@ -112,13 +112,13 @@ async def test_many_streams_come_and_leave_and_come_again() -> None:
 
         peaks = []
         for _ in range(2):
-            others = await clients()
+            other_clients = await clients()
             async with AsyncExitStack() as stack:
                 for _ in range(peers):
                     asking = await stack.enter_async_context(peer(server.host, server.port, BUCKET))
                     await ask_for_all_streams(asking)
             with trio.fail_after(60):
-                while await clients() > others:
+                while await clients() > other_clients:
                     pass
             peaks.append(server.peak_bytes)
         assert peaks[0] - before < peers * PARTITIONS_MAX * STREAM_BYTES_MAX + 8 * MIB

@@ -41,8 +41,8 @@ async def test_the_sixth_minute_makes_a_server_secure(tmp_path: Path) -> None:
 
     assert (await run(make_certificate, cwd=tmp_path)).code == 0
     user_options = ("--data-dir", str(data), "--password-file", str(password))
-    made = await run((*UPR_SERVER, *make_user[1:], *user_options))
-    assert made.code == 0, made
+    result = await run((*UPR_SERVER, *make_user[1:], *user_options))
+    assert result.code == 0, result
     assert serve[:4] == ["upr-server", "serve", "--listen", "0.0.0.0:12000"]
     files = [str(tmp_path / word) if "." in word else word for word in serve[4:]]
     async with server_process(*files, listen="0.0.0.0:0", data_dir=data) as server:

@@ -159,8 +159,8 @@ def _schedules() -> list[Schedule]:
 @pytest.mark.timeout(900)
 async def test_killed_and_resumed_at_any_moment() -> None:
     schedules = _schedules()
-    left = iter(schedules)
-    seen: Counter[str] = Counter()
+    schedules_left = iter(schedules)
+    event_counts: Counter[str] = Counter()
     async with (
         server_process("--log-level", "warning") as server,
         recorders() as starter,
@@ -169,9 +169,9 @@ async def test_killed_and_resumed_at_any_moment() -> None:
     ):
 
         async def work_off() -> None:
-            for schedule in left:
+            for schedule in schedules_left:
                 try:
-                    await _Run(schedule, server, client, starter, seen).run()
+                    await _Run(schedule, server, client, starter, event_counts).run()
                 except Exception as error:
                     error.add_note(
                         f"This was {schedule}. To repeat it: {SEEDS_VARIABLE}={schedule.seed} "
@@ -181,10 +181,10 @@ async def test_killed_and_resumed_at_any_moment() -> None:
 
         for _ in range(AT_ONCE):
             nursery.start_soon(work_off)
-    assert seen["schedules"] == len(schedules)
+    assert event_counts["schedules"] == len(schedules)
     if SURE in schedules:
-        assert seen["resumed inside a snapshot"] >= 2, seen
-        assert seen["cuts"] >= 1, seen
+        assert event_counts["resumed inside a snapshot"] >= 2, event_counts
+        assert event_counts["cuts"] >= 1, event_counts
 
 
 class _Run:
@@ -196,10 +196,10 @@ class _Run:
         server: ServerProcess,
         client: Client,
         starter: Recorders,
-        seen: Counter[str],
+        event_counts: Counter[str],
     ) -> None:
         self.schedule = schedule
-        self.seen = seen
+        self.seen = event_counts
         self.server = server
         self.client = client
         self.starter = starter
@@ -337,9 +337,9 @@ class _Run:
             async for event in fresh:
                 mirror.apply(event)
         assert_same(contents, mirror.contents, partitions)
-        asked = {*contents, *self.keys, *(b"counter-" + key for key in self.keys)}
+        key_set = {*contents, *self.keys, *(b"counter-" + key for key in self.keys)}
         async with connect(url) as client:
-            assert_same(contents, await server_contents(client, asked), partitions)
+            assert_same(contents, await server_contents(client, key_set), partitions)
 
 
 class _Recording:

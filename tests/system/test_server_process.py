@@ -118,16 +118,16 @@ async def test_standard_output_has_only_the_address(
         await eventually(
             lambda: b"\n" in out.read_bytes() or process.returncode is not None, "its first line"
         )
-        said = re.fullmatch(r"listening on 127\.0\.0\.1:(\d+)\n", out.read_text())
-        assert said, (out.read_text(), log.read_text())
-        async with connect(f"upr://127.0.0.1:{said[1]}/") as client:
+        match = re.fullmatch(r"listening on 127\.0\.0\.1:(\d+)\n", out.read_text())
+        assert match, (out.read_text(), log.read_text())
+        async with connect(f"upr://127.0.0.1:{match[1]}/") as client:
             assert await client.list_buckets() == []
         process.send_signal(signal_number)
         with trio.fail_after(STOP_TIMEOUT_S):
             assert await process.wait() == 0
     finally:
         process.kill()
-    assert out.read_text() == said[0]
+    assert out.read_text() == match[0]
     assert signal_number.name in log.read_text()
     assert "Traceback" not in log.read_text()
 
@@ -147,45 +147,45 @@ async def test_an_address_of_ipv6() -> None:
 async def test_a_port_that_is_taken(tmp_path: Path) -> None:
     async with server_process() as server:
         address = f"127.0.0.1:{server.port}"
-        done = await upr_server("serve", "--listen", address, "--data-dir", str(tmp_path))
-        assert (done.code, done.out) == (1, "")
-        assert done.err == f"upr-server: cannot listen on {address}: Address already in use\n"
+        result = await upr_server("serve", "--listen", address, "--data-dir", str(tmp_path))
+        assert (result.code, result.out) == (1, "")
+        assert result.err == f"upr-server: cannot listen on {address}: Address already in use\n"
         async with connect(server.url()) as client:
             assert await client.list_buckets() == []
 
 
 @pytest.mark.parametrize(
-    ("listen", "said"),
+    ("listen", "message"),
     [
         ("192.0.2.1:1", "Cannot assign requested address"),  # nobody's, by RFC 5737
         ("a..b:1", "'a..b' is not a valid host name"),
     ],
 )
 async def test_an_address_that_cannot_be_bound_is_an_error(
-    listen: str, said: str, tmp_path: Path
+    listen: str, message: str, tmp_path: Path
 ) -> None:
-    done = await upr_server("serve", "--listen", listen, "--data-dir", str(tmp_path))
-    assert (done.code, done.out) == (1, "")
-    assert done.err == f"upr-server: cannot listen on {listen}: {said}\n"
+    result = await upr_server("serve", "--listen", listen, "--data-dir", str(tmp_path))
+    assert (result.code, result.out) == (1, "")
+    assert result.err == f"upr-server: cannot listen on {listen}: {message}\n"
 
 
 # Its settings.
 
 
 def refused(
-    *args: str, said: str, command: str = "serve", variables: Mapping[str, str] | None = None
+    *args: str, message: str, command: str = "serve", variables: Mapping[str, str] | None = None
 ) -> None:
     """`upr-server` does not start, and says why; in this process, as there are many ways."""
-    done = CliRunner().invoke(main, [command, *args], env=variables)
-    assert (done.exit_code, done.stdout) == (2, ""), done
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    result = CliRunner().invoke(main, [command, *args], env=variables)
+    assert (result.exit_code, result.stdout) == (2, ""), result
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])
 def test_settings_that_cannot_be(tmp_path: Path, command: str, subtests: pytest.Subtests) -> None:
     path = tmp_path / "upr.toml"
-    for text, said in (
+    for text, message in (
         ("listen =", f"{path} cannot be read: Invalid value (at end of document)"),
         ("listen = 'nowhere'", "listen is 'nowhere'; write HOST:PORT"),
         ("colour = 'red'", "unknown field `colour`"),
@@ -196,8 +196,8 @@ def test_settings_that_cannot_be(tmp_path: Path, command: str, subtests: pytest.
     ):
         with subtests.test(text):
             path.write_text(text)
-            refused("--config", str(path), said=said, command=command)
-    for variable, value, said in (
+            refused("--config", str(path), message=message, command=command)
+    for variable, value, message in (
         ("UPR_SERVER_LISTEN", "h:65536", "listen is 'h:65536'; write HOST:PORT"),
         ("UPR_SERVER_LOG_LEVEL", "loud", "'loud' - at `$.log_level`"),
         ("UPR_SERVER_SEND_TIMEOUT_S", "-1", "$.send_timeout_s"),
@@ -206,14 +206,14 @@ def test_settings_that_cannot_be(tmp_path: Path, command: str, subtests: pytest.
         ("UPR_SERVER_CONFIG", str(tmp_path / "none.toml"), "none.toml cannot be read"),
     ):
         with subtests.test(variable):
-            refused(said=said, command=command, variables={variable: value})
-    for option, value, said in (
+            refused(message=message, command=command, variables={variable: value})
+    for option, value, message in (
         ("--listen", "nowhere", "listen is 'nowhere'; write HOST:PORT"),
         ("--quota-bytes", "1", "$.quota_bytes"),
         ("--log-format", "prose", "'prose' - at `$.log_format`"),
     ):
         with subtests.test(option):
-            refused(option, value, said=said, command=command)
+            refused(option, value, message=message, command=command)
 
 
 async def test_what_config_prints_reads_back(tmp_path: Path, settings: Path) -> None:
@@ -271,18 +271,18 @@ async def test_a_server_is_what_its_file_and_environment_say(settings: Path) -> 
 
 async def hear_the_end(listener: Peer) -> list[Message]:
     """Everything that comes until the connection is closed."""
-    heard = []
+    messages = []
     while (message := await listener.receive()) is not None:
-        heard.append(message)
-    return heard
+        messages.append(message)
+    return messages
 
 
-def assert_shut_down(heard: list[Message], streams: int) -> None:
+def assert_shut_down(messages: list[Message], streams: int) -> None:
     """Every stream ended with the reason, and then the conversation."""
-    ends = [message for message in heard if isinstance(message, StreamEnd)]
+    ends = [message for message in messages if isinstance(message, StreamEnd)]
     assert [end.status for end in ends] == [Status.SHUTTING_DOWN] * streams
     assert {end.partition for end in ends} == set(range(streams))
-    last = heard[-1]
+    last = messages[-1]
     assert isinstance(last, Error)
     assert last.status == Status.SHUTTING_DOWN
 
@@ -299,17 +299,17 @@ async def test_stopped_it_ends_streams_with_the_reason(
         ):
             await streaming.stream_all()
             server.process.send_signal(signal_number)
-            heard: dict[Peer, list[Message]] = {}
+            messages: dict[Peer, list[Message]] = {}
 
             async def hear(listener: Peer) -> None:
-                heard[listener] = await hear_the_end(listener)
+                messages[listener] = await hear_the_end(listener)
                 await listener.stream.aclose()
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(hear, streaming)
                 nursery.start_soon(hear, idle)
-            assert_shut_down(heard[streaming], PARTITIONS)
-            assert_shut_down(heard[idle], 0)
+            assert_shut_down(messages[streaming], PARTITIONS)
+            assert_shut_down(messages[idle], 0)
             assert await server.wait() == 0
         names = [event["event"] for event in server.events()]
         assert "stopping" in names
@@ -328,14 +328,16 @@ async def take_nothing(server: ServerProcess, bad: Peer) -> None:
         await bad.greet("test:glutton", window_bytes=0xFFFF_FFFF)
         await bad.open("heavy")
         await bad.stream_all()
-        sent = 0
+        sent_bytes = 0
         with trio.fail_after(60):
             while True:
                 await trio.sleep(0.2)
                 connections = (await client.stats())["connections"]
-                before = sent
-                sent = next(c["bytes_out"] for c in connections if c["identity"] == "test:glutton")
-                if 0 < sent == before:
+                before = sent_bytes
+                sent_bytes = next(
+                    c["bytes_out"] for c in connections if c["identity"] == "test:glutton"
+                )
+                if 0 < sent_bytes == before:
                     break
 
 
@@ -365,10 +367,10 @@ async def test_stopped_it_waits_for_a_peer_that_reads_nothing_no_longer_than_its
 
 
 async def test_a_second_signal_drops_everybody_at_once() -> None:
-    lost = "mutations in memory are lost"
+    log_line = "mutations in memory are lost"
     variables = {"UPR_SERVER_SHUTDOWN_DEADLINE_S": "inf", "UPR_SERVER_SEND_TIMEOUT_S": "inf"}
     async with (
-        server_process(variables=variables, errors=(lost,)) as server,
+        server_process(variables=variables, errors=(log_line,)) as server,
         peer(server.host, server.port, greeted=False) as bad,
     ):
         await take_nothing(server, bad)
@@ -380,8 +382,8 @@ async def test_a_second_signal_drops_everybody_at_once() -> None:
 
 
 async def test_a_second_signal_with_unsaved_data_says_so_by_its_exit_code() -> None:
-    lost = "mutations in memory are lost"
-    async with server_process(errors=(lost,)) as server:
+    log_line = "mutations in memory are lost"
+    async with server_process(errors=(log_line,)) as server:
         async with connect(server.url()) as client:
             await client.create_bucket(BUCKET, PARTITIONS)
         # The disk hangs: what comes now stays in memory.
@@ -395,7 +397,7 @@ async def test_a_second_signal_with_unsaved_data_says_so_by_its_exit_code() -> N
         for pid in children_of(server.process.pid):
             os.kill(pid, signal.SIGCONT)
         assert await server.wait() == 3
-        (event,) = server.events(lost)
+        (event,) = server.events(log_line)
         assert event["mutations"] == {BUCKET: 400}
         assert "data that was only in memory is lost" in server.log_text
 
@@ -426,8 +428,8 @@ async def test_a_start_without_threads_is_one_sentence(command: str, tmp_path: P
         f"{command.rpartition(' ')[2]}()\n"
     )
     options = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
-    what = "upr://127.0.0.1:1/b" if "indexer" in command else "serve"
-    finished = await run((sys.executable, "-c", code, what, *options))
+    argument = "upr://127.0.0.1:1/b" if "indexer" in command else "serve"
+    finished = await run((sys.executable, "-c", code, argument, *options))
     assert (finished.code, finished.out) == (1, "")
     assert "ended: the system gives it no more threads" in finished.err
     assert finished.err.count("\n") == 1
@@ -470,13 +472,13 @@ async def test_a_bucket_deleted_while_it_is_streamed(settings: Path) -> None:
             mirror.apply(await anext(consumer))
         await client.delete_bucket(BUCKET)
         with trio.fail_after(STOP_TIMEOUT_S):
-            rest = [event async for event in consumer]
-        ended = [event for event in rest if isinstance(event, StreamEnded)]
+            events = [event async for event in consumer]
+        ended = [event for event in events if isinstance(event, StreamEnded)]
         assert sorted(ended, key=lambda event: event.partition) == [
             StreamEnded(PartitionId(partition), Status.BUCKET_DELETED)
             for partition in range(PARTITIONS)
         ]
-        assert rest[-PARTITIONS:] == ended
+        assert events[-PARTITIONS:] == ended
         assert BUCKET not in [bucket.name for bucket in await client.list_buckets()]
 
 
@@ -484,8 +486,8 @@ async def test_killed_and_started_again_it_has_consumers_begin_anew(settings: Pa
     """A server that holds everything in memory loses it. A consumer that is there all the while
     finds the new one on the same port, goes back to nothing, and ends with what is there now."""
     options = ("--config", str(settings))
-    lost = in_every_partition("lost")
-    new = in_every_partition("new", 500) | dict.fromkeys(list(lost)[::3], b"again")
+    lost_items = in_every_partition("lost")
+    new_items = in_every_partition("new", 500) | dict.fromkeys(list(lost_items)[::3], b"again")
     mirror = Mirror()
     rolled_back = []
     async with server_process(*options) as server, consume(server.url(BUCKET)) as consumer:
@@ -498,9 +500,9 @@ async def test_killed_and_started_again_it_has_consumers_begin_anew(settings: Pa
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(follow)
-            await fill(server, lost)
+            await fill(server, lost_items)
             await consumer.barrier()
-            assert_same(mirror.contents, lost, PARTITIONS)
+            assert_same(mirror.contents, lost_items, PARTITIONS)
             server.kill()
             assert await server.wait() == -signal.SIGKILL
             await eventually(lambda: not consumer.statistics().connected, "it noticed")
@@ -508,13 +510,13 @@ async def test_killed_and_started_again_it_has_consumers_begin_anew(settings: Pa
             listen = f"{server.host}:{server.port}"
             async with server_process(*options, listen=listen) as second:
                 assert second.port == server.port
-                await fill(second, new)
+                await fill(second, new_items)
                 with trio.fail_after(STOP_TIMEOUT_S):
                     await consumer.barrier()
                 assert sorted(rolled_back) == [(partition, 0) for partition in range(PARTITIONS)]
-                assert_same(mirror.contents, new, PARTITIONS)
+                assert_same(mirror.contents, new_items, PARTITIONS)
                 async with connect(second.url(BUCKET)) as client:
-                    theirs = await server_contents(client, {*lost, *new})
+                    theirs = await server_contents(client, {*lost_items, *new_items})
                 assert_same(mirror.contents, theirs, PARTITIONS)
                 assert consumer.statistics().connections == 2
                 nursery.cancel_scope.cancel()

@@ -138,13 +138,13 @@ class Town:
         statistics = await self.statistics()
         # How many depends on how soon the disk has what memory is to be rid of.
         assert statistics["cursors_dropped"] > 0, "else nobody was slow"
-        said = await following.said()
-        assert said["wrong"] == 0
-        assert said["complete"] == count
+        figures = await following.said()
+        assert figures["wrong"] == 0
+        assert figures["complete"] == count
         # They were dropped, and read from disk what memory had no room for.
-        assert said["snapshots"]["disk"] > 0
+        assert figures["snapshots"]["disk"] > 0
         assert await self.mutations() == COUNT
-        print(f"awake: {said}; {self.watch.more_bytes >> 20} MiB more than empty")  # noqa: T201
+        print(f"awake: {figures}; {self.watch.more_bytes >> 20} MiB more than empty")  # noqa: T201
 
 
 @asynccontextmanager

@@ -87,10 +87,13 @@ async def test_openssl_sees_1_2_where_a_setting_allows_it(certificates: Certific
 
 async def test_a_certificate_is_renewed_on_sighup(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    shown, renewed = authority.sign("shown"), authority.sign("renewed", common_name="renewed")
-    async with server_process(*options(shown), errors=()) as server:
+    first_certificate, renewed = (
+        authority.sign("shown"),
+        authority.sign("renewed", common_name="renewed"),
+    )
+    async with server_process(*options(first_certificate), errors=()) as server:
         assert "CN=localhost" in (await s_client(server)).out.replace(" ", "")
-        shown.replace_by(renewed)
+        first_certificate.replace_by(renewed)
         server.process.send_signal(signal.SIGHUP)
         await eventually(lambda: bool(server.events("certificate read anew")), "it is read")
         assert "CN=renewed" in (await s_client(server)).out.replace(" ", "")

@@ -141,10 +141,12 @@ def test_consumers_undo_what_a_failover_lost_and_nothing_is_sent_again(tmp_path:
             assert copy.contents == expected
             assert tail.end() == expected
     # The keys whose changes were lost were read again, and the streams went on behind them.
-    lost = {f"key {number}" for number in range(LOST)}
+    lost_items = {f"key {number}" for number in range(LOST)}
     undone_by_tail = [line for line in lines if line["event"] == "undone"]
-    assert {document["key"] for line in undone_by_tail for document in line["documents"]} == lost
-    assert {key.decode() for event in copy.undone for key in event.documents} == lost
+    assert {
+        document["key"] for line in undone_by_tail for document in line["documents"]
+    } == lost_items
+    assert {key.decode() for event in copy.undone for key in event.documents} == lost_items
     assert all(line["restarts_from"] > 0 for line in undone_by_tail)
     assert all(event.to > 0 for event in copy.undone)
     assert copy.rows == LATER

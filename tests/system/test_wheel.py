@@ -107,7 +107,7 @@ def copy_checkout(to: Path) -> None:
 def pip(python: Path, *args: str, cwd: Path, **variables: str) -> None:
     """Runs pip. Where it cannot reach an index the test is skipped; when it fails for any other
     reason the test fails."""
-    done = subprocess.run(
+    result = subprocess.run(
         [python, "-m", "pip", *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -117,12 +117,12 @@ def pip(python: Path, *args: str, cwd: Path, **variables: str) -> None:
         text=True,
         check=False,
     )
-    if done.returncode == 0:
+    if result.returncode == 0:
         return
-    broken = NO_CONNECTION.search(done.stdout)
-    if broken and NO_PACKAGE.search(done.stdout):
+    broken = NO_CONNECTION.search(result.stdout)
+    if broken and NO_PACKAGE.search(result.stdout):
         pytest.skip(f"pip cannot reach the package index: {broken[0]}")
-    pytest.fail(f"pip {' '.join(args)} ended with code {done.returncode}:\n{done.stdout}")
+    pytest.fail(f"pip {' '.join(args)} ended with code {result.returncode}:\n{result.stdout}")
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +168,9 @@ def test_it_holds_the_packages_and_nothing_else(installed: Installed) -> None:
 async def test_the_kernel_is_native_where_there_is_a_compiler(installed: Installed) -> None:
     tag = "cp311-abi3" if installed.is_native else "py3-none"
     assert tag in installed.wheel.name
-    done = await installed.python("import upr_kernel; print(upr_kernel.BUILD)")
-    assert done.code == 0, done
-    assert (done.out == "native\n") == installed.is_native
+    result = await installed.python("import upr_kernel; print(upr_kernel.BUILD)")
+    assert result.code == 0, result
+    assert (result.out == "native\n") == installed.is_native
 
 
 async def test_without_a_compiler_the_wheel_is_for_any_system(
@@ -189,17 +189,17 @@ async def test_without_a_compiler_the_wheel_is_for_any_system(
     with ZipFile(wheel) as archive:
         assert LIBRARY not in archive.namelist()
         archive.extractall(tmp_path / "unpacked")
-    done = await installed.python(
+    result = await installed.python(
         f"import sys; sys.path.insert(0, {str(tmp_path / 'unpacked')!r})\n"
         "import upr_kernel; print(upr_kernel.BUILD)"
     )
-    assert done.out.startswith("pure Python: "), done
+    assert result.out.startswith("pure Python: "), result
 
 
 async def test_packages_that_the_wheel_does_not_need_are_not_installed(
     installed: Installed,
 ) -> None:
-    done = await installed.python(
+    result = await installed.python(
         "import importlib.util, json, sys, upr_protocol, upr_server\n"
         "from pathlib import Path\n"
         "packages = [Path(upr_protocol.__file__), Path(upr_server.__file__)]\n"
@@ -209,14 +209,14 @@ async def test_packages_that_the_wheel_does_not_need_are_not_installed(
         "    'inside': [path.is_relative_to(sys.prefix) for path in packages],\n"
         "}))"
     )
-    assert done.code == 0, done
-    assert json.loads(done.out) == {"found": [], "inside": [True, True]}
+    assert result.code == 0, result
+    assert json.loads(result.out) == {"found": [], "inside": [True, True]}
 
 
 async def test_every_module_of_the_wheel_can_be_imported(installed: Installed) -> None:
     """Every module can be imported but those for Spark and the indexer, which say what is missing;
     and versions agree."""
-    done = await installed.python(
+    result = await installed.python(
         "import importlib, pkgutil, upr_protocol, upr_server\n"
         "for package in (upr_protocol, upr_server):\n"
         "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
@@ -224,15 +224,15 @@ async def test_every_module_of_the_wheel_can_be_imported(installed: Installed) -
         "        if parts.isdisjoint(module.name.split('.')):\n"
         "            importlib.import_module(module.name)\n"
     )
-    assert done == Finished(0, "", "")
-    done = await installed.python("import upr_protocol.spark")
-    assert done.code == 1
-    assert "the data source `upr` needs PySpark: pip install 'upr-server[spark]'" in done.err
-    done = await run((str(installed.bin / "upr-indexer"), "--help"), variables=ALONE)
-    assert done.code == 1
+    assert result == Finished(0, "", "")
+    result = await installed.python("import upr_protocol.spark")
+    assert result.code == 1
+    assert "the data source `upr` needs PySpark: pip install 'upr-server[spark]'" in result.err
+    result = await run((str(installed.bin / "upr-indexer"), "--help"), variables=ALONE)
+    assert result.code == 1
     assert re.fullmatch(
-        r"upr-indexer needs \w+: pip install 'upr-server\[indexer\]'\n", done.err
-    ), done
+        r"upr-indexer needs \w+: pip install 'upr-server\[indexer\]'\n", result.err
+    ), result
     python = str(installed.bin / "python")
     checked = await run((python, "-m", "pip", "check"), variables=ALONE, cwd=installed.bin)
     assert checked.code == 0, checked
@@ -273,7 +273,7 @@ def test_every_install_line_of_the_documents_installs_this_wheel(
             folder = tmp_path / str(number)
             python = str(installed.bin / "python")
             where = ("--target", str(folder), "--find-links", str(installed.wheel.parent))
-            done = subprocess.run(
+            result = subprocess.run(
                 [
                     *(python, "-m", "pip", "install", *requirements, "--no-deps", *where),
                     "--no-build-isolation",
@@ -286,8 +286,8 @@ def test_every_install_line_of_the_documents_installs_this_wheel(
                 text=True,
                 check=False,
             )
-            assert done.returncode == 0, (lines, done.stdout)
-            assert "does not provide the extra" not in done.stdout
+            assert result.returncode == 0, (lines, result.stdout)
+            assert "does not provide the extra" not in result.stdout
             assert (folder / "upr_server" / "cli.py").exists()
 
 
@@ -299,14 +299,14 @@ def test_an_extra_brings_what_its_command_needs(installed: Installed, tmp_path: 
     line = ("install", "upr-server[indexer]", "--find-links", wheels)
     constraints = str(installed.source / "constraints.txt")
     pip(venv / "bin" / "python", *line, "-c", constraints, cwd=tmp_path)
-    done = subprocess.run(
+    result = subprocess.run(
         [venv / "bin" / "upr-indexer", "--version"],
         capture_output=True,
         text=True,
         check=False,
         env=environment(**ALONE),
     )
-    assert (done.returncode, done.stdout[:21]) == (0, "upr-indexer, version "), done
+    assert (result.returncode, result.stdout[:21]) == (0, "upr-indexer, version "), result
 
 
 async def test_the_server_and_its_commands_run(installed: Installed) -> None:
@@ -336,6 +336,6 @@ async def test_the_server_and_its_commands_run(installed: Installed) -> None:
 async def test_versions(installed: Installed) -> None:
     version = installed.wheel.name.split("-")[1]
     for name in ("upr", "upr-server"):
-        done = await run((str(installed.bin / name), "--version"), variables=ALONE)
-        assert done.code == 0, done
-        assert version in done.out
+        result = await run((str(installed.bin / name), "--version"), variables=ALONE)
+        assert result.code == 0, result
+        assert version in result.out

@@ -220,18 +220,18 @@ def test_the_same_batches_of_the_same_writer_have_no_second_effect(fake: Threade
 
 
 def test_only_the_writer_of_a_task_chains_its_batches(fake: ThreadedFake) -> None:
-    heard: list[Mutate] = []
+    batches: list[Mutate] = []
 
     def hear(message: Message) -> None:
         if isinstance(message, Mutate):
-            heard.append(message)
+            batches.append(message)
 
     fake.server.refuse = hear
     batch = (PartitionId(0), plain_chunk([b"k"], [b"v"]))
     with client(fake) as kv:
         kv.publish_all([batch])
         kv.publish_all([batch], writer=WriterIdentity.of_task(bytes(15) + b"1", 5))
-    assert [(message.attempt, message.bundle.runs[0].chain) for message in heard] == [
+    assert [(message.attempt, message.bundle.runs[0].chain) for message in batches] == [
         (0, 0),
         (5, batch[1].chained(0)),
     ]
@@ -541,11 +541,11 @@ def test_an_application_that_undoes_is_asked_to(fake: ThreadedFake) -> None:
         assert [event for event in stream if isinstance(event, SnapshotEnd)]
         state = stream.resume_state
     fake.server.partitions[1].fail_over(99, 3)
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
 
     def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
-        asked.append((partition, ceiling))
-        if len(asked) == 1:
+        requests.append((partition, ceiling))
+        if len(requests) == 1:
             raise KeyboardInterrupt
         return SeqNo(0)
 
@@ -553,7 +553,7 @@ def test_an_application_that_undoes_is_asked_to(fake: ThreadedFake) -> None:
         with pytest.raises(KeyboardInterrupt):
             list(stream)
         rollbacks = [event for event in stream if isinstance(event, RolledBack)]
-    assert asked == [(1, 3), (1, 3)]
+    assert requests == [(1, 3), (1, 3)]
     assert [(event.partition, event.ceiling, event.to) for event in rollbacks] == [(1, 3, 0)]
 
 

@@ -164,10 +164,10 @@ async def task():
 thread = TrioThread()
 thread.run_soon(thread.nursery.start_soon, task)
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert (done.stdout, done.stderr) == ("cancelled\n", "")
+    assert (result.stdout, result.stderr) == ("cancelled\n", "")
 
 
 def test_a_thread_that_is_stopped_before_it_runs_ends_at_once() -> None:

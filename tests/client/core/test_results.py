@@ -39,8 +39,10 @@ OPERATIONS = st.lists(
 def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutation]) -> None:
     partition = FakePartition(3, 99)
     chunk = Chunk.build(rows)
-    done = partition.mutate(chunk, bytes(16), 0)
-    reply = MutateReply(0, (done.result,), tuple(done.failures), tuple(done.counters))
+    mutate_result = partition.mutate(chunk, bytes(16), 0)
+    reply = MutateReply(
+        0, (mutate_result.result,), tuple(mutate_result.failures), tuple(mutate_result.counters)
+    )
     ((status, result),) = split_reply(reply, [_P], [0, chunk.count])
     assert status is Status.OK
     results = results_of(_P, chunk, result)

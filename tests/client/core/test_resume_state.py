@@ -55,55 +55,55 @@ URL = "upr://fake/b"
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     """What a stream says, over several connections: (what, history or end, number)."""
-    said: list[tuple[str, int, int]] = []
+    steps: list[tuple[str, int, int]] = []
     seq = complete = draw(st.integers(0, 3))
     history = 1
-    said.append(("begin", history, seq))
+    steps.append(("begin", history, seq))
     for _ in range(draw(st.integers(0, 12))):
         end = max(seq, complete) + draw(st.integers(1, 6))
         while seq < end and draw(st.integers(0, 5)):
             seq = draw(st.integers(seq + 1, end))
-            said.append(("chunk", end, seq))
+            steps.append(("chunk", end, seq))
         if seq == end:
             complete = seq
-            said.append(("end", end, seq))
+            steps.append(("end", end, seq))
         else:
             # Cut inside: the same history goes on, with a snapshot that ends no earlier.
-            said.append(("cut", history, seq))
-            said.append(("chunk", end, end))
-            said.append(("end", end, end))
+            steps.append(("cut", history, seq))
+            steps.append(("chunk", end, end))
+            steps.append(("end", end, end))
             seq = complete = end
         if not draw(st.integers(0, 4)):
             history += 1
             seq = complete = draw(st.integers(0, complete))
-            said.append(("roll back", history, seq))
-    return said
+            steps.append(("roll back", history, seq))
+    return steps
 
 
 @given(conversations())
-def test_a_position_covers_exactly_what_was_received(said: list[tuple[str, int, int]]) -> None:
+def test_a_position_covers_exactly_what_was_received(steps: list[tuple[str, int, int]]) -> None:
     """The naive model keeps all that was said and looks through it."""
     position = Position()
     history = HistoryId(0)
     log = FailoverLog()
     ends: list[int] = []
     highest = 0
-    for what, history_number, seq in said:
-        if what == "begin":
+    for step, history_number, seq in steps:
+        if step == "begin":
             history = HistoryId(history_number)
             log = FailoverLog.of([(history_number, 0)])
             position = Position(log, SeqNo(seq), SeqNo(seq), None)
             ends, highest = [seq], seq
-        elif what == "chunk":
+        elif step == "chunk":
             position = rules.chunk_received(position, history, SeqNo(history_number), SeqNo(seq))
             highest = seq
             partial = PartialSnapshot(history, SeqNo(ends[-1]), SeqNo(history_number))
             assert position.partial == partial
-        elif what == "end":
+        elif step == "end":
             position = rules.snapshot_completed(position, SeqNo(history_number))
             ends.append(history_number)
             assert position.partial is None
-        elif what == "cut":
+        elif step == "cut":
             position = rules.stream_accepted(position, log)
         else:
             history = HistoryId(history_number)
@@ -210,8 +210,8 @@ def test_decode_is_the_reverse_of_encode(state: ResumeState) -> None:
 
 def test_the_same_state_is_the_same_bytes() -> None:
     state = ResumeState("b", {PartitionId(2): Position(), PartitionId(1): Position()})
-    other = ResumeState("b", {PartitionId(1): Position(), PartitionId(2): Position()})
-    assert state.encode() == other.encode()
+    same_state = ResumeState("b", {PartitionId(1): Position(), PartitionId(2): Position()})
+    assert state.encode() == same_state.encode()
 
 
 @given(STATES, st.data())
@@ -308,7 +308,7 @@ async def test_only_processed_events_are_saved(
     store = MemoryStore()
     limits = SaveLimits(complete_interval_s=0, interval_s=0)
     async with consume(URL, dial=net.dial, resume=store, save_limits=limits) as consumer:
-        seen: list[tuple[int, int]] = []
+        positions: list[tuple[int, int]] = []
         before = Position(server.partitions[0].log)
         async for event in consumer:
             await trio.testing.wait_all_tasks_blocked()
@@ -322,10 +322,10 @@ async def test_only_processed_events_are_saved(
             else:
                 assert after == before
             before = after
-            seen.append((after.last_complete, after.highest_received))
+            positions.append((after.last_complete, after.highest_received))
             if isinstance(event, SnapshotEnd):
                 break
-    assert seen == [(0, 0), (0, 3), (0, 6), (0, 9), (9, 9)]
+    assert positions == [(0, 0), (0, 3), (0, 6), (0, 9), (9, 9)]
     assert store.state is not None
     # The snapshot's end was left in hand.
     assert store.state.position(PartitionId(0)).last_complete == 0

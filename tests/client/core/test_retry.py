@@ -69,14 +69,14 @@ def test_which_errors_are_retryable(error: Exception, expected: bool) -> None:
 
 def test_patience_counts_from_the_first_failure_without_progress() -> None:
     retry = RetryState(10.0, lambda: 0.5)
-    lost = BrokenError("lost")
-    assert retry.wait_s(lost, 1000.0) > 0
-    assert retry.wait_s(lost, 1009.0) <= 1.0
+    error = BrokenError("lost")
+    assert retry.wait_s(error, 1000.0) > 0
+    assert retry.wait_s(error, 1009.0) <= 1.0
     retry.progress()
-    assert retry.wait_s(lost, 1011.0) > 0
-    assert retry.wait_s(lost, 1020.9) <= 0.1 + 1e-9
+    assert retry.wait_s(error, 1011.0) > 0
+    assert retry.wait_s(error, 1020.9) <= 0.1 + 1e-9
     with pytest.raises(BrokenError, match="lost") as caught:
-        retry.wait_s(lost, 1021.0)
+        retry.wait_s(error, 1021.0)
     assert caught.value.__notes__ == ["gave up after 3 attempts in 10 s"]
 
 

@@ -81,8 +81,8 @@ class Machine(RuleBasedStateMachine):
                     assert isinstance(message, Hello)
             client.receive(b"".join(self.server.take_outgoing(0.0)), 0.0)
             for answer in client.events():
-                done = self.node.receive(answer, self.now)
-                self.answered += done
+                results = self.node.receive(answer, self.now)
+                self.answered += results
 
     def check_bundle(self, message: Mutate) -> None:
         assert message.attempt == ATTEMPT
@@ -126,11 +126,13 @@ class Machine(RuleBasedStateMachine):
             if run.partition in self.inactive:
                 results.append(RunResult(run.partition, Status.NOT_MY_PARTITION))
                 continue
-            done = self.partitions[run.partition].mutate(chunk, request.writer, run.counter)
-            assert done.result.status == Status.OK, "a batch in doubt is within the server's memory"
-            assert not done.failures
-            results.append(done.result)
-            counters += [(low + index, value) for index, value in done.counters]
+            result = self.partitions[run.partition].mutate(chunk, request.writer, run.counter)
+            assert result.result.status == Status.OK, (
+                "a batch in doubt is within the server's memory"
+            )
+            assert not result.failures
+            results.append(result.result)
+            counters += [(low + index, value) for index, value in result.counters]
         return MutateReply(0, tuple(results), (), tuple(counters), opaque=request.opaque)
 
     @something_arrived

@@ -104,18 +104,18 @@ async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     file = ReceivedKeysFile(path, "b")
     assert file.is_new
-    old, new = HistoryId(1), HistoryId(2)
-    await file.receive(P, [(b"a", SeqNo(5), old), (b"b", SeqNo(6), old)])
-    await file.confirm_rollback(P, {b"b": ReceivedVersion(SeqNo(4), new)})
-    await file.receive(PartitionId(1), [(b"c", SeqNo(5), old)])
+    old_history, new_history = HistoryId(1), HistoryId(2)
+    await file.receive(P, [(b"a", SeqNo(5), old_history), (b"b", SeqNo(6), old_history)])
+    await file.confirm_rollback(P, {b"b": ReceivedVersion(SeqNo(4), new_history)})
+    await file.receive(PartitionId(1), [(b"c", SeqNo(5), old_history)])
     await file.confirm_rollback(PartitionId(1), None)
     await file.raise_floor(PartitionId(2), SeqNo(7))
     file.close()
     again = reopened(path)
     assert not again.is_new
     assert list(again.keys.versions()) == [
-        (P, b"a", ReceivedVersion(SeqNo(5), old)),
-        (P, b"b", ReceivedVersion(SeqNo(4), new)),
+        (P, b"a", ReceivedVersion(SeqNo(5), old_history)),
+        (P, b"b", ReceivedVersion(SeqNo(4), new_history)),
     ]
     assert again.keys.floors() == {PartitionId(2): 7}
     with pytest.raises(ChecksummedFileError, match="of the bucket 'b', not of 'other'"):

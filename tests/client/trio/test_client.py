@@ -119,18 +119,18 @@ async def test_get_many_keeps_the_order_of_keys_across_several_answers(
 async def test_get_many_splits_more_keys_than_one_request_takes(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    asked: list[int] = []
+    key_counts: list[int] = []
 
     def refuse(message: object) -> None:
         if isinstance(message, Get):
-            asked.append(len(message.keys))
+            key_counts.append(len(message.keys))
 
     server.refuse = refuse
     async with connect(URL, dial=net.dial) as client:
         keys = [b"%d" % index for index in range(5 * GET_REPLY_KEYS_MAX)]
         assert await client.get_many(keys) == [None] * len(keys)
-    assert max(asked) == GET_REPLY_KEYS_MAX
-    assert sum(asked) == len(keys)
+    assert max(key_counts) == GET_REPLY_KEYS_MAX
+    assert sum(key_counts) == len(keys)
 
 
 async def test_buckets(net: FakeNet, autojump_clock: MockClock) -> None:

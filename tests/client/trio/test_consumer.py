@@ -187,8 +187,8 @@ async def test_bytes_of_a_lost_connection_are_not_acknowledged_on_the_next(
             assert len(await until(consumer, ChunkReceived)) == 1 + (index == 0)
             await trio.testing.wait_all_tasks_blocked()
             assert connection.session.window.used == used
-        rest = await until(consumer, SnapshotEnd)
-        assert rest[-1] == SnapshotEnd(PartitionId(0), server.partitions[0].high)
+        events = await until(consumer, SnapshotEnd)
+        assert events[-1] == SnapshotEnd(PartitionId(0), server.partitions[0].high)
 
 
 async def test_a_slow_application_is_not_taken_for_dead(
@@ -323,10 +323,10 @@ async def test_barrier_waits_while_too_many_are_open(
 async def test_open_barriers_are_sent_again_on_a_new_connection(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    done = []
+    cookies = []
 
     async def ask(consumer: Consumer) -> None:
-        done.append(await consumer.barrier())
+        cookies.append(await consumer.barrier())
 
     server.paused = True
     async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
@@ -334,11 +334,11 @@ async def test_open_barriers_are_sent_again_on_a_new_connection(
         nursery.start_soon(ask, consumer)
         nursery.start_soon(ask, consumer)
         await trio.testing.wait_all_tasks_blocked()
-        assert not done
+        assert not cookies
         net.cut()
         server.paused = False
         await trio.sleep(10)
-        assert len(done) == 2
+        assert len(cookies) == 2
         nursery.cancel_scope.cancel()
 
 

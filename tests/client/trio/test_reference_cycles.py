@@ -120,7 +120,7 @@ async def test_nothing_of_a_client_is_left_when_it(
             await use(net, lose)
         net.forget()
         await wait_all_tasks_blocked()
-        left = alive() - before
+        leaked = alive() - before
     if use is publish:
-        left = Counter(kind for kind in left if not kind.startswith(BATCHES_OF_A_PUBLISHER))
-    assert left == Counter()
+        leaked = Counter(kind for kind in leaked if not kind.startswith(BATCHES_OF_A_PUBLISHER))
+    assert leaked == Counter()

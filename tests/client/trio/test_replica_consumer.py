@@ -62,14 +62,14 @@ async def test_answers_come_before_the_end_of_their_snapshot(
 async def test_reports_of_one_turn_leave_together_and_the_newest_counts(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    history, other = HistoryId(1000), PartitionId(P + 1)
+    history, other_partition = HistoryId(1000), PartitionId(P + 1)
     async with as_replica(net) as consumer:
         await until_completed(consumer)
         for received in (SeqNo(1), SeqNo(2)):
-            for partition in (P, other):
+            for partition in (P, other_partition):
                 consumer.report(partition, history, received, SeqNo(0))
         await trio.sleep(1)
-        rows = tuple((partition, history, SeqNo(2), SeqNo(0)) for partition in (P, other))
+        rows = tuple((partition, history, SeqNo(2), SeqNo(0)) for partition in (P, other_partition))
         assert server.reports == [ReplicaAck(rows)]
         consumer.report(P, history, SeqNo(3), SeqNo(0))
         await trio.sleep(1)

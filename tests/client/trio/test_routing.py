@@ -269,12 +269,12 @@ async def test_waiting_for_a_node_does_not_flood_the_others_with_requests(
     async with mirrored(cluster) as (consumer, mirror):
         await consumer.barrier()
         began = dials.copy()
-        asked = [cluster.server(name).connections for name in "bc"]
-        before = sum(c.counts[GetMap] for connections in asked for c in connections)
+        connection_lists = [cluster.server(name).connections for name in "bc"]
+        before = sum(c.counts[GetMap] for connections in connection_lists for c in connections)
         cluster.move({0: Assignment(), 3: Assignment()})
         cluster.kill("a")
         await trio.sleep(60)
-        after = sum(c.counts[GetMap] for connections in asked for c in connections)
+        after = sum(c.counts[GetMap] for connections in connection_lists for c in connections)
         assert dials - began == {"a": dials["a"] - began["a"]}
         # Twice a second to four times, as waits are drawn.
         assert 60 * 2 < after - before < 60 * 4 * 2
@@ -298,8 +298,8 @@ async def test_other_nodes_are_asked_for_the_map_on_one_lasting_connection(
         cluster.kill("a")
         await trio.sleep(60)
         assert dials["b"] == began["b"] + 1
-        (asked,) = c.connections
-        assert 60 < asked.counts[GetMap] < 60 * 4
+        (connection,) = c.connections
+        assert 60 < connection.counts[GetMap] < 60 * 4
         # It falls silent, and another connection may fare better; and it is lost, and made again.
         c.held.add(GetMap)
         await trio.sleep(10)
@@ -429,12 +429,14 @@ async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_nod
             await sink.set(busy, "1")
             await sink.flush()
             for turn in range(3):
-                old, new = "abab"[turn], "abab"[turn + 1]
-                cluster.move({partition: Assignment(handing_over=old) for partition in (0, 3)})
+                old_active, new_active = "abab"[turn], "abab"[turn + 1]
+                cluster.move(
+                    {partition: Assignment(handing_over=old_active) for partition in (0, 3)}
+                )
                 await sink.set(quiet if turn == 2 else busy, "2")
                 await trio.sleep(4)
                 assert sink.statistics().unanswered == 1
-                cluster.move({partition: Assignment(active=new) for partition in (0, 3)})
+                cluster.move({partition: Assignment(active=new_active) for partition in (0, 3)})
                 await sink.flush()
                 await trio.sleep(20)
             cluster.move({partition: Assignment() for partition in (0, 3)})
@@ -651,23 +653,23 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
                 mirrored(cluster, draw=draw.random) as (consumer, mirror),
                 publisher(URL, dial=cluster.dial, draw=draw.random, batch_mutations=3) as sink,
             ):
-                for what, moved, name in steps:
+                for step, moved, name in steps:
                     for _ in range(draw.randrange(8)):
                         await sink.increment(f"counter-{draw.randrange(30)}")
                         added += 1
-                    if what == "move":
+                    if step == "move":
                         cluster.move({moved: Assignment(active=name)})
-                    elif what == "none":
+                    elif step == "none":
                         cluster.move({moved: Assignment(replicas={name: ""})})
-                    elif what == "stale":
+                    elif step == "stale":
                         cluster.move({moved: Assignment(active=name)}, tell=name)
-                    elif what == "tell":
+                    elif step == "tell":
                         cluster.tell(name)
-                    elif what == "cut":
+                    elif step == "cut":
                         cluster.nets[name].cut()
-                    elif what == "down":
+                    elif step == "down":
                         cluster.kill(name)
-                    elif what == "up":
+                    elif step == "up":
                         cluster.nets[name].down = False
                     await trio.sleep(draw.choice([0, 0.01, 0.2, 2.0]))
                 for net in cluster.nets.values():

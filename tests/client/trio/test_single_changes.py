@@ -54,27 +54,27 @@ class Made:
     outcome: WriteResult | ServerError | None = None
 
 
-async def make(client: Client, made: Made, level: tuple[Durability, int]) -> WriteResult:
+async def make(client: Client, change: Made, level: tuple[Durability, int]) -> WriteResult:
     options: dict[str, Any] = {"durability": level[0], "copies": level[1]}
-    if made.operation == "increment":
-        return await client.increment(b"n-" + made.key, **options)
-    if made.operation == "delete":
-        return await client.delete(made.key, **options)
-    if made.operation == "add":
-        return await client.add(made.key, made.value, **options)
-    return await client.set(made.key, made.value, **options)
+    if change.operation == "increment":
+        return await client.increment(b"n-" + change.key, **options)
+    if change.operation == "delete":
+        return await client.delete(change.key, **options)
+    if change.operation == "add":
+        return await client.add(change.key, change.value, **options)
+    return await client.set(change.key, change.value, **options)
 
 
 async def run_task(
     client: Client, task: int, plan: Sequence[Step], made_changes: list[Made]
 ) -> None:
     for operation, key, level in plan:
-        made = Made(task, operation, key, b"value %d" % len(made_changes))
-        made_changes.append(made)
+        change = Made(task, operation, key, b"value %d" % len(made_changes))
+        made_changes.append(change)
         try:
-            made.outcome = await make(client, made, level)
+            change.outcome = await make(client, change, level)
         except ServerError as error:
-            made.outcome = error
+            change.outcome = error
         except BrokenError:
             return
 
@@ -83,14 +83,14 @@ def check(server: FakeServer, made_changes: Sequence[Made]) -> None:
     """Compares what the tasks were told with what the server did."""
     made_at: dict[tuple[int, int], Made] = {}
     last_seq: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for made in made_changes:
-        if not isinstance(made.outcome, WriteResult):
+    for change in made_changes:
+        if not isinstance(change.outcome, WriteResult):
             continue
-        result = made.outcome
+        result = change.outcome
         place = (int(result.partition), int(result.seq))
         assert place not in made_at, "two changes were told the same number"
-        made_at[place] = made
-        task_and_partition = (made.task, int(result.partition))
+        made_at[place] = change
+        task_and_partition = (change.task, int(result.partition))
         assert result.seq > last_seq[task_and_partition], "a task's changes lost their order"
         last_seq[task_and_partition] = int(result.seq)
         (mutation,) = [
@@ -98,25 +98,25 @@ def check(server: FakeServer, made_changes: Sequence[Made]) -> None:
             for mutation in server.partitions[result.partition].history
             if mutation.seq == result.seq
         ]
-        if made.operation == "increment":
+        if change.operation == "increment":
             assert mutation.value == b"%d" % (result.count or 0)
         else:
-            expected = b"" if made.operation == "delete" else made.value
-            assert (mutation.key, mutation.value) == (made.key, expected)
+            expected = b"" if change.operation == "delete" else change.value
+            assert (mutation.key, mutation.value) == (change.key, expected)
     values = [m.value for partition in server.partitions for m in partition.history]
-    for made in made_changes:
-        if made.operation in ("set", "add"):
-            count = values.count(made.value)
-            if isinstance(made.outcome, WriteResult):
+    for change in made_changes:
+        if change.operation in ("set", "add"):
+            count = values.count(change.value)
+            if isinstance(change.outcome, WriteResult):
                 assert count == 1
-            elif made.outcome is None:
+            elif change.outcome is None:
                 assert count <= 1, "a change whose connection was lost was made twice"
             else:
                 assert count == 0, "a refused change was made"
-                assert made.outcome.status is Status.EXISTS
+                assert change.outcome.status is Status.EXISTS
     applied = sum(partition.applied for partition in server.partitions)
     answered = len(made_at)
-    unknown = sum(made.outcome is None for made in made_changes)
+    unknown = sum(change.outcome is None for change in made_changes)
     assert answered <= applied <= answered + unknown
 
 
@@ -160,11 +160,11 @@ async def test_the_levels_of_waiting_changes_take_turns(
 ) -> None:
     """A level with thousands of changes does not keep the others waiting."""
     server.credit_bytes = 0
-    heard: list[tuple[Durability, int]] = []
+    levels: list[tuple[Durability, int]] = []
 
     def hear(message: Message) -> None:
         if isinstance(message, Mutate):
-            heard.append((message.durability, message.bundle.chunk.count))
+            levels.append((message.durability, message.bundle.chunk.count))
 
     async def change(client: Client, index: int, durability: Durability) -> None:
         await client.set(b"%d-%d" % (durability, index), b"v", durability=durability)
@@ -177,11 +177,11 @@ async def test_the_levels_of_waiting_changes_take_turns(
         for index in range(3):
             tasks.start_soon(change, client, index, Durability.PERSISTED)
         await trio.testing.wait_all_tasks_blocked()
-        assert not heard
+        assert not levels
         server.grant(1 << 20)
-    assert heard[:3] == [
+    assert levels[:3] == [
         (Durability.MEMORY, BUNDLE_MUTATIONS),
         (Durability.PERSISTED, 3),
         (Durability.MEMORY, BUNDLE_MUTATIONS),
     ]
-    assert sum(count for _, count in heard) == len(server.contents()) == 5003
+    assert sum(count for _, count in levels) == len(server.contents()) == 5003

@@ -86,7 +86,7 @@ async def test_no_connection_requests_the_stream_before_the_rollback_is_undone(
 ) -> None:
     fill_one_partition(server, 30)
     undo = Undoing()
-    asked: list[Position] = []
+    positions: list[Position] = []
     events: list[Event] = []
 
     async def follow(consumer: Consumer) -> None:
@@ -94,20 +94,20 @@ async def test_no_connection_requests_the_stream_before_the_rollback_is_undone(
 
     async with consume(URL, dial=net.dial, undo=undo) as consumer, trio.open_nursery() as nursery:
         await until_completed(consumer)
-        server.refuse = lambda m: asked.append(m.position) if isinstance(m, Stream) else None
+        server.refuse = lambda m: positions.append(m.position) if isinstance(m, Stream) else None
         undo.free = trio.Event()
         server.partitions[0].fail_over(77, 24)
         net.cut()
         nursery.start_soon(follow, consumer)
         await trio.sleep(10)
-        assert [position.highest_received for position in asked] == [30]
+        assert [position.highest_received for position in positions] == [30]
         net.cut()
         await trio.sleep(10)
         (connection,) = server.connections
         assert connection.counts[Stream] == connection.counts[Go] == 0
         undo.free.set()
         await trio.sleep(10)
-        assert [position.highest_received for position in asked] == [30, 20]
+        assert [position.highest_received for position in positions] == [30, 20]
         assert undo.asked == [(0, 24)]
     assert [type(event) for event in events[:2]] == [RolledBack, SnapshotStart]
 
@@ -148,18 +148,18 @@ async def test_a_rollback_target_above_the_ceiling_is_refused(
 async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    said: list[object] = []
+    steps: list[object] = []
 
     class Store(MemoryStore):
         async def save(self, state: ResumeState) -> None:
             await trio.lowlevel.checkpoint()
             await super().save(state)
             position = state.position(P)
-            said.append((position.log.pairs(), position.highest_received))
+            steps.append((position.log.pairs(), position.highest_received))
 
     async def say_until_completed(consumer: Consumer) -> None:
         async for event in consumer:
-            said.append(type(event))
+            steps.append(type(event))
             if isinstance(event, Completed):
                 break
 
@@ -169,16 +169,16 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
         URL, dial=net.dial, resume=Store(), save_limits=AT_ONCE, undo=Undoing()
     ) as consumer:
         await say_until_completed(consumer)
-        assert said[:2] == [([(1000, 0)], 0), SnapshotStart]
+        assert steps[:2] == [([(1000, 0)], 0), SnapshotStart]
         for index in range(30):
             server.put(b"%d" % index, b"v")
         await say_until_completed(consumer)
-        said.clear()
+        steps.clear()
         server.partitions[0].fail_over(77, 24)
         net.cut()
         server.put(b"new", b"v")
         await say_until_completed(consumer)
-        assert said == [
+        assert steps == [
             ([(ROLLBACK_PENDING, 24), (1000, 0)], 33),
             RolledBack,
             ([(1000, 0)], 20),
@@ -196,7 +196,7 @@ async def test_the_rollback_event_precedes_events_that_came_during_the_undo(
     """Of another node's partition, for instance. The application stands further back already: no
     state that it could keep with that may say otherwise."""
     fill_one_partition(server, 30)
-    said: list[tuple[type, int]] = []
+    steps: list[tuple[type, int]] = []
 
     async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         await trio.sleep(1)
@@ -208,10 +208,10 @@ async def test_the_rollback_event_precedes_events_that_came_during_the_undo(
         net.cut()
         server.partitions[0].fail_over(77, 24)
         async for event in consumer:
-            said.append((type(event), consumer.resume_state.position(P).highest_received))
+            steps.append((type(event), consumer.resume_state.position(P).highest_received))
             if event == Completed(99):
                 break
-    assert said == [(RolledBack, 20), (Completed, 20)]
+    assert steps == [(RolledBack, 20), (Completed, 20)]
 
 
 class _KilledError(Exception):

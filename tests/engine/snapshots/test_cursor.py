@@ -349,7 +349,7 @@ def test_a_slow_cursor_is_dropped_and_needs_a_backfill() -> None:
     partition = new_partition()
     manager, disk = partition.manager, partition.manager.persistence
     put(partition, b"a", b"b")
-    slow, other = cursor_at(partition, 1), cursor_at(partition, 0)
+    slow, other_cursor = cursor_at(partition, 1), cursor_at(partition, 0)
     slow.next()
     list(items(disk))
     assert not manager.may_drop(slow), "the disk still needs it"
@@ -359,13 +359,13 @@ def test_a_slow_cursor_is_dropped_and_needs_a_backfill() -> None:
     assert manager.may_drop(slow)
     manager.drop(slow)
     assert not manager.may_drop(slow)
-    manager.drop(other)
+    manager.drop(other_cursor)
     assert free(partition) == 1
     assert manager.snapshots.oldest == 2
     assert slow.has_next
     assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))
     assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))
-    assert other.next() == BackfillNeeded(SeqNo(0), SeqNo(2))
+    assert other_cursor.next() == BackfillNeeded(SeqNo(0), SeqNo(2))
     assert manager.statistics()["dropped"] == 2
     slow.close()
     with pytest.raises(ValueError, match="closed"):

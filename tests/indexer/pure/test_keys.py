@@ -69,10 +69,12 @@ def test_decoding_reverses_encoding(key: list[object], behind: bytes) -> None:
 
 
 @given(PARTS, PARTS, PARTS, st.binary(min_size=1, max_size=3))
-def test_a_prefix_is_a_range(first: object, other: object, second: object, behind: bytes) -> None:
+def test_a_prefix_is_a_range(
+    first: object, second_part: object, second: object, behind: bytes
+) -> None:
     prefix = encode_parts([first])
-    inside = encode_parts([other, second]) + behind
-    assert (prefix <= inside < end_of_prefix(prefix)) == (compare(first, other) == 0)
+    inside = encode_parts([second_part, second]) + behind
+    assert (prefix <= inside < end_of_prefix(prefix)) == (compare(first, second_part) == 0)
 
 
 @given(st.binary(max_size=20))

@@ -67,10 +67,10 @@ def test_a_plain_chunk_needs_as_many_values_and_operations_as_keys(
 def test_a_published_chunk_of_columns_is_that_of_its_rows(rows: list[Mutation]) -> None:
     chunk = Chunk.build(rows)
     columns = (chunk.key_offsets, chunk.key_bytes, chunk.value_offsets, chunk.value_bytes)
-    made = published_chunk(
+    published = published_chunk(
         *columns, chunk.operations, cas=chunk.cas, flags=chunk.flags, expiries=chunk.expiries
     )
-    assert made == chunk
+    assert published == chunk
     plain = published_chunk(*columns, chunk.operations)
     assert list(plain) == [Mutation(row.op, row.key, row.value) for row in rows]
     with pytest.raises(ValueError, match="do not belong"):

@@ -215,13 +215,13 @@ def test_both_sides_hear_what_was_said(talk: Callable[[Pair], None]) -> None:
         ("client", {"PartitionStart", "PartitionChunk", "PartitionAnswers", "PartitionEnd"}),
         ("server", {"CloseStream"}),
     ):
-        said = iter([message for to, message in pair.said if to == side])
+        messages = iter([message for to, message in pair.said if to == side])
         dropped: list[Message] = []
         for to, message in pair.heard:
             if to == side:
-                while (was_said := next(said)) != message:
+                while (was_said := next(messages)) != message:
                     dropped.append(was_said)
-        dropped += said
+        dropped += messages
         assert {type(message).__name__ for message in dropped} <= droppable
 
 
@@ -329,13 +329,13 @@ def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
     pair.accept(3, 9)
     pair.turn(3)
     pair.server.send(start(3, 9, 0, 1000))
-    seq = sent = 0
+    seq = sent_bytes = 0
     while pair.server.window.open:
         message = chunk(3, 9, seq, seq + 10, b"x" * 100)
         pair.server.send(message)
         seq += 10
-        sent += HEADER_BYTES + message.chunk.nbytes
-    assert WINDOW_BYTES_MIN <= sent < WINDOW_BYTES_MIN + 3000
+        sent_bytes += HEADER_BYTES + message.chunk.nbytes
+    assert WINDOW_BYTES_MIN <= sent_bytes < WINDOW_BYTES_MIN + 3000
     pair.client_says(Get((b"key",), opaque=1))
     pair.server.send(GetReply(HISTORY, 1, chunk(3, 0, 0, 1).chunk, opaque=1))
     assert type(pair.to_client()[-1]) is GetReply

@@ -67,17 +67,17 @@ from upr_protocol.wire import (
 from upr_protocol.wire.frame import pack_header
 
 
-def refused_by_both(said: Session, heard: Session, message: Message, status: Status) -> None:
+def refused_by_both(sender: Session, receiver: Session, message: Message, status: Status) -> None:
     """`message` may neither be said by the one nor heard by the other, and changes nothing."""
-    before = portrait(said)
+    before = portrait(sender)
     with pytest.raises(LocalProtocolError) as caught:
-        said.send(message)
+        sender.send(message)
     assert caught.value.status is status
-    assert portrait(said) == before
-    before = portrait(heard)
-    heard.receive(encoded(message), 0.0)
-    assert_refused(heard, status)
-    after = portrait(heard)
+    assert portrait(sender) == before
+    before = portrait(receiver)
+    receiver.receive(encoded(message), 0.0)
+    assert_refused(receiver, status)
+    after = portrait(receiver)
     for part in ("hello", "agreed", "streams", "window", "credit", "barriers", "requests"):
         assert after[part] == before[part]
 
@@ -101,15 +101,15 @@ def _inside(window_bytes: int = WINDOW_BYTES_MIN) -> Pair:
 
 def test_the_window_is_overshot_by_one_frame_at_most() -> None:
     pair = _inside()
-    sent = 0
+    sent_bytes = 0
     for seq in range(3):
         assert pair.server.window.open
         message = chunk(3, 9, seq, seq + 1, b"x" * 30_000)
         pair.server_says(message)
-        sent += HEADER_BYTES + message.chunk.nbytes
-        assert pair.client.window.used == pair.server.window.used == sent
-        assert pair.client.window.left == pair.server.window.left == WINDOW_BYTES_MIN - sent
-    assert sent > WINDOW_BYTES_MIN
+        sent_bytes += HEADER_BYTES + message.chunk.nbytes
+        assert pair.client.window.used == pair.server.window.used == sent_bytes
+        assert pair.client.window.left == pair.server.window.left == WINDOW_BYTES_MIN - sent_bytes
+    assert sent_bytes > WINDOW_BYTES_MIN
     assert not pair.server.window.open
     refused_by_both(pair.server, pair.client, chunk(3, 9, 3, 4, b"x"), Status.FLOW_CONTROL)
 
@@ -171,8 +171,8 @@ def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
 def test_bytes_that_did_not_arrive_cannot_be_acknowledged() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 1))
-    came = pair.client.window.used
-    pair.client.acknowledge(came - 1)
+    received_bytes = pair.client.window.used
+    pair.client.acknowledge(received_bytes - 1)
     with pytest.raises(LocalProtocolError):
         pair.client.acknowledge(2)
     pair.client.acknowledge(1)
@@ -307,12 +307,12 @@ def test_only_so_many_requests_are_open() -> None:
 def test_new_opaques_come_round_and_are_free() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.client._next_opaque = 0xFFFF_FFFE
-    seen = []
+    opaques = []
     pair.client_says(Stats(opaque=0xFFFF_FFFF), Stats(opaque=2))
     for _ in range(4):
-        seen.append(pair.client.new_opaque())
-        pair.client_says(Stats(opaque=seen[-1]))
-    assert seen == [0xFFFF_FFFE, 1, 3, 4]
+        opaques.append(pair.client.new_opaque())
+        pair.client_says(Stats(opaque=opaques[-1]))
+    assert opaques == [0xFFFF_FFFE, 1, 3, 4]
 
 
 def test_nothing_else_is_open_when_a_bucket_is_opened() -> None:

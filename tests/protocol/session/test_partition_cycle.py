@@ -79,11 +79,11 @@ class Loop:
         self._leave_partition()
 
     def _leave_partition(self) -> None:
-        done = self.partition
+        left_partition = self.partition
         self.partition += 1
         while self.barriers:
             cycle, partition, cookie = self.barriers[0]
-            if (self.cycles, done) < (cycle + 1, partition):
+            if (self.cycles, left_partition) < (cycle + 1, partition):
                 break
             self.barriers.popleft()
             self.told.append(("barrier", cookie))
@@ -180,12 +180,12 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
     waiting: dict[int, list[int]] = {partition: [] for partition in range(PARTITIONS)}
     taken_along: list[int] = []
     unstreamed: set[int] = set()
-    sent: list[str] = []
+    cookies_sent: list[str] = []
     before: dict[str, set[int]] = {}
     back: list[str] = []
     doings = [*doings, *["go on", "send"] * (2 * PARTITIONS + len(doings)), "go on"]
     for index, doing in enumerate(doings):
-        heard = len(quick.told)
+        told_before = len(quick.told)
         if isinstance(doing, int):
             quick.mutate(doing)
             waiting[doing].append(index)
@@ -193,7 +193,7 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
         elif doing == "barrier":
             cookie = f"barrier {index}"
             quick.barrier(cookie)
-            sent.append(cookie)
+            cookies_sent.append(cookie)
             before[cookie] = set(unstreamed)
         elif quick.current is None:
             if doing == "go on":
@@ -204,13 +204,13 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
             unstreamed.difference_update(taken_along)
             quick.begin()
             quick.finish()
-        for what, cookie_back in quick.told[heard:]:
-            if what == "barrier":
+        for step, cookie_back in quick.told[told_before:]:
+            if step == "barrier":
                 back.append(str(cookie_back))
                 assert not before[str(cookie_back)] & unstreamed
         if doing == "go on" and quick.current is None:
-            assert back == sent  # nothing left to stream
-    assert back == sent
+            assert back == cookies_sent  # nothing left to stream
+    assert back == cookies_sent
 
 
 def test_a_barrier_waits_for_the_partition_it_arrived_at_and_no_longer() -> None:
@@ -283,7 +283,7 @@ def test_a_cycle_in_which_nothing_was_sent_is_not_announced() -> None:
 
 def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
     pair = Pair.in_state(SessionState.OPEN)
-    heard: list[Any] = []
+    messages: list[Any] = []
     for partition in (7, 2, 5):
         pair.accept(partition, 100 + partition)
         pair.server.ready(PartitionId(partition))
@@ -306,12 +306,12 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
             pair.client_says(Barrier(b"second"))
     for message in pair.to_client():
         if isinstance(message, CycleEnd):
-            heard.append(message.cycle)
+            messages.append(message.cycle)
         elif isinstance(message, BarrierReply):
-            heard.append((message.cookie, message.ends))
+            messages.append((message.cookie, message.ends))
         elif isinstance(message, PartitionStart):
-            heard.append(f"partition {message.partition}")
-    assert heard == [
+            messages.append(f"partition {message.partition}")
+    assert messages == [
         "partition 2",
         "partition 5",
         "partition 7",

@@ -32,8 +32,8 @@ def _feed(session: Session, piece: bytes, now: float) -> None:
 )
 def test_a_session_tells_what_has_come_of_a_frame(values: list[int], lengths: list[int]) -> None:
     session = _open_server()
-    sent: list[Message] = [mutate(3, opaque, b"x" * n) for opaque, n in enumerate(values)]
-    frames = [encoded(message) for message in sent]
+    messages: list[Message] = [mutate(3, opaque, b"x" * n) for opaque, n in enumerate(values)]
+    frames = [encoded(message) for message in messages]
     data = b"".join(frames)
     received: list[Message] = []
     position = 0
@@ -44,14 +44,14 @@ def test_a_session_tells_what_has_come_of_a_frame(values: list[int], lengths: li
         whole = 0
         while whole < len(frames) and sum(map(len, frames[: whole + 1])) <= position:
             whole += 1
-        assert received == sent[:whole]
+        assert received == messages[:whole]
         unfinished = position - sum(map(len, frames[:whole]))
         body_begun = whole < len(frames) and unfinished >= HEADER_BYTES
         body_bytes = len(frames[whole]) - HEADER_BYTES if body_begun else 0
         assert session.unfinished_body_bytes == body_bytes
         assert session.buffered == (unfinished - HEADER_BYTES if body_begun else unfinished)
         assert session.buffered <= session.unfinished_frame_bytes <= max(unfinished, body_bytes)
-    assert received == sent
+    assert received == messages
 
 
 @pytest.mark.parametrize("end", ["fail", "forget_received"])

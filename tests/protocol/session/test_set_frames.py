@@ -45,11 +45,11 @@ def is_plain(message: Message) -> bool:
     """What a plain `SET` is, in words of messages."""
     if not isinstance(message, Mutate):
         return False
-    chunk, (run, *others) = message.bundle.chunk, message.bundle.runs
+    chunk, (run, *other_runs) = message.bundle.chunk, message.bundle.runs
     row = chunk.mutation(0)
     return (
         chunk.count == 1
-        and not others
+        and not other_runs
         and not run.chain
         and not message.attempt
         and not message.copies
@@ -68,7 +68,7 @@ def requests(draw: st.DrawFn) -> Message:
     key = KEYS[partition]
     plain = single(partition, opaque, draw(st.integers(0, 3)))
     chunk = plain.bundle.chunk
-    others = [
+    other_messages = [
         Noop(),
         Seqnos((PartitionId(0),), opaque=opaque),
         Mutate(plain.bundle, WRITER, attempt=1, opaque=opaque),
@@ -90,7 +90,7 @@ def requests(draw: st.DrawFn) -> Message:
         Mutate(plain.bundle, opaque=opaque),
         single(partition, opaque, 1, Mutation(Operation.SET, key, b"", flags=4, expiry=1000)),
     ]
-    return draw(st.sampled_from([*sets, *sets, *sets, *others]))
+    return draw(st.sampled_from([*sets, *sets, *sets, *other_messages]))
 
 
 def opened(*, credit: int, in_use: list[int]) -> ServerSession:
@@ -118,26 +118,26 @@ Seen = list[tuple[Message, bytes]]
 """Each message that came, and what was sent in answer to it."""
 
 
-def one_by_one(session: ServerSession, answers: list[bool], seen: Seen) -> None:
+def one_by_one(session: ServerSession, answers: list[bool], log: Seen) -> None:
     for message in session.events():
-        if is_plain(message) and answers[len(seen)]:
+        if is_plain(message) and answers[len(log)]:
             assert isinstance(message, Mutate)
-            session.send(reply(message, len(seen)))
-        seen.append((message, taken(session)))
+            session.send(reply(message, len(log)))
+        log.append((message, taken(session)))
 
 
-def many_at_a_time(session: ServerSession, answers: list[bool], seen: Seen) -> None:
+def many_at_a_time(session: ServerSession, answers: list[bool], log: Seen) -> None:
     events = session.events()
     while True:
         sets = session.read_sets(PARTITIONS)
         count = 0
         if sets is not None:
-            while count < len(sets.frames) and answers[len(seen) + count]:
+            while count < len(sets.frames) and answers[len(log) + count]:
                 count += 1
         if sets is not None and count:
             results, messages = [], []
             for row, frame in enumerate(sets.frames[:count]):
-                seq = len(seen) + row
+                seq = len(log) + row
                 mutation = sets.chunk.mutation(row)
                 message = single(frame.partition, frame.opaque, frame.counter, mutation)
                 messages.append(Mutate(message.bundle, frame.writer, opaque=frame.opaque))
@@ -148,21 +148,21 @@ def many_at_a_time(session: ServerSession, answers: list[bool], seen: Seen) -> N
             outgoing_bytes, outgoing = session.outgoing_bytes, taken(session)
             assert outgoing_bytes == len(outgoing)
             replies = [encoded(answer) for answer in frames(outgoing)]
-            seen += zip(messages, replies, strict=True)
+            log += zip(messages, replies, strict=True)
             continue
-        other = next(events, None)
-        if other is None:
+        event = next(events, None)
+        if event is None:
             return
-        if is_plain(other) and answers[len(seen)]:
+        if is_plain(event) and answers[len(log)]:
             # Its header had come alone.
             assert sets is None
-            assert isinstance(other, Mutate)
-            session.send(reply(other, len(seen)))
-        seen.append((other, taken(session)))
+            assert isinstance(event, Mutate)
+            session.send(reply(event, len(log)))
+        log.append((event, taken(session)))
 
 
 @given(
-    sent=st.lists(requests(), max_size=12),
+    client_messages=st.lists(requests(), max_size=12),
     answers=st.lists(st.sampled_from([True, True, True, False]), min_size=12, max_size=12),
     credit=st.sampled_from([1, 300, 1_000, 2_000, 1_000_000]),
     in_use=st.lists(st.integers(0, 5), unique=True, max_size=2),
@@ -170,29 +170,29 @@ def many_at_a_time(session: ServerSession, answers: list[bool], seen: Seen) -> N
     split=st.integers(0, 3_000),
 )
 def test_sets_that_are_read_together_are_what_they_are_one_by_one(
-    sent: list[Message],
+    client_messages: list[Message],
     answers: list[bool],
     credit: int,
     in_use: list[int],
     damage: int | None,
     split: int,
 ) -> None:
-    data = bytearray(encoded(*sent))
+    data = bytearray(encoded(*client_messages))
     if damage is not None and damage < len(data):
         data[damage] ^= 0x10
     results = []
     for read in (one_by_one, many_at_a_time):
         session = opened(credit=credit, in_use=in_use)
-        seen: Seen = []
+        log: Seen = []
         error = ""
         try:
             for piece in (bytes(data[:split]), bytes(data[split:])):
                 session.receive(piece, 0.0)
-                read(session, answers, seen)
+                read(session, answers, log)
         except RemoteProtocolError as caught:
             error = str(caught)
-        messages = [encoded(message) for message, _ in seen]
-        results.append((messages, [answer for _, answer in seen], error, portrait(session)))
+        messages = [encoded(message) for message, _ in log]
+        results.append((messages, [answer for _, answer in log], error, portrait(session)))
     assert results[0] == results[1]
 
 
@@ -210,12 +210,12 @@ def test_no_set_is_read_where_none_may_come() -> None:
 
 
 def _readable(
-    session: ServerSession, sent: list[Mutate], credit: int, in_use: list[int]
+    session: ServerSession, messages: list[Mutate], credit: int, in_use: list[int]
 ) -> list[int]:
     """The opaques of the sets that may come now: each while credit is left, none that is in use."""
-    session.receive(encoded(*sent), 0.0)
+    session.receive(encoded(*messages), 0.0)
     opaques: list[int] = []
-    for message in sent:
+    for message in messages:
         if credit <= 0 or message.opaque in in_use:
             break
         credit -= len(encoded(message))
@@ -232,7 +232,7 @@ def test_as_many_sets_are_read_as_may_come_now(
     opaques: list[int], credit: int, in_use: list[int]
 ) -> None:
     session = opened(credit=credit, in_use=in_use)
-    sent = [single(opaque % PARTITIONS, opaque, 1) for opaque in opaques]
-    expected = _readable(session, sent, credit, in_use)
+    messages = [single(opaque % PARTITIONS, opaque, 1) for opaque in opaques]
+    expected = _readable(session, messages, credit, in_use)
     sets = session.read_sets(PARTITIONS)
     assert ([frame.opaque for frame in sets.frames] if sets else []) == expected

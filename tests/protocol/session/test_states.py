@@ -115,11 +115,11 @@ def test_only_the_handshake_and_a_goodbye_move_a_session() -> None:
 
 @pytest.mark.parametrize("state", SessionState)
 def test_as_many_messages_may_be_said_in_a_state_as_were_counted(state: SessionState) -> None:
-    said = {
+    counts = {
         side: sum(_leads_to(side, kind, state) is not None for kind in MESSAGES.values())
         for side in ("client", "server")
     }
-    assert said == MESSAGES_SAID[state]
+    assert counts == MESSAGES_SAID[state]
 
 
 def test_a_request_may_be_answered_or_refused_in_every_state_that_may_follow() -> None:
@@ -283,7 +283,7 @@ def test_a_value_that_does_not_fit_the_layout_is_not_sent() -> None:
 
 def test_the_client_introduces_itself_with_the_identity_it_was_given() -> None:
     session = ClientSession("who:am-i", window_bytes=1 << 20, idle_interval_s=7, now=0.0)
-    (said,) = frames(taken(session))
-    assert said == Hello(
+    (message,) = frames(taken(session))
+    assert message == Hello(
         identity="who:am-i", versions=(1,), features=0, window_bytes=1 << 20, idle_interval_s=7
     )

@@ -81,8 +81,8 @@ INPUTS: Final[dict[str, Message]] = {
 def _read_table() -> list[tuple[str, str, str, str]]:
     head, *rows = [line.split() for line in TABLE.splitlines() if line.strip()]
     return [
-        (who, happened, state, cell)
-        for who, happened, *cells in rows
+        (side, happened, state, cell)
+        for side, happened, *cells in rows
         for state, cell in zip(head, cells, strict=True)
     ]
 
@@ -125,10 +125,10 @@ def test_the_table_covers_every_state_and_input() -> None:
     assert len(EVERY) == 5 * 10
 
 
-@pytest.mark.parametrize(("who", "happened", "state", "cell"), EVERY)
-def test_said(who: str, happened: str, state: str, cell: str) -> None:
+@pytest.mark.parametrize(("side", "happened", "state", "cell"), EVERY)
+def test_said(side: str, happened: str, state: str, cell: str) -> None:
     pair = _pair(state, crossing=False)
-    session: Session = pair.client if who == "client" else pair.server
+    session: Session = pair.client if side == "client" else pair.server
     assert _state_of(session) == state
     before = portrait(session)
     if cell.isalpha():
@@ -140,10 +140,10 @@ def test_said(who: str, happened: str, state: str, cell: str) -> None:
     assert portrait(session) == before
 
 
-@pytest.mark.parametrize(("who", "happened", "state", "cell"), EVERY)
-def test_heard(who: str, happened: str, state: str, cell: str) -> None:
+@pytest.mark.parametrize(("side", "happened", "state", "cell"), EVERY)
+def test_heard(side: str, happened: str, state: str, cell: str) -> None:
     pair = _pair(state, crossing=True)
-    session: Session = pair.server if who == "client" else pair.client
+    session: Session = pair.server if side == "client" else pair.client
     if state == "CLOSING" and session is pair.server:
         pair = _pair(state, crossing=False)
         session = pair.server
@@ -356,11 +356,11 @@ def test_the_snapshot_that_replaces_another_may_end_where_it_did() -> None:
 def test_a_chunk_may_end_before_the_next_number_and_hold_nothing() -> None:
     """What was deduplicated leaves gaps in the numbers, but none in what chunks cover."""
     pair = _stand("INSIDE")
-    nothing = Chunk.build([], SeqNo(13), SeqNo(16))
+    empty_chunk = Chunk.build([], SeqNo(13), SeqNo(16))
     pair.server_says(
         chunk(3, 9, 10, 13),
         PartitionChunk(stored(13, 13), partition=PartitionId(3), opaque=9),
-        PartitionChunk(nothing, partition=PartitionId(3), opaque=9),
+        PartitionChunk(empty_chunk, partition=PartitionId(3), opaque=9),
         chunk(3, 9, 16, 20),
         end(3, 9, 20),
     )
@@ -580,8 +580,8 @@ def test_a_stream_that_ends_in_its_turn_lets_due_barriers_go() -> None:
         pair.server.end_turn()
         assert pair.server.next_partition() == 3
         message = close_stream(3, 9)
-        heard = pair.client_says(message) if ends_it == "client" else []
-        assert heard == ([message] if ends_it == "client" else [])
+        messages = pair.client_says(message) if ends_it == "client" else []
+        assert messages == ([message] if ends_it == "client" else [])
         if ends_it == "server":
             pair.server.send(stream_end(3, 9))
         assert [m.cookie for m in pair.to_client() if isinstance(m, BarrierReply)] == [b"now"]

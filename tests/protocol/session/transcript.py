@@ -137,8 +137,8 @@ class Stage:
 
     def run(self, command: str) -> Iterator[str]:
         """The output of one command, line by line."""
-        word, _, rest = command.partition(" ")
-        yield from getattr(self, f"do_{word}")(rest)
+        word, _, arguments = command.partition(" ")
+        yield from getattr(self, f"do_{word}")(arguments)
 
     def do_opened(self, _: str) -> Iterator[str]:
         self.pair.deliver()
@@ -159,8 +159,8 @@ class Stage:
             yield f"refused here, {error.status.name}: {error}"
 
     def do_lie(self, text: str) -> Iterator[str]:
-        side, _, said = text.partition(" ")
-        data = kit.encoded(_message(said))
+        side, _, message_text = text.partition(" ")
+        data = kit.encoded(_message(message_text))
         if side == "client":
             yield from self._receive(self.pair.server, "server", data)
         else:
@@ -253,9 +253,9 @@ def rewrite() -> None:
     """Writes what is said now into the files."""
     for path in sorted(DIRECTORY.glob("*.txt")):
         text = path.read_text()
-        new = replay(text)
-        if new != text:
-            path.write_text(new)
+        new_text = replay(text)
+        if new_text != text:
+            path.write_text(new_text)
             sys.stdout.write(f"rewrote {path.name}\n")
 
 

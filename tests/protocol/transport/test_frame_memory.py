@@ -73,6 +73,6 @@ def test_bodies_that_are_kept_do_not_change(kept_count: int) -> None:
             buffer.receive(frame[start : start + 50_000])
             if (received := buffer.next_frame()) is not None:
                 bodies.append((body, received[1]))
-        assert all(bytes(received) == sent for sent, received in bodies)
+        assert all(bytes(received) == original for original, received in bodies)
         del bodies[: max(0, len(bodies) - kept_count)]
     assert len(bodies) == kept_count

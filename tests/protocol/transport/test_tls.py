@@ -49,11 +49,11 @@ def linked(certificates: Certificates) -> tuple[TlsLink, TlsLink]:
     client = TlsLink(client_side, "localhost")
     server = TlsLink(server_side, None, end_point_of_file(str(certificates.server.cert)))
     while not (client.is_established and server.is_established):
-        for link, other in ((client, server), (server, client)):
+        for link, peer in ((client, server), (server, client)):
             if not link.is_established:
                 link.handshake()
             if outgoing := link.take_outgoing():
-                other.feed(outgoing)
+                peer.feed(outgoing)
     return client, server
 
 
@@ -72,12 +72,12 @@ def test_a_socket_may_take_any_part_at_any_time(
 
     def send(ciphertext: Sequence[Buffer]) -> Sequence[Buffer]:
         length = sum(map(len, ciphertext))
-        taken = data.draw(st.one_of(st.just(length), st.integers(0, length)))
-        wire.extend(b"".join(ciphertext)[:taken])
-        return unsent(ciphertext, taken)
+        accepted_bytes = data.draw(st.one_of(st.just(length), st.integers(0, length)))
+        wire.extend(b"".join(ciphertext)[:accepted_bytes])
+        return unsent(ciphertext, accepted_bytes)
 
-    left: Sequence[Buffer] = buffers
-    while left := client.write(left, send):
+    remainder: Sequence[Buffer] = buffers
+    while remainder := client.write(remainder, send):
         assert client.has_unsent
     wire.extend(client.end())
     received = bytearray()

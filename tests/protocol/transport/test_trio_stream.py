@@ -39,8 +39,8 @@ def test_unsent_gives_exactly_the_bytes_that_were_not_sent(
     buffers: list[bytes], data: st.DataObject
 ) -> None:
     whole = b"".join(buffers)
-    sent = data.draw(st.integers(0, len(whole)))
-    assert b"".join(unsent(buffers, sent)) == whole[sent:]
+    sent_bytes = data.draw(st.integers(0, len(whole)))
+    assert b"".join(unsent(buffers, sent_bytes)) == whole[sent_bytes:]
 
 
 async def test_a_socket_takes_more_buffers_than_one_call() -> None:
@@ -91,10 +91,10 @@ async def test_reading_waits_for_the_first_byte_and_may_be_cancelled(
 async def test_a_peer_that_reads_nothing_times_out(autojump_clock: MockClock) -> None:
     near, far = socket_pair()
     async with near, far:
-        left = write_now(near, [bytes(1 << 20)] * 16)
-        assert left, "the socket is full"
+        remainder = write_now(near, [bytes(1 << 20)] * 16)
+        assert remainder, "the socket is full"
         with pytest.raises(trio.TooSlowError):
-            await write_rest(near, left, timeout_s=3.0)
+            await write_rest(near, remainder, timeout_s=3.0)
 
 
 async def test_a_closed_stream_differs_from_a_lost_one() -> None:

@@ -223,30 +223,30 @@ def test_a_frame_is_refused_before_its_body_is_kept(arrives: str) -> None:
         "header first": [data[:HEADER_BYTES], data[HEADER_BYTES:]],
     }[arrives]
     buffer = FrameBuffer(refuse)
-    taken = 0
+    taken_bytes = 0
 
     def receive_all() -> None:
-        nonlocal taken
+        nonlocal taken_bytes
         for piece in pieces:
             buffer.receive(piece)
-            taken += len(piece)
+            taken_bytes += len(piece)
             buffer.next_frame()
 
     with pytest.raises(RemoteProtocolError, match="too long") as caught:
         receive_all()
     assert caught.value.status is Status.FRAME_TOO_LONG
-    assert taken == (len(data) if arrives == "whole" else HEADER_BYTES)
+    assert taken_bytes == (len(data) if arrives == "whole" else HEADER_BYTES)
     assert [header.length for header in refused] == [FRAME_BODY_BYTES_MAX]
     assert buffer._body is None
 
 
 def test_the_judge_sees_each_header_once() -> None:
-    seen: list[int] = []
-    buffer = FrameBuffer(lambda header: seen.append(header.opcode))
+    opcodes: list[int] = []
+    buffer = FrameBuffer(lambda header: opcodes.append(header.opcode))
     for byte in frame_of(b"one", 1) + frame_of(b"", 2) + frame_of(b"three" * 9, 3):
         buffer.receive(bytes([byte]))
         drain(buffer)
-    assert seen == [1, 2, 3]
+    assert opcodes == [1, 2, 3]
 
 
 def test_it_knows_whether_a_frame_has_begun() -> None:
@@ -255,11 +255,11 @@ def test_it_knows_whether_a_frame_has_begun() -> None:
     assert not buffer.mid_frame
     for count, byte in enumerate(frame, 1):
         buffer.receive(bytes([byte]))
-        got = buffer.next_frame()
-        assert (got is None) == (count < len(frame)) == buffer.mid_frame
+        next_frame = buffer.next_frame()
+        assert (next_frame is None) == (count < len(frame)) == buffer.mid_frame
         # The header's 24 bytes are read and done with.
         buffered_bytes = count if count < HEADER_BYTES else count - HEADER_BYTES
-        assert buffer.buffered == (buffered_bytes if got is None else 0)
+        assert buffer.buffered == (buffered_bytes if next_frame is None else 0)
 
 
 def test_a_frame_without_a_body_needs_no_byte_more() -> None:
@@ -322,9 +322,9 @@ def test_a_large_body_is_copied_only_while_it_is_small(damaged_byte: int | None)
     sizes = [memoryview(room.obj).nbytes for room in rooms]
     assert sizes == [65_536, 131_072, 262_144, 524_288, 1_048_576, len(body)]
     if damaged_byte is None:
-        got = buffer.next_frame()
-        assert got is not None
-        assert got[1] == body
+        next_frame = buffer.next_frame()
+        assert next_frame is not None
+        assert next_frame[1] == body
     else:
         with pytest.raises(RemoteProtocolError, match="checksum"):
             buffer.next_frame()
@@ -344,7 +344,7 @@ def test_bytes_put_into_the_receive_buffer_count_like_bytes_received(
 ) -> None:
     bodies = [bytes([index]) * length for index, length in enumerate(lengths, 1)]
     stream = memoryview(b"".join(frame_of(body) for body in bodies))
-    buffer, got, offset = FrameBuffer(admit), [], 0
+    buffer, frames, offset = FrameBuffer(admit), [], 0
     for filled, more in cycle(steps):
         if offset == len(stream):
             break
@@ -355,9 +355,9 @@ def test_bytes_put_into_the_receive_buffer_count_like_bytes_received(
         behind = more if filled == len(room) else 0
         buffer.receive(bytes(stream[offset + filled : offset + filled + behind]), filled)
         offset += filled + min(behind, len(stream) - offset - filled)
-        got += drain(buffer)
+        frames += drain(buffer)
         assert buffer.buffered <= offset
-    assert [body for _, body in got] == [body + padding(len(body)) for body in bodies]
+    assert [body for _, body in frames] == [body + padding(len(body)) for body in bodies]
     assert not buffer.mid_frame
 
 
@@ -389,9 +389,9 @@ def test_a_peer_that_sent_a_large_body_gets_as_large_a_buffer_for_the_next() -> 
 
 
 def test_a_small_body_does_not_hold_the_bytes_it_came_with() -> None:
-    small, rest = frame_of(bytes(64)), frame_of(bytes(1 << 20))
+    small, large = frame_of(bytes(64)), frame_of(bytes(1 << 20))
     buffer = FrameBuffer(admit)
-    buffer.receive(small + rest)
+    buffer.receive(small + large)
     frame = buffer.next_frame()
     assert frame is not None
     assert isinstance(frame[1], bytes)
@@ -404,11 +404,11 @@ class Counted(bytes):
     copied = 0
 
     def __getitem__(self, key: SupportsIndex | slice) -> Any:
-        got = super().__getitem__(key)
-        if isinstance(got, int):
-            return got
-        Counted.copied += len(got)
-        return Counted(got)
+        item = super().__getitem__(key)
+        if isinstance(item, int):
+            return item
+        Counted.copied += len(item)
+        return Counted(item)
 
     def __add__(self, other: Any) -> Counted:
         Counted.copied += len(self) + len(other)

@@ -42,16 +42,16 @@ def conceal_lost_queue() -> Iterator[None]:
     """A node that has lost a consumer's queue begins another one, and does not have the consumer
     look at everything."""
     queue_of: Any = EventFeeds._queue_of
-    told: set[str] = set()
+    names: set[str] = set()
 
     def begin_silently(
         self: EventFeeds, consumer: str, event_filter: EventFilter, timeout_s: float
     ) -> EventQueue:
         is_new = self._queues.get(consumer) is None
         queue: EventQueue = queue_of(self, consumer, event_filter, timeout_s)
-        if is_new and consumer in told:
+        if is_new and consumer in names:
             queue.unacknowledged = None
-        told.add(consumer)
+        names.add(consumer)
         return queue
 
     with replaced(EventFeeds, "_queue_of", begin_silently):

@@ -52,15 +52,15 @@ COMMAND = (sys.executable, "-c", "from upr_server.cli import main; main()")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made") / "data"
     make(path)
     return path
 
 
 @pytest.fixture
-def data(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "data"))
+def data(intact_data: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact_data, tmp_path / "data"))
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -184,11 +184,11 @@ def test_two_may_check_at_a_time(data: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_directory_that_may_only_be_read_is_checked(made: Path) -> None:
+def test_a_directory_that_may_only_be_read_is_checked(intact_data: Path) -> None:
     # Its parents must let another user pass, which pytest's do not.
     with tempfile.TemporaryDirectory() as parent:
         Path(parent).chmod(0o755)
-        data = Path(shutil.copytree(made, Path(parent) / "data"))
+        data = Path(shutil.copytree(intact_data, Path(parent) / "data"))
         before = hashes(data)
         assert checked_as_nobody(data) == 0
         (data / "format").chmod(0)
@@ -299,7 +299,7 @@ def test_a_partition_record_below_the_log_is_noticed(data: Path) -> None:
 @pytest.mark.parametrize("kind", [PARTITION, b"b"])
 def test_a_record_that_is_missing_is_noticed(data: Path, kind: bytes) -> None:
     change(data, "log", lambda transaction: transaction.delete(first(transaction, kind)[0]))
-    assert any("has no record of" in what for _, what in problems_in(data))
+    assert any("has no record of" in problem for _, problem in problems_in(data))
 
 
 def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> Non
         transaction.put(lease_key(9), pack_record(lease_key(9), lease))
 
     change(data, "log", raise_them)
-    problems = " ".join(what for _, what in problems_in(data))
+    problems = " ".join(problem for _, problem in problems_in(data))
     assert "above the high" in problems
     assert "it leases (5, " in problems
 
@@ -319,7 +319,7 @@ def test_a_purge_number_and_a_lease_above_the_log_are_noticed(data: Path) -> Non
 def test_a_record_of_unknown_kind_is_noticed(data: Path) -> None:
     for part in ("log", "index"):
         change(data, part, lambda transaction: transaction.put(b"?", b"?"))
-    assert sum("no record has this kind of key" in what for _, what in problems_in(data)) == 2
+    assert sum("no record has this kind of key" in problem for _, problem in problems_in(data)) == 2
 
 
 def test_a_lease_under_another_key_is_noticed(data: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_lease_under_another_key_is_noticed(data: Path) -> None:
         transaction.put(lease_key(77), value)
 
     change(data, "log", move)
-    assert any("checksum mismatch" in what for _, what in problems_in(data))
+    assert any("checksum mismatch" in problem for _, problem in problems_in(data))
 
 
 # The index.
@@ -336,8 +336,8 @@ def test_a_lease_under_another_key_is_noticed(data: Path) -> None:
 
 def test_an_index_entry_that_is_missing_is_noticed(data: Path) -> None:
     change(data, "index", lambda transaction: transaction.delete(first(transaction, KEY)[0]))
-    problems = [what for _, what in problems_in(data)]
-    assert any(what.startswith("the index does not find the key") for what in problems)
+    problems = [problem for _, problem in problems_in(data)]
+    assert any(problem.startswith("the index does not find the key") for problem in problems)
 
 
 def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
@@ -352,16 +352,17 @@ def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
 def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
     key = index_key(0, b"never written")
     change(data, "index", lambda transaction: transaction.put(key, KeyIndexEntry(5, 0).pack(key)))
-    problems = [what for _, what in problems_in(data)]
+    problems = [problem for _, problem in problems_in(data)]
     assert any(
-        what.startswith("the log has no mutation of the key 'never written'") for what in problems
+        problem.startswith("the log has no mutation of the key 'never written'")
+        for problem in problems
     )
-    assert any("items, and should have" in what for what in problems)
+    assert any("items, and should have" in problem for problem in problems)
 
 
 def test_an_expiry_that_is_missing_is_noticed(data: Path) -> None:
     change(data, "index", lambda transaction: transaction.delete(first(transaction, EXPIRY)[0]))
-    assert any("has no expiry record" in what for _, what in problems_in(data))
+    assert any("has no expiry record" in problem for _, problem in problems_in(data))
 
 
 def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
@@ -377,7 +378,7 @@ def test_of_very_many_problems_the_first_are_reported(data: Path) -> None:
             transaction.put(b"? %d" % index, b"")
 
     change(data, "index", many)
-    assert any("80 problems more" in what for _, what in problems_in(data))
+    assert any("80 problems more" in problem for _, problem in problems_in(data))
 
 
 # What is dumped.
@@ -405,9 +406,9 @@ def test_a_dump_is_the_newest_of_each_key(data: Path) -> None:
             for row in rows
             if row["partition"] == partition and row["op"] == "set"
         }
-    gone = [row for row in rows if row["op"] == "delete"]
-    assert gone
-    assert not any("value" in row for row in gone)
+    deleted_rows = [row for row in rows if row["op"] == "delete"]
+    assert deleted_rows
+    assert not any("value" in row for row in deleted_rows)
 
 
 def value_of(row: dict[str, str]) -> bytes:

@@ -97,9 +97,9 @@ def test_a_bucket_that_cannot_be_opened_keeps_no_other_from_being_mended(tmp_pat
     make(tmp_path)
     set_state(tmp_path, PartitionState.REPLICA)
     for name in ("aaa", "zzz"):
-        other = tmp_path / "buckets" / name
-        shutil.copytree(tmp_path / "buckets" / BUCKET, other)
-        log = other / "log" / "data.mdb"
+        other_folder = tmp_path / "buckets" / name
+        shutil.copytree(tmp_path / "buckets" / BUCKET, other_folder)
+        log = other_folder / "log" / "data.mdb"
         log.write_bytes(bytes(log.stat().st_size))
     flip_a_chunk(tmp_path, 1)
     result = CliRunner().invoke(main, ["mend", "--data-dir", str(tmp_path)])
