@@ -1,22 +1,43 @@
-"""What a scenario raises when the other side does not keep the protocol."""
+"""Waiting for a message, and the error of a scenario when the other side breaks the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from upr_protocol.errors import UprError
 from upr_protocol.wire import Message
+
+M = TypeVar("M", bound=Message)
 
 
 class ConformanceError(UprError):
     """The client or server under test did something else than the scenario asks for."""
 
 
-def unexpected_message(
-    peer: str, expected: type[Message], message: Message | None
-) -> ConformanceError:
-    """Says what came in place of an expected message.
+async def expect_message(
+    peer: str,
+    kind: type[M],
+    receive: Callable[[], Awaitable[Message | None]],
+    skipped: tuple[type[Message], ...],
+) -> M:
+    """The next message, which must be of one kind.
 
     Args:
         peer: The side under test: `client` or `server`.
-        expected: The kind of message that should have come.
-        message: What came; None for the end of the connection.
+        kind: The kind of message that should come.
+        receive: Waits for the next message; None for the end of the connection.
+        skipped: Kinds of messages that may come before it.
+
+    Raises:
+        ConformanceError: Another message came, or the end.
     """
-    action = "closed the connection" if message is None else f"said {type(message).__name__}"
-    return ConformanceError(f"expected {expected.__name__}; the {peer} {action}")
+    while True:
+        message = await receive()
+        if isinstance(message, kind):
+            return message
+        if not isinstance(message, skipped):
+            action = (
+                "closed the connection" if message is None else f"said {type(message).__name__}"
+            )
+            raise ConformanceError(f"expected {kind.__name__}; the {peer} {action}")

@@ -23,7 +23,7 @@ from upr_protocol.wire import (
     PartitionLog,
     decode,
 )
-from upr_server.conformance.failure import ConformanceError, unexpected_message
+from upr_server.conformance.failure import ConformanceError, expect_message
 
 M = TypeVar("M", bound=Message)
 
@@ -96,12 +96,7 @@ class PlainClient:
         Raises:
             ConformanceError: Another message came, or the end.
         """
-        while True:
-            message = await self.receive()
-            if isinstance(message, kind):
-                return message
-            if not isinstance(message, Noop | Credit):
-                raise unexpected_message("server", kind, message)
+        return await expect_message("server", kind, self.receive, (Noop, Credit))
 
     async def greet(self, window_bytes: int = WINDOW_BYTES_DEFAULT) -> HelloReply:
         """Says `Hello`, and hears the answer."""

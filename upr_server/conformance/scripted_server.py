@@ -46,7 +46,7 @@ from upr_protocol.wire import (
     Stream,
     StreamReply,
 )
-from upr_server.conformance.failure import ConformanceError, unexpected_message
+from upr_server.conformance.failure import ConformanceError, expect_message
 
 M = TypeVar("M", bound=Message)
 
@@ -129,12 +129,7 @@ class ScriptedServer:
         Raises:
             ConformanceError: Another message came, or the end.
         """
-        while True:
-            message = await self.hear_any()
-            if isinstance(message, kind):
-                return message
-            if not isinstance(message, Noop | Ack):
-                raise unexpected_message("client", kind, message)
+        return await expect_message("client", kind, self.hear_any, (Noop, Ack))
 
     async def say(self, *messages: Message) -> None:
         """Says messages, if the session allows them."""

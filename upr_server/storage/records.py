@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from struct import Struct
 from struct import error as StructError
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from crc32c import crc32c
@@ -75,6 +75,12 @@ PARTITIONS_END: Final = 1 << 16
 SEQS_END: Final = (1 << 64) - 1
 
 
+def _unpacked_key(layout: Struct, key: bytes, kind: str) -> tuple[Any, ...]:
+    if len(key) != layout.size:
+        raise CorruptionError(f"the {kind} key {key.hex()} has a wrong length")
+    return layout.unpack(key)
+
+
 def partition_key(kind: bytes, partition: int) -> bytes:
     """The key of a kind of record of which each partition has one."""
     return _PARTITION.pack(kind, partition)
@@ -92,9 +98,7 @@ def parse_chunk_key(key: bytes) -> tuple[int, int]:
     Raises:
         CorruptionError: The key has another length.
     """
-    if len(key) != _NUMBER.size:
-        raise CorruptionError(f"the chunk key {key.hex()} has a wrong length")
-    _, partition, last = _NUMBER.unpack(key)
+    _, partition, last = _unpacked_key(_NUMBER, key, "chunk")
     return partition, last
 
 
@@ -114,9 +118,7 @@ def parse_token_key(key: bytes) -> tuple[int, bytes, int]:
     Raises:
         CorruptionError: The key has another length.
     """
-    if len(key) != _TOKEN.size:
-        raise CorruptionError(f"the token key {key.hex()} has a wrong length")
-    _, partition, writer, counter = _TOKEN.unpack(key)
+    _, partition, writer, counter = _unpacked_key(_TOKEN, key, "token")
     return partition, writer, counter
 
 
@@ -131,9 +133,7 @@ def parse_expiry_key(key: bytes) -> tuple[int, int, int]:
     Raises:
         CorruptionError: The key has another length.
     """
-    if len(key) != _EXPIRY.size:
-        raise CorruptionError(f"the expiry key {key.hex()} has a wrong length")
-    _, expiry, partition, seq = _EXPIRY.unpack(key)
+    _, expiry, partition, seq = _unpacked_key(_EXPIRY, key, "expiry")
     return expiry, partition, seq
 
 
