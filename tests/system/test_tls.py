@@ -112,6 +112,18 @@ async def test_the_system_s_authorities_are_those_of_a_file_that_a_variable_name
         assert accepted.code == 0, accepted
 
 
+async def test_a_certificate_that_is_not_to_be_verified_is_warned_of_each_time(
+    certificates: Certificates,
+) -> None:
+    async with server_process(*options(certificates.expired)) as server:
+        url = f"uprs://127.0.0.1:{server.port}"
+        assert (await run((*UPR, "bucket", "list", url))).code == 4
+        for _ in range(2):
+            ended = await run((*UPR, "bucket", "list", url, "--tls-insecure"))
+            assert ended.code == 0, ended
+            assert "WARNING: the server's certificate is not verified" in ended.err
+
+
 async def test_files_of_no_use_keep_a_server_from_starting(certificates: Certificates) -> None:
     missing = certificates.folder / "missing.pem"
     open_key = certificates.authority.sign("open-key")
