@@ -51,3 +51,25 @@ async def test_publishers_share_the_rest_of_the_quota_when_the_bucket_is_full() 
     assert shares.share(bucket, publishers[0]) == room // 4
     shares.remove_bucket(bucket)
     assert shares.share(bucket, publishers[0]) == CREDIT_BYTES_MIN
+
+
+async def test_users_have_equal_shares_however_many_connections_they_have() -> None:
+    await trio.lowlevel.checkpoint()  # connections read Trio's clock: this must run in it
+    server = make_server()
+    shares = server.connections.resources.credit_shares
+    bucket = server.catalog.buckets.create("small", 1, 100 * MIB)
+    room = (bucket.memory_policy.limit_bytes - bucket.memory_policy.full_bytes) // 2
+    publishers = publishers_of(server, 11)
+    for publisher, user in zip(publishers, ["bob", *["eve"] * 10], strict=True):
+        publisher.user = user
+        shares.add(bucket, publisher)
+    bobs, *eves = publishers
+    assert shares.share(bucket, bobs) == room // 2
+    assert {shares.share(bucket, each) for each in eves} == {room // 2 // 10}
+    for each in eves[1:]:
+        shares.remove(bucket, each)
+    assert shares.share(bucket, eves[0]) == shares.share(bucket, bobs) == room // 2
+    shares.remove(bucket, eves[0])
+    assert shares.share(bucket, bobs) == min(CREDIT_BYTES_MAX, room)
+    shares.remove(bucket, bobs)
+    assert not shares._publishers[bucket]

@@ -31,6 +31,9 @@ class CreditShares:
     publishers, so that it stays within its quota however many they are. What one was granted while
     there were fewer is not taken back, and the last of a credit may be overshot by a frame.
 
+    Users have equal shares, and the publishers of a user have equal shares of that: nobody gets
+    more by more connections. Where there are no users, all publishers are those of one.
+
     Args:
         upkeep: Frees the memory of buckets that are short of it. Publishers that were refused
             credit get it after one of its steps.
@@ -38,27 +41,35 @@ class CreditShares:
 
     def __init__(self, upkeep: Upkeep) -> None:
         self.upkeep = upkeep
-        self._publishers: defaultdict[Bucket, set[PublisherCredit]] = defaultdict(set)
+        self._publishers: defaultdict[Bucket, dict[str | None, set[PublisherCredit]]] = defaultdict(
+            dict
+        )
+        """Those of each bucket, by user."""
         self._refused: dict[PublisherCredit, None] = {}
         upkeep.call_after_step(self._top_up_refused)
 
     def share(self, bucket: Bucket, publisher: PublisherCredit) -> int:
         """How many bytes `publisher` may have on their way to `bucket`. O(1)."""
-        publishers = self._publishers[bucket]
+        users = self._publishers[bucket]
+        publishers = users.get(publisher.user, ())
         if publisher not in publishers:
             return CREDIT_BYTES_MIN
         room = (
             bucket.memory_policy.limit_bytes - bucket.memory_policy.full_bytes
         ) // MEMORY_PER_BYTE
-        return max(CREDIT_BYTES_MIN, min(CREDIT_BYTES_MAX, room // len(publishers)))
+        return max(CREDIT_BYTES_MIN, min(CREDIT_BYTES_MAX, room // len(users) // len(publishers)))
 
     def add(self, bucket: Bucket, publisher: PublisherCredit) -> None:
         """`publisher` publishes to `bucket`, and has a share from now on."""
-        self._publishers[bucket].add(publisher)
+        self._publishers[bucket].setdefault(publisher.user, set()).add(publisher)
 
     def remove(self, bucket: Bucket, publisher: PublisherCredit) -> None:
         """`publisher` is gone."""
-        self._publishers[bucket].discard(publisher)
+        users = self._publishers[bucket]
+        if publisher in users.get(publisher.user, ()):
+            users[publisher.user].remove(publisher)
+            if not users[publisher.user]:
+                del users[publisher.user]
         self._refused.pop(publisher, None)
 
     def remove_bucket(self, bucket: Bucket) -> None:
@@ -83,9 +94,12 @@ class PublisherCredit:
         shares: Divides what a bucket has room for.
         session: The connection's session.
         wake: Has what is in the session sent.
+
+    Attributes:
+        user: The user who publishes; None where nobody logged in.
     """
 
-    __slots__ = ("_bucket", "_session", "_shares", "_wake")
+    __slots__ = ("_bucket", "_session", "_shares", "_wake", "user")
 
     def __init__(
         self, shares: CreditShares, session: ServerSession, wake: Callable[[], None]
@@ -94,10 +108,11 @@ class PublisherCredit:
         self._session = session
         self._wake = wake
         self._bucket: Bucket | None = None
+        self.user: str | None = None
 
-    def open(self, bucket: Bucket) -> None:
-        """The client opened `bucket`: grants its first credit."""
-        self._bucket = bucket
+    def open(self, bucket: Bucket, user: str | None) -> None:
+        """The client, who logged in as `user`, opened `bucket`: grants its first credit."""
+        self._bucket, self.user = bucket, user
         self.top_up()
 
     def spend(self) -> None:

@@ -71,7 +71,7 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
             )
         )
     context.send(Opened(len(bucket.partitions), context.map_revision, opaque=request.opaque))
-    context.credit.open(bucket)
+    context.credit.open(bucket, context.access.user_name)
 
 
 def stream(context: RequestContext, request: Stream) -> None:
