@@ -86,6 +86,7 @@ class ClusteredBucket:
 
     async def follow(self) -> None:
         """Replicates from the nodes that the map names. Call it with `lock` held."""
+        await trio.lowlevel.checkpoint()
         sources = await self._sources(self.map)
         await result_of(self.replicators.prepare(sources))
         nursery = self._nursery()
@@ -133,7 +134,6 @@ class ClusteredBucket:
             if roles.is_still_suspect(new_map.partitions[partition], self._node, since)
         }
         await self._change(changes)
-        await trio.lowlevel.checkpoint()
         await self.follow()
         counts = {state.name.lower(): 0 for state in PartitionState}
         for state in states.values():
