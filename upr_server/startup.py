@@ -58,6 +58,7 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
     def on_running(server: Server) -> None:
         servers.append(server)
         server.connections.resources.turn_timer.start()
+        server.connections.resources.young_objects.start()
         on_listening(server)
         log.info(
             "listening",

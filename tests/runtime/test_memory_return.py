@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from upr_server.runtime.memory_return import (
     FALL_BYTES,
     PAUSE_MAX,
+    YOUNG_OBJECTS,
     HeapTrimmer,
+    YoungObjects,
     resident_bytes,
 )
 
@@ -137,3 +140,34 @@ def test_what_was_in_use_for_however_long_is_given_back(uses: list[tuple[int, fl
 
 def test_what_is_resident_is_told() -> None:
     assert resident_bytes() > MIB or not sys.platform.startswith("linux")
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(1, YOUNG_OBJECTS // 2)), max_size=60))
+def test_young_objects_are_looked_at_in_time(made: list[int | None]) -> None:
+    """None stands for a collection that Python begins itself."""
+    collections = 0
+
+    def collect() -> None:
+        nonlocal collections
+        collections += 1
+
+    young = YoungObjects(collect)
+    young.note_made(YOUNG_OBJECTS)
+    assert not collections, "it has not begun"
+    young.start()
+    try:
+        gc.collect(0)
+        count = 0
+        for objects in made:
+            before = collections
+            if objects is None:
+                gc.collect(0)
+                count = 0
+                continue
+            young.note_made(objects)
+            count += objects
+            assert collections == before + (count >= YOUNG_OBJECTS)
+            if count >= YOUNG_OBJECTS:
+                count = 0
+    finally:
+        young.stop()

@@ -53,6 +53,9 @@ BUSY_S: Final = 0.25
 CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
 
+CONNECTION_OBJECTS: Final = 450
+"""Objects that are made for a connection until it is ready, as Python's collector counts them."""
+
 _CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
 
 _LOG_IN: Final = (LogIn, LogInResponse)
@@ -255,8 +258,10 @@ class AcceptedConnection:
         return self._handled_count > handled_before
 
     def _note_ready(self) -> None:
-        if self.session.state not in BEFORE_READY:
+        if self.session.state not in BEFORE_READY and not self._ready.is_set():
             self._ready.set()
+            # Not when it was accepted: then 1,000 may be accepted before any of this is made.
+            self._resources.young_objects.note_made(CONNECTION_OBJECTS)
 
     def _handle_in_step(self, events: Iterator[Message]) -> Continuation | None:
         """Handles frames for one step, and writes what that has made for this connection and for

@@ -67,6 +67,7 @@ class RequestContext:
         credit: The publisher's credit.
         backlog: What waits.
         streams_may_begin: Notified when streams may begin of partitions of which none could.
+        young_objects: Is told of objects that are made, and live for some time.
         is_asking_for_events: Whether a question about events waits for its answer. There is one at
             a time, which bounds what a peer can have waiting.
     """
@@ -94,6 +95,7 @@ class RequestContext:
         self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.backlog = ConnectionBacklog(session, wake)
         self.streams_may_begin = resources.streams_may_begin
+        self.young_objects = resources.young_objects
         self.is_asking_for_events = False
         self._queues = resources.queues
         self._session = session

@@ -19,7 +19,7 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
-from upr_server.runtime import AuditLog, TurnTimer
+from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
 from upr_server.user_store import UserStore
 
 REPLICATION_TIMEOUT_S: Final = 30.0
@@ -100,6 +100,7 @@ class ServerResources:
         statistics_of: The figures of a bucket, or of the server for an empty name, in steps.
         audit_log: Where it is noted who asked for what; None for nowhere.
         turn_timer: Measures the loop, if it was started.
+        young_objects: Is told of objects that are made, and live for some time.
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         step_writes: Connections to write to at the end of a step.
@@ -120,6 +121,7 @@ class ServerResources:
     replication_timeout_s: float = REPLICATION_TIMEOUT_S
     audit_log: AuditLog | None = None
     turn_timer: TurnTimer = attrs.field(factory=TurnTimer)
+    young_objects: YoungObjects = attrs.field(factory=YoungObjects)
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     step_writes: StepWrites = attrs.field(factory=StepWrites)

@@ -19,6 +19,7 @@ from upr_server.runtime.listeners import (
 from upr_server.runtime.logging import set_up_logging
 from upr_server.runtime.memory_return import (
     HeapTrimmer,
+    YoungObjects,
     collect_only_young,
     keep_heap_small,
     rare_collections,
@@ -42,6 +43,7 @@ __all__ = [
     "ListenError",
     "System",
     "TurnTimer",
+    "YoungObjects",
     "bind_tcp",
     "certificate_files",
     "collect_only_young",

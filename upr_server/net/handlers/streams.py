@@ -19,6 +19,9 @@ from upr_server.net.request_context import (
     others_after_first,
 )
 
+STREAM_OBJECTS: Final = 10
+"""Objects of a stream that Python's collector looks at."""
+
 SLICE_PARTITIONS: Final = 128
 """Partitions that are told of before others have their turn: at some 13 µs each, 2 ms."""
 
@@ -100,6 +103,7 @@ def _open_stream(context: RequestContext, request: Stream, partition: Partition)
     if (usage := context.log_in.usage) is not None:
         usage.check_streams()
     context.streamer.open(context.disk, partition, request, context.map_revision)
+    context.young_objects.note_made(STREAM_OBJECTS)
 
 
 def _check_replica(context: RequestContext, request: Stream) -> None:
