@@ -360,6 +360,7 @@ def test_streams_end_when_the_right_is_revoked(
         (("add", "bob", "--certificate-only", "--new-password-file", "x"), "give either"),
         (("grant", "bob", "operate", "b", "--prefix", "k"), "only read and write can be granted"),
         (("grant", "bob", "read", "b", "--prefix", "_design/a"), "belong to the whole bucket"),
+        (("grant", "bob", "read", "b", "--prefix", ""), "leave the option out to mean the whole"),
         (("assign", "bob", "a,"), "the role's name is empty"),
         (("assign", "bob", "a\u200bb"), "format character"),
     ],

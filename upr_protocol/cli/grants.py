@@ -55,10 +55,19 @@ user_argument: Final = click.argument("name", metavar="NAME", callback=_user)
 role_argument: Final = click.argument("name", metavar="ROLE", callback=_role)
 _rights_argument = click.argument("rights", metavar="RIGHTS", callback=_rights)
 _pattern_argument = click.argument("pattern", metavar="BUCKETS")
+
+
+def _prefix(_ctx: click.Context, _param: click.Parameter, text: str | None) -> str:
+    if text == "":
+        # A variable of a script may be empty, and must not grant the whole bucket.
+        raise click.BadParameter("it is empty; leave the option out to mean the whole bucket")
+    return text or ""
+
+
 _prefix_option = click.option(
     "--prefix",
     metavar="TEXT",
-    default="",
+    callback=_prefix,
     help="Only keys that begin with this; for read and write.  [default: the whole bucket]",
 )
 
