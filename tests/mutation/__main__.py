@@ -49,6 +49,16 @@ class Concern:
 CONCERNS: Final = (
     Concern("upr_protocol/failover.py", ("tests/protocol/test_failover.py",)),
     Concern("upr_protocol/scram.py", ("tests/protocol/test_scram.py",)),
+    Concern(
+        "upr_protocol/users",
+        ("tests/protocol/test_users.py", "tests/protocol/test_rights.py"),
+        wider=("tests/server/test_user_store.py", "tests/server/test_key_rights.py"),
+    ),
+    Concern(
+        "upr_server/net/access.py",
+        ("tests/server/test_access.py", "tests/server/test_key_rights.py"),
+    ),
+    Concern("upr_server/user_store.py", ("tests/server/test_user_store.py",)),
     Concern("upr_server/net/log_in.py", ("tests/server/test_log_in.py",)),
     Concern("upr_protocol/session", ("tests/protocol/session",)),
     Concern(
