@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from tests.kit.process import ROOT, environment
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.versions import check_pyspark
 
@@ -17,3 +22,28 @@ def test_a_version_that_fits(version: str) -> None:
 def test_another_version_is_refused_with_what_to_do(version: str) -> None:
     with pytest.raises(PipelineError, match=rf"UPR_PYSPARK.*4\.2.*{version}.*pip install"):
         check_pyspark(version)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begin"),
+    [
+        (("-m", "upr_protocol.spark"), "[UPR_PYSPARK]"),
+        (("-c", "import upr_protocol.spark"), "Trace"),
+    ],
+)
+def test_a_command_ends_with_the_sentence_alone(
+    arguments: tuple[str, str], begin: str, tmp_path: Path
+) -> None:
+    (tmp_path / "pyspark.py").write_text('__version__ = "4.1.2"')
+    done = subprocess.run(
+        (sys.executable, *arguments),
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(begin)
+    assert done.stderr.endswith("pip install 'upr-server[spark]'\n")
+    assert (done.stderr.count("\n") == 1) == (begin != "Trace")

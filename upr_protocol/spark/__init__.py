@@ -5,10 +5,20 @@
 
 from __future__ import annotations
 
+import sys
+
+from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.versions import check_versions
 
-check_versions()
+try:
+    check_versions()
+except (ModuleNotFoundError, PipelineError) as error:
+    # Python says so while it looks for the module that `python -m` is to run: a command ends with a
+    # sentence, and a program with an exception.
+    if sys.argv[:1] == ["-m"]:
+        sys.exit(str(error))
+    raise
 
-from upr_protocol.spark.source import UprDataSource  # noqa: E402  an older PySpark fails inside
+from upr_protocol.spark.source import UprDataSource
 
 __all__ = ["UprDataSource"]
