@@ -154,11 +154,29 @@ async def test_without_callbacks_the_queue_is_cleared_and_a_later_one_looks_at_e
     assert events_of(batches) == [BucketEvent("b", 1, BucketFate.DELETED)]
 
 
-async def test_a_long_queue_is_delivered_in_batches(
+class StepCounter(trio.abc.Instrument):
+    """Counts the steps of all tasks."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.steps += 1
+
+
+async def test_a_long_queue_is_delivered_in_batches_and_others_have_their_turn_between(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     batches: list[EventBatch] = []
-    with bus.local_consumer(NAME, 30.0).subscribed(batches.append, ALL):
+    told_in_steps: list[int] = []
+    counter = StepCounter()
+
+    def take(batch: EventBatch) -> None:
+        batches.append(batch)
+        told_in_steps.append(counter.steps)
+
+    trio.lowlevel.add_instrument(counter)
+    with bus.local_consumer(NAME, 30.0).subscribed(take, ALL):
         await trio.sleep(1)
         incarnations = count(1)
         bucket_count = EVENT_KEYS_MAX + 1
@@ -166,6 +184,7 @@ async def test_a_long_queue_is_delivered_in_batches(
             buckets.create(f"b{index}", 1, incarnation=next(incarnations))
         await trio.sleep(5)
     assert [len(batch.events) for batch in batches] == [0, 0, EVENT_KEYS_MAX, 1]
+    assert len(set(told_in_steps)) == len(batches)
 
 
 async def test_callbacks_that_share_a_queue_have_what_one_of_them_wants_counted(

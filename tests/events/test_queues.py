@@ -155,9 +155,12 @@ def test_a_bucket_that_no_filter_wants_any_more_is_forgotten() -> None:
 
 def test_a_filter_takes_bounded_memory_however_many_buckets_there_are() -> None:
     queue = EventQueue(10.0, 0.0, (EventFilter(pattern="b*"),))
+    lengths: list[int] = []
     for number in range(2 * _KINDS_REMEMBERED_MAX):
         queue.created("ab"[number % 2] + str(number), number)
-        assert len(queue._kinds) <= _KINDS_REMEMBERED_MAX
+        lengths.append(len(queue._kinds))
+    # It remembers what it may: an update of a bucket that it knows is looked up once.
+    assert max(lengths) == _KINDS_REMEMBERED_MAX
     assert len(queue.counters) == _KINDS_REMEMBERED_MAX
 
 
