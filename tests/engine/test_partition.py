@@ -156,6 +156,13 @@ def test_a_key_of_a_wrong_length_fails_alone(rows: list[Mutation]) -> None:
     partition.check_invariants()
 
 
+def test_a_batch_that_begins_inside_a_chunk_names_its_failures_by_their_place_in_it() -> None:
+    rows = [request(SET, b""), request(SET, b"a"), request(SET, b""), request(SET, b"b")]
+    batch = MutationBatch(CheckedChunk(Chunk.build(rows)), 1, 4)
+    result = new_partition().mutate(batch, now=NOW)
+    assert result.failures == [(1, Status.BAD_KEY)]
+
+
 @pytest.mark.parametrize(
     "state", [state for state in PartitionState if state is not PartitionState.ACTIVE]
 )

@@ -203,6 +203,14 @@ def test_what_an_array_takes_is_what_its_parts_take() -> None:
     assert array.nbytes == 2 * PART_BYTES + parts
 
 
+def test_rows_of_a_short_chunk_take_what_single_ones_take() -> None:
+    array = filling(1, 2, 3)
+    before = array.nbytes
+    chunk = plain_chunk([b"k4", b"k5"], [b"v"] * 2)
+    assert array.extend(chunk, 0, 2, SeqNo(4), Cas(104)) == 2 * (ROW_BYTES + 3)
+    assert array.nbytes == before + 2 * (ROW_BYTES + 3)
+
+
 def test_small_parts_side_by_side_are_joined() -> None:
     array, expected, nbytes = FillingArray(SeqNo(1)), list[Mutation](), 0
     counts = [SMALL_PART_ROWS, *[1, 2] * (SMALL_PARTS_MAX - 1), SMALL_PART_ROWS, 1]
@@ -342,6 +350,20 @@ def test_documents_behind_the_window_are_superseded_one_by_one() -> None:
         arrays.append(partition.snapshots.open.statistics()["arrays"])
     assert arrays == [1, 2, 1], "the first is dropped with its last document"
     assert read(partition) == "(0,30004] n@30002 a@30003 b@30004 ."
+
+
+def test_one_batch_supersedes_documents_of_old_arrays_in_any_order() -> None:
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
+    increments = [request(Operation.INCREMENT, b"n", CounterDelta(1).encode())] * 500
+    for key in (b"a", b"b"):
+        put(partition, key, b"other " + key)
+        for _ in range(60):
+            send(partition, *increments)
+    assert partition.snapshots.open.statistics()["arrays"] > 1
+    put(partition, b"b", b"a")
+    bucket.check_invariants()
+    assert read(partition).split()[-4:] == ["n@60004", "b@60005", "a@60006", "."]
 
 
 def test_the_array_being_filled_is_sealed() -> None:
