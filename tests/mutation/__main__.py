@@ -67,7 +67,8 @@ CONCERNS: Final = (
         slow=(
             "tests/engine/test_evaluation.py::TestSlicedBatches",
             "tests/engine/test_model.py",
-            "tests/engine/test_disk.py",
+            "tests/engine/test_disk.py::TestOnDisk",
+            "tests/engine/test_disk.py::test_every_answer_is_that_of_a_model_that_forgets_nothing",
             "tests/engine/test_bundles.py",
             "tests/engine/test_expiry.py::TestIndex",
             "tests/engine/test_replicas.py::TestReplicated",
@@ -76,7 +77,22 @@ CONCERNS: Final = (
         wider=(SIMULATED_SEEDS, "tests/server"),
     ),
     Concern("upr_server/events", ("tests/events",)),
-    Concern("upr_server/indexer", ("tests/indexer",)),
+    Concern(
+        "upr_server/indexer",
+        ("tests/indexer",),
+        slow=(
+            "tests/indexer/test_announcements.py",
+            "tests/indexer/test_cancelled_anywhere.py",
+            "tests/indexer/test_crawl.py",
+            "tests/indexer/test_failover.py",
+            "tests/indexer/test_kill.py",
+            "tests/indexer/test_log_in.py",
+            "tests/indexer/test_oracle.py",
+            "tests/indexer/test_queries.py",
+            "tests/indexer/test_tls.py",
+            "tests/indexer/test_workers.py",
+        ),
+    ),
     Concern(
         "upr_server/storage/online/flusher.py",
         (
