@@ -22,8 +22,8 @@ import trio
 
 from tests.kit.process import ROOT, children_of, environment, eventually, status_of
 from tests.storage.log_model import Model, apply, chunk_of, record_of, row
-from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.ids import Operation, SeqNo
+from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
+from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage import processes
 from upr_server.storage.api import Store
@@ -35,6 +35,7 @@ from upr_server.storage.calls import (
     DeleteLeases,
     FindExpired,
     FindItems,
+    ItemsFound,
     LoadBuckets,
     Maintain,
     MarkCleanStop,
@@ -51,6 +52,7 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
+from upr_server.storage.messages import Unpacker, pack
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.processes import SLOT_READ_BYTES_MIN, ProcessStore, open_store
 from upr_server.storage.records import BucketRecord, LeaseRecord
@@ -176,11 +178,11 @@ async def test_committed_items_are_read_looked_up_and_expire(opener: Opener) -> 
         rows = await read_all(store, 1, 10)
         assert rows == list(write.chunks[0])
         known = [FetchRequest(row.key, row.seq, needs_value=True) for row in rows]
-        assert await store.ask(FindItems(BUCKET.name, 1, known)) == rows
+        assert (await store.ask(FindItems(BUCKET.name, 1, known))).all_rows() == rows
         by_key = [FetchRequest(row.key, 0, needs_value=True) for row in rows]
-        assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == [None] * 10
+        assert (await store.ask(FindItems(BUCKET.name, 1, by_key))).all_rows() == [None] * 10
         figures = await upkeep_all(store)
-        assert await store.ask(FindItems(BUCKET.name, 1, by_key)) == rows
+        assert (await store.ask(FindItems(BUCKET.name, 1, by_key))).all_rows() == rows
         assert await store.ask(FindExpired(BUCKET.name, 49, b"", 100)) == ([], b"")
         items, after = await store.ask(FindExpired(BUCKET.name, 50, b"", 4))
         assert [item.seq for item in items] == [1, 2, 3, 4]
@@ -249,7 +251,8 @@ async def test_many_callers_at_once_each_get_their_own_answer(opener: Opener) ->
             assert apply({}, rows) == model.contents(partition, high)
             seq = 1 + turn % high
             want = FetchRequest(b"key %d" % seq, seq, needs_value=True)
-            assert await store.ask(FindItems(BUCKET.name, partition, [want])) == [rows[seq - 1]]
+            items = await store.ask(FindItems(BUCKET.name, partition, [want]))
+            assert items.all_rows() == [rows[seq - 1]]
 
     async def tidy(store: Store) -> None:
         for _ in range(20):
@@ -692,3 +695,19 @@ def test_a_directory_whose_creation_was_interrupted_is_completed(
     prepare(tmp_path)
     assert (tmp_path / "format").read_text() == FORMAT_TEXT
     assert sorted(path.name for path in tmp_path.iterdir()) == ["buckets", "format"]
+
+
+def test_items_with_large_values_go_beside_the_message() -> None:
+    large = bytes(LARGE_BYTES + 1)
+    rows = [
+        Mutation(Operation.SET, b"a", large, SeqNo(7), Cas(3), 5, 9),
+        None,
+        Mutation(Operation.SET, b"b", b"small", SeqNo(8), Cas(4)),
+        Mutation(Operation.SET, b"c", large, SeqNo(9), Cas(5)),
+    ]
+    packed, buffers = pack(ItemsFound.of(list(rows)))
+    assert len(packed) < 1000
+    items = Unpacker().unpack(packed, ItemsFound, buffers)
+    assert items.all_rows() == rows
+    first = items.all_rows()[0]
+    assert isinstance(first.value, memoryview), "it is not copied"

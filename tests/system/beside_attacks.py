@@ -15,8 +15,10 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from random import getrandbits
 from typing import Final
 
 import attrs
@@ -29,7 +31,7 @@ from tests.kit.process import many_descriptors, server_process
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.client import Address, NodeClient, connect
 from upr_protocol.failover import NOTHING_YET
-from upr_protocol.ids import Operation, PartitionId, PartitionState
+from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
 from upr_protocol.limits import PARTITIONS_MAX
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import Get, Go, Mutate, Seqnos, Stats, Stream
@@ -37,7 +39,7 @@ from upr_protocol.wire.frame import pack_header
 
 MIB: Final = 1024 * 1024
 P0: Final = PartitionId(0)
-NARROW, WIDE = "narrow", "wide"
+NARROW, WIDE, SMALL = "narrow", "wide", "small"
 AFTER_S: Final = 10.0
 
 
@@ -131,6 +133,35 @@ async def reads(server: Target) -> None:
     await _for_ever(server, NARROW, ask)
 
 
+async def stored_reads(server: Target) -> None:
+    """Values of 19 MiB, of which memory has room for none, read from disk over and over."""
+    async with connect(server.url()) as client:
+        await client.create_bucket(SMALL, 1, 64 * MIB)
+    async with connect(server.url(SMALL)) as client:
+        for index in range(8):
+            key = key_in(0, 1, b"%d" % index)
+            await client.set(key, bytes(19 * MIB), durability=Durability.PERSISTED)
+
+    async def ask(asking: Peer) -> None:
+        for index in range(4):
+            key = key_in(0, 1, b"%d" % index)
+            await asking.send(Get((key,), partition=P0, opaque=asking.opaque()))
+
+    await _for_ever(server, SMALL, ask)
+
+
+async def expiries(server: Target) -> None:
+    """4,096 items a frame that expire within two seconds."""
+
+    async def ask(asking: Peer) -> None:
+        expiry = int(time.time()) + 2
+        keys = [key_in(0, 1, b"%x" % getrandbits(40)) for _ in range(4096)]
+        rows = [Mutation(Operation.SET, key, b"v", expiry=expiry) for key in keys]
+        await asking.send(_mutate(asking, rows))
+
+    await _for_ever(server, NARROW, ask)
+
+
 async def streams(server: Target) -> None:
     """Ten clients with 1,024 streams each come and leave."""
     while True:
@@ -190,10 +221,10 @@ async def headers(server: Target) -> None:
 
 
 async def connections(server: Target) -> None:
-    """500 connections come, and leave together."""
+    """1,000 connections come, and leave together."""
     while True:
         async with AsyncExitStack() as stack:
-            for _ in range(500):
+            for _ in range(1000):
                 await stack.enter_async_context(peer(server.host, server.port))
 
 
@@ -203,6 +234,8 @@ ATTACKS: Final[tuple[Attack, ...]] = (
     increments,
     questions,
     reads,
+    stored_reads,
+    expiries,
     streams,
     maps,
     unfinished,

@@ -17,11 +17,12 @@ import trio
 from tests.kit.bystander import bystanders
 from tests.kit.effort import effort
 from tests.kit.peer import Peer, peer
+from tests.kit.placed_keys import key_in
 from tests.kit.process import ServerProcess, many_descriptors, server_process
 from upr_protocol.client import connect, publisher
 from upr_protocol.failover import NOTHING_YET
-from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.limits import PARTITIONS_MAX
+from upr_protocol.ids import Durability, PartitionId, PartitionState
+from upr_protocol.limits import PARTITIONS_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire import Go, Seqnos, SeqnosReply, Stats, StatsReply, Stream
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
@@ -95,6 +96,37 @@ async def test_a_large_bucket_is_deleted() -> None:
                 await sink.set(b"key-%d" % index, b"a value")
         async with connect(server.url()) as client:
             await client.delete_bucket("short-lived")
+
+
+async def test_large_values_are_written_changed_and_read() -> None:
+    """No step copies one. Then they are read from disk, as memory has room for none of them."""
+    value = bytes(VALUE_BYTES_MAX - 8)
+    async with quick_server() as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket("small", 1, 64 * MIB)
+        async with connect(server.url("small")) as client:
+            for index in range(4):
+                key = key_in(0, 1, b"%d" % index)
+                await client.set(key, value, durability=Durability.PERSISTED)
+                await client.append(key, b"x")
+                item = await client.get(key)
+                assert item is not None
+                assert item.value == value + b"x"
+            for index in range(4):
+                item = await client.get(key_in(0, 1, b"%d" % index))
+                assert item is not None
+                assert len(item.value) == len(value) + 1
+        async with connect(server.url()) as client:
+            await client.delete_bucket("small")
+
+
+async def test_many_connections_come_and_leave_together() -> None:
+    count = effort(300, 1000)
+    async with quick_server() as server:
+        for _ in range(2):
+            async with AsyncExitStack() as stack:
+                for _ in range(count):
+                    await stack.enter_async_context(peer(server.host, server.port))
 
 
 @pytest.mark.timeout(300)

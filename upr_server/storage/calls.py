@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
 
-from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
@@ -381,7 +381,46 @@ class MeasureRanges(BucketCall[list[int]], frozen=True):
         return bucket.log.measure(self.ranges)
 
 
-class FindItems(BucketCall[list[Mutation | None]], frozen=True):
+class ItemsFound(msgspec.Struct, frozen=True):
+    """The answer to `FindItems`. Large values go beside the message, in chunks of one mutation: to
+    read one out of the message would hold the server's loop for 13 ms.
+
+    Attributes:
+        rows: The items; None also in the place of one with a large value.
+        large_rows: The items with large values.
+        places: Their places among the rows.
+    """
+
+    rows: list[Mutation | None]
+    large_rows: list[Chunk]
+    places: list[int]
+
+    @classmethod
+    def of(cls, rows: list[Mutation | None]) -> ItemsFound:
+        """The answer with these rows."""
+        places = [
+            place
+            for place, row in enumerate(rows)
+            if row is not None and len(row.value) > LARGE_BYTES
+        ]
+        large_rows: list[Chunk] = []
+        for place in places:
+            row = rows[place]
+            assert row is not None
+            large_rows.append(Chunk.build([row]))
+            rows[place] = None
+        return cls(rows, large_rows, places)
+
+    def all_rows(self) -> list[Mutation | None]:
+        """The rows, with those that have large values in their places. These refer to memory of
+        the answer."""
+        rows = list(self.rows)
+        for place, chunk in zip(self.places, self.large_rows, strict=True):
+            rows[place] = chunk.shared_mutation(0)
+        return rows
+
+
+class FindItems(BucketCall[ItemsFound], frozen=True):
     """Looks items up by key, as of the index's watermark, which has reached `indexed`. Answers as
     many as fit into one answer, and at least one. What is damaged is a `damaged_item`."""
 
@@ -391,8 +430,9 @@ class FindItems(BucketCall[list[Mutation | None]], frozen=True):
     requests: Sequence[FetchRequest]
     indexed: int = 0
 
-    def run(self, bucket: BucketStorage) -> list[Mutation | None]:
-        return bucket.index.find(self.partition, self.requests, indexed=self.indexed)
+    def run(self, bucket: BucketStorage) -> ItemsFound:
+        rows = bucket.index.find(self.partition, self.requests, indexed=self.indexed)
+        return ItemsFound.of(rows)
 
 
 class FindExpired(BucketCall[tuple[list[ExpiredItem], bytes]], frozen=True):

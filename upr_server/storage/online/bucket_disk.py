@@ -202,9 +202,10 @@ class BucketDisk:
         await self.maintenance.wait_until_indexed(partition)
         self._fetches += 1
         self._fetched += len(requests)
-        rows = await self.store.ask(
+        items = await self.store.ask(
             FindItems(self.bucket.name, partition.id, requests, partition.eviction.indexed)
         )
+        rows = items.all_rows()
         return {request.key: row for request, row in zip(requests, rows, strict=False)}
 
     async def expire(self, now: float) -> None:
