@@ -237,7 +237,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "may eight zeros follow the last field?": (
-        "More than 7 bytes behind a message, or anything but zeros, is an error",
+        "Behind the last field of a body there are at most 7 bytes, all zeros; anything else is",
         lambda: not is_readable(bytes(16)) and is_readable(bytes(8)),
     ),
     "how long may a frame be before the bucket is open?": (
@@ -330,7 +330,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "how many streams may a connection have, beside its requests?": (
-        "a request until it is answered, a stream until its opaque is free again",
+        "A request is open until it is answered, and a stream until its opaque is free again",
         streams_are_open_requests,
     ),
     "which end has a stream that never ends?": (
@@ -394,7 +394,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: not is_allowed(Go()),
     ),
     "which code has a header with a wrong magic and a wrong checksum?": (
-        "checks a header in this order: magic, header checksum, version, padding, opcode",
+        "checks a header in this order: the magic, the header checksum, the version, that `length`",
         lambda: (
             refused_header(b"xx" + FRAME[2:24]) is Status.BAD_MAGIC
             and refused_header(FRAME[:2] + b"\x09" + FRAME[3:24]) is Status.BAD_CHECKSUM
@@ -405,7 +405,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: encoded(Go())[16:20] == bytes(4),
     ),
     "may a position stand at the start and at the end of its partial snapshot?": (
-        "`highest_received` lies within it, its start and end included",
+        "`partial_start` <= `highest_received` <= `partial_end`",
         lambda: (
             resumes(3, 3, 3, 7)
             and resumes(3, 7, 3, 7)
