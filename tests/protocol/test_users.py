@@ -326,6 +326,13 @@ def test_there_are_so_many_users_and_no_more() -> None:
         users.with_user(User("one-more"))
 
 
+def test_a_revision_is_a_number_that_every_reader_of_json_knows() -> None:
+    users = Users(2**53 - 2, {ADMIN.name: ADMIN}).with_user(User("bob"))
+    assert Users.from_json(users.to_json()).revision == 2**53 - 1
+    with pytest.raises(UsersError, match="a revision is 0 to 9007199254740991"):
+        users.without("bob")
+
+
 def test_json_and_back() -> None:
     users = with_reader("a", "b*")
     assert Users.from_json(users.to_json()) == users
