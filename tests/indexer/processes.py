@@ -48,13 +48,24 @@ class IndexerProcess:
         return self.process.wait(DEADLINE_S)
 
 
+def workers_of(indexer: IndexerProcess) -> list[int]:
+    """The processes of an indexer's workers, in no order."""
+    threads = Path(f"/proc/{indexer.process.pid}/task").iterdir()
+    # Each thread has its own children.
+    return [int(child) for path in threads for child in (path / "children").read_text().split()]
+
+
 @contextmanager
-def indexer_process(url: str, data_dir: Path, *options: str) -> Iterator[IndexerProcess]:
-    """An indexer that runs for as long as the context."""
+def indexer_process(
+    url: str, data_dir: Path, *options: str, workers: int | None = 1
+) -> Iterator[IndexerProcess]:
+    """An indexer that runs for as long as the context; without `workers` the options say how many
+    processes it has."""
+    in_workers = () if workers is None else ("--workers", str(workers))
     process = subprocess.Popen(
         [
             *(*UPR_INDEXER, url, "--listen", "127.0.0.1:0", "--data-dir", str(data_dir)),
-            *("--log-level", "warning", "--workers", "1", *options),
+            *("--log-level", "warning", *in_workers, *options),
         ],
         stdout=subprocess.PIPE,
         cwd=ROOT,

@@ -257,6 +257,7 @@ class Reader:
         status: Of the answer; 0 before there is one.
         has_answer: Set when there is something to read.
         may_read: Set when it reads.
+        is_gone: Set when it goes.
     """
 
     def __init__(self, indexer: Indexer, query: Any) -> None:
@@ -267,13 +268,18 @@ class Reader:
         self.status = 0
         self.has_answer = trio.Event()
         self.may_read = trio.Event()
+        self.is_gone = trio.Event()
 
     async def run(self) -> None:
         """Asks."""
+        messages = [{"type": "http.request", "body": self._query, "more_body": False}]
 
         async def receive() -> Any:
-            await trio.lowlevel.checkpoint()
-            return {"type": "http.request", "body": self._query, "more_body": False}
+            if messages:
+                await trio.lowlevel.checkpoint()
+                return messages.pop()
+            await self.is_gone.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -287,6 +293,19 @@ class Reader:
         path = "/v1/indexes/d/both/scan"
         scope = {"type": "http", "method": "POST", "path": path, "headers": []}
         await self._application(scope, receive, send)
+
+
+async def test_a_client_that_goes_leaves_no_moment(site: Site) -> None:
+    await write_much(site)
+    reader = Reader(site.indexer, {**MUCH, "hold_s": 60, "consistency": "now"})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader.run)
+        await reader.has_answer.wait()
+        assert [len(part.moments) for part in site.indexer.slices] == [1]
+        reader.is_gone.set()
+    assert [len(part.moments) for part in site.indexer.slices] == [0]
+    assert site.indexer.pool.scan_bytes == 0
+    assert (reader.status, reader.pieces) == (200, 0)
 
 
 async def test_an_answer_counts_until_it_is_sent_and_is_made_in_pieces(site: Site) -> None:

@@ -12,7 +12,8 @@ import json
 import signal
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -31,7 +32,10 @@ from tests.indexer.kit import (
     until_ready,
     workers_in_the_loop,
 )
+from tests.indexer.node_kit import Nodes, some_nodes
+from tests.indexer.node_kit import until_ready as until_every_copy_is_ready
 from tests.indexer.test_oracle import World
+from tests.indexer.web_socket_server import serve_web_socket
 from tests.kit import async_names
 from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.memory_network import HOST, MemoryNetwork, check, node
@@ -39,6 +43,7 @@ from tests.kit.process import eventually
 from tests.server.test_log_in import USERS
 from upr_protocol.client import Address, connect
 from upr_protocol.ids import Durability
+from upr_protocol.security import UNPROTECTED
 from upr_protocol.users import Right
 from upr_server.app import Server
 from upr_server.indexer.announcements import Announcements
@@ -48,21 +53,40 @@ from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.designs import Designs
+from upr_server.indexer.directory import (
+    LOCK_TIMEOUT_S,
+    locked,
+    remove_other_slices,
+    when_free,
+)
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.log_in_turns import LogInTurns
 from upr_server.indexer.moments import Moment, Moments
+from upr_server.indexer.node_links import serve_link
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query
+from upr_server.indexer.remote_slice import RemoteSlice
+from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.slice import Slice
+from upr_server.indexer.slice_link import LinkedSlice
 from upr_server.indexer.slice_scanner import SliceScanner
+from upr_server.indexer.slices import SliceId
 from upr_server.indexer.stream import IndexerStream
+from upr_server.indexer.web_socket import (
+    AcceptedWebSocket,
+    OpenedWebSocket,
+    RefusedError,
+    accept,
+    open_web_socket,
+    refuse,
+)
 from upr_server.indexer.worker import Worker, serve_slice
 from upr_server.indexer.worker_messages import Frames
 from upr_server.indexer.worker_process import WorkerProcess, worker_process
@@ -285,8 +309,6 @@ RUN: Final = tries(
     Designs.confirm,
     Slice.run,
     Slice.confirm,
-    Slice.stop,
-    Indexer.stop,
     Definitions.run,
     Builder.run,
     Pipeline.run,
@@ -326,13 +348,6 @@ async def test_an_indexer(
     cancellations.check_inside(*RUN)
 
 
-WORKER_QUESTIONS: Final = tries(
-    WorkerProcess.scan,
-    WorkerProcess.release,
-    WorkerProcess.status,
-    WorkerProcess.statistics,
-    WorkerProcess.confirm,
-)
 WORKER_RUN: Final = tries(
     WorkerProcess.run,
     WorkerProcess.stop,
@@ -363,11 +378,183 @@ async def test_an_indexer_of_workers(
         check(server)
         assert network.open == open_before
 
-    reached = (*WORKER_RUN, *WORKER_QUESTIONS)
     cancellations = await cancelled_at_each_step(
-        work, look, then=work, every=8 * EVERY, reaching=reached
+        work, look, then=work, every=8 * EVERY, reaching=WORKER_RUN
     )
-    cancellations.check_inside(*reached)
+    cancellations.check_inside(*WORKER_RUN)
+
+
+async def ask_for_a_moment(nodes: Nodes) -> None:
+    """A moment, until it is released."""
+    page = await ask(nodes.running[0], "d/city", Query(consistency="now", hold_s=1))
+    try:
+        await nodes.running[0].scanner.release(page.moment)
+    finally:
+        for indexer in nodes.running.values():
+            for part in indexer.slices:
+                part.moments.release_all()
+
+
+async def ask_each_copy(nodes: Nodes) -> None:
+    """What is asked beside scans."""
+    await nodes.running[0].stop()
+    for holder in nodes.running[0].holders:
+        assert isinstance(holder, ReplicatedSlice)
+        await holder.ping()
+        await holder.confirm()
+        await holder.stop()
+        for copy in holder._copies:
+            await copy.holder.ping()
+            await copy.holder.stop()
+
+
+NODE_QUESTIONS: Final[dict[Function, Callable[[Nodes], Awaitable[object]]]] = {
+    ReplicatedSlice.scan: lambda nodes: scan(nodes.running[0], "d/city"),
+    ReplicatedSlice.release: ask_for_a_moment,
+    ReplicatedSlice.status: lambda nodes: nodes.running[0].scanner.status(name_of("d/city")),
+    ReplicatedSlice.statistics: lambda nodes: nodes.running[0].statistics(),
+    ReplicatedSlice.confirm: ask_each_copy,
+}
+BESIDE: Final = tries(
+    ReplicatedSlice.ping,
+    LinkedSlice.ping,
+    Slice.ping,
+    ReplicatedSlice.stop,
+    RemoteSlice.stop,
+    Slice.stop,
+    Indexer.stop,
+)
+AT_THE_LINK: Final[dict[Function, Function]] = {
+    ReplicatedSlice.scan: LinkedSlice.scan,
+    ReplicatedSlice.release: LinkedSlice.release,
+    ReplicatedSlice.status: LinkedSlice.status,
+    ReplicatedSlice.statistics: LinkedSlice.statistics,
+    ReplicatedSlice.confirm: LinkedSlice.confirm,
+}
+tries(*NODE_QUESTIONS, *AT_THE_LINK.values())
+
+
+async def test_questions_to_nodes(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """Two nodes, whose links are streams in memory."""
+    async with some_nodes(server.url(BUCKET), tmp_path, 2, 2, 0) as nodes:
+        await nodes.running[0].designs.create("d", DESIGN)
+        for indexer in nodes.running.values():
+            await until_every_copy_is_ready(indexer)
+        await trio.sleep(5)
+
+        def look() -> None:
+            for indexer in nodes.running.values():
+                whole(server, indexer)
+
+        async def rest() -> None:
+            # What a link was cancelled with is over when its answer has come.
+            await trio.sleep(1)
+
+        for function, question in NODE_QUESTIONS.items():
+            beside = BESIDE if question is ask_each_copy else ()
+            reached = (function, AT_THE_LINK[function], *beside)
+            cancellations = await cancelled_at_each_step(
+                partial(question, nodes), look, undo=rest, every=2, reaching=reached
+            )
+            cancellations.check_inside(*reached)
+        assert await scan(nodes.running[0], "d/city") == by_brute_force(CITY, CONTENTS)
+
+
+NODES_RUN: Final = tries(ReplicatedSlice.run, RemoteSlice.run, serve_link)
+
+
+async def test_nodes_of_an_indexer(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    url, open_before = server.url(BUCKET), network.open
+
+    async def work() -> None:
+        async with some_nodes(url, tmp_path, 2, 2, 0) as nodes:
+            indexer = nodes.running[0]
+            await indexer.designs.create("d", DESIGN)
+            await until_every_copy_is_ready(indexer)
+            assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
+
+    def look() -> None:
+        check(server)
+        assert network.open == open_before
+
+    cancellations = await cancelled_at_each_step(
+        work, look, then=work, every=12 * EVERY, reaching=NODES_RUN
+    )
+    cancellations.check_inside(*NODES_RUN)
+
+
+FOLDERS: Final = tries(when_free, remove_other_slices)
+
+
+async def test_waiting_for_a_folder(
+    network: MemoryNetwork, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    folder = tmp_path / SliceId(1, 2).folder
+
+    async def work() -> None:
+        with locked(folder):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(remove_other_slices, tmp_path, [])
+                await trio.sleep(LOCK_TIMEOUT_S / 2)
+                nursery.cancel_scope.cancel()
+        await remove_other_slices(tmp_path, [])
+        assert not folder.exists()
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*FOLDERS)
+
+
+SOCKETS: Final = tries(
+    open_web_socket,
+    OpenedWebSocket.open,
+    OpenedWebSocket.send_all,
+    OpenedWebSocket.receive_some,
+    OpenedWebSocket.aclose,
+    accept,
+    AcceptedWebSocket.send_all,
+    AcceptedWebSocket.receive_some,
+    refuse,
+)
+
+
+async def test_a_web_socket(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
+    """Its other side is an application, behind a server that knows the protocol."""
+    accepts = True
+    servers: trio.Nursery
+
+    async def application(receive: Any, send: Any) -> None:
+        if not accepts:
+            scope: dict[str, Any] = {"extensions": {"websocket.http.response": {}}}
+            await refuse(scope, receive, send, 418, b'{"error": {"message": "no tea"}}')
+            return
+        stream = await accept(receive, send)
+        while data := await stream.receive_some(9):
+            await stream.send_all(data)
+
+    async def open_tcp_stream(_host: str, _port: int) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        ours, theirs = trio.testing.memory_stream_pair()
+        servers.start_soon(serve_web_socket, theirs, application)
+        return ours
+
+    monkeypatch.setattr(trio, "open_tcp_stream", open_tcp_stream)
+
+    async def work() -> None:
+        nonlocal accepts, servers
+        async with trio.open_nursery() as servers:
+            accepts = False
+            with pytest.raises(RefusedError, match="no tea"):
+                await open_web_socket("http://h:1/x", UNPROTECTED)
+            accepts = True
+            async with aclosing(await open_web_socket("http://h:1/x", UNPROTECTED)) as socket:
+                await socket.send_all(b"hello")
+                assert await socket.receive_some(9) == b"hello"
+
+    cancellations = await cancelled_at_each_step(work, then=work)
+    cancellations.check_inside(*SOCKETS)
 
 
 PROCESS: Final = tries(worker_process)
@@ -446,7 +633,7 @@ async def test_over_http(
         (await cancelled_at_each_step(work, then=work)).check_inside(*SERVING)
 
 
-ACCESS: Final = tries(HttpAccess.check, LogInTurns.turn)
+ACCESS: Final = tries(HttpAccess.check, HttpAccess.check_node, LogInTurns.turn)
 
 
 async def test_who_may_ask(
@@ -460,6 +647,7 @@ async def test_who_may_ask(
     async def work() -> None:
         access = HttpAccess(Address.parse(server.url(BUCKET)))
         await access.check(Right.READ, header, "10.0.0.9:1")
+        await access.check_node(header, "10.0.0.9:1")
 
     def look() -> None:
         check(server)

@@ -16,6 +16,8 @@ from tests.kit.process import run
 from upr_server.indexer.app import serve
 from upr_server.indexer.cli import main
 from upr_server.indexer.config import IndexerConfig, load_config
+from upr_server.indexer.pure.node_map import NodeMap
+from upr_server.indexer.slices import SliceId
 from upr_server.runtime import ConfigError
 
 URL: Final = "upr://127.0.0.1:12000/planes"
@@ -99,7 +101,7 @@ def test_several_nodes_may_be_named() -> None:
         ({"pool_bytes": "8388607"}, "pool_bytes must be at least 8388608, not 8388607"),
         (
             {"pool_bytes": "9000000", "workers": "2"},
-            "pool_bytes must be at least 25165824 with workers = 2, not 9000000",
+            "pool_bytes must be at least 25165824 with 2 workers, not 9000000",
         ),
         ({"workers": "-1"}, "workers"),
         ({"workers": "65"}, "workers"),
@@ -118,6 +120,76 @@ def test_a_bad_setting_is_refused_by_name(settings: dict[str, str], said: str) -
     environment = {f"UPR_INDEXER_{name.upper()}": text for name, text in settings.items()}
     with pytest.raises(ConfigError, match=said):
         load_config(None, {"UPR_INDEXER_BUCKET": URL, **environment}, {})
+
+
+NODES = "http://127.0.0.1:1,http://127.0.0.1:2/ , http://n:3"
+
+
+def test_nodes() -> None:
+    settings = load(nodes=NODES, listen="127.0.0.1:2", replicas=1, slices=5).settings()
+    membership = settings.membership
+    assert membership is not None
+    nodes = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://n:3")
+    assert membership.node_map == NodeMap(nodes, 5, 1)
+    assert (membership.place, membership.url, membership.bucket) == (1, nodes[1], "planes")
+    assert settings.slices == 5
+    assert settings.kept == [SliceId(index, 5) for index in membership.node_map.kept_by(1)]
+    for node in ("2", "http://n:3", "http://n:3/"):
+        other = load(nodes=NODES, node=node).settings()
+        assert other.membership is not None
+        assert other.membership.place == 2
+        # A slice a node, without a copy.
+        assert other.kept == [SliceId(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"nodes": "http://a:1"}, "two different URLs"),
+        ({"nodes": "http://a:1,http://a:1/"}, "two different URLs"),
+        ({"nodes": "http://a:1,a:2"}, "nodes has 'a:2'; write http://HOST:PORT"),
+        ({"nodes": "http://a:1,http://b"}, "write http://HOST:PORT"),
+        ({"nodes": "http://a:1,http://b:x"}, "write http://HOST:PORT"),
+        ({"nodes": "http://a:1,http://b:1/x"}, "write http://HOST:PORT"),
+        ({"nodes": "http://a:1,http://u:p@b:1"}, "write http://HOST:PORT"),
+        ({"nodes": NODES}, "no URL in nodes has the host and port of listen, 127.0.0.1:12080"),
+        (
+            {"nodes": NODES, "node": "3"},
+            "node is '3'; .* place in nodes, from 0 to 2",
+        ),
+        ({"nodes": NODES, "node": "http://x:1"}, "node is 'http://x:1'"),
+        ({"nodes": NODES, "node": "0", "workers": "2"}, "workers and nodes exclude each other"),
+        ({"nodes": NODES, "node": "0", "slices": "2"}, "slices must be from 3, one a node, to 64"),
+        ({"nodes": NODES, "node": "0", "replicas": "3"}, "replicas"),
+        (
+            {"nodes": "http://a:1,http://b:1", "node": "0", "replicas": "2"},
+            "there are nodes, 2",
+        ),
+        ({"nodes": "http://a:1,https://b:1", "node": "0"}, "has http:// and https://"),
+        ({"nodes": "https://a:1,https://b:1", "node": "0"}, "with tls_certificate all nodes"),
+        ({"node": "1"}, "node has no use without nodes"),
+        ({"slices": "4"}, "slices has no use without nodes"),
+        ({"replicas": "1"}, "replicas has no use without nodes"),
+        ({"tls_ca": "ca.pem"}, "tls_ca has no use without nodes"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(settings: dict[str, str], said: str) -> None:
+    environment = {f"UPR_INDEXER_{name.upper()}": text for name, text in settings.items()}
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {"UPR_INDEXER_BUCKET": URL, **environment}, {})
+
+
+def test_a_password_is_not_sent_to_nodes_in_the_clear(tmp_path: Path) -> None:
+    password_file = tmp_path / "password"
+    password_file.write_text("pencil\n")
+    password_file.chmod(0o600)
+    options = {"nodes": NODES, "node": "0", "password_file": str(password_file)}
+    with pytest.raises(ConfigError, match="nodes are not encrypted"):
+        load(**options, user="bob")
+    with pytest.raises(ConfigError, match="a colon"):
+        load(**options, user="b:ob")
+    here = {**options, "nodes": "http://127.0.0.1:1,http://localhost:2"}
+    assert load(**here, user="bob").settings().membership is not None
 
 
 @pytest.mark.parametrize("text", ["listen = ", "\xff", "queues = 'three'", "colour = 'red'"])

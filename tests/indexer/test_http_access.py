@@ -43,6 +43,7 @@ PASSWORD: Final = "pencil"
 TABLE: Final = """
     GET    /openapi.json                             anybody
     GET    /v1/status                                read
+    GET    /v1/nodes                                 read
     GET    /v1/designs                               read
     GET    /v1/indexes                               read
     GET    /v1/indexes/{design}/{index:path}         read
@@ -50,12 +51,14 @@ TABLE: Final = """
     DELETE /v1/moments/{moment}                      read
     PUT    /v1/designs/{design:path}                 index
     DELETE /v1/designs/{design:path}                 index
+    LINK   /v1/slices/{index:int}                    read,index
 """
 ROUTES: Final = [tuple(line.split()) for line in TABLE.strip().split("\n")]
 PATHS: Final = {
     "{design}": "d",
     "{index:path}": "city",
     "{moment}": "nothing",
+    "{index:int}": "0",
     "{design:path}": "new",
 }
 STRANGER: Final = ""
@@ -103,7 +106,11 @@ class Front:
     @property
     def routes(self) -> set[tuple[str, str]]:
         """Every method and path that is answered."""
-        methods = {(method, route.path) for route in self._app.routes for method in route.methods}
+        methods = {
+            (method, route.path)
+            for route in self._app.routes
+            for method in getattr(route, "methods", ["LINK"])
+        }
         return {(method, path) for method, path in methods if method != "HEAD"}
 
     async def ask(
@@ -112,8 +119,9 @@ class Front:
         """The status and the body of an answer."""
         for placeholder, text in PATHS.items():
             path = path.replace(placeholder, text)
-        scope = {
-            "type": "http",
+        scope: dict[str, Any] = {
+            "type": "http" if method != "LINK" else "websocket",
+            "extensions": {"websocket.http.response": {}},
             "method": method,
             "path": path,
             "query_string": b"",
@@ -121,11 +129,14 @@ class Front:
             "client": (host, 50112),
         }
         status, body = 0, b""
+        request_body = DESIGN if method == "PUT" else b""
+        messages = [{"type": "http.request", "body": request_body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
+            if not messages:
+                await trio.sleep_forever()
             await trio.lowlevel.checkpoint()
-            request_body = DESIGN if method == "PUT" else b""
-            return {"type": "http.request", "body": request_body, "more_body": False}
+            return messages.pop()
 
         async def send(message: dict[str, Any]) -> None:
             nonlocal status, body
@@ -162,11 +173,14 @@ async def test_every_route_needs_its_right_on_the_indexers_bucket(tmp_path: Path
                 for bucket in (OWN, OTHER) if right is not Right.SECURE else (EVERYTHING,):
                     name = name_of(right, bucket)
                     status, _ = await front.ask(method, path, authorization(name))
+                    # Nobody here has two rights.
                     is_allowed = needed == "anybody" or (right.value, OWN) == (needed, bucket)
                     assert (status not in (401, 403)) == is_allowed, (method, path, name, status)
             # What the indexer tells is of all keys.
             status, _ = await front.ask(method, path, authorization(OF_SOME_KEYS))
             assert status == (200 if needed == "anybody" else 403), (method, path, status)
+            everything = await front.ask(method, path, authorization("bob"))
+            assert everything[0] not in (401, 403), (method, path)
 
 
 async def test_a_server_without_users_asks_nobody(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from upr_protocol.client import Address, Client, connect
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.app import Server
+from upr_server.indexer import slice_link
 from upr_server.indexer import worker_process as worker_process_module
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.designs import Designs
@@ -48,6 +49,7 @@ from upr_server.indexer.worker_process import WorkerProcess
 
 CITY = IndexDefinition(("city", "n"), include=("n",))
 CONTENTS = {b"k%02d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(60)}
+KEPT = [SliceId(index, 3) for index in range(3)]
 NOW = Query(consistency="now", limit=10_000)
 
 
@@ -193,15 +195,15 @@ async def test_indexes_that_are_divided_anew_are_built_again(
         }
 
 
-def test_what_is_not_an_indexers_stays_in_its_directory(tmp_path: Path) -> None:
+async def test_what_is_not_an_indexers_stays_in_its_directory(tmp_path: Path) -> None:
     names = {"catalog", "indexes", "ring", "ringtones", "slice-of-life", "slice-1-of-2"}
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "photo").touch()
-    remove_other_slices(tmp_path, 3)
+    await remove_other_slices(tmp_path, KEPT)
     assert set(os.listdir(tmp_path)) == names
     (tmp_path / "slice-1-of-2" / "lock").touch()
-    remove_other_slices(tmp_path, 3)
+    await remove_other_slices(tmp_path, KEPT)
     assert set(os.listdir(tmp_path)) == names - {"slice-1-of-2"}
 
 
@@ -259,8 +261,8 @@ async def lose_the_bucket(url: str, data_dir: Path, client: Client) -> None:
 async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process_module, "HANG_S", 0.1)
-    monkeypatch.setattr(worker_process_module, "PING_S", 0.01)
+    monkeypatch.setattr(slice_link, "HANG_S", 0.1)
+    monkeypatch.setattr(slice_link, "PING_S", 0.01)
     monkeypatch.setattr(worker_process_module, "RESTART_S", 0.1)
     url = server.url("b")
     make_holder = workers_in_the_loop(url, tmp_path)

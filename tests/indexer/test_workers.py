@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.processes import start_server
 from tests.indexer.kit import by_brute_force
-from tests.indexer.processes import IndexerProcess, indexer_process
+from tests.indexer.processes import indexer_process, workers_of
 from tests.indexer.test_kill import BY_A, DESIGN, KEYS, Load, breathe, compare, until_ready
 from upr_protocol.client import BlockingClient, IndexClient, IndexerError
 
@@ -29,13 +29,6 @@ def url() -> Iterator[str]:
         with BlockingClient(server.url) as client:
             client.create_bucket("b", 8)
         yield f"{server.url}b"
-
-
-def workers_of(indexer: IndexerProcess) -> list[int]:
-    """The processes of an indexer's workers, in no order."""
-    threads = Path(f"/proc/{indexer.process.pid}/task").iterdir()
-    # Each thread has its own children.
-    return [int(child) for path in threads for child in (path / "children").read_text().split()]
 
 
 def answers(asking: IndexClient, client: BlockingClient) -> str:

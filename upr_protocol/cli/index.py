@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,16 +199,72 @@ def drop(design: str, url: str) -> None:
 def list_indexes(url: str, as_json: bool) -> None:
     """List the indexes.
 
-    Design documents with mistakes are reported on standard error.
+    The column slices tells of how many slices there is a copy that is ready; trouble names the
+    copies that are not. Design documents with mistakes are reported on standard error.
     """
     with _indexer(url) as client:
+        starting = client.starting()
         indexes, mistakes = client.indexes(), client.mistakes()
+    if starting:
+        say(f"the indexer is starting: {starting}")
     columns = ("name", "state", "entries", "disk_bytes", "behind")
     print_table(
-        columns, [tuple(row[column] for column in columns) for row in indexes], as_json=as_json
+        (*columns, "slices", "trouble"),
+        [
+            (*(row[column] for column in columns), _ready_slices(row), _trouble(row))
+            for row in indexes
+        ],
+        as_json=as_json,
     )
     for design, mistake in mistakes.items():
         say(f"the design {design} cannot be used: {mistake}")
+
+
+def _ready_slices(index: dict[str, Any]) -> str:
+    ready = sum(part["state"] == "ready" for part in index["slices"])
+    return f"{ready} of {len(index['slices'])}"
+
+
+def _trouble(index: dict[str, Any]) -> str:
+    """The slices, or the copies of them, that are not ready."""
+    return "; ".join(
+        f"slice {part['slice']} {copy['state']}" + (f" at {copy['node']}" if copies else "")
+        for part in index["slices"]
+        for copies in (part.get("replicas", []),)
+        for copy in copies or [part]
+        if copy["state"] != "ready"
+    )
+
+
+@index.command(cls=SecurityCommand)
+@_indexer_option
+@json_option
+def nodes(url: str, as_json: bool) -> None:
+    """List the nodes of the indexer.
+
+    The column answers tells whether all of a node's slices answer the node that is asked; behind is
+    a sum over the indexes and the copies of slices that the node keeps.
+    """
+    with _indexer(url) as client:
+        rows, indexes = client.nodes(), client.indexes()
+    behind: Counter[str] = Counter()
+    for row in indexes:
+        for part in row["slices"]:
+            for copy in part.get("replicas", []):
+                behind[copy["node"]] += copy.get("behind", 0)
+    print_table(
+        ("url", "answers", "slices", "behind"),
+        [
+            (
+                row["url"],
+                "yes" if row["answers"] else "no",
+                ",".join(map(str, row["slices"])),
+                behind[row["url"]],
+            )
+            for row in rows
+        ],
+        as_json=as_json,
+    )
 
 
 @index.command(cls=SecurityCommand)

@@ -47,7 +47,8 @@ class IndexerError(UprError):
     Attributes:
         code: The reason as a word: `log_in_needed`, `not_allowed`, `too_many_log_ins`,
             `bad_definition`, `bad_query`, `no_index`, `building`,
-            `overloaded`, `not_fresh`, `write_lost`, `moment_gone`, `failed`, `server_failed`.
+            `overloaded`, `not_fresh`, `write_lost`, `moment_gone`, `slice_missing`, `failed`,
+            `server_failed`.
         place: Where the mistake is in the request; empty if there is none.
         retry_after_s: After how long to ask again; 0 if that does not help.
     """
@@ -158,8 +159,13 @@ class _Indexes(msgspec.Struct, frozen=True):
     indexes: list[dict[str, Any]]
 
 
+class _Nodes(msgspec.Struct, frozen=True):
+    nodes: list[dict[str, Any]]
+
+
 class _Designs(msgspec.Struct, frozen=True):
     mistakes: dict[str, str]
+    starting: str = ""
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -267,9 +273,18 @@ class IndexClient:
         """By unusable design document the reason."""
         return _decoded(self._request("GET", "/v1/designs"), _Designs).mistakes
 
+    def starting(self) -> str:
+        """Why the indexer has yet to learn which indexes there are; empty if it knows."""
+        return _decoded(self._request("GET", "/v1/designs"), _Designs).starting
+
     def index(self, name: str) -> dict[str, Any]:
         """The status of the index `DESIGN/INDEX`."""
         return _decoded(self._request("GET", _path(name)), dict[str, Any])
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The nodes of the indexer, what each keeps, and whether it answers the node that is asked;
+        empty if the indexer is alone."""
+        return _decoded(self._request("GET", "/v1/nodes"), _Nodes).nodes
 
     def status(self) -> dict[str, Any]:
         """The status of the indexer."""

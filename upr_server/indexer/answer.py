@@ -75,6 +75,7 @@ class ScanAnswer:
 
     Attributes:
         nbytes: The memory that its entries take.
+        moment: Names the moment that it is of; empty if that is not held.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ScanAnswer:
         explanation: Explanation | None = None,
         moment: str = "",
     ) -> None:
+        self.moment = moment
         self._part_count = part_count
         self._entries: Sequence[bytes] = ()
         self._payloads: Sequence[bytes] = ()

@@ -12,9 +12,11 @@ import trio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
 
+from upr_protocol.concurrency import background
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.users import Right
 from upr_server.indexer.definitions import NoIndexError
@@ -26,14 +28,19 @@ from upr_server.indexer.http_access import (
     TooManyLogInsError,
 )
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.membership import PATH, NotMySliceError
 from upr_server.indexer.moments import MomentGoneError
+from upr_server.indexer.node_links import serve_link
 from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
+from upr_server.indexer.pure.node_map import NodeMap
 from upr_server.indexer.query import Query, QueryError
+from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
 from upr_server.indexer.slices import SliceMissingError
+from upr_server.indexer.web_socket import accept, refuse
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 """The largest body of a request: design documents and queries are small."""
@@ -67,6 +74,9 @@ def _json(value: object, status: int = 200, headers: dict[str, str] | None = Non
 def _failure(error: UprError) -> Response:
     if isinstance(error, _TooLongError):
         return _json(Failures(Failure("too_long", str(error))), 413)
+    if isinstance(error, NotMySliceError):
+        failure = Failure("not_my_slice", str(error))
+        return _json({"error": failure, "map": error.node_map}, 421)
     status, code = next((s, c) for kind, s, c in _STATUSES if isinstance(error, kind))
     if isinstance(error, ServerError) and error.status is Status.NOT_ALLOWED:
         # The server checks who writes a definition.
@@ -137,11 +147,19 @@ class _Handlers:
     async def status(self, _request: Request) -> Response:
         return _json(await self._indexer.statistics())
 
+    async def nodes(self, _request: Request) -> Response:
+        return _json(self._indexer.nodes())
+
     async def designs(self, _request: Request) -> Response:
         indexes: dict[str, list[str]] = {}
         for name in self._designs.names():
             indexes.setdefault(name.design, []).append(name.index)
-        return _json({"designs": indexes, "mistakes": dict(self._designs.mistakes)})
+        mistakes, starting = dict(self._designs.mistakes), ""
+        try:
+            self._designs.check_known()
+        except SliceMissingError as error:
+            starting = str(error)
+        return _json({"designs": indexes, "mistakes": mistakes, "starting": starting})
 
     async def create(self, request: Request) -> Response:
         name, text = request.path_params["design"], await _body(request)
@@ -180,25 +198,81 @@ class _Scan:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        scan = _guarded(partial(self._scan, send=send), self._access, Right.READ)
+        scan = _guarded(partial(self._scan, receive=receive, send=send), self._access, Right.READ)
         response = await scan(request)
         if response is not None:
             await response(scope, receive, send)
 
-    async def _scan(self, request: Request, send: Send) -> None:
+    async def _scan(self, request: Request, receive: Receive, send: Send) -> None:
         body = await _body(request)
         try:
             query = msgspec.json.decode(body or b"{}", type=Query)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise QueryError("body", str(error)) from error
-        async with self._scanner.scan(_name(request), query) as answer:
+        with trio.CancelScope() as scope:
+            async with background() as nursery:
+                nursery.start_soon(_cancel_when_gone, receive, scope)
+                await self._answer(_name(request), query, send)
+        if not scope.cancelled_caught:
+            # Outside: the server takes the end of the answer for the client's going.
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _answer(self, name: IndexName, query: Query, send: Send) -> None:
+        async with self._scanner.scan(name, query) as answer:
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             pieces = answer.pieces()
             # Each piece is sent before the next one is made.
             while (piece := await trio.to_thread.run_sync(next, pieces, None)) is not None:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
+    """Cancels a scan when the client has gone: nobody reads the answer, nor lets its moment go."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+class _Link:
+    """Links of other nodes to a slice of this one, as an ASGI application for web sockets."""
+
+    def __init__(self, indexer: Indexer, access: HttpAccess) -> None:
+        self._indexer = indexer
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        socket = WebSocket(scope, receive, send)
+        try:
+            part = await self._part(socket)
+        except UprError as error:
+            response = _failure(error)
+            await refuse(scope, receive, send, response.status_code, bytes(response.body))
+            return
+        stream = await accept(receive, send)
+        await serve_link(stream, part, self._indexer.pool)
+
+    async def _part(self, socket: WebSocket) -> ReplicatedSlice:
+        """The slice that is asked for.
+
+        Raises:
+            LogInNeededError: See `HttpAccess.check_node`.
+            NotAllowedError: Likewise.
+            NotMySliceError: It is not kept here, or the indexer is alone.
+        """
+        host, port = socket.client or ("", 0)
+        authorization = socket.headers.get("authorization", "")
+        await self._access.check_node(authorization, f"{host}:{port}")
+        index: int = socket.path_params["index"]
+        if self._indexer.membership is None:
+            raise NotMySliceError(
+                NodeMap((), len(self._indexer.holders), 0),
+                "this indexer is alone: start it with --nodes, as the others",
+            )
+        self._indexer.membership.check(index, socket.query_params.get("map", ""))
+        part = self._indexer.holders[index]
+        assert isinstance(part, ReplicatedSlice)
+        return part
 
 
 def _name(request: Request) -> IndexName:
@@ -226,6 +300,7 @@ def application(indexer: Indexer, access: HttpAccess) -> Starlette:
         routes=[
             route("GET", "/openapi.json", None, handlers.openapi),
             route("GET", "/v1/status", Right.READ, handlers.status),
+            route("GET", "/v1/nodes", Right.READ, handlers.nodes),
             route("GET", "/v1/designs", Right.READ, handlers.designs),
             route("PUT", design, Right.INDEX, handlers.create),
             route("DELETE", design, Right.INDEX, handlers.drop),
@@ -233,5 +308,6 @@ def application(indexer: Indexer, access: HttpAccess) -> Starlette:
             route("GET", index, Right.READ, handlers.index),
             route("DELETE", "/v1/moments/{moment}", Right.READ, handlers.release),
             Route(index + "/scan", _Scan(indexer.scanner, access), methods=["POST"]),
+            WebSocketRoute(PATH, _Link(indexer, access)),
         ]
     )

@@ -124,7 +124,7 @@ async def _running(config: IndexerConfig) -> AsyncIterator[str]:
     certificates = None if files is None else Certificates(files)
     settings = config.settings()
     make_holder = None
-    if settings.slices > 1:
+    if len(settings.kept) > 1:
         make_holder = partial(
             WorkerProcess,
             config=msgspec.json.encode(config),

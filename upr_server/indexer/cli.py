@@ -78,6 +78,12 @@ EXIT_FAILED: Final = 1
     help="Whether clients need a certificate, with --tls-client-ca.  [default: required]",
 )
 @click.option(
+    "--tls-ca",
+    metavar="FILE",
+    help="The authorities of the other nodes' certificates.  [default: those that the system "
+    "trusts]",
+)
+@click.option(
     "--tls-version-min",
     type=click.Choice(["1.2", "1.3"]),
     help="The oldest version of TLS, in both directions.  [default: 1.3]",
@@ -105,6 +111,30 @@ EXIT_FAILED: Final = 1
     type=int,
     help="How many processes keep the indexes, each a slice of them. Another number builds the "
     "indexes again.  [default: one a core, at most 4]",
+)
+@click.option(
+    "--nodes",
+    metavar="URL,URL…",
+    help="Where each node answers, if several nodes keep the indexes; the same at each node, in "
+    "the same order.  [default: this one is alone]",
+)
+@click.option(
+    "--node",
+    metavar="PLACE|URL",
+    help="Which of --nodes this is: its place, from 0, or its URL.  [default: the one with the "
+    "host and port of --listen]",
+)
+@click.option(
+    "--slices",
+    type=int,
+    help="How many slices the indexes have on all nodes; the same at each node.  [default: one a "
+    "node]",
+)
+@click.option(
+    "--replicas",
+    type=int,
+    help="How many copies each slice has beside the first, 0 to 2; the same at each node.  "
+    "[default: 0]",
 )
 @click.option("--undo-mutations", type=int, help="How many mutations can be undone.")
 @click.option("--log-level", help="debug, info, warning or error.")

@@ -24,6 +24,8 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import CredentialsError
 from upr_server.indexer.indexer import Settings
+from upr_server.indexer.membership import membership_of
+from upr_server.indexer.pure.node_map import REPLICAS_MAX
 from upr_server.indexer.slices import SLICES_MAX
 from upr_server.runtime import (
     ConfigError,
@@ -68,6 +70,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for none.
         tls_client_certificates: Whether a client without a certificate is refused (`required`) or
             not (`optional`), where `tls_client_ca` is set.
+        tls_ca: The file with the authorities of the other nodes' certificates; empty for those that
+            the system trusts.
         tls_version_min: The oldest version of TLS, in both directions.
         insecure_no_authentication: Whether everybody may ask over HTTP for what the indexer may
             do: no user is asked for, and the indexer may listen where other machines reach it.
@@ -76,7 +80,15 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             machine's.
         queues: Among how many queues the partitions are divided.
         workers: How many processes keep the indexes, each a slice of them; 0 for one a core, and
-            4 at most, and fewer if the pool is small. With 1 this process does it.
+            4 at most, and fewer if the pool is small. With 1 this process does it. Not together
+            with `nodes`.
+        nodes: Where each node of the indexer answers, `http://HOST:PORT` or `https://…`, with
+            commas between; the same at each node. Empty for an indexer that is alone.
+        node: Which of them this is: its place, from 0, or its URL; empty for the one whose host and
+            port are `listen`.
+        slices: How many slices the indexes have on all nodes together, the same at each node; 0 for
+            one a node.
+        replicas: How many copies each slice has beside the first, the same at each node.
         undo_mutations: How many of the newest mutations can be undone when the server loses them;
             beyond it a partition is indexed again from nothing.
         log_level: The least severe event that is logged.
@@ -94,12 +106,17 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_key: str = ""
     tls_client_ca: str = ""
     tls_client_certificates: Literal["required", "optional"] = "required"
+    tls_ca: str = ""
     tls_version_min: Literal["1.2", "1.3"] = "1.3"
     insecure_no_authentication: bool = False
     data_dir: str = ""
     pool_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     queues: _Count = 8
     workers: Annotated[int, msgspec.Meta(ge=0, le=SLICES_MAX)] = 0
+    nodes: str = ""
+    node: str = ""
+    slices: Annotated[int, msgspec.Meta(ge=0, le=SLICES_MAX)] = 0
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=REPLICAS_MAX)] = 0
     undo_mutations: _Count = 200_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -168,19 +185,38 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         address = self.address()
         folder = Path(self.data_dir) if self.data_dir else _default_data_dir(address.bucket)
         pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())
+        membership = membership_of(self, address) if self.nodes else None
+        if membership is None:
+            self._check_alone()
         workers = self.workers or _default_workers(pool_bytes)
+        kept = workers if membership is None else len(membership.kept)
         # With several workers this process has none of the indexes, but merges answers.
-        processes = 1 if workers == 1 else workers + 1
+        processes = 1 if kept == 1 else kept + 1
         if pool_bytes < POOL_BYTES_MIN * processes:
-            with_workers = "" if workers == 1 else f" with workers = {workers}"
+            with_workers = "" if kept == 1 else f" with {kept} workers"
             raise ConfigError(
                 f"pool_bytes must be at least {POOL_BYTES_MIN * processes}{with_workers}, not "
                 f"{pool_bytes}"
             )
-        limits = ReceivedKeysLimits(self.undo_mutations, self.undo_mutations * 256)
         return Settings(
-            address, folder, pool_bytes // processes, limits, self.queues, slices=workers
+            address,
+            folder,
+            pool_bytes // processes,
+            ReceivedKeysLimits(self.undo_mutations, self.undo_mutations * 256),
+            self.queues,
+            slices=workers if membership is None else membership.node_map.slices,
+            membership=membership,
         )
+
+    def _check_alone(self) -> None:
+        for setting, value in (
+            ("node", self.node),
+            ("slices", self.slices),
+            ("replicas", self.replicas),
+            ("tls_ca", self.tls_ca),
+        ):
+            if value:
+                raise ConfigError(f"{setting} has no use without nodes")
 
 
 def _default_data_dir(bucket: str) -> Path:

@@ -71,6 +71,17 @@ class Designs:
         """The indexes, in order."""
         return sorted(self._definitions)
 
+    def check_known(self) -> None:
+        """Makes sure that it is known which indexes there are.
+
+        Raises:
+            SliceMissingError: Not every slice has said which there are.
+        """
+        if not self._is_known:
+            silent = (h for h in self._holders if h.slice_id.index not in self._reports)
+            holder = next(silent, self._holders[0])
+            raise SliceMissingError(holder.title, "has yet to say which indexes there are")
+
     def find(self, name: IndexName) -> IndexDefinition:
         """The definition of the index of this name.
 
@@ -79,11 +90,8 @@ class Designs:
             SliceMissingError: That is not known yet: not every slice has said which there are.
         """
         definition = self._definitions.get(name)
-        if definition is None and not self._is_known:
-            silent = (h for h in self._holders if h.slice_id.index not in self._reports)
-            holder = next(silent, self._holders[0])
-            raise SliceMissingError(holder.slice_id, "has yet to say which indexes there are")
         if definition is None:
+            self.check_known()
             raise NoIndexError(f"there is no index {name}; `upr index list` names all")
         return definition
 

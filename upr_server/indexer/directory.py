@@ -5,19 +5,30 @@ from __future__ import annotations
 import fcntl
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
+import trio
 
 from upr_server.indexer.index_file import IndexFileError
 from upr_server.indexer.slices import SliceId
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
 
 _SLICE_FOLDER: Final = re.compile(r"slice-\d+-of-\d+")
+
+
+LOCK_TIMEOUT_S: Final = 5.0
+"""How long to wait for a folder: the worker of an indexer that was killed ends a moment after
+it."""
+
+LOCK_RETRY_S: Final = 0.05
 
 
 class FolderInUseError(IndexFileError):
@@ -43,10 +54,50 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def remove_other_slices(data_dir: Path, slice_count: int) -> None:
-    """Removes the slices of another division of the indexes, or of an earlier version. They are
-    built again from the bucket. What is not known to be an indexer's stays."""
-    own = {SliceId(index, slice_count).folder for index in range(slice_count)}
+async def when_free(use: Callable[[], T]) -> T:
+    """What a function gives that uses a folder. If another process still does, waits for it, for
+    `LOCK_TIMEOUT_S` at most.
+
+    Raises:
+        FolderInUseError: The other process goes on.
+    """
+    deadline = trio.current_time() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return use()
+        except FolderInUseError:
+            if trio.current_time() >= deadline:
+                raise
+        await trio.sleep(LOCK_RETRY_S)
+
+
+async def remove_other_slices(data_dir: Path, kept: Collection[SliceId]) -> None:
+    """Removes the slices of another division of the indexes, those that other nodes keep now, and
+    what an earlier version has left. They are built again from the bucket. What is not known to be
+    an indexer's stays.
+
+    Args:
+        data_dir: Where the slices are kept.
+        kept: Those that stay.
+
+    Raises:
+        FolderInUseError: A worker of an indexer that was killed still uses one.
+    """
+    own = {slice_id.folder for slice_id in kept}
+    others = _others(data_dir, own)
+    if not others:
+        return
+    log.warning(
+        "the indexes are divided in another way than before; building them again",
+        slices=len(own),
+        removed=[path.name for path in others],
+    )
+    for path in others:
+        with await when_free(partial(_entered, path)):
+            await trio.to_thread.run_sync(_remove, path)
+
+
+def _others(data_dir: Path, own: Collection[str]) -> list[Path]:
     others = [
         path
         for path in sorted(data_dir.iterdir())
@@ -56,15 +107,19 @@ def remove_other_slices(data_dir: Path, slice_count: int) -> None:
         # An earlier version. The catalog is last: if this is interrupted, the next start goes on.
         names = ("indexes", "ring", "catalog")
         others += [path for path in map(data_dir.joinpath, names) if path.exists()]
-    if not others:
-        return
-    log.warning(
-        "the indexes are divided in another way than before; building them again",
-        slices=slice_count,
-        removed=[path.name for path in others],
-    )
-    for path in others:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    return others
+
+
+def _entered(path: Path) -> ExitStack:
+    """The lock of a slice's folder; of something else, nothing."""
+    with ExitStack() as stack:
+        if (path / "lock").is_file():
+            stack.enter_context(locked(path))
+        return stack.pop_all()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

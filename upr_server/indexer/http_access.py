@@ -52,6 +52,16 @@ _PROBE: Final = DESIGN_PREFIX
 """A key that is looked up to see whether the user may read the whole bucket: no right on some of
 its keys allows that. It need not be there."""
 
+_DESIGN_PROBE: Final = DESIGN_PREFIX + b"?"
+"""A key whose deletion is tried to see whether the user may define indexes. No design has this
+name."""
+
+_NO_CAS: Final = 1
+"""No item has this CAS, so that nothing is deleted."""
+
+_IS_ALLOWED: Final = (Status.NOT_FOUND, Status.CAS_MISMATCH)
+"""What a deletion of nothing ends with, if the user may delete."""
+
 _TOO_MANY_S: Final = 1.0
 
 
@@ -105,6 +115,8 @@ class HttpAccess:
         """Of their own, so that made-up names do not keep known users from a new verdict."""
         self._questions: dict[bytes, trio.Event] = {}
         """What is being asked, by the same hash; the event is set when that is over."""
+        self._nodes_until: dict[bytes, float] = {}
+        """Until when a user may link to slices while the server is away, by the same hash."""
         self._away_until = 0.0
         """Until when known users are not asked about, as the server did not answer; 0 if it did."""
 
@@ -135,6 +147,46 @@ class HttpAccess:
                 f"the whole bucket {self._address.bucket}"
             )
         return self._address_of(credentials)
+
+    async def check_node(self, authorization: str, peer: str) -> None:
+        """Checks whether who asks may link to a slice, as another node of the indexer: it needs the
+        rights `READ` and `INDEX`. Unlike `check`, this asks the server whether it has `INDEX`.
+        While the server is away, a node that had it goes on for `AWAY_S` at most.
+
+        Args:
+            authorization: The header of this name; empty for none.
+            peer: Where the request came from, HOST:PORT.
+
+        Raises:
+            LogInNeededError: The name and password are missing or wrong.
+            NotAllowedError: The user may not do it.
+            TooManyLogInsError: Too many attempts from that host have failed just before.
+            UprError: The server cannot be asked.
+        """
+        address = await self.check(Right.READ, authorization, peer)
+        if address is self._address:
+            # Nobody is asked who they are.
+            return
+        credentials = _credentials(authorization)
+        digest = self._digest(credentials)
+        try:
+            may_index = await self._may_index(address)
+        except BrokenError:
+            if trio.current_time() >= self._nodes_until.get(digest, -inf):
+                raise
+            return
+        if not may_index:
+            self._nodes_until.pop(digest, None)
+            raise NotAllowedError(
+                f"user {credentials.user} may not link to slices: it needs the right "
+                f"{Right.INDEX.value} on bucket {self._address.bucket}"
+            )
+        self._nodes_until[digest] = trio.current_time() + AWAY_S
+
+    async def _may_index(self, address: Address) -> bool:
+        with trio.move_on_after(ASK_TIMEOUT_S):
+            return await _may_index(address)
+        raise BrokenError(f"{self._address} did not answer in time")
 
     def _address_of(self, credentials: Credentials) -> Address:
         security = attrs.evolve(self._address.security, credentials=credentials)
@@ -268,6 +320,17 @@ class HttpAccess:
         with trio.move_on_after(ASK_TIMEOUT_S):
             return await _may_read(self._address_of(credentials))
         raise BrokenError(f"{self._address} did not answer in time")
+
+
+async def _may_index(address: Address) -> bool:
+    try:
+        async with connect(address, identity="upr-indexer") as client:
+            await client.delete(_DESIGN_PROBE, cas=_NO_CAS)
+    except ServerError as error:
+        if error.status not in (Status.NOT_ALLOWED, *_IS_ALLOWED):
+            raise
+        return error.status in _IS_ALLOWED
+    return True
 
 
 async def _may_read(address: Address) -> bool:

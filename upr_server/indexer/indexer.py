@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,11 @@ from upr_protocol.client import Address, ReceivedKeysLimits
 from upr_server.indexer.announcements import consumer_name
 from upr_server.indexer.designs import Designs
 from upr_server.indexer.directory import locked, remove_other_slices
+from upr_server.indexer.membership import Membership
+from upr_server.indexer.node_links import replicated_slice
 from upr_server.indexer.pipeline import Work, worker_thread
 from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.slice import QUEUES_DEFAULT, Slice, SliceSettings
@@ -43,6 +46,7 @@ class Settings:
         received_keys_limits: How many received keys are kept for rollbacks.
         queues: Queues of a pipeline.
         slices: How many slices the indexes have.
+        membership: Its place among several nodes; None if it is alone.
     """
 
     address: Address
@@ -51,6 +55,14 @@ class Settings:
     received_keys_limits: ReceivedKeysLimits = attrs.field(factory=ReceivedKeysLimits)
     queues: int = QUEUES_DEFAULT
     slices: int = 1
+    membership: Membership | None = None
+
+    @property
+    def kept(self) -> list[SliceId]:
+        """The slices that are kept here."""
+        if self.membership is not None:
+            return self.membership.kept
+        return [SliceId(index, self.slices) for index in range(self.slices)]
 
     def slice_settings(self) -> SliceSettings:
         """How each of its slices works."""
@@ -67,6 +79,7 @@ class Indexer:
 
     Attributes:
         address: The bucket.
+        membership: Its place among several nodes; None if it is alone.
         pool: The memory pool of this process.
         holders: The slices, by their numbers.
         designs: Which indexes there are.
@@ -78,6 +91,7 @@ class Indexer:
         self, settings: Settings, pool: MemoryPool, holders: Sequence[SliceHolder]
     ) -> None:
         self.address = settings.address
+        self.membership = settings.membership
         self.pool = pool
         self.holders = holders
         self.designs = Designs(settings.address, consumer_name(settings.data_dir), holders)
@@ -87,7 +101,32 @@ class Indexer:
     @property
     def slices(self) -> list[Slice]:
         """The slices in this process."""
-        return [holder for holder in self.holders if isinstance(holder, Slice)]
+        own = (
+            holder.own if isinstance(holder, ReplicatedSlice) else holder for holder in self.holders
+        )
+        return [holder for holder in own if isinstance(holder, Slice)]
+
+    def nodes(self) -> dict[str, Any]:
+        """Which node keeps what, and which of them answer, for `GET /v1/nodes`."""
+        if self.membership is None:
+            return {"nodes": [], "slices": len(self.holders), "replicas": 0}
+        node_map = self.membership.node_map
+        replicated = [holder for holder in self.holders if isinstance(holder, ReplicatedSlice)]
+        silent = set[str]().union(*(holder.silent_nodes() for holder in replicated))
+        return {
+            "nodes": [
+                {
+                    "node": place,
+                    "url": url,
+                    "is_this": place == self.membership.place,
+                    "answers": url not in silent,
+                    "slices": list(node_map.kept_by(place)),
+                }
+                for place, url in enumerate(node_map.nodes)
+            ],
+            "slices": node_map.slices,
+            "replicas": node_map.replicas,
+        }
 
     async def run(self) -> None:
         """Keeps the indexes up to date, for as long as the bucket is there.
@@ -118,12 +157,20 @@ class Indexer:
             except SliceMissingError:
                 figures["connected"] = False
             slices.append({"slice": holder.slice_id.index, **figures})
-            totals.update({name: figures[name] for name in figures.keys() - {"connected"}})
+            totals.update({name: figures[name] for name in figures.keys() - {"connected", "node"}})
         return {
             "connected": all(figures["connected"] for figures in slices),
             **totals,
             "slices": slices,
         }
+
+
+def _holder(
+    membership: Membership | None, slice_id: SliceId, own: Mapping[SliceId, SliceHolder]
+) -> SliceHolder:
+    if membership is None:
+        return own[slice_id]
+    return replicated_slice(membership, slice_id, own.get(slice_id))
 
 
 HolderMaker = Callable[[SliceId], SliceHolder]
@@ -142,14 +189,15 @@ async def running_indexer(
     Args:
         settings: How it works.
         work: Where indexes are written; by default a worker thread.
-        make_holder: Makes the holders of slices; by default they are in this process.
+        make_holder: Makes the holders of slices that are kept here; by default they are in this
+            process.
 
     Raises:
         IndexFileError: The data directory cannot be used.
         UprError: The server refused.
     """
     with locked(settings.data_dir), ExitStack() as files:
-        await trio.to_thread.run_sync(remove_other_slices, settings.data_dir, settings.slices)
+        await remove_other_slices(settings.data_dir, settings.kept)
         pool = MemoryPool(settings.pool_bytes)
         if make_holder is None:
             make_holder = partial(
@@ -158,11 +206,14 @@ async def running_indexer(
                 pool=pool,
                 work=work or worker_thread(),
             )
-        holders = []
-        for index in range(settings.slices):
-            holder = make_holder(SliceId(index, settings.slices))
-            files.callback(holder.close)
-            holders.append(holder)
+        own: dict[SliceId, SliceHolder] = {}
+        for slice_id in settings.kept:
+            own[slice_id] = make_holder(slice_id)
+            files.callback(own[slice_id].close)
+        holders = [
+            _holder(settings.membership, SliceId(index, settings.slices), own)
+            for index in range(settings.slices)
+        ]
         indexer = Indexer(settings, pool, holders)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(indexer.run)

@@ -72,6 +72,7 @@ def openapi() -> dict[str, Any]:
     index = _parameters("design", "index")
     paths = {
         "/v1/status": {"get": operation("How the indexer does", anything)},
+        "/v1/nodes": {"get": operation("Which node keeps what, and which answer", anything)},
         "/v1/designs": {"get": operation("The design documents, and their mistakes", anything)},
         "/v1/designs/{design}": {
             "parameters": _parameters("design"),

@@ -158,7 +158,14 @@ class Scanner:
         with self._pool.reserve_for_scan() as reservation:
             answer = await self._answer(name, definition, query)
             reservation.reduce_to(answer.nbytes + SCAN_OVERHEAD_BYTES)
-            yield answer
+            try:
+                yield answer
+            except BaseException:
+                # Whoever asked does not know of it.
+                if answer.moment and not query.moment:
+                    with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
+                        await self.release(answer.moment)
+                raise
 
     async def release(self, token: str) -> None:
         """Lets a moment go.
@@ -225,21 +232,26 @@ class Scanner:
                 return answer
             raise SliceMissingError(holder.slice_id, "does not answer")
 
+        is_answered = False
         try:
-            return await _gathered(
+            answers = await _gathered(
                 [
                     partial(ask, holder, moment)
                     for holder, moment in zip(self._holders, moments, strict=True)
                 ]
             )
-        except UprError as error:
-            for holder, moment in moments_to_release:
-                with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
-                    await holder.release(moment)
-            if isinstance(error, NoIndexError) and self._designs.is_defined(name, definition):
+            is_answered = True
+        except NoIndexError as error:
+            if self._designs.is_defined(name, definition):
                 # A slice that has yet to hear of it.
                 raise BuildingError(name) from error
             raise
+        finally:
+            if not is_answered:
+                for holder, moment in moments_to_release:
+                    with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
+                        await holder.release(moment)
+        return answers
 
 
 async def _gathered(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

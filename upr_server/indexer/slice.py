@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,6 +65,7 @@ class Slice:
 
     Attributes:
         slice_id: Which one it is.
+        heard_at: `inf`: it always answers.
         catalog: The design documents that the stream has brought.
         pipeline: The running indexes' queues.
         stream: The running indexes' stream.
@@ -80,6 +82,7 @@ class Slice:
         self, slice_id: SliceId, settings: SliceSettings, pool: MemoryPool, work: Work
     ) -> None:
         address = settings.address
+        self.heard_at = inf
         data_dir = settings.data_dir / slice_id.folder
         self.slice_id = slice_id
         with ExitStack() as undo:
@@ -115,6 +118,11 @@ class Slice:
         self._reporting = trio.Lock()
         self._listener: SliceListener | None = None
         self.catalog.on_change = self._note_catalog
+
+    @property
+    def title(self) -> str:
+        """The slice."""
+        return str(self.slice_id)
 
     async def run(self, listener: SliceListener) -> None:
         """Keeps the slice up to date, for as long as the bucket is there.
@@ -155,6 +163,7 @@ class Slice:
 
     async def stop(self) -> None:
         """Applies what was read."""
+        await trio.lowlevel.checkpoint()
         await self.pipeline.drain()
 
     def close(self) -> None:
@@ -166,6 +175,10 @@ class Slice:
     def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
         """Says which indexes there shall be."""
         self.definitions.define(definitions)
+
+    async def ping(self) -> None:
+        """Answers at once."""
+        await trio.lowlevel.checkpoint()
 
     async def confirm(self) -> int:
         """Waits until the catalog has all that was acknowledged before the call, and reports it.

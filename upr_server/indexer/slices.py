@@ -63,9 +63,9 @@ class SliceMissingError(UprError):
         retry_after_s: When to ask again.
     """
 
-    def __init__(self, slice_id: SliceId, reason: str) -> None:
+    def __init__(self, title: SliceId | str, reason: str) -> None:
         self.retry_after_s = 1.0
-        super().__init__(f"{slice_id} {reason}; ask again in a second")
+        super().__init__(f"{title} {reason}; ask again in a second")
 
 
 class CatalogReport(msgspec.Struct, frozen=True):
@@ -134,8 +134,26 @@ class SliceAnswer(msgspec.Struct, frozen=True, kw_only=True):
     moment: str = ""
 
 
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What can be told of a copy of a slice of an index.
+
+    Attributes:
+        node: The node that has it, as its URL.
+        state: As for a slice.
+        entries: How many entries it has.
+        behind: How many of the server's sequence numbers it lacks, by the server's last answer.
+        failure: Why it was left out, or does not answer; empty otherwise.
+    """
+
+    node: str
+    state: IndexState
+    entries: int = 0
+    behind: int = 0
+    failure: str = ""
+
+
 class SliceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What can be told of one slice of an index.
+    """What can be told of one slice of an index; where nodes have copies, of the best of them.
 
     Attributes:
         slice: The slice's number, from 0.
@@ -147,6 +165,7 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         too_costly: Documents left out since the start, as the expressions cost too much for them.
         behind: How many of the server's sequence numbers it lacks, by the server's last answer.
         failure: Why it was left out, or does not run; empty otherwise.
+        replicas: Its copies; empty where the indexer is one node.
     """
 
     slice: int
@@ -157,6 +176,7 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     too_costly: int = 0
     behind: int = 0
     failure: str = ""
+    replicas: list[ReplicaStatus] = []
 
 
 class SliceListener(Protocol):
@@ -180,6 +200,15 @@ class SliceHolder(Protocol):
 
     slice_id: SliceId
 
+    @property
+    def title(self) -> str:
+        """The slice, and the nodes that keep it."""
+
+    @property
+    def heard_at(self) -> float:
+        """When the slice last answered, in Trio's time: `inf` for one in this process, which always
+        does; `-inf` for one that does not run."""
+
     async def run(self, listener: SliceListener) -> None:
         """Keeps the slice up to date, for as long as the bucket is there."""
 
@@ -191,6 +220,9 @@ class SliceHolder(Protocol):
 
     def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
         """Says which indexes there shall be."""
+
+    async def ping(self) -> None:
+        """Waits for an answer."""
 
     async def confirm(self) -> int:
         """Waits until the catalog has all that was acknowledged before the call, and was reported

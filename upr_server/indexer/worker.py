@@ -7,60 +7,42 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
+from functools import partial
 from typing import Any, Final
 
 import msgspec
-import structlog
 import trio
 
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
-from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.config import IndexerConfig
-from upr_server.indexer.directory import FolderInUseError
-from upr_server.indexer.index_file import entries_bytes
+from upr_server.indexer.directory import when_free
 from upr_server.indexer.indexer import STOP_S, SWITCH_INTERVAL_S
 from upr_server.indexer.pipeline import worker_thread
-from upr_server.indexer.pool import SCAN_OVERHEAD_BYTES, MemoryPool
+from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.slice import Slice
+from upr_server.indexer.slice_server import SliceServer
 from upr_server.indexer.slices import CatalogReport, SliceId
 from upr_server.indexer.worker_messages import (
-    Answered,
     Ask,
     Cancel,
-    Confirm,
     Define,
     Ended,
-    Failure,
     Frames,
-    Ping,
     Question,
-    Release,
     Reported,
-    Scan,
     Start,
-    Statistics,
-    Status,
-    Stop,
     ToWorker,
     failure_of,
 )
 from upr_server.runtime import rare_collections, set_up_logging
-
-log = structlog.get_logger(__name__)
-
-LOCK_TIMEOUT_S: Final = 5.0
-"""How long to wait for the slice's folder: the worker of an indexer that was killed ends a moment
-after it."""
-
-LOCK_RETRY_S: Final = 0.05
 
 STOP_MARGIN_S: Final = 1.0
 """The indexer waits for so much longer than the worker applies what it has read."""
 
 
 class Worker:
-    """Answers questions to a slice.
+    """Answers questions to a slice in this process.
 
     Args:
         frames: The socket to the indexer.
@@ -71,8 +53,7 @@ class Worker:
     def __init__(self, frames: Frames, part: Slice, pool: MemoryPool) -> None:
         self._frames = frames
         self._slice = part
-        self._pool = pool
-        self._scopes: dict[int, trio.CancelScope] = {}
+        self._server = SliceServer(frames, part, pool, Question, STOP_S - STOP_MARGIN_S)
 
     async def run(self, nursery: trio.Nursery) -> None:
         """Keeps the slice up to date; tells the indexer if that cannot go on."""
@@ -92,77 +73,16 @@ class Worker:
 
     def take(self, message: Define | Ask | Cancel, nursery: trio.Nursery) -> None:
         """Does what a message says."""
-        match message:
-            case Define(definitions):
-                self._slice.define(dict(definitions))
-            case Ask(number, question):
-                self._scopes[number] = trio.CancelScope()
-                nursery.start_soon(self._answer, number, question, nursery)
-            case Cancel(number):
-                if number in self._scopes:
-                    self._scopes[number].cancel()
-
-    async def _answer(self, number: int, data: bytes, nursery: trio.Nursery) -> None:
-        with self._scopes[number]:
-            try:
-                question = msgspec.json.decode(data, type=Question)
-                await self._answer_to(question, number)
-                if isinstance(question, Stop):
-                    nursery.cancel_scope.cancel()
-            except UprError as error:
-                self._frames.put(Answered(number, failure=failure_of(error)))
-            except Exception as error:
-                # A question that cannot be answered does not end the slice.
-                log.exception("a question to a slice failed", slice=str(self._slice.slice_id))
-                failure = Failure("UprError", f"the indexer failed: {error!r}")
-                self._frames.put(Answered(number, failure=failure))
-        del self._scopes[number]
-
-    async def _answer_to(self, question: Question, number: int) -> None:
-        part = self._slice
-        answer: Any = None
-        match question:
-            case Scan(scan):
-                # It counts until it is sent.
-                with self._pool.reserve_for_scan() as reservation:
-                    slice_answer = await part.scan(scan)
-                    nbytes = entries_bytes(slice_answer.entries) + entries_bytes(
-                        slice_answer.payloads
-                    )
-                    reservation.reduce_to(nbytes + SCAN_OVERHEAD_BYTES)
-                    await self._put(number, slice_answer).wait()
-                return
-            case Release(token):
-                await part.release(token)
-            case Status(name, definition, newest_seqs):
-                seqs = {PartitionId(key): SeqNo(seq) for key, seq in newest_seqs.items()}
-                answer = await part.status(name, definition, seqs)
-            case Statistics():
-                answer = {**await part.statistics(), **self._pool.figures()}
-            case Confirm():
-                answer = await part.confirm()
-            case Stop():
-                with trio.move_on_after(STOP_S - STOP_MARGIN_S):
-                    await part.stop()
-            case Ping():
-                pass
-        await self._put(number, answer).wait()
-
-    def _put(self, number: int, answer: Any) -> trio.Event:
-        return self._frames.put(Answered(number, msgspec.msgpack.encode(answer)))
+        if isinstance(message, Define):
+            self._slice.define(dict(message.definitions))
+        else:
+            self._server.take(message, nursery)
 
 
 async def _new_slice(start: Start, config: IndexerConfig, pool: MemoryPool) -> Slice:
     slice_id = SliceId(start.index, start.count)
     settings = config.settings().slice_settings()
-    deadline = trio.current_time() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            return Slice(slice_id, settings, pool, worker_thread())
-        except FolderInUseError:
-            if trio.current_time() >= deadline:
-                raise
-        await trio.sleep(LOCK_RETRY_S)
+    return await when_free(partial(Slice, slice_id, settings, pool, worker_thread()))
 
 
 async def serve_slice(stream: trio.abc.Stream, on_config: Callable[[IndexerConfig], None]) -> None:

@@ -1,4 +1,5 @@
-"""What the indexer and its worker processes say to each other, over a socket.
+"""What the indexer and its worker processes say to each other over a socket, and the nodes of an
+indexer over a web socket.
 
 A frame is its length, four bytes, and a message in MessagePack. Questions stand in it as JSON: a
 query may have numbers that MessagePack has not.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import trio
@@ -26,6 +27,9 @@ from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, No
 from upr_server.indexer.slices import CatalogReport, SliceMissingError, SliceScan
 
 RECEIVE_BYTES: Final = 256 * 1024
+
+FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
+"""The longest message. A report has all design documents of a slice."""
 
 _LENGTH: Final = Struct(">I")
 
@@ -68,7 +72,10 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks whether the worker is alive."""
 
 
-Question = Scan | Release | Status | Statistics | Confirm | Stop | Ping
+NodeQuestion = Scan | Release | Status | Statistics | Confirm | Ping
+"""What one node may ask another: nothing that changes what a slice is, or ends it."""
+
+Question = NodeQuestion | Stop
 
 # Messages to a worker.
 
@@ -108,14 +115,16 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for the answer to a question any more."""
+    """Nobody waits for the answer to a question any more. It has one all the same, which may be a
+    failure."""
 
     number: int
 
 
 ToWorker = Start | Define | Ask | Cancel
+ToNode = Ask | Cancel
 
-# Messages of a worker.
+# Messages of a worker, or of a node.
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -152,6 +161,10 @@ class Reported(msgspec.Struct, frozen=True, tag=True):
     report: CatalogReport
 
 
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """The slice has begun to run again."""
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """The worker ends, as nothing is left to do: to start it again would not help."""
 
@@ -159,6 +172,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = Answered | Reported | Ended
+FromNode = Answered | Reported | Began
 
 _KINDS: Final[dict[str, type[UprError]]] = {
     kind.__name__: kind
@@ -191,6 +205,24 @@ def error_of(failure: Failure) -> UprError:
     return error
 
 
+class ByteStream(Protocol):
+    """What carries messages. Trio's streams are such."""
+
+    async def send_all(self, data: bytes | bytearray | memoryview, /) -> None:
+        """Sends bytes.
+
+        Raises:
+            trio.BrokenResourceError: The other side has gone.
+        """
+
+    async def receive_some(self, max_bytes: int, /) -> bytes | bytearray:
+        """Bytes that came; none at the end.
+
+        Raises:
+            trio.BrokenResourceError: The other side has gone.
+        """
+
+
 class Frames:
     """A stream that carries messages.
 
@@ -201,14 +233,14 @@ class Frames:
     Messages are sent in the order of `put`, by the task that runs `send_all`.
     """
 
-    def __init__(self, stream: trio.abc.Stream, kind: Any) -> None:
+    def __init__(self, stream: ByteStream, kind: Any) -> None:
         self._stream = stream
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
         self._outbox: deque[tuple[bytes, trio.Event]] = deque()
         self._was_put = Notifier()
 
-    def put(self, message: ToWorker | FromWorker) -> trio.Event:
+    def put(self, message: ToWorker | FromWorker | FromNode) -> trio.Event:
         """Has a message sent; gives an event that is set when it is."""
         data, is_sent = self._encoder.encode(message), trio.Event()
         self._outbox.append((_LENGTH.pack(len(data)) + data, is_sent))
@@ -235,7 +267,11 @@ class Frames:
             return b""
 
     async def received(self) -> AsyncGenerator[Any, None]:
-        """The messages that come, until the other side closes or is gone."""
+        """The messages that come, until the other side closes or is gone.
+
+        Raises:
+            msgspec.MsgspecError: What comes is no message, or too long.
+        """
         buffer = bytearray()
         while True:
             data = await self._receive()
@@ -245,7 +281,10 @@ class Frames:
             offset = 0
             while len(buffer) - offset >= _LENGTH.size:
                 start = offset + _LENGTH.size
-                end = start + _LENGTH.unpack_from(buffer, offset)[0]
+                nbytes: int = _LENGTH.unpack_from(buffer, offset)[0]
+                if nbytes > FRAME_BYTES_MAX:
+                    raise msgspec.DecodeError(f"a message of {nbytes} bytes is too long")
+                end = start + nbytes
                 if len(buffer) < end:
                     break
                 with memoryview(buffer) as view:

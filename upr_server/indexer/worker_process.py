@@ -6,45 +6,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
-from typing import Any, Final
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Final
 
-import attrs
-import msgspec
 import structlog
 import trio
 
-from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
-from upr_server.indexer.slices import (
-    SliceAnswer,
-    SliceId,
-    SliceListener,
-    SliceMissingError,
-    SliceScan,
-    SliceStatus,
-)
-from upr_server.indexer.worker_messages import (
-    Answered,
-    Ask,
-    Cancel,
-    Confirm,
-    Define,
-    Ended,
-    Failure,
-    Frames,
-    FromWorker,
-    Ping,
-    Question,
-    Release,
-    Reported,
-    Scan,
-    Start,
-    Statistics,
-    Status,
-    Stop,
-    error_of,
-)
+from upr_server.indexer.slice_link import LinkedSlice
+from upr_server.indexer.slices import SliceId, SliceListener, SliceMissingError
+from upr_server.indexer.worker_messages import Define, Frames, FromWorker, Start, Stop
 
 log = structlog.get_logger(__name__)
 
@@ -56,13 +27,6 @@ RESTART_S_MAX: Final = 30.0
 
 YOUNG_S: Final = 60.0
 """A worker that ends younger than this may end for a reason that the next one meets, too."""
-
-PING_S: Final = 1.0
-"""The pause between two questions whether a worker is alive."""
-
-HANG_S: Final = 10.0
-"""A worker that has not answered such a question for so long is killed. Its event loop answers it
-while a thread indexes."""
 
 START_S: Final = 60.0
 """The first answer may take so long: on a machine that is busy, to start takes many seconds, and
@@ -94,25 +58,8 @@ async def worker_process() -> AsyncIterator[trio.abc.Stream]:
                 await process.wait()
 
 
-@attrs.define(eq=False)
-class _Call:
-    """A question that waits for its answer.
-
-    Attributes:
-        is_answered: Set when there is an answer.
-        answer: What it asked for, in MessagePack.
-        failure: Why there is none.
-        is_lost: Whether the worker has gone.
-    """
-
-    is_answered: trio.Event = attrs.field(factory=trio.Event)
-    answer: bytes = b""
-    failure: Failure | None = None
-    is_lost: bool = False
-
-
-class WorkerProcess:
-    """Holds a slice in a process of its own.
+class WorkerProcess(LinkedSlice):
+    """Holds a slice in a process of its own. One that hangs is killed.
 
     Args:
         slice_id: Which one.
@@ -132,17 +79,12 @@ class WorkerProcess:
         pool_bytes: int,
         start_worker: Callable[[], AbstractAsyncContextManager[trio.abc.Stream]] = worker_process,
     ) -> None:
-        self.slice_id = slice_id
+        super().__init__(slice_id)
         self._start_worker = start_worker
         self._start = Start(config, slice_id.index, slice_id.count, pool_bytes)
-        self._frames: Frames | None = None
-        self._calls: dict[int, _Call] = {}
-        self._call_count = 0
         self._is_stopping = False
         # How many workers in succession have ended young.
         self._ended_young = 0
-
-    # The process.
 
     async def run(self, listener: SliceListener) -> None:
         """Keeps a worker running.
@@ -153,12 +95,7 @@ class WorkerProcess:
         while True:
             began_at = trio.current_time()
             async with self._start_worker() as stream:
-                self._frames = Frames(stream, FromWorker)
-                try:
-                    await self._talk(self._frames, listener)
-                finally:
-                    self._frames = None
-                    self._lose_calls()
+                await self._talk(Frames(stream, FromWorker), listener, self._start, START_S)
             if self._is_stopping:
                 return
             is_young = trio.current_time() - began_at < YOUNG_S
@@ -172,53 +109,6 @@ class WorkerProcess:
             )
             await trio.sleep(pause_s)
 
-    async def _talk(self, frames: Frames, listener: SliceListener) -> None:
-        """Talks to a worker until it has gone, or hangs."""
-        frames.put(self._start)
-        listener.began(self.slice_id.index)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._send, frames, nursery.cancel_scope)
-            nursery.start_soon(self._keep_pinging, nursery.cancel_scope)
-            async with aclosing(frames.received()) as messages:
-                async for message in messages:
-                    self._take(message, listener)
-            nursery.cancel_scope.cancel()
-
-    def _lose_calls(self) -> None:
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.is_lost = True
-            call.is_answered.set()
-
-    async def _send(self, frames: Frames, scope: trio.CancelScope) -> None:
-        try:
-            await frames.send_all()
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            scope.cancel()
-
-    async def _keep_pinging(self, scope: trio.CancelScope) -> None:
-        limit_s = START_S
-        while True:
-            with trio.move_on_after(limit_s) as waiting:
-                await self._ask(Ping())
-            limit_s = HANG_S
-            if waiting.cancelled_caught:
-                log.warning("a worker does not answer; killing it", slice=str(self.slice_id))
-                scope.cancel()
-            await trio.sleep(PING_S)
-
-    def _take(self, message: FromWorker, listener: SliceListener) -> None:
-        match message:
-            case Reported(report):
-                listener.report(self.slice_id.index, report)
-            case Answered(number, answer, failure):
-                call = self._calls.pop(number, None)
-                if call is not None:
-                    call.answer, call.failure = answer, failure
-                    call.is_answered.set()
-            case Ended(failure):
-                raise error_of(failure)
-
     async def stop(self) -> None:
         """Has the worker apply what it has read, and end."""
         self._is_stopping = True
@@ -228,30 +118,10 @@ class WorkerProcess:
     def close(self) -> None:
         """Nothing is left to close."""
 
-    # Questions.
-
-    async def _ask(self, question: Question) -> bytes:
-        """What the worker answers, in MessagePack."""
-        if self._frames is None:
-            # Where the indexer is being cancelled, its workers may have ended before their callers.
-            await trio.lowlevel.checkpoint_if_cancelled()
-            raise SliceMissingError(self.slice_id, f"does not run: {self._reason()}")
-        frames, call = self._frames, _Call()
-        self._call_count += 1
-        number = self._call_count
-        self._calls[number] = call
-        frames.put(Ask(number, msgspec.json.encode(question)))
-        try:
-            await call.is_answered.wait()
-        finally:
-            if self._calls.pop(number, None) is not None:
-                frames.put(Cancel(number))
-        if call.is_lost:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            raise SliceMissingError(self.slice_id, "does not run: its worker has ended")
-        if call.failure is not None:
-            raise error_of(call.failure)
-        return call.answer
+    @property
+    def title(self) -> str:
+        """The slice."""
+        return str(self.slice_id)
 
     def _reason(self) -> str:
         """Why there is no worker."""
@@ -266,36 +136,3 @@ class WorkerProcess:
         """Says which indexes there shall be."""
         if self._frames is not None:
             self._frames.put(Define(list(definitions.items())))
-
-    async def confirm(self) -> int:
-        """See `SliceHolder.confirm`."""
-        return msgspec.msgpack.decode(await self._ask(Confirm()), type=int)
-
-    async def scan(self, scan: SliceScan) -> SliceAnswer:
-        """Answers a query; see `SliceHolder.scan`."""
-        return msgspec.msgpack.decode(await self._ask(Scan(scan)), type=SliceAnswer)
-
-    async def release(self, token: str) -> None:
-        """Lets a moment go.
-
-        Raises:
-            MomentGoneError: It is not held.
-        """
-        await self._ask(Release(token))
-
-    async def status(
-        self, name: IndexName, definition: IndexDefinition, newest_seqs: Mapping[PartitionId, SeqNo]
-    ) -> SliceStatus:
-        """What can be told of an index."""
-        seqs = {
-            int(partition): int(seq)
-            for partition, seq in newest_seqs.items()
-            if self.slice_id.has(partition)
-        }
-        answer = await self._ask(Status(name, definition, seqs))
-        return msgspec.msgpack.decode(answer, type=SliceStatus)
-
-    async def statistics(self) -> dict[str, Any]:
-        """Figures of the slice, and of the worker's memory."""
-        answer = await self._ask(Statistics())
-        return msgspec.msgpack.decode(answer, type=dict[str, Any])

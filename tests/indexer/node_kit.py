@@ -1,0 +1,194 @@
+"""Several nodes of an indexer in one loop, with links in memory that can be cut and stopped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import attrs
+import trio
+import trio.testing
+
+from tests.indexer.kit import name_of, settings, until
+from upr_protocol.client import Security
+from upr_protocol.errors import UprError
+from upr_server.indexer.indexer import Indexer, running_indexer
+from upr_server.indexer.membership import Membership
+from upr_server.indexer.moments import MomentGoneError
+from upr_server.indexer.node_links import serve_link
+from upr_server.indexer.pure.node_map import NodeMap
+from upr_server.indexer.replicated_slice import ReplicatedSlice
+from upr_server.indexer.slice_scanner import BuildingError, NotFreshError
+from upr_server.indexer.slices import SliceMissingError
+
+
+def urls(count: int) -> tuple[str, ...]:
+    return tuple(f"http://n{place}:1" for place in range(count))
+
+
+class _StoppableStream(trio.abc.Stream):
+    """Carries nothing while one of its nodes is stopped."""
+
+    def __init__(self, stream: trio.abc.Stream, nodes: Nodes, places: tuple[int, int]) -> None:
+        self._stream = stream
+        self._nodes = nodes
+        self._places = places
+
+    async def _wait(self) -> None:
+        for place in self._places:
+            if place in self._nodes.stopped:
+                await self._nodes.stopped[place].wait()
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._wait()
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        data = bytes(await self._stream.receive_some(max_bytes))
+        await self._wait()
+        return data
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class Nodes:
+    """The nodes of an indexer.
+
+    Args:
+        url: The bucket.
+        folder: Where each node has a folder.
+        node_map: Which nodes there are.
+        nursery: Runs them.
+
+    Attributes:
+        node_map: Which nodes there are.
+        running: Those that run, by place.
+        stopped: Those that take and send nothing; the event is set when they go on.
+    """
+
+    def __init__(self, url: str, folder: Path, node_map: NodeMap, nursery: trio.Nursery) -> None:
+        self.node_map = node_map
+        self.running: dict[int, Indexer] = {}
+        self.stopped: dict[int, trio.Event] = {}
+        self._url = url
+        self._folder = folder
+        self._nursery = nursery
+        self._scopes: dict[int, trio.CancelScope] = {}
+        self._ended: dict[int, trio.Event] = {}
+
+    async def start(self, place: int) -> Indexer:
+        """Starts a node."""
+        return await self._nursery.start(self._hold, place)  # type: ignore[no-any-return]
+
+    async def _hold(
+        self, place: int, task_status: trio.TaskStatus[Indexer] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        membership = Membership(
+            self.node_map, place, "b", open_stream=partial(self._open_stream, place)
+        )
+        ended = self._ended[place] = trio.Event()
+        try:
+            with trio.CancelScope() as self._scopes[place]:
+                async with node(self._url, self._folder / str(place), membership) as indexer:
+                    self.running[place] = indexer
+                    task_status.started(indexer)
+                    await trio.sleep_forever()
+        finally:
+            self.running.pop(place, None)
+            ended.set()
+
+    async def kill(self, place: int) -> None:
+        """Ends a node without goodbye."""
+        self.go_on(place)
+        self._scopes[place].cancel()
+        await self._ended[place].wait()
+
+    def stop(self, place: int) -> None:
+        """Has a node take and send nothing."""
+        self.stopped[place] = trio.Event()
+
+    def go_on(self, place: int) -> None:
+        """Ends a stop."""
+        if place in self.stopped:
+            self.stopped.pop(place).set()
+
+    async def _open_stream(self, origin: int, url: str, _security: Security) -> trio.abc.Stream:
+        parts = urlsplit(url)
+        place = self.node_map.nodes.index(f"{parts.scheme}://{parts.netloc}")
+        index = int(parts.path.rpartition("/")[2])
+        await trio.lowlevel.checkpoint()
+        indexer = self.running.get(place)
+        if indexer is None or indexer.membership is None:
+            raise OSError(f"nobody listens at {parts.netloc}")
+        indexer.membership.check(index, parse_qs(parts.query)["map"][0])
+        part = indexer.holders[index]
+        assert isinstance(part, ReplicatedSlice)
+        ours, theirs = trio.testing.memory_stream_pair()
+        places = origin, place
+        self._nursery.start_soon(
+            self._serve, place, _StoppableStream(theirs, self, places), part, indexer
+        )
+        return _StoppableStream(ours, self, places)
+
+    async def _serve(
+        self, place: int, stream: trio.abc.Stream, part: ReplicatedSlice, indexer: Indexer
+    ) -> None:
+        """Serves a link for as long as the node runs."""
+        async with stream, trio.open_nursery() as nursery:
+
+            async def end_with_node() -> None:
+                await self._ended[place].wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(end_with_node)
+            await serve_link(stream, part, indexer.pool)
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def node(url: str, folder: Path, membership: Membership) -> AsyncIterator[Indexer]:
+    """One node, without HTTP."""
+    own = settings(url, folder, slices=membership.node_map.slices)
+    async with running_indexer(attrs.evolve(own, membership=membership)) as indexer:
+        yield indexer
+
+
+@asynccontextmanager
+async def some_nodes(
+    url: str, folder: Path, count: int = 3, slices: int = 3, replicas: int = 1
+) -> AsyncIterator[Nodes]:
+    """Nodes that run for as long as the context."""
+    async with trio.open_nursery() as nursery:
+        nodes = Nodes(url, folder, NodeMap(urls(count), slices, replicas), nursery)
+        for place in range(count):
+            await nodes.start(place)
+        yield nodes
+        nursery.cancel_scope.cancel()
+
+
+def is_expected(error: UprError) -> bool:
+    """Whether an error is one that nodes which are away may cause, and names what is missing."""
+    if isinstance(error, SliceMissingError):
+        return re.search(r"slice \d of \d\b.*http://n\d:1", str(error)) is not None
+    return isinstance(error, MomentGoneError | BuildingError | NotFreshError)
+
+
+async def until_ready(indexer: Indexer) -> None:
+    """Waits until every copy of every slice is there."""
+
+    async def is_ready() -> bool:
+        if name_of("d/city") not in indexer.designs.names():
+            return False
+        status = await indexer.scanner.status(name_of("d/city"))
+        states = {copy.state for part in status.slices for copy in part.replicas}
+        return states == {"ready"}
+
+    await until(is_ready)

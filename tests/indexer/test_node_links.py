@@ -1,0 +1,279 @@
+"""Links between nodes over real sockets: who gets one, and what ends one."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import trio
+
+from tests.indexer.kit import a_server, an_indexer, ask
+from tests.indexer.node_kit import until_ready
+from tests.indexer.rounds import free_ports
+from tests.indexer.test_http_access import users_of_the_table
+from tests.indexer.test_slices import NoListener
+from tests.indexer.test_tls import upr_index
+from tests.kit.certificates import Certificates
+from tests.server.test_log_in import VERIFIER, server_with_users
+from tests.server.test_tls import tls_server
+from upr_protocol.client import Address, Client, Credentials, Security, connect
+from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.users import Grant, Right, User
+from upr_server.indexer.app import serving
+from upr_server.indexer.config import IndexerConfig
+from upr_server.indexer.indexer import Indexer, running_indexer
+from upr_server.indexer.query import Query
+from upr_server.indexer.remote_slice import RemoteSlice
+from upr_server.indexer.slices import SliceId
+from upr_server.indexer.web_socket import RefusedError, open_web_socket
+from upr_server.runtime import Certificates as DaemonCertificates
+from upr_server.runtime import certificate_files
+
+DESIGN = {"indexes": {"city": {"key": ["city", "n"], "include": ["n"]}}}
+
+
+@asynccontextmanager
+async def two_nodes(
+    url: str, folder: Path, scheme: str = "http", **options: Any
+) -> AsyncIterator[list[Indexer]]:
+    """Two nodes, each slice at one of them."""
+    nodes = [f"{scheme}://127.0.0.1:{port}" for port in free_ports(2)]
+    async with AsyncExitStack() as stack:
+        indexers = []
+        for place, node in enumerate(nodes):
+            config = IndexerConfig(
+                bucket=url,
+                data_dir=str(folder / str(place)),
+                pool_bytes=16 * 1024 * 1024,
+                nodes=",".join(nodes),
+                listen=node.partition("://")[2],
+                **options,
+            )
+            files = certificate_files(config)
+            certificates = None if files is None else DaemonCertificates(files)
+            indexer = await stack.enter_async_context(running_indexer(config.settings()))
+            answers_at = await stack.enter_async_context(
+                serving(indexer, config.listen, certificates)
+            )
+            assert answers_at == node
+            indexers.append(indexer)
+        yield indexers
+
+
+async def check_answers(client: Client, indexers: list[Indexer]) -> None:
+    await client.set("_design/d", json.dumps(DESIGN))
+    for n in range(200):
+        await client.set(f"k{n:03}", json.dumps({"city": "abc"[n % 3], "n": n}))
+    for indexer in indexers:
+        await until_ready(indexer)
+        query = Query(consistency="now", limit=1000, prefix=["b"])
+        page = await ask(indexer, "d/city", query)
+        assert [entry.included for entry in page.entries] == [[n] for n in range(1, 200, 3)]
+        assert (await ask(indexer, "d/city", Query(count=True))).count == 200
+
+
+async def test_nodes_in_the_clear(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        two_nodes(server.url("b"), tmp_path) as indexers,
+    ):
+        await check_answers(client, indexers)
+        membership = indexers[0].membership
+        assert membership is not None
+        nodes = membership.node_map.nodes
+        listed = await upr_index("list", "--indexer", nodes[1])
+        assert listed.exit_code == 0, listed.output
+        assert "2 of 2" in listed.output
+        listed = await upr_index("nodes", "--indexer", nodes[1])
+        assert listed.exit_code == 0, listed.output
+        rows = [line.split() for line in listed.output.splitlines()]
+        assert rows == [
+            ["url", "answers", "slices", "behind"],
+            [nodes[0], "yes", "0", "0"],
+            [nodes[1], "yes", "1", "0"],
+        ]
+
+
+async def test_nodes_with_certificates(certificates: Certificates, tmp_path: Path) -> None:
+    ca = str(certificates.authority.ca)
+    options = {**certificates.server.settings(), "tls_ca": ca, "tls_client_ca": ca}
+    async with tls_server(certificates) as server:
+        address = Address.parse(server.url("b"), certificates.security())
+        async with (
+            connect(address) as client,
+            two_nodes(server.url("b"), tmp_path, "https", ca=ca, **options) as indexers,
+        ):
+            await check_answers(client, indexers)
+
+
+async def test_nodes_log_in(tmp_path: Path) -> None:
+    password_file = tmp_path / "password"
+    password_file.write_text("pencil\n")
+    password_file.chmod(0o600)
+    rights = tuple(Grant(right, "b") for right in (Right.READ, Right.WRITE, Right.INDEX))
+    users = users_of_the_table().with_user(User("node", VERIFIER, rights))
+    options = {"user": "node", "password_file": str(password_file)}
+    async with server_with_users(users) as server:
+        address = Address.parse(
+            server.url("b"), Security(credentials=Credentials("node", "pencil"))
+        )
+        async with (
+            connect(address) as client,
+            two_nodes(server.url("b"), tmp_path / "data", **options) as indexers,
+        ):
+            await client.set("_design/?", "whatever nobody uses")
+            await check_answers(client, indexers)
+            # To see who may link changes nothing.
+            assert await client.get("_design/?") is not None
+            membership = indexers[0].membership
+            assert membership is not None
+            fingerprint = membership.node_map.fingerprint("b")
+            path = f"{membership.url}/v1/slices/0?map={fingerprint}"
+            for user, said in (
+                ("", "say who you are"),
+                ("read-b", "needs the right index on bucket b"),
+                ("index-b", "needs the right read on the whole bucket b"),
+                ("index-other", "needs the right"),
+            ):
+                credentials = Credentials(user, "pencil") if user else None
+                with pytest.raises(RefusedError, match=said):
+                    await open_web_socket(path, Security(credentials=credentials))
+
+
+async def test_a_node_says_which_slices_it_has_not(tmp_path: Path) -> None:
+    async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
+        membership = indexers[0].membership
+        assert membership is not None
+        fingerprint = membership.node_map.fingerprint("b")
+        for path, said in (
+            (f"1?map={fingerprint}", "slice 1 of 2 is not at .*, but at http://127.0.0.1:"),
+            (f"2?map={fingerprint}", "there is no slice 2"),
+            ("0?map=other", "another list of nodes"),
+            ("0", "another list of nodes"),
+        ):
+            with pytest.raises(RefusedError, match=said):
+                await open_web_socket(f"{membership.url}/v1/slices/{path}", Security())
+        with pytest.raises(RefusedError, match="HTTP 4"):
+            await open_web_socket(f"{membership.url}/v1/nothing", Security())
+    async with (
+        a_server() as server,
+        an_indexer(server.url("b"), tmp_path / "alone") as indexer,
+        serving(indexer, "127.0.0.1:0") as url,
+    ):
+        with pytest.raises(RefusedError, match="this indexer is alone"):
+            await open_web_socket(f"{url}/v1/slices/0?map=x", Security())
+
+
+async def test_the_refusal_has_the_map(tmp_path: Path) -> None:
+    async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
+        membership = indexers[0].membership
+        assert membership is not None
+        host, _, port = membership.url.removeprefix("http://").partition(":")
+        key = b64encode(bytes(16)).decode()
+        request = (
+            f"GET /v1/slices/1?map={membership.node_map.fingerprint('b')} HTTP/1.1\r\n"
+            f"Host: {host}:{port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
+        )
+        async with await trio.open_tcp_stream(host, int(port)) as stream:
+            await stream.send_all(request.encode())
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += await stream.receive_some()
+        assert answer.startswith(b"HTTP/1.1 421 ")
+        body = json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert body["error"]["code"] == "not_my_slice"
+        assert body["map"] == {"nodes": list(membership.node_map.nodes), "slices": 2, "replicas": 0}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\2\x81\xa1", b"\0\0\0\1\0"],
+    ids=["too long", "no message", "cut", "another type"],
+)
+async def test_what_is_no_message_ends_the_link_and_nothing_else(
+    tmp_path: Path, data: bytes
+) -> None:
+    async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
+        membership = indexers[0].membership
+        assert membership is not None
+        fingerprint = membership.node_map.fingerprint("b")
+        path = f"{membership.url}/v1/slices/0?map={fingerprint}"
+        with structlog.testing.capture_logs() as logs:
+            async with aclosing(await open_web_socket(path, Security())) as stream:
+                await stream.send_all(data)
+                while await stream.receive_some(100):
+                    pass
+        assert "a node sends what is no message" in [line["event"] for line in logs]
+        assert (await indexers[0].statistics())["slices"]
+
+
+async def test_a_node_that_hears_no_message_opens_another_link(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    opened = 0
+
+    async def open_link() -> trio.abc.Stream:
+        nonlocal opened
+        opened += 1
+        ours, theirs = trio.testing.memory_stream_pair()
+        await theirs.send_all(b"\0\0\0\1\xc1")
+        return ours
+
+    part = RemoteSlice(SliceId(0, 1), "http://n:1", open_link)
+    with trio.move_on_after(10):
+        await part.run(NoListener())
+    assert opened > 3
+    with pytest.raises(UprError, match="slice 0 of 1 does not run"):
+        await part.ping()
+
+
+async def test_a_port_that_speaks_something_else() -> None:
+    async def serve(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.send_all(b"SSH-2.0-x\r\n")
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        port = listeners[0].socket.getsockname()[1]
+        with pytest.raises(BrokenError):
+            await open_web_socket(f"http://127.0.0.1:{port}/v1/slices/0?map=x", Security())
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_list_says_that_a_node_is_missing(tmp_path: Path) -> None:
+    """Also while it is not known which indexes there are."""
+    ports = free_ports(2)
+    nodes = [f"http://127.0.0.1:{port}" for port in ports]
+    async with a_server() as server:
+        config = IndexerConfig(
+            bucket=server.url("b"),
+            data_dir=str(tmp_path),
+            pool_bytes=16 * 1024 * 1024,
+            nodes=",".join(nodes),
+            listen=f"127.0.0.1:{ports[0]}",
+        )
+        async with (
+            running_indexer(config.settings()) as indexer,
+            serving(indexer, config.listen) as url,
+        ):
+            listed = await upr_index("list", "--indexer", url)
+            assert listed.exit_code == 0, listed.output
+            assert listed.stderr == (
+                f"upr: the indexer is starting: slice 1 of 2, at {nodes[1]}, has yet to say which "
+                "indexes there are; ask again in a second\n"
+            )
+            listed = await upr_index("nodes", "--indexer", url)
+            assert [line.split()[1] for line in listed.stdout.splitlines()] == [
+                "answers",
+                "yes",
+                "no",
+            ]

@@ -1,0 +1,266 @@
+"""Asking a slice that is elsewhere, over a stream of messages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import aclosing
+from math import inf
+from typing import Any, Final
+
+import attrs
+import msgspec
+import structlog
+import trio
+
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.slices import (
+    SliceAnswer,
+    SliceId,
+    SliceListener,
+    SliceMissingError,
+    SliceScan,
+    SliceStatus,
+)
+from upr_server.indexer.worker_messages import (
+    Answered,
+    Ask,
+    Began,
+    Cancel,
+    Confirm,
+    Ended,
+    Failure,
+    Frames,
+    FromNode,
+    FromWorker,
+    Ping,
+    Question,
+    Release,
+    Reported,
+    Scan,
+    Statistics,
+    Status,
+    ToWorker,
+    error_of,
+)
+
+log = structlog.get_logger(__name__)
+
+PING_S: Final = 0.5
+"""The pause between two questions whether the slice is alive."""
+
+HANG_S: Final = 10.0
+"""A link that has brought no answer to such a question for so long is given up. The other side's
+event loop answers it while a thread indexes."""
+
+
+@attrs.define(eq=False)
+class _Call:
+    """A question that waits for its answer.
+
+    Attributes:
+        question: The question.
+        is_answered: Set when there is an answer.
+        answer: What it asked for, in MessagePack.
+        failure: Why there is none.
+        is_lost: Whether the other side has gone.
+        is_abandoned: Whether nobody waits for the answer any more.
+    """
+
+    question: Question
+    is_answered: trio.Event = attrs.field(factory=trio.Event)
+    answer: bytes = b""
+    failure: Failure | None = None
+    is_lost: bool = False
+    is_abandoned: bool = False
+
+
+class LinkedSlice(ABC):
+    """Holds a slice that is at the other end of a stream; see `SliceHolder`.
+
+    Args:
+        slice_id: Which one.
+
+    Attributes:
+        slice_id: The slice.
+        heard_at: When the slice last answered, in Trio's time; `-inf` while there is no link, or
+            before its first answer.
+    """
+
+    def __init__(self, slice_id: SliceId) -> None:
+        self.slice_id = slice_id
+        self.heard_at = -inf
+        self._frames: Frames | None = None
+        self._calls: dict[int, _Call] = {}
+        self._call_count = 0
+
+    # The link.
+
+    async def _talk(
+        self,
+        frames: Frames,
+        listener: SliceListener,
+        first: ToWorker | None = None,
+        first_answer_s: float = HANG_S,
+    ) -> None:
+        """Talks over a stream until the other side has gone, or hangs.
+
+        Args:
+            frames: The stream.
+            listener: Hears of the slice.
+            first: What to say first.
+            first_answer_s: How long the first answer may take.
+
+        Raises:
+            UprError: The other side says that it cannot go on.
+            msgspec.MsgspecError: What comes is no message.
+        """
+        self._frames = frames
+        try:
+            if first is not None:
+                frames.put(first)
+            listener.began(self.slice_id.index)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send, frames, nursery.cancel_scope)
+                nursery.start_soon(self._keep_pinging, nursery.cancel_scope, first_answer_s)
+                async with aclosing(frames.received()) as messages:
+                    async for message in messages:
+                        self._take(message, listener)
+                nursery.cancel_scope.cancel()
+        finally:
+            self._frames, self.heard_at = None, -inf
+            self._lose_calls()
+
+    def _lose_calls(self) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.is_lost = True
+            call.is_answered.set()
+
+    async def _send(self, frames: Frames, scope: trio.CancelScope) -> None:
+        try:
+            await frames.send_all()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            scope.cancel()
+
+    async def _keep_pinging(self, scope: trio.CancelScope, first_answer_s: float) -> None:
+        limit_s = first_answer_s
+        while True:
+            with trio.move_on_after(limit_s) as waiting:
+                await self._ask(Ping())
+            limit_s = HANG_S
+            if waiting.cancelled_caught:
+                log.warning("a slice does not answer; giving its link up", slice=self.title)
+                scope.cancel()
+            await trio.sleep(PING_S)
+
+    def _take(self, message: FromWorker | FromNode, listener: SliceListener) -> None:
+        match message:
+            case Began():
+                listener.began(self.slice_id.index)
+            case Reported(report):
+                listener.report(self.slice_id.index, report)
+            case Answered(number, answer, failure):
+                self.heard_at = trio.current_time()
+                call = self._calls.pop(number, None)
+                if call is not None:
+                    call.answer, call.failure = answer, failure
+                    call.is_answered.set()
+                    if call.is_abandoned:
+                        self._undo(call)
+            case Ended(failure):
+                raise error_of(failure)
+
+    def _undo(self, call: _Call) -> None:
+        """Lets go what an answer names that nobody reads."""
+        if self._frames is None or call.failure is not None:
+            return
+        match call.question:
+            case Scan(scan) if scan.query.hold_s and not scan.query.moment:
+                answer = msgspec.msgpack.decode(call.answer, type=SliceAnswer)
+                # Nobody waits: the slice lets it go, or has let it go.
+                self._put_question(Release(answer.moment))
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The slice, and where it is."""
+
+    @abstractmethod
+    def _reason(self) -> str:
+        """Why there is no link."""
+
+    # Questions.
+
+    def _put_question(self, question: Question) -> int:
+        assert self._frames is not None
+        self._call_count += 1
+        self._frames.put(Ask(self._call_count, msgspec.json.encode(question)))
+        return self._call_count
+
+    async def _ask(self, question: Question) -> bytes:
+        """What the slice answers, in MessagePack.
+
+        Raises:
+            UprError: See `SliceHolder`.
+        """
+        if self._frames is None:
+            # Where the indexer is being cancelled, its links may have ended before their callers.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            raise SliceMissingError(self.slice_id, f"does not run: {self._reason()}")
+        frames, call = self._frames, _Call(question)
+        number = self._put_question(question)
+        self._calls[number] = call
+        try:
+            await call.is_answered.wait()
+        except trio.Cancelled:
+            call.is_abandoned = True
+            if number in self._calls:
+                frames.put(Cancel(number))
+            elif not call.is_lost:
+                self._undo(call)
+            raise
+        if call.is_lost:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            raise SliceMissingError(self.slice_id, "does not run: the link to it has ended")
+        if call.failure is not None:
+            raise error_of(call.failure)
+        return call.answer
+
+    async def ping(self) -> None:
+        """Waits for an answer."""
+        await self._ask(Ping())
+
+    async def confirm(self) -> int:
+        """See `SliceHolder.confirm`."""
+        return msgspec.msgpack.decode(await self._ask(Confirm()), type=int)
+
+    async def scan(self, scan: SliceScan) -> SliceAnswer:
+        """Answers a query; see `SliceHolder.scan`."""
+        return msgspec.msgpack.decode(await self._ask(Scan(scan)), type=SliceAnswer)
+
+    async def release(self, token: str) -> None:
+        """Lets a moment go.
+
+        Raises:
+            MomentGoneError: It is not held.
+        """
+        await self._ask(Release(token))
+
+    async def status(
+        self, name: IndexName, definition: IndexDefinition, newest_seqs: Mapping[PartitionId, SeqNo]
+    ) -> SliceStatus:
+        """What can be told of an index."""
+        seqs = {
+            int(partition): int(seq)
+            for partition, seq in newest_seqs.items()
+            if self.slice_id.has(partition)
+        }
+        answer = await self._ask(Status(name, definition, seqs))
+        return msgspec.msgpack.decode(answer, type=SliceStatus)
+
+    async def statistics(self) -> dict[str, Any]:
+        """Figures of the slice, and of its process's memory."""
+        answer = await self._ask(Statistics())
+        return msgspec.msgpack.decode(answer, type=dict[str, Any])

@@ -1,0 +1,141 @@
+"""Answering questions to a slice that come over a stream of messages."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+import structlog
+import trio
+
+from upr_protocol.errors import UprError
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_server.indexer.index_file import entries_bytes
+from upr_server.indexer.pool import (
+    ANSWER_BYTES_MAX,
+    SCAN_OVERHEAD_BYTES,
+    MemoryPool,
+    OverloadedError,
+)
+from upr_server.indexer.slices import SliceHolder, SliceScan
+from upr_server.indexer.worker_messages import (
+    Answered,
+    Ask,
+    Cancel,
+    Confirm,
+    Failure,
+    Frames,
+    Ping,
+    Release,
+    Scan,
+    Statistics,
+    Status,
+    Stop,
+    failure_of,
+)
+
+log = structlog.get_logger(__name__)
+
+QUESTIONS_MAX: Final = 1000
+"""How many questions of one link are answered at once."""
+
+
+class SliceServer:
+    """Answers questions to a slice.
+
+    Args:
+        frames: The stream on which they come.
+        holder: The slice.
+        pool: The memory pool of this process.
+        questions: Which questions may come.
+        stop_s: How long a stop applies what was read.
+    """
+
+    def __init__(
+        self,
+        frames: Frames,
+        holder: SliceHolder,
+        pool: MemoryPool,
+        questions: Any,
+        stop_s: float = 0.0,
+    ) -> None:
+        self._frames = frames
+        self._holder = holder
+        self._pool = pool
+        self._decoder = msgspec.json.Decoder(questions)
+        self._stop_s = stop_s
+        self._scopes: dict[int, trio.CancelScope] = {}
+
+    def take(self, message: Ask | Cancel, nursery: trio.Nursery) -> None:
+        """Does what a message says, in a task of the nursery, which a stop cancels.
+
+        Raises:
+            msgspec.ValidationError: The question's number is one that is being answered.
+        """
+        match message:
+            case Ask(number) if number in self._scopes:
+                raise msgspec.ValidationError(f"question {number} is being answered")
+            case Ask(number) if len(self._scopes) >= QUESTIONS_MAX:
+                error = OverloadedError(f"{QUESTIONS_MAX} questions are being answered")
+                self._frames.put(Answered(number, failure=failure_of(error)))
+            case Ask(number, question):
+                self._scopes[number] = trio.CancelScope()
+                nursery.start_soon(self._answer, number, question, nursery)
+            case Cancel(number):
+                if number in self._scopes:
+                    self._scopes[number].cancel()
+
+    async def _answer(self, number: int, data: bytes, nursery: trio.Nursery) -> None:
+        with self._scopes[number] as scope:
+            try:
+                question = self._decoder.decode(data)
+                await self._answer_to(question, number)
+                if isinstance(question, Stop):
+                    nursery.cancel_scope.cancel()
+            except UprError as error:
+                self._frames.put(Answered(number, failure=failure_of(error)))
+            except Exception as error:
+                # A question that cannot be answered does not end the slice.
+                log.exception("a question to a slice failed", slice=str(self._holder.slice_id))
+                failure = Failure("UprError", f"the indexer failed: {error!r}")
+                self._frames.put(Answered(number, failure=failure))
+        if scope.cancelled_caught:
+            # Who asked keeps the question until it is answered. If the answer was put before, it
+            # comes first, and counts.
+            self._frames.put(Answered(number, failure=Failure("UprError", "cancelled")))
+        del self._scopes[number]
+
+    async def _answer_to(self, question: Any, number: int) -> None:
+        holder = self._holder
+        answer: Any = None
+        match question:
+            case Scan(scan):
+                await self._answer_scan(scan, number)
+                return
+            case Release(token):
+                await holder.release(token)
+            case Status(name, definition, newest_seqs):
+                seqs = {PartitionId(key): SeqNo(seq) for key, seq in newest_seqs.items()}
+                answer = await holder.status(name, definition, seqs)
+            case Statistics():
+                answer = {**self._pool.figures(), **await holder.statistics()}
+            case Confirm():
+                answer = await holder.confirm()
+            case Stop():
+                with trio.move_on_after(self._stop_s):
+                    await holder.stop()
+            case Ping():
+                await holder.ping()
+        await self._put(number, answer).wait()
+
+    async def _answer_scan(self, scan: SliceScan, number: int) -> None:
+        bytes_max = min(scan.bytes_max, ANSWER_BYTES_MAX)
+        # It counts until it is sent.
+        with self._pool.reserve_for_scan() as reservation:
+            answer = await self._holder.scan(msgspec.structs.replace(scan, bytes_max=bytes_max))
+            nbytes = entries_bytes(answer.entries) + entries_bytes(answer.payloads)
+            reservation.reduce_to(nbytes + SCAN_OVERHEAD_BYTES)
+            await self._put(number, answer).wait()
+
+    def _put(self, number: int, answer: Any) -> trio.Event:
+        return self._frames.put(Answered(number, msgspec.msgpack.encode(answer)))
