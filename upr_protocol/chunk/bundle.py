@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import attrgetter, lt
 from typing import Final, NamedTuple
 
+from upr_kernel import ChunkDefectError, gather
 from upr_protocol.chunk.builder import ChunkBuilder
 from upr_protocol.chunk.chunk import Chunk
-from upr_protocol.chunk.layout import encode_columns
+from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
@@ -98,7 +98,8 @@ class Bundle:
             runs: The runs, by rising partition.
 
         Raises:
-            ChunkError: As for the constructor, or a run has not as many rows as its part.
+            ChunkError: As for the constructor, or a run has not as many rows as its part, or a part
+                is damaged.
         """
         runs = tuple(runs)
         if list(map(_ROW_COUNT, runs)) != list(map(len, parts)):
@@ -106,22 +107,17 @@ class Bundle:
         if len(parts) == 1:
             (part,) = parts
             return cls(part if isinstance(part, Chunk) else part.build(), runs)
-        # A published chunk has no numbers.
-        seqs = bytes(8 * sum(map(len, parts)))
-        chunk = encode_columns(
-            SeqNo(0),
-            SeqNo(0),
-            seqs,
-            b"".join([part.cas for part in parts]),
-            b"".join([part.expiries for part in parts]),
-            b"".join([part.flags for part in parts]),
-            _joined_offsets([part.key_offsets for part in parts]),
-            _joined_offsets([part.value_offsets for part in parts]),
-            b"".join([part.operations for part in parts]),
-            b"".join([part.key_bytes for part in parts]),
-            b"".join([part.value_bytes for part in parts]),
-        )
-        return cls(Chunk(chunk), runs)
+        chunks = [part if isinstance(part, Chunk) else part.build() for part in parts]
+        try:
+            joined = gather(
+                [(chunk.encode(), 0, chunk.count, None, None, 0) for chunk in chunks], 0, 0
+            )
+        except ChunkDefectError:
+            raise ChunkError("the offsets of a part leave its bytes, or decrease") from None
+        # A published chunk has no numbers, whatever a caller has given it.
+        numbers_end = CHUNK_HEAD_BYTES + 8 * sum(map(len, parts))
+        head, numbers = joined[:CHUNK_HEAD_BYTES], bytes(numbers_end - CHUNK_HEAD_BYTES)
+        return cls(Chunk(b"".join((head, numbers, memoryview(joined)[numbers_end:]))), runs)
 
     def __len__(self) -> int:
         """Rows."""
@@ -148,14 +144,3 @@ class Bundle:
     def run_chunks(self) -> list[Chunk]:
         """The rows of each run, as chunks of their own."""
         return [self.run_chunk(index) for index in range(len(self.runs))]
-
-
-def _joined_offsets(parts: Sequence[array[int] | memoryview]) -> array[int]:
-    """Offsets of strings that lie one behind the other, from those of each part."""
-    joined = array("i", (0,))
-    base = 0
-    for part in parts:
-        offsets = part.tolist()
-        joined.fromlist([base + offset for offset in offsets[1:]])
-        base += offsets[-1]
-    return joined

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.protocol.strategies import U32, U64, bundles, mutations
 from upr_protocol.chunk import Bundle, Chunk, ChunkBuilder, Mutation, Run, plain_chunk
 from upr_protocol.errors import ChunkError
-from upr_protocol.ids import PARTITIONS_END, PartitionId
+from upr_protocol.ids import PARTITIONS_END, Cas, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
 
 ROWS = st.lists(mutations(stored=False), min_size=1, max_size=6)
@@ -97,6 +97,22 @@ def test_runs_that_do_not_divide_the_rows_are_refused(
 ) -> None:
     with pytest.raises(ChunkError, match=reason):
         Bundle(plain(rows), runs)
+
+
+def test_numbers_in_a_part_are_not_published() -> None:
+    numbered = plain(2).numbered(SeqNo(5), Cas(7), SeqNo(4), SeqNo(6))
+    bundle = Bundle.joined([numbered, plain(1)], [run_of(1, 2), run_of(2, 1)])
+    assert (bundle.chunk.start, bundle.chunk.end) == (0, 0)
+    assert bundle.chunk.seqs.tolist() == [0, 0, 0]
+    assert bundle.chunk.cas.tolist() == [7, 8, 0]
+
+
+def test_damaged_parts_are_refused() -> None:
+    damaged = bytearray(plain(3).encode())
+    # The second of the key offsets, which follow the numbers, expiry times and flags.
+    damaged[116:120] = (1000).to_bytes(4, "little")
+    with pytest.raises(ChunkError, match="offsets of a part"):
+        Bundle.joined([Chunk(damaged), plain(1)], [run_of(1, 3), run_of(2, 1)])
 
 
 def test_parts_that_have_other_rows_than_the_runs_are_refused() -> None:
