@@ -20,7 +20,7 @@ from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run, plain
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import NO_PARTITION, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Mutate, MutateReply, RunResult
-from upr_server.engine import Bucket, Partition, batch_of, batches_of
+from upr_server.engine import Bucket, BundleBatches, Partition, batch_of, set_runs
 
 KEYS: Final = 100_000
 VALUE: Final = bytes(100)
@@ -87,27 +87,30 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
         bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body())))
 
     def run() -> float:
-        members = new_bucket(partitions).partitions
+        bucket = new_bucket(partitions)
+        members = bucket.partitions
         now = time()
         frames = [bytes(bytearray(body)) for body in bodies]
         started_at = process_time_ns()
         for frame in frames:
             message = Mutate.parse(frame, NO_PARTITION, 1, 0)
+            bundle, batches = message.bundle, BundleBatches(message.bundle, message.writer)
             results: list[RunResult] = []
-            batches = batches_of(message.bundle, message.writer)
-            for run, batch in zip(message.bundle.runs, batches, strict=True):
-                partition = members[run.partition]
-                result = partition.mutate(batch, now=now)
-                results.append(
-                    RunResult(
-                        partition.id,
-                        0,
-                        result.history_id,
-                        result.first_seq,
-                        result.last_seq,
-                        result.first_cas,
-                    )
-                )
+            for run, numbers in zip(
+                bundle.runs,
+                set_runs(
+                    bucket,
+                    batches.columns,
+                    bundle.bounds,
+                    [members[run.partition] for run in bundle.runs],
+                    [batches.token(run) for run in bundle.runs],
+                    0,
+                    now,
+                ),
+                strict=True,
+            ):
+                assert numbers is not None, "each run is plain, short and new"
+                results.append(RunResult(run.partition, 0, *numbers))
             MutateReply(0, tuple(results)).frame()
         return (process_time_ns() - started_at) / total
 

@@ -45,9 +45,9 @@ from upr_protocol.wire import (
 from upr_server.engine import (
     QUOTA_BYTES_MIN,
     BucketError,
+    BundleBatches,
     Partition,
     batch_of,
-    batches_of,
     check_bucket,
 )
 from upr_server.engine.memory_account import MemoryAccount
@@ -211,7 +211,7 @@ def has_no_token(writer: bytes) -> bool:
     partition = Partition(PartitionId(0), lambda: HistoryId(1))
     bundle = Bundle.of_one(PartitionId(0), plain_chunk([b"k"], [b"v"]), counter=1)
     for _ in range(2):
-        (batch,) = batches_of(bundle, writer if any(writer) else None)
+        (batch,) = BundleBatches(bundle, writer if any(writer) else None)
         partition.mutate(batch, now=0)
     return partition.high_seq == 2
 

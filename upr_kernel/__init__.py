@@ -13,29 +13,61 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 3
+REVISION: Final = 4
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
 
 if TYPE_CHECKING:
-    from upr_kernel.pure import KeyTable, check, find_misplaced, gather, join_sets
+    from upr_kernel.pure import (
+        KeyTable,
+        OpenRows,
+        add_runs,
+        check,
+        find_misplaced,
+        gather,
+        join_sets,
+    )
 
     BUILD: str
 elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
-    from upr_kernel.pure import KeyTable, check, find_misplaced, gather, join_sets
+    from upr_kernel.pure import (
+        KeyTable,
+        OpenRows,
+        add_runs,
+        check,
+        find_misplaced,
+        gather,
+        join_sets,
+    )
 
     BUILD = "pure Python: UPR_PURE_PYTHON is set"
 else:
     try:
         from upr_kernel._native import REVISION as BUILT_REVISION
-        from upr_kernel._native import KeyTable, check, find_misplaced, gather, join_sets
+        from upr_kernel._native import (
+            KeyTable,
+            OpenRows,
+            add_runs,
+            check,
+            find_misplaced,
+            gather,
+            join_sets,
+        )
 
         BUILD = NATIVE
         if BUILT_REVISION != REVISION:
             raise ImportError(f"it was built as revision {BUILT_REVISION}, not {REVISION}")
     except ImportError as error:
-        from upr_kernel.pure import KeyTable, check, find_misplaced, gather, join_sets
+        from upr_kernel.pure import (
+            KeyTable,
+            OpenRows,
+            add_runs,
+            check,
+            find_misplaced,
+            gather,
+            join_sets,
+        )
 
         BUILD = f"pure Python: {error}"
 
@@ -50,6 +82,8 @@ __all__ = [
     "ChunkDefectError",
     "Defect",
     "KeyTable",
+    "OpenRows",
+    "add_runs",
     "check",
     "find_misplaced",
     "gather",

@@ -3,6 +3,8 @@
 from typing import Final
 
 from upr_kernel.pure import KeyTable as KeyTable
+from upr_kernel.pure import OpenRows as OpenRows
+from upr_kernel.pure import add_runs as add_runs
 from upr_kernel.pure import check as check
 from upr_kernel.pure import find_misplaced as find_misplaced
 from upr_kernel.pure import gather as gather

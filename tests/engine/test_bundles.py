@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import count
+from operator import and_
 from typing import Final
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.engine.model import Model, check_result, contents
 from tests.engine.strategies import SIZES, SOME_KEYS, VALUES, requests
+from tests.kit.placed_keys import key_in
 from upr_protocol.chunk import Bundle, Chunk, Mutation, Run
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionId, PartitionState
-from upr_server.engine import Bucket, MutateResult, WriterToken, batch_of, batches_of
+from upr_server.engine import (
+    LONG_RUN_ROWS,
+    Bucket,
+    BundleBatches,
+    MutateResult,
+    WriterToken,
+    batch_of,
+    set_runs,
+)
 
 PARTITIONS: Final = 4
 WRITERS: Final = [b"the first writer", b"the other writer"]
@@ -38,8 +50,14 @@ def new_bucket() -> Bucket:
     )
 
 
+@cache
+def placed(partition: int, key: bytes) -> bytes:
+    return key_in(partition, PARTITIONS, key)
+
+
 class Bundles(RuleBasedStateMachine):
-    """One bucket takes bundles; its twin takes each run as a chunk of its own."""
+    """One bucket takes bundles, and of plain ones all runs at once that can be taken so; its twin
+    takes each run as a chunk of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,16 +74,33 @@ class Bundles(RuleBasedStateMachine):
         bundle = Bundle(
             Chunk.build(row for _, rows in runs for row in rows), [run for run, _ in runs]
         )
-        batches = batches_of(bundle, writer)
+        batches = BundleBatches(bundle, writer)
+        at_once = self.set_runs(bundle, batches)
         for index, (run, rows) in enumerate(runs):
             partition = self.bucket.partitions[run.partition]
-            result = partition.mutate(batches[index], now=self.time)
+            result = at_once[index] or partition.mutate(batches[index], now=self.time)
             token = WriterToken(writer, run.counter)
             alone = batch_of(bundle.run_chunk(index), token)
             twin = self.twin.partitions[run.partition]
             assert result == twin.mutate(alone, now=self.time)
             self.check(token, run, rows, result)
         self.sent += [(writer, run, rows) for run, rows in runs]
+
+    def set_runs(self, bundle: Bundle, batches: BundleBatches) -> list[MutateResult | None]:
+        if not batches.columns.is_unconditional:
+            return [None] * len(batches)
+        partitions = [self.bucket.partitions[run.partition] for run in bundle.runs]
+        are_new = [
+            partition.takes_at_once(batches.token(run), 0, self.time)
+            for partition, run in zip(partitions, bundle.runs, strict=True)
+        ]
+        tokens = [batches.token(run) for run in bundle.runs]
+        runs = set_runs(
+            self.bucket, batches.columns, bundle.bounds, partitions, tokens, 0, self.time
+        )
+        short = [run.row_count < LONG_RUN_ROWS for run in bundle.runs]
+        assert [run is not None for run in runs] == list(map(and_, are_new, short))
+        return [None if run is None else MutateResult(*run) for run in runs]
 
     def check(
         self, token: WriterToken, run: Run, rows: list[Mutation], result: MutateResult
@@ -100,7 +135,10 @@ class Bundles(RuleBasedStateMachine):
         for partition, rows in rows_by_partition.items():
             self.counters[writer][partition] += 1
             counter = self.counters[writer][partition]
-            runs.append((Run(PartitionId(partition), len(rows), counter), rows))
+            placed_rows = [
+                msgspec.structs.replace(row, key=placed(partition, row.key)) for row in rows
+            ]
+            runs.append((Run(PartitionId(partition), len(rows), counter), placed_rows))
         self.publish(writer, runs)
 
     @precondition(lambda self: self.sent)

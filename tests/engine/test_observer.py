@@ -8,10 +8,11 @@ from itertools import count
 import pytest
 
 from tests.engine.helpers import NOW, put, request, send
+from tests.kit.placed_keys import key_in
 from upr_protocol.chunk import Chunk, plain_chunk
 from upr_protocol.errors import Status
 from upr_protocol.ids import DESIGN_PREFIX, HistoryId, Operation, PartitionState, SeqNo
-from upr_server.engine import Bucket, Buckets, Partition
+from upr_server.engine import Bucket, Buckets, CheckedChunk, Partition, set_runs
 
 DESIGN = DESIGN_PREFIX + b"one"
 OTHER_DESIGN = DESIGN_PREFIX + b"other"
@@ -22,6 +23,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str] | list[bytes]] = []
+        self.batch_counts: list[int] = []
 
     def created(self, bucket: Bucket) -> None:
         self.calls.append(("created", bucket.name))
@@ -29,9 +31,10 @@ class Observer:
     def deleted(self, bucket: Bucket) -> None:
         self.calls.append(("deleted", bucket.name))
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
+    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
         assert bucket.name == "b"
         self.calls.append(list(designs))
+        self.batch_counts.append(batch_count)
 
     def news(self) -> list[tuple[str, str] | list[bytes]]:
         """What it was told since the last call."""
@@ -55,6 +58,21 @@ def partition(buckets: Buckets, observer: Observer) -> Partition:
     (made,) = buckets.create("b", 1).partitions
     assert observer.news() == [("created", "b")]
     return made
+
+
+def test_runs_that_are_taken_in_together_are_told_of_together(
+    buckets: Buckets, observer: Observer
+) -> None:
+    bucket = buckets.create("b", 2)
+    keys = [key_in(0, 2, DESIGN), key_in(1, 2, b"a"), key_in(1, 2, b"b")]
+    columns = CheckedChunk(plain_chunk(keys, [b"v"] * 3))
+    partitions = [bucket.partitions[0], bucket.partitions[1], None]
+    observer.news()
+    set_runs(bucket, columns, (0, 1, 2, 3), partitions, [None] * 3, 0, NOW)
+    assert (observer.news(), observer.batch_counts) == ([[keys[0]]], [2])
+    bucket.check_invariants()
+    set_runs(bucket, columns, (2, 3), [None], [None], 0, NOW)
+    assert not observer.news(), "nothing was taken in"
 
 
 def test_creations_and_deletions_are_told_and_recovered_buckets_are_not(

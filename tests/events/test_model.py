@@ -52,9 +52,9 @@ class Listener:
         assert self.producer is not None
         self.producer.deleted(bucket)
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
+    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
         assert self.producer is not None
-        self.producer.updated(bucket, designs)
+        self.producer.updated(bucket, designs, batch_count)
 
 
 @attrs.define

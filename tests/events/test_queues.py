@@ -46,10 +46,10 @@ def test_an_event_is_delivered_once() -> None:
     queue.created("b", 1)
     for designs in ((b"_design/x",), (), (b"_design/y", b"_design/x")):
         queue.updated("b", 1, designs)
-    queue.updated("other", 2, ())
+    queue.updated("other", 2, (), batch_count=4)
     assert polled(queue) == [
         BucketEvent("b", 1, BucketFate.CREATED, 3, (b"_design/x", b"_design/y")),
-        BucketEvent("other", 2, BucketFate.NONE, 1),
+        BucketEvent("other", 2, BucketFate.NONE, 4),
     ]
     assert polled(queue) == []
 

@@ -12,6 +12,7 @@ from typing import Final
 from tests.fuzz.frames import MENDED
 from tests.fuzz.mending import mended_chunk, mended_frames
 from tests.kernel.builds import agreed
+from tests.kernel.open_rows import Partitions
 from tests.kernel.tables import Tables
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES
 from upr_protocol.chunk import Chunk
@@ -37,6 +38,7 @@ def chunks(data: bytes) -> None:
         tables.put_damaged(chunk, low, high, 1 + first)
     tables.check()
     _gather(chunk, count, first)
+    _add_runs(chunk, count, first)
 
 
 def _gather(chunk: bytes, count: int, first: int) -> None:
@@ -57,6 +59,20 @@ def _gather(chunk: bytes, count: int, first: int) -> None:
         if said == "returned":
             result = Chunk(gathered)
             assert all(low <= high for low, high in pairwise(result.key_offsets.tolist()))
+
+
+def _add_runs(chunk: bytes, count: int, first: int) -> None:
+    partitions, rows = Partitions(), min(count, 40)
+    for bounds in (
+        (0, rows // 3, rows // 2, rows),
+        (rows, 0, count, count + 1),
+        (*range(0, rows + 1, 1 + first % 7), count),
+    ):
+        partitions.add_damaged(chunk, bounds, first)
+        for low, high in ((0, rows), (rows // 2, count + 1), (1, 0)):
+            partitions.each(first % 3, "extend", chunk, low, high, 1 + first, first)
+        partitions.agree()
+        partitions.each(0, "clear")
 
 
 def frames(data: bytes) -> None:

@@ -22,14 +22,14 @@ from tests.server.test_durability import (
     speaking,
     value_of,
 )
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run, plain_chunk
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, Refusal, RunResult
 from upr_server.app import Server
-from upr_server.net.handlers.publishing import RUN_COST, SLICE_COST
+from upr_server.net.handlers.publishing import PLAIN_RUN_COST, RUN_COST, SLICE_COST
 from upr_server.net.replies import OrderedReply
 from upr_server.storage.calls import FindItems
 from upr_server.storage.simulated import SimulatedStore
@@ -157,7 +157,8 @@ async def test_nothing_of_an_answered_bundle_waits_for_a_garbage_collection() ->
             gc.enable()
 
 
-async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
+@pytest.mark.parametrize("op", [Operation.SET, Operation.ADD])
+async def test_a_bundle_of_many_runs_lets_others_have_their_turn(op: Operation) -> None:
     """Between its slices; and nothing else of its own peer is handled before it is done."""
     runs = 512
     rows = BUNDLE_MUTATIONS_MAX // runs
@@ -166,7 +167,10 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
         for index in range(8 * runs * rows):
             keys[partition_of(b"%d" % index, runs)].append(b"%d" % index)
         parts = [
-            (PartitionId(partition), plain_chunk(keys[partition][:rows], [b"v"] * rows))
+            (
+                PartitionId(partition),
+                Chunk.build(Mutation(op, key, b"v") for key in keys[partition][:rows]),
+            )
             for partition in range(runs)
         ]
         partitions = server.catalog.bucket("b").partitions
@@ -184,7 +188,8 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn() -> None:
             await publisher.say(
                 Get((keys[-1][0],), partition=PartitionId(runs - 1), opaque=publisher.opaque())
             )
-        slice_rows = rows * -(-SLICE_COST // (RUN_COST + rows))
+        run_cost = PLAIN_RUN_COST if op is Operation.SET else RUN_COST
+        slice_rows = rows * -(-SLICE_COST // (run_cost + rows))
         # Each task runs once in each step of the loop, in any order: twice in a row at most.
         assert max(after - before for before, after in pairwise(totals)) <= 2 * slice_rows
         reply = await answer_to(publisher, opaque)

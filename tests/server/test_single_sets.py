@@ -248,7 +248,7 @@ async def test_a_fault_of_the_server_comes_behind_the_answers_to_what_was_done(
         await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
         bucket = server.catalog.bucket(BUCKET)
         # Its second partition cannot take anything in.
-        monkeypatch.setattr(bucket.partitions[1], "table", None)
+        monkeypatch.setattr(bucket.partitions[1], "rows", None)
         async with connected(server) as peer:
             await peer.open()
             await peer.say(*(message_of(("set", index, 0, 1, 1), index) for index in range(3)))

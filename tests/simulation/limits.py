@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from tests.simulation.bugs.patch import replaced
+from upr_server.engine import partition
 from upr_server.engine.snapshots import closed_snapshot, collapse, segment
 from upr_server.storage import bucket_storage, compaction
 from upr_server.storage.online import backfill
@@ -15,6 +16,7 @@ SMALL: Final = (
     (bucket_storage, "GARBAGE_BYTES", 4096),
     (bucket_storage, "COMPACTION_BYTES", 1024),
     (compaction, "CHUNK_BYTES", 1024),
+    (partition, "ARRAY_BYTES_MAX", 256),
     (closed_snapshot, "SEGMENT_BYTES", 256),
     (segment, "SEGMENT_BYTES", 256),
     (collapse, "CHUNK_BYTES", 256),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import msgspec
 import trio
 
 from tests.kit.history import Accepted, BeganHistory, Failed, History, Row, Said
+from tests.simulation.bugs.patch import replaced
 from tests.simulation.disk import FaultyStore, Wear, flip, repaired
 from tests.simulation.network import PORT, Network
 from tests.simulation.world import EPOCH_S
@@ -23,7 +25,8 @@ from upr_protocol.ids import Cas, PartitionState, SeqNo
 from upr_protocol.security import UNPROTECTED, Security
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
-from upr_server.engine import Evaluation, MutationBatch, Partition
+from upr_server.engine import Evaluation, MutationBatch, Partition, set_runs
+from upr_server.net.handlers import publishing, single_sets
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
 from upr_server.storage.simulated import SimulatedDirectory
@@ -222,6 +225,36 @@ def _is_all_of_disk(error: BaseException, expected: type[StorageError]) -> bool:
     return isinstance(error, expected)
 
 
+def _note(partition: Partition, rows: list[Mutation]) -> None:
+    node = _NODE.get()
+    for row in rows:
+        node.history.add(
+            Accepted(
+                node.name,
+                node.life,
+                partition.id,
+                partition.failover_log.current,
+                Row(row.seq, row.op, row.key, row.value),
+            )
+        )
+
+
+def _set_runs(
+    bucket: Any, columns: Any, bounds: Any, partitions: Any, *args: Any, **options: Any
+) -> Any:
+    """What handlers call to take in several runs at once, with what was given numbers to written
+    down."""
+    results = set_runs(bucket, columns, bounds, partitions, *args, **options)
+    rows = list(columns.chunk)
+    for partition, result, (low, high) in zip(partitions, results, pairwise(bounds), strict=True):
+        if result is not None:
+            numbered = enumerate(rows[low:high], result[1])
+            _note(
+                partition, [msgspec.structs.replace(row, seq=SeqNo(seq)) for seq, row in numbered]
+            )
+    return results
+
+
 @contextmanager
 def observed() -> Iterator[None]:
     """Has what actives give numbers to written down, and the histories that they begin, for as
@@ -231,23 +264,10 @@ def observed() -> Iterator[None]:
     become_before = cls.become
     is_storing_all = False
 
-    def note(partition: Partition, rows: list[Mutation]) -> None:
-        node = _NODE.get()
-        for row in rows:
-            node.history.add(
-                Accepted(
-                    node.name,
-                    node.life,
-                    partition.id,
-                    partition.failover_log.current,
-                    Row(row.seq, row.op, row.key, row.value),
-                )
-            )
-
     def _store(self: Any, row: Mutation, **options: Any) -> None:
         store(self, row, **options)
         if not is_storing_all:
-            note(self, [row])
+            _note(self, [row])
 
     def _store_all(self: Any, evaluation: Evaluation) -> Any:
         nonlocal is_storing_all
@@ -261,14 +281,14 @@ def observed() -> Iterator[None]:
             # The numbers before it are of changes that the same batch superseded. No snapshot ends
             # there, so that it does not matter what they were.
             while seq <= row.seq:
-                note(self, [msgspec.structs.replace(row, seq=seq)])
+                _note(self, [msgspec.structs.replace(row, seq=seq)])
                 seq = SeqNo(seq + 1)
         return result
 
     def _set_all(self: Any, batch: MutationBatch, now: float) -> Any:
         result = set_all(self, batch, now)
         first = result.first_seq
-        note(
+        _note(
             self,
             [
                 Mutation(row.op, row.key, row.value, SeqNo(first + index), Cas(0))
@@ -287,7 +307,11 @@ def observed() -> Iterator[None]:
     cls._store, cls._set_all, cls._store_all = _store, _set_all, _store_all
     cls.become = become
     try:
-        yield
+        with (
+            replaced(publishing, "set_runs", _set_runs),
+            replaced(single_sets, "set_runs", _set_runs),
+        ):
+            yield
     finally:
         cls._store, cls._set_all, cls._store_all = store, set_all, store_all
         cls.become = become_before

@@ -214,24 +214,6 @@ done:
 
 /* Gathering. */
 
-typedef struct {
-    Py_buffer buffer;
-    Py_buffer skip_buffer;
-    Chunk chunk;
-    uint32_t low;
-    uint32_t high;
-    const uint8_t *skip; /* a byte for each of the rows [low, high), or NULL */
-    bool is_numbered;
-    uint64_t first_seq;
-    uint64_t first_cas;
-} Part;
-
-typedef struct {
-    uint64_t count;
-    uint64_t key_length;
-    uint64_t value_length;
-} Sizes;
-
 static void
 part_release(Part *part)
 {
@@ -312,9 +294,7 @@ length_between(const uint8_t *offsets, uint32_t low, uint32_t high)
     return load_u32(offsets + 4 * (size_t)high) - load_u32(offsets + 4 * (size_t)low);
 }
 
-/* Checks the part's rows and adds up what is kept. False, with an exception set, where the offsets
-   are damaged. */
-static bool
+bool
 part_measure(const Part *part, Sizes *sizes)
 {
     const Chunk *chunk = &part->chunk;
@@ -343,7 +323,7 @@ copy_strings(const uint8_t *offsets, const uint8_t *bytes, uint32_t low, uint32_
     return written + length;
 }
 
-static void
+void
 copy_rows(const Part *part, uint32_t low, uint32_t high, const Chunk *to, Sizes *written)
 {
     const Chunk *from = &part->chunk;
@@ -417,6 +397,20 @@ write_chunk(const Part *parts, Py_ssize_t part_count, const Sizes *sizes, uint64
 }
 
 PyObject *
+gathered(const Part *parts, Py_ssize_t part_count, const Sizes *sizes, uint64_t start, uint64_t end)
+{
+    if (sizes->count > INT32_MAX || sizes->key_length > INT32_MAX || sizes->value_length > INT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "a chunk holds 2 GiB of keys, and of values, at most");
+        return NULL;
+    }
+    uint64_t nbytes = encoded_bytes(sizes->count, sizes->key_length, sizes->value_length);
+    PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
+    if (result != NULL)
+        write_chunk(parts, part_count, sizes, start, end, (uint8_t *)PyBytes_AsString(result));
+    return result;
+}
+
+PyObject *
 gather(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     uint64_t start, end;
@@ -444,14 +438,7 @@ gather(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
     for (Py_ssize_t index = 0; index < part_count; index++)
         if (!part_measure(parts + index, &sizes))
             goto done;
-    if (sizes.count > INT32_MAX || sizes.key_length > INT32_MAX || sizes.value_length > INT32_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "a chunk holds 2 GiB of keys, and of values, at most");
-        goto done;
-    }
-    uint64_t nbytes = encoded_bytes(sizes.count, sizes.key_length, sizes.value_length);
-    result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
-    if (result != NULL)
-        write_chunk(parts, part_count, &sizes, start, end, (uint8_t *)PyBytes_AsString(result));
+    result = gathered(parts, part_count, &sizes, start, end);
 done:
     while (read)
         part_release(parts + --read);

@@ -89,6 +89,37 @@ uint64_t encoded_bytes(uint64_t count, uint64_t key_length, uint64_t value_lengt
 /* Lays a new chunk out in `bytes`, `encoded_bytes` long: its head and all padding are written. */
 void chunk_begin(Chunk *chunk, uint8_t *bytes, uint64_t start, uint64_t end);
 
+/* Rows of a chunk that are to be copied, and how much was measured or written. */
+
+typedef struct {
+    Py_buffer buffer;
+    Py_buffer skip_buffer;
+    Chunk chunk;
+    uint32_t low;
+    uint32_t high;
+    const uint8_t *skip; /* a byte for each of the rows [low, high), or NULL */
+    bool is_numbered;
+    uint64_t first_seq;
+    uint64_t first_cas;
+} Part;
+
+typedef struct {
+    uint64_t count;
+    uint64_t key_length;
+    uint64_t value_length;
+} Sizes;
+
+/* Checks the part's rows and adds up what is kept. False, with an exception set, where the offsets
+   are damaged. */
+bool part_measure(const Part *part, Sizes *sizes);
+
+/* Copies the rows [low, high) behind what was written. */
+void copy_rows(const Part *part, uint32_t low, uint32_t high, const Chunk *to, Sizes *written);
+
+/* A new chunk of the parts, which were measured; NULL with an exception set. */
+PyObject *gathered(const Part *parts, Py_ssize_t part_count, const Sizes *sizes, uint64_t start,
+                   uint64_t end);
+
 /* A column of a new chunk, which is ours to write. */
 static inline uint8_t *
 column(const uint8_t *at)
@@ -118,6 +149,28 @@ enum {
     DEFECT_OFFSETS,
 };
 
+/* What entering rows into a key table finds. */
+typedef struct {
+    uint64_t first_seq;
+    uint64_t start;
+    uint64_t base;
+    uint8_t *flags;
+    size_t flag_count;
+    PyObject *superseded; /* a list, made when it is needed */
+    Py_ssize_t fresh;
+} Run;
+
+bool is_key_table(PyObject *object);
+
+/* Whether the keys of the rows [low, high) can be entered. */
+bool keys_fit(const Chunk *chunk, uint64_t low, uint64_t high);
+
+/* Enters rows whose keys fit. False with an exception set. */
+bool table_put_rows(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run);
+
+/* What a table takes. */
+uint64_t table_bytes(PyObject *table);
+
 /* Integers from Python. False with an exception set; negative numbers are refused. */
 bool number_of(PyObject *object, uint64_t *number);
 
@@ -126,7 +179,9 @@ PyObject *check(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *join_sets(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *add_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 void fill_crc_tables(void);
+int add_open_rows(PyObject *module);
 int add_key_table(PyObject *module);
 
 /* The secret of the hash: 16 bytes, drawn when the module is loaded. */

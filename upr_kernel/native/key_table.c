@@ -651,16 +651,6 @@ load_group(KeyTable *table, const Chunk *chunk, uint32_t row, uint32_t count, Gr
         prefetch_key(table, group->hashes[index]);
 }
 
-typedef struct {
-    uint64_t first_seq;
-    uint64_t start;
-    uint64_t base;
-    uint8_t *flags;
-    size_t flag_count;
-    PyObject *superseded; /* a list, made when it is needed */
-    Py_ssize_t fresh;
-} Run;
-
 static bool
 note_previous(Run *run, uint64_t previous)
 {
@@ -673,6 +663,8 @@ note_previous(Run *run, uint64_t previous)
         run->flags[seq - run->base] = 1;
         return true;
     }
+    if (run->superseded == NULL && (run->superseded = PyList_New(0)) == NULL)
+        return false;
     PyObject *number = PyLong_FromUnsignedLongLong(seq);
     int failed = number == NULL || PyList_Append(run->superseded, number) < 0;
     Py_XDECREF(number);
@@ -717,6 +709,33 @@ are_rows_sound(const Chunk *chunk, uint64_t low, uint64_t high)
             return set_defect(DEFECT_KEY_LENGTH) != NULL;
     }
     return true;
+}
+
+bool
+keys_fit(const Chunk *chunk, uint64_t low, uint64_t high)
+{
+    if (low > high || high > chunk->count ||
+        !offsets_are_sound(chunk->key_offsets, (uint32_t)low, (uint32_t)high, chunk->key_length))
+        return false;
+    for (uint64_t row = low; row < high; row++) {
+        const uint8_t *offset = chunk->key_offsets + 4 * row;
+        uint32_t length = load_u32(offset + 4) - load_u32(offset);
+        if (!length || length > KEY_BYTES_MAX)
+            return false;
+    }
+    return true;
+}
+
+bool
+table_put_rows(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run)
+{
+    return put_rows((KeyTable *)table, chunk, low, high, run);
+}
+
+uint64_t
+table_bytes(PyObject *table)
+{
+    return ((KeyTable *)table)->nbytes;
 }
 
 static PyObject *
@@ -1065,13 +1084,20 @@ static PyType_Spec type_spec = {
     .slots = type_slots,
 };
 
+/* Kept as well as in the module, which there is once in a process. */
+static PyObject *key_table_type;
+
+bool
+is_key_table(PyObject *object)
+{
+    return Py_TYPE(object) == (PyTypeObject *)key_table_type;
+}
+
 int
 add_key_table(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&type_spec);
-    if (type == NULL)
+    key_table_type = PyType_FromSpec(&type_spec);
+    if (key_table_type == NULL)
         return -1;
-    int failed = PyModule_AddObjectRef(module, "KeyTable", type);
-    Py_DECREF(type);
-    return failed;
+    return PyModule_AddObjectRef(module, "KeyTable", key_table_type);
 }

@@ -52,6 +52,7 @@ load_defect(void)
 }
 
 static PyMethodDef functions[] = {
+    {"add_runs", (PyCFunction)(void (*)(void))add_runs, METH_FASTCALL, NULL},
     {"check", (PyCFunction)(void (*)(void))check, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"join_sets", (PyCFunction)(void (*)(void))join_sets, METH_FASTCALL, NULL},
@@ -75,6 +76,7 @@ PyInit__native(void)
         return NULL;
     fill_crc_tables();
     if (draw_secret() < 0 || load_defect() < 0 || add_key_table(module) < 0 ||
+        add_open_rows(module) < 0 ||
         PyModule_AddIntConstant(module, "REVISION", UPR_KERNEL_REVISION) < 0)
         Py_CLEAR(module);
     return module;

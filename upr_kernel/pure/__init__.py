@@ -3,6 +3,16 @@
 from upr_kernel.pure.chunks import check, gather
 from upr_kernel.pure.frames import SetFrame, join_sets
 from upr_kernel.pure.key_table import KeyTable
+from upr_kernel.pure.open_rows import OpenRows, add_runs
 from upr_kernel.pure.partition import find_misplaced
 
-__all__ = ["KeyTable", "SetFrame", "check", "find_misplaced", "gather", "join_sets"]
+__all__ = [
+    "KeyTable",
+    "OpenRows",
+    "SetFrame",
+    "add_runs",
+    "check",
+    "find_misplaced",
+    "gather",
+    "join_sets",
+]

@@ -6,12 +6,12 @@ from array import array
 from itertools import accumulate
 from struct import Struct
 from typing import Final, NamedTuple
-from zlib import crc32
 
 from crc32c import crc32c
 
 from upr_kernel.defects import ChunkDefectError
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES, Columns, padded
+from upr_kernel.pure.partition import partition_of
 
 SetFrame = tuple[int, int, int, bytes, int]
 """A frame: where it ends, its opaque, the partition, the writer's ID and the run's counter."""
@@ -107,7 +107,7 @@ def _read(
     is_sound = (
         crc32c(data[offset : offset + _CHECKED_BYTES]) == header_crc
         and crc32c(data[body_at:end]) == body_crc
-        and (crc32(entry.key) >> 16 & 0x7FFF) % partition_count == partition
+        and partition_of(entry.key, partition_count) == partition
     )
     return entry if is_sound else None
 

@@ -9,6 +9,11 @@ from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.pure.columns import Buffer, Columns
 
 
+def partition_of(key: Buffer, partition_count: int) -> int:
+    """The partition of a key."""
+    return (crc32(key) >> 16 & 0x7FFF) % partition_count
+
+
 def find_misplaced(
     chunk: Buffer, low: int, high: int, partition: int, partition_count: int, key_bytes_max: int, /
 ) -> int:
@@ -39,6 +44,6 @@ def find_misplaced(
     keys = columns.view[columns.keys_at :]
     for row, (begin, end) in enumerate(pairwise(offsets), low):
         is_key = 0 < end - begin <= key_bytes_max
-        if is_key and (crc32(keys[begin:end]) >> 16 & 0x7FFF) % partition_count != partition:
+        if is_key and partition_of(keys[begin:end], partition_count) != partition:
             return row
     return high

@@ -16,7 +16,7 @@ from upr_protocol.chunk.layout import (
     encoded_bytes,
     even_offsets,
 )
-from upr_protocol.ids import Cas, SeqNo
+from upr_protocol.ids import SeqNo
 
 _INVERT: Final = bytes((1,)) + bytes(255)
 """Translates a selector into its opposite."""
@@ -80,15 +80,6 @@ class ChunkBuilder:
         self.key_offsets.append(len(self.key_bytes))
         self.value_offsets.append(len(self.value_bytes))
 
-    def pop(self) -> None:
-        """Removes the last mutation."""
-        for column in (self.seqs, self.cas, self.expiries, self.flags, self.operations):
-            column.pop()
-        self.key_offsets.pop()
-        self.value_offsets.pop()
-        del self.key_bytes[self.key_offsets[-1] :]
-        del self.value_bytes[self.value_offsets[-1] :]
-
     def extend(self, chunk: Chunk, keep: Sequence[int] | None = None) -> None:
         """Adds the mutations of `chunk`; with `keep`, those at whose index it is true."""
         if keep is not None:
@@ -131,29 +122,6 @@ class ChunkBuilder:
             self._extend_few(chunk, seqs, cas, selectors)
         else:
             self._extend_many(chunk, seqs, cas, selectors)
-
-    def extend_rows(
-        self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas
-    ) -> None:
-        """Adds the rows [`low`, `high`) of a published chunk, with consecutive numbers and CAS
-        values. A copy of their bytes, and little work a row."""
-        if high - low == 1:
-            op, key, value, _, _, flags, expiry = chunk.row(low)
-            self.append(op, key, value, first_seq, first_cas, flags, expiry)
-            return
-        self.seqs.extend(range(first_seq, first_seq + high - low))
-        self.cas.extend(range(first_cas, first_cas + high - low))
-        self.expiries.frombytes(chunk.expiries[low:high].tobytes())
-        self.flags.frombytes(chunk.flags[low:high].tobytes())
-        self.operations += chunk.operations[low:high]
-        for target, offsets, data, bounds in (
-            (self.key_bytes, self.key_offsets, chunk.key_bytes, chunk.key_offsets),
-            (self.value_bytes, self.value_offsets, chunk.value_bytes, chunk.value_offsets),
-        ):
-            start, *ends = bounds[low : high + 1].tolist()
-            shift = len(target) - start
-            offsets.extend([end + shift for end in ends])
-            target += data[start : ends[-1]]
 
     def _extend_unnumbered(self, chunk: Chunk) -> None:
         """Adds all columns of `chunk` but the numbers and CAS values."""

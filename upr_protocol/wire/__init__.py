@@ -55,6 +55,7 @@ from upr_protocol.wire.keyvalue import (
 from upr_protocol.wire.message import BEFORE_READY, Message, Role, SessionState
 from upr_protocol.wire.publishing import Credit, Mutate, MutateReply, RunResult
 from upr_protocol.wire.set_frames import (
+    SetFrame,
     SetFrames,
     SetResult,
     encode_set_replies,
@@ -166,6 +167,7 @@ __all__ = [
     "SeqnosAtReply",
     "SeqnosReply",
     "SessionState",
+    "SetFrame",
     "SetFrames",
     "SetMap",
     "SetResult",

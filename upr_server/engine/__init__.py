@@ -4,7 +4,7 @@ All of it belongs to one thread, and none of it does I/O, tells the time or draw
 in as a number and randomness as a function. Between two calls every structure is whole.
 """
 
-from upr_server.engine.batch import CheckedChunk, MutationBatch, batch_of, batches_of
+from upr_server.engine.batch import BundleBatches, CheckedChunk, MutationBatch, batch_of
 from upr_server.engine.bucket import (
     STEP_PARTITIONS,
     Bucket,
@@ -25,6 +25,7 @@ from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
 from upr_server.engine.mutate_result import MutateResult, unpack
 from upr_server.engine.partition import Partition, PartitionImage
+from upr_server.engine.plain_runs import LONG_RUN_ROWS, RunNumbers, set_runs
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.snapshots import (
     BackfillNeeded,
@@ -39,6 +40,7 @@ from upr_server.engine.snapshots import (
 )
 
 __all__ = [
+    "LONG_RUN_ROWS",
     "NOTHING_FETCHED",
     "QUOTA_BYTES_MIN",
     "STEP_PARTITIONS",
@@ -47,6 +49,7 @@ __all__ = [
     "BucketError",
     "BucketObserver",
     "Buckets",
+    "BundleBatches",
     "CheckedChunk",
     "Cursor",
     "CursorItem",
@@ -64,13 +67,14 @@ __all__ = [
     "PartitionImage",
     "PersistenceCursor",
     "Registration",
+    "RunNumbers",
     "SnapshotEndItem",
     "SnapshotStartItem",
     "WriterToken",
     "batch_of",
-    "batches_of",
     "check_bucket",
     "damaged_item",
     "is_damaged",
+    "set_runs",
     "unpack",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from upr_kernel import HAS_PREFIX, MAY_EXPIRE, UNCONDITIONAL
-from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, Chunk, CounterDelta
+from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, Chunk, CounterDelta, Run
 from upr_protocol.errors import ChunkError, Status
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import DESIGN_PREFIX, SeqNo
 from upr_server.engine.operations import COUNTS
 from upr_server.engine.publisher_answers import WriterToken
 
@@ -165,31 +165,56 @@ def batch_of(
     return MutationBatch(CheckedChunk(chunk), 0, chunk.count, token, attempt, chain)
 
 
-def batches_of(
-    bundle: Bundle, writer: bytes | None = None, attempt: int = 0
-) -> list[MutationBatch]:
-    """The batches of a bundle, one a run. Its columns are checked once.
+class BundleBatches:
+    """The batches of a bundle, one a run, each made when it is asked for. The bundle's columns are
+    checked once.
 
     Args:
         bundle: The bundle.
         writer: Who publishes it; None for one that nobody will send again.
         attempt: Which run of the publisher's task sends it; 0 where it has none.
 
+    Attributes:
+        columns: The bundle's chunk.
+        attempt: See above.
+
     Raises:
         ChunkError: The chunk breaks a rule of published chunks.
     """
-    columns, bounds = CheckedChunk(bundle.chunk), bundle.bounds
-    return [
-        MutationBatch(
-            columns,
+
+    __slots__ = ("_bundle", "_writer", "attempt", "columns")
+
+    def __init__(self, bundle: Bundle, writer: bytes | None = None, attempt: int = 0) -> None:
+        self._bundle = bundle
+        self._writer = writer
+        self.columns = CheckedChunk(bundle.chunk)
+        self.attempt = attempt
+
+    def __len__(self) -> int:
+        return len(self._bundle.runs)
+
+    def __getitem__(self, index: int) -> MutationBatch:
+        run, bounds = self._bundle.runs[index], self._bundle.bounds
+        return MutationBatch(
+            self.columns,
             bounds[index],
             bounds[index + 1],
-            None if writer is None else WriterToken(writer, run.counter),
-            attempt,
+            self.token(run),
+            self.attempt,
             run.chain,
         )
-        for index, run in enumerate(bundle.runs)
-    ]
+
+    def __iter__(self) -> Iterator[MutationBatch]:
+        return (self[index] for index in range(len(self)))
+
+    def token(self, run: Run) -> WriterToken | None:
+        """The name of the batch that is a run of the bundle."""
+        return None if self._writer is None else WriterToken(self._writer, run.counter)
+
+
+def is_design_key(key: bytes) -> bool:
+    """Whether it is the key of a design document."""
+    return key.startswith(DESIGN_PREFIX)
 
 
 def _check_counters(chunk: Chunk) -> None:

@@ -83,7 +83,7 @@ class Bucket:
         images: Its partitions as the disk has them; None for a new bucket.
         incarnation: Which bucket of this name it is: a random number, or 0.
         on_update: Called whenever something in it has changed, with the keys of the design
-            documents that did.
+            documents that did, and how many batches have changed something.
         in_steps: Whether it has no partitions before the last step of `make_partitions`.
 
     Attributes:
@@ -121,7 +121,7 @@ class Bucket:
         on_collapsible: Callable[[], None] | None = None,
         images: Sequence[PartitionImage] | None = None,
         incarnation: int = 0,
-        on_update: Callable[[Bucket, Sequence[bytes]], None] | None = None,
+        on_update: Callable[[Bucket, Sequence[bytes], int], None] | None = None,
         in_steps: bool = False,
     ) -> None:
         check_bucket(name, partition_count, quota_bytes)
@@ -323,13 +323,14 @@ class BucketObserver(Protocol):
     def deleted(self, bucket: Bucket) -> None:
         """A bucket was deleted; nothing more of it will be heard."""
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
-        """Something in a bucket has changed: once for each batch that was taken in.
+    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
+        """Something in a bucket has changed.
 
         Args:
             bucket: The bucket.
             designs: The keys of the design documents that changed. The bare prefix says that any of
                 them may have.
+            batch_count: How many batches were taken in together; 1 for a change that is none.
         """
 
 

@@ -21,37 +21,40 @@ class HashTable:
 
     Whether a key exists is told without a look at the mutation. Until a tombstone is persisted,
     only the table knows of it. What the disk's index knows may be evicted.
+
+    Attributes:
+        kernel_table: The kernel's table. Who changes it without a call here accounts what it grows.
     """
 
-    __slots__ = ("_empty_bytes", "_memory", "_nbytes", "_table", "holds_item", "newest")
+    __slots__ = ("_empty_bytes", "_memory", "holds_item", "kernel_table", "newest")
 
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
-        self._table = KeyTable()
-        self._empty_bytes = self._table.nbytes
-        self._nbytes = 0
+        self.kernel_table = KeyTable()
+        # A table without keys counts nothing: a bucket has one for each partition from the start.
+        self._empty_bytes = self.kernel_table.nbytes
         # Reads go to the kernel without a step of Python between.
-        self.newest = self._table.newest
-        self.holds_item = self._table.holds_item
+        self.newest = self.kernel_table.newest
+        self.holds_item = self.kernel_table.holds_item
 
     def __len__(self) -> int:
         """Keys known, with tombstones."""
-        return len(self._table)
+        return len(self.kernel_table)
 
     def __iter__(self) -> Iterator[tuple[bytes, int, bool]]:
         """Each key, its newest mutation's number, and whether that is a tombstone. O(keys) for the
         first."""
-        return iter(self._table.entries())
+        return iter(self.kernel_table.entries())
 
     @property
     def items(self) -> int:
         """Keys that exist: those whose newest mutation is not a tombstone."""
-        return self._table.items
+        return self.kernel_table.items
 
     @property
     def tombstones(self) -> int:
         """Keys whose newest mutation is a tombstone."""
-        return len(self._table) - self._table.items
+        return len(self.kernel_table) - self.kernel_table.items
 
     def put(self, key: bytes, seq: int, *, is_tombstone: bool = False) -> int:
         """Enters one mutation. O(1).
@@ -64,8 +67,10 @@ class HashTable:
         Returns:
             The number of the mutation that was its newest; 0 when the table did not know the key.
         """
-        previous_seq = self._table.put(key, seq, is_tombstone)
-        self._account()
+        table = self.kernel_table
+        nbytes_before = table.nbytes
+        previous_seq = table.put(key, seq, is_tombstone)
+        self._memory.table += table.nbytes - nbytes_before
         return previous_seq
 
     def put_run(
@@ -89,8 +94,10 @@ class HashTable:
             Numbers of the open snapshot that were superseded and are not flagged yet, in no order,
             and how many keys had no earlier mutation in the open snapshot.
         """
-        result = self._table.put_run(chunk.encode(), low, high, first, start, base, flags)
-        self._account()
+        table = self.kernel_table
+        nbytes_before = table.nbytes
+        result = table.put_run(chunk.encode(), low, high, first, start, base, flags)
+        self._memory.table += table.nbytes - nbytes_before
         return result
 
     def evict(self, through: int, budget: int, *, tombstones_only: bool = False) -> int:
@@ -106,33 +113,28 @@ class HashTable:
         Returns:
             How many were forgotten.
         """
-        evicted = self._table.evict(through, budget, tombstones_only)
-        self._account()
+        table = self.kernel_table
+        nbytes_before = table.nbytes
+        evicted = table.evict(through, budget, tombstones_only)
+        self._memory.table += table.nbytes - nbytes_before
         return evicted
 
     def clear(self) -> None:
         """Forgets every key."""
-        self._table.clear()
-        self._account()
-
-    def _account(self) -> None:
-        # A table without keys counts nothing: a bucket has one for each partition from the start.
-        nbytes = self._table.nbytes - self._empty_bytes
-        if nbytes != self._nbytes:
-            self._memory.table += nbytes - self._nbytes
-            self._nbytes = nbytes
+        nbytes_before = self.kernel_table.nbytes
+        self.kernel_table.clear()
+        self._memory.table += self.kernel_table.nbytes - nbytes_before
 
     @property
     def nbytes(self) -> int:
         """What the table takes, about."""
-        return self._nbytes
+        return self.kernel_table.nbytes - self._empty_bytes
 
     def statistics(self) -> dict[str, int]:
         """Keys, keys that exist, and bytes."""
         return {"keys": len(self), "items": self.items, "bytes": self.nbytes}
 
     def check_invariants(self) -> None:
-        """The kernel's, the count of bytes, and that no number occurs twice. O(keys)."""
-        self._table.check_invariants()
-        assert self._nbytes == self._table.nbytes - self._empty_bytes, "bytes"
+        """The kernel's, and that no number occurs twice. O(keys)."""
+        self.kernel_table.check_invariants()
         assert len({seq for _, seq, _ in self}) == len(self), "two keys with one number"

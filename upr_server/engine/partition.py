@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from upr_kernel import OpenRows
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
@@ -20,7 +21,7 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
-from upr_server.engine.batch import MutationBatch
+from upr_server.engine.batch import CheckedChunk, MutationBatch, is_design_key
 from upr_server.engine.evaluation import Evaluation, PartitionPosition
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
@@ -35,11 +36,16 @@ from upr_server.engine.lookup import (
     is_key,
 )
 from upr_server.engine.memory_account import MemoryAccount
-from upr_server.engine.mutate_result import MutateResult
+from upr_server.engine.mutate_result import MutateResult, pack_plain
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
-from upr_server.engine.snapshots import MutationManager
+from upr_server.engine.snapshots import (
+    ARRAY_BYTES_MAX,
+    ARRAY_MUTATIONS_MAX,
+    ARRAY_SPAN_MAX,
+    MutationManager,
+)
 
 EXPIRE_MAX: Final = 512
 """Items that one call of `expire` deletes, or entries of superseded items that it passes; at 4 µs
@@ -55,7 +61,8 @@ GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 ROW_BYTES_MAX: Final = 48
 """What a row takes in a chunk beside its key and value, with all padding."""
 
-_NANOSECONDS: Final = 1_000_000_000
+NANOSECONDS: Final = 1_000_000_000
+"""CAS values are nanoseconds since 1970, or higher."""
 
 _ACTIVE: Final = PartitionState.ACTIVE  # an enum's attributes are slow to look up
 
@@ -95,13 +102,14 @@ class Partition:
         on_collapsible: Called when `manager.collapse_wanted` becomes true.
         image: What the disk has of it; None for a new one.
         on_update: Called whenever something in it has changed, with the keys of the design
-            documents that did.
+            documents that did, and how many batches have changed something.
 
     Attributes:
         id: Its number.
         state: Only an active partition takes writes, and expires items.
         failover_log: The branches that led here.
         table: Key to number.
+        rows: The kernel's part of the open snapshot, with the highest number and CAS.
         manager: Registers the cursors that read the snapshots.
         snapshots: The snapshots in memory.
         eviction: Which keys the table may forget, and what the disk's index knows.
@@ -115,7 +123,6 @@ class Partition:
 
     __slots__ = (
         "_expiries",
-        "_last_cas",
         "_lookup",
         "_on_update",
         "begins_no_stream",
@@ -127,6 +134,7 @@ class Partition:
         "purge_seq",
         "repeated_batches",
         "replicas",
+        "rows",
         "snapshots",
         "state",
         "table",
@@ -141,18 +149,25 @@ class Partition:
         memory: MemoryAccount | None = None,
         on_collapsible: Callable[[], None] | None = None,
         image: PartitionImage | None = None,
-        on_update: Callable[[Sequence[bytes]], None] | None = None,
+        on_update: Callable[[Sequence[bytes], int], None] | None = None,
     ) -> None:
         memory = MemoryAccount() if memory is None else memory
         if image is None:
             image = PartitionImage(state, FailoverLog().with_branch(new_history_id(), SeqNo(0)))
         self._on_update = on_update
-        self._last_cas: int = image.last_cas
         self.id = partition_id
         self.state = image.state
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
-        self.manager = MutationManager(image.high, memory, on_collapsible)
+        self.rows = OpenRows(
+            self.table.kernel_table,
+            partition_id,
+            ARRAY_MUTATIONS_MAX,
+            ARRAY_BYTES_MAX,
+            ARRAY_SPAN_MAX,
+        )
+        self.rows.last_cas = image.last_cas
+        self.manager = MutationManager(image.high, self.rows, memory, on_collapsible)
         self.snapshots = self.manager.snapshots
         self._expiries = ExpiryIndex(self.table, memory)
         self.eviction = KeyEviction(self.table, self._expiries, image.high, image.indexed)
@@ -184,14 +199,14 @@ class Partition:
     @property
     def last_cas(self) -> Cas:
         """The highest CAS ever given here."""
-        return Cas(self._last_cas)
+        return Cas(self.rows.last_cas)
 
     # Writing.
 
     @property
     def position(self) -> PartitionPosition:
         """What its content depends on: while it is the same, so are all items."""
-        return PartitionPosition(self.failover_log.current, self.high_seq, Cas(self._last_cas))
+        return PartitionPosition(self.failover_log.current, self.high_seq, Cas(self.rows.last_cas))
 
     def evaluate(self, batch: MutationBatch, *, now: float) -> Evaluation | None:
         """The evaluation of a batch, which can be worked out in slices before `mutate`.
@@ -241,16 +256,36 @@ class Partition:
             assert not missing, "the caller must first ask which keys are missing"
         return self._finish(batch, self._store_all(evaluation), high_before)
 
-    def set_new(self, batch: MutationBatch, now: float) -> MutateResult | None:
-        """Takes in a plain batch, if the partition is active and the batch is new for certain: what
-        `mutate` does with most batches, in fewer steps.
+    def takes_at_once(self, token: WriterToken | None, attempt: int, now: float) -> bool:
+        """Whether a plain batch without a chain can be taken in with nothing else to do: the
+        partition is active, the batch is new for certain, and nothing has expired. O(1)."""
+        return (
+            self.state is _ACTIVE
+            and self.repeated_batches.is_certainly_new(token, attempt)
+            and not self._expiries.is_due(now)
+        )
+
+    def note_expiries(self, columns: CheckedChunk, low: int, high: int, first_seq: SeqNo) -> None:
+        """Notes when the rows [`low`, `high`) of a chunk, which were taken in, expire. O(rows)."""
+        expiries = columns.chunk.expiries[low:high].tolist()
+        self._expiries.add_all(expiries, first_seq, columns.keys[low:high])
+
+    def finish_run(
+        self, token: WriterToken | None, attempt: int, first_seq: int, count: int, first_cas: int
+    ) -> tuple[HistoryId, SeqNo, SeqNo, Cas]:
+        """Keeps the answer to a plain batch that the kernel has added to the rows, and wakes who
+        waits for changes.
 
         Returns:
-            The result; None if nothing was done, and `mutate` has to decide.
+            The history, the first and the last number, and the first CAS.
         """
-        if self.state is not _ACTIVE or not self.repeated_batches.is_certainly_new(batch):
-            return None
-        return self._set_all(batch, now)
+        history_id, last_seq = self.failover_log.current, SeqNo(first_seq + count - 1)
+        if token is not None:
+            answer = pack_plain(history_id, first_seq, last_seq, first_cas, attempt)
+            self.repeated_batches.remember_packed(token, answer, last_seq, attempt)
+        if self.snapshots.has_waiting:
+            self.snapshots.wake()
+        return history_id, SeqNo(first_seq), last_seq, Cas(first_cas)
 
     def _finish(
         self, batch: MutationBatch, result: MutateResult, high_before: SeqNo
@@ -268,7 +303,7 @@ class Partition:
             snapshots.wake()
             if self._on_update is not None:
                 may_hold_designs = batch.columns.may_hold_designs
-                self._on_update(_design_keys(batch, result) if may_hold_designs else ())
+                self._on_update(_design_keys(batch, result) if may_hold_designs else (), 1)
         return result
 
     def _refusal(self, status: Status) -> MutateResult:
@@ -278,7 +313,7 @@ class Partition:
     def next_cas(self, now: float) -> Cas:
         """The CAS that the next mutation gets."""
         # The clock may stand still or run backwards; the CAS never does.
-        return Cas(max(self._last_cas + 1, int(now * _NANOSECONDS)))
+        return Cas(max(self.rows.last_cas + 1, int(now * NANOSECONDS)))
 
     def _set_all(self, batch: MutationBatch, now: float) -> MutateResult:
         """Takes in a plain batch that is new."""
@@ -293,10 +328,9 @@ class Partition:
         count = high - low
         if count:
             snapshot.add_rows(columns.chunk, low, high, first_seq, first_cas, self.table)
-            self._last_cas = first_cas + count - 1
+            self.rows.last_cas = first_cas + count - 1
             if columns.may_expire:
-                expiries = columns.chunk.expiries[low:high].tolist()
-                self._expiries.add_all(expiries, first_seq, batch.keys)
+                self.note_expiries(columns, low, high, first_seq)
         result = MutateResult(
             self.failover_log.current, first_seq, SeqNo(first_seq + count - 1), first_cas
         )
@@ -321,7 +355,7 @@ class Partition:
                 self._store(row, is_counter=is_counter, published=published)
         if last_seq >= first_seq:
             # By the successes, not the rows: the publisher was given a CAS for each of them.
-            self._last_cas = first_cas + last_seq - first_seq
+            self.rows.last_cas = first_cas + last_seq - first_seq
         return MutateResult(
             self.failover_log.current,
             first_seq,
@@ -361,19 +395,25 @@ class Partition:
             key_bytes = chunk.key_bytes.tobytes()
             # The search for one byte is thirty times as fast, and mostly finds nothing.
             if DESIGN_PREFIX[:1] in key_bytes and DESIGN_PREFIX in key_bytes:
-                design_keys += filter(_is_design_key, chunk.keys())
-        self._on_update(design_keys)
+                design_keys += filter(is_design_key, chunk.keys())
+        self._on_update(design_keys, 1)
+
+    def notify_batches(self, design_keys: Sequence[bytes], batch_count: int) -> None:
+        """Tells the observer that so many batches, of this partition and others of its bucket, were
+        taken in, and which design documents they have changed."""
+        if self._on_update is not None:
+            self._on_update(design_keys, batch_count)
 
     def notify_undone(self) -> None:
         """Tells the observer that changes were undone, or may have been. Which design documents
         were among them is not known."""
         if self._on_update is not None:
             # The bare prefix stands for any.
-            self._on_update((DESIGN_PREFIX,))
+            self._on_update((DESIGN_PREFIX,), 1)
 
     def _notify_expired(self, keys: Sequence[bytes]) -> None:
         if keys and self._on_update is not None:
-            self._on_update(list(filter(_is_design_key, keys)))
+            self._on_update(list(filter(is_design_key, keys)), 1)
 
     def stop_notifying(self) -> None:
         """Its bucket was deleted: the observer hears nothing more of it."""
@@ -445,7 +485,7 @@ class Partition:
     def _store_expiry(self, key: bytes, now: float) -> None:
         seq, cas = SeqNo(self.snapshots.high + 1), self.next_cas(now)
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
-        self._last_cas = cas
+        self.rows.last_cas = cas
 
     # What this node is for it.
 
@@ -477,7 +517,7 @@ class Partition:
         self.table.clear()
         self._expiries.clear()
         self.eviction.restart_at(seq)
-        self._last_cas = max(self._last_cas, last_cas)
+        self.rows.last_cas = max(self.rows.last_cas, last_cas)
 
     def truncate(self, seq: SeqNo) -> list[WriterToken]:
         """Everything above `seq` was truncated on disk: does the same in memory.
@@ -584,16 +624,12 @@ class Partition:
             assert row.key == key, (row, key)
             assert (row.op != Operation.SET) == is_tombstone, row
             assert row.seq == seq, row
-            assert row.cas <= self._last_cas, row
-
-
-def _is_design_key(key: bytes) -> bool:
-    return key.startswith(DESIGN_PREFIX)
+            assert row.cas <= self.rows.last_cas, row
 
 
 def _design_keys(batch: MutationBatch, result: MutateResult) -> Sequence[bytes]:
     """The keys of the design documents that a batch has changed. O(rows)."""
     failed = {index for index, _ in result.failures}
     return [
-        key for index, key in enumerate(batch.keys) if _is_design_key(key) and index not in failed
+        key for index, key in enumerate(batch.keys) if is_design_key(key) and index not in failed
     ]

@@ -46,18 +46,15 @@ class RepeatedBatches:
 
     # What becomes of a batch.
 
-    def is_certainly_new(self, batch: MutationBatch) -> bool:
-        """Whether the batch is to be applied: a quick yes for most. False means that the other
-        questions must be asked. Changes nothing. O(1)."""
-        token = batch.token
-        return token is None or (
-            not batch.chain and self._answers.is_certainly_new(token, batch.attempt)
-        )
+    def is_certainly_new(self, token: WriterToken | None, attempt: int) -> bool:
+        """Whether a batch without a chain is to be applied: a quick yes for most. False means that
+        the other questions must be asked. Changes nothing. O(1)."""
+        return token is None or self._answers.is_certainly_new(token, attempt)
 
     def is_new(self, batch: MutationBatch) -> bool:
         """Whether the batch is to be applied. Changes nothing. O(1)."""
         token, answers = batch.token, self._answers
-        if token is None or self.is_certainly_new(batch):
+        if token is None or (not batch.chain and self.is_certainly_new(token, batch.attempt)):
             return True
         return (
             batch.attempt >= answers.attempt(token.writer)
@@ -76,7 +73,7 @@ class RepeatedBatches:
             The first answer, for a batch that was here before; or the status to refuse it with.
         """
         token, answers = batch.token, self._answers
-        if token is None or self.is_certainly_new(batch):
+        if token is None or (not batch.chain and self.is_certainly_new(token, batch.attempt)):
             return None
         if batch.attempt < answers.attempt(token.writer):
             return Status.SUPERSEDED
@@ -132,6 +129,10 @@ class RepeatedBatches:
     def remember(self, token: WriterToken, result: MutateResult, high: SeqNo) -> None:
         """Keeps the result of a batch that was applied, for when it is sent again."""
         self._answers.remember(token, pack(result), high, result.attempt)
+
+    def remember_packed(self, token: WriterToken, answer: bytes, high: SeqNo, attempt: int) -> None:
+        """The same, of a result that is packed."""
+        self._answers.remember(token, answer, high, attempt)
 
     # For the disk.
 

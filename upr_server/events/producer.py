@@ -9,7 +9,7 @@ from upr_server.events.queues import EventQueues
 
 
 class Producer:
-    """The engine's `BucketObserver`. The engine reports once a batch, not once a mutation, and a
+    """The engine's `BucketObserver`. The engine reports batches, not mutations, and a
     report costs one dictionary look-up and one addition a consumer.
 
     Args:
@@ -33,9 +33,9 @@ class Producer:
             queue.deleted(bucket.name, bucket.incarnation)
         self._on_change()
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes]) -> None:
-        """Counts an update, and notes the design documents among what it changed."""
+    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
+        """Counts each batch as an update, and notes the design documents among what it changed."""
         name, incarnation = bucket.name, bucket.incarnation
         for queue in self._queues:
-            queue.updated(name, incarnation, designs)
+            queue.updated(name, incarnation, designs, batch_count)
         self._on_change()

@@ -154,9 +154,11 @@ class EventQueue:
             counter.value = packed_counter.with_creation(counter.value)
             self.counters[bucket] = counter
 
-    def updated(self, bucket: str, incarnation: int, designs: Sequence[bytes]) -> None:
-        """A batch changed something in a bucket, and these of its design documents."""
-        # Runs once a batch for each consumer. Calls would take most of its time.
+    def updated(
+        self, bucket: str, incarnation: int, designs: Sequence[bytes], batch_count: int = 1
+    ) -> None:
+        """Batches changed something in a bucket, and these of its design documents."""
+        # Runs for each batch or bundle and consumer. Calls would take most of its time.
         kinds = self._kinds.get(bucket)
         if kinds is None:
             kinds = self._kinds_of(bucket)
@@ -166,7 +168,7 @@ class EventQueue:
         if counter is None:
             counter = self.counters[bucket] = BucketCounter(incarnation)
         if counter.incarnation == incarnation:
-            counter.value += UPDATE
+            counter.value += UPDATE * batch_count
             if designs and kinds & _DESIGN:
                 counter.add_designs(designs)
 

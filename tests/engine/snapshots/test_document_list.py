@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.engine.helpers import (
     NOW,
@@ -18,19 +16,11 @@ from tests.engine.helpers import (
     transcript,
 )
 from tests.engine.helpers import chunks as all_chunks
-from upr_kernel import gather
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes, plain_chunk
+from upr_kernel import KeyTable, OpenRows, gather
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import batch_of
-from upr_server.engine.snapshots.document_arrays import (
-    PART_BYTES,
-    ROW_BYTES,
-    SMALL_PART_ROWS,
-    SMALL_PARTS_MAX,
-    FillingArray,
-    NumberedArray,
-    PublishedArray,
-)
+from upr_server.engine.snapshots.document_arrays import NumberedArray, PublishedArray
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
 
@@ -38,11 +28,15 @@ def row(seq: int, key: bytes = b"k", value: bytes = b"v") -> Mutation:
     return Mutation(Operation.SET, key, value, SeqNo(seq), Cas(seq + 100), 3, 4)
 
 
-def filling(*seqs: int) -> FillingArray:
-    array = FillingArray(SeqNo(seqs[0]))
-    for seq in seqs:
-        array.append(row(seq, b"k%d" % seq))
-    return array
+def numbered(*seqs: int) -> NumberedArray:
+    return NumberedArray(Chunk.build(row(seq, b"k%d" % seq) for seq in seqs))
+
+
+def skip_flags(first: int, count: int) -> SkipFlags:
+    flags = SkipFlags(OpenRows(KeyTable(), 0, 1024, 1 << 18, 4096))
+    if count:
+        flags.extend(SeqNo(first), count)
+    return flags
 
 
 def published(first: int, count: int) -> PublishedArray:
@@ -64,10 +58,8 @@ def test_a_published_array_numbers_its_mutations_on_end() -> None:
             array.index(seq)
 
 
-@pytest.mark.parametrize("seal", [False, True])
-def test_a_filled_array_finds_its_mutations(seal: bool) -> None:
-    unsealed = filling(2, 5, 9)
-    array = unsealed.sealed() if seal else unsealed
+def test_a_numbered_array_finds_its_mutations() -> None:
+    array = numbered(2, 5, 9)
     array.check_invariants()
     assert [array.index(seq) for seq in (2, 5, 9)] == [0, 1, 2]
     assert array.mutation(1) == row(5, b"k5")
@@ -76,16 +68,10 @@ def test_a_filled_array_finds_its_mutations(seal: bool) -> None:
             array.index(seq)
 
 
-@pytest.mark.parametrize("kind", ["published", "filling", "numbered"])
+@pytest.mark.parametrize("kind", ["published", "numbered"])
 def test_skipped_rows_are_not_copied(kind: str) -> None:
-    window = SkipFlags()
-    window.extend(SeqNo(1), 12)
-    arrays = {
-        "published": published(3, 4),
-        "filling": filling(3, 4, 5, 6),
-        "numbered": filling(3, 4, 5, 6).sealed(),
-    }
-    array = arrays[kind]
+    window = skip_flags(1, 12)
+    array = published(3, 4) if kind == "published" else numbered(3, 4, 5, 6)
     window.skip(4)
     window.skip(6)
     array.copy_flags(window)
@@ -97,36 +83,20 @@ def test_skipped_rows_are_not_copied(kind: str) -> None:
 
 
 def test_a_sparse_array_takes_its_flags_by_number() -> None:
-    window = SkipFlags()
-    window.extend(SeqNo(1), 12)
+    window = skip_flags(1, 12)
     for seq in (3, 8, 9):
         window.skip(seq)
-    array = filling(2, 3, 9, 11)
+    array = numbered(2, 3, 9, 11)
     array.copy_flags(window)
     assert array.skip == bytearray([0, 1, 1, 0])
     assert Chunk(gather(array.rows(2, 20), 2, 20)).seqs.tolist() == [11]
 
 
 def test_an_array_can_be_read_in_two_parts() -> None:
-    array = filling(2, 3, 9, 11)
+    array = numbered(2, 3, 9, 11)
     array.skip = bytearray(4)
     for after, through, expected in ((0, 3, [2, 3]), (3, 10, [9]), (4, 8, []), (9, 11, [11])):
         assert Chunk(gather(array.rows(after, through), 0, 20)).seqs.tolist() == expected
-
-
-def test_a_replaced_tail_leaves_nothing() -> None:
-    array = filling(2, 3)
-    size = array.nbytes
-    freed = array.pop()
-    array.append(row(4, b"k3"))
-    assert array.nbytes == size
-    assert freed == 33 + 3
-    array.check_invariants()
-    assert list(array.seqs()) == [2, 4]
-    single = filling(2)
-    single.pop()
-    single.append(row(5))
-    assert single.sealed().first == 2, "the skip flags begin there"
 
 
 def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
@@ -137,103 +107,11 @@ def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
     assert (wider.start, wider.end, wider.count) == (0, 9, 2)
 
 
-@settings(max_examples=40)
-@given(
-    st.lists(
-        st.tuples(st.booleans(), st.integers(1, 7), st.integers(0, 2)), min_size=1, max_size=8
-    ),
-    st.data(),
-)
-def test_an_array_is_filled_by_rows_of_chunks_as_by_single_ones(
-    runs: list[tuple[bool, int, int]], data: st.DataObject
-) -> None:
-    """Counters take the numbers between two runs."""
-    array, expected, seq, nbytes = FillingArray(SeqNo(1)), [], 1, 0
-    can_pop = False
-    for is_chunk, count, gap in runs:
-        rows = [row(seq + n, b"k%d" % (seq + n), b"v" * n) for n in range(count)]
-        if is_chunk:
-            chunk = Chunk.build([Mutation(r.op, r.key, r.value, flags=3, expiry=4) for r in rows])
-            nbytes += array.extend(chunk, 0, count, SeqNo(seq), Cas(seq + 100))
-        else:
-            nbytes += sum(array.append(single) for single in rows)
-        can_pop = not is_chunk or (can_pop and count < SMALL_PART_ROWS)
-        expected += rows
-        seq += count + gap
-    array.check_invariants()
-    assert (array.nbytes, array.count, array.live) == (nbytes, len(expected), len(expected))
-    assert nbytes >= sum(ROW_BYTES + len(added.key) + len(added.value) for added in expected)
-    assert list(array.seqs()) == [mutation.seq for mutation in expected]
-    assert [array.mutation(index) for index in range(len(expected))] == expected
-    assert [array.index(mutation.seq) for mutation in expected] == list(range(len(expected)))
-    for missing in set(range(seq)) - {mutation.seq for mutation in expected}:
-        with pytest.raises(KeyError):
-            array.index(missing)
-    whole = array.whole(SeqNo(0), SeqNo(seq))
-    assert (whole.start, whole.end, list(whole)) == (0, seq, expected)
-    if data.draw(st.booleans()):
-        popped = array.pop()
-        assert popped == (nbytes - array.nbytes if can_pop else None)
-        if popped is not None:
-            del expected[-1]
-        if not expected:
-            return
-    assert list(array.seqs()) == [mutation.seq for mutation in expected]
-    flags = SkipFlags()
-    flags.extend(SeqNo(1), seq)
-    skipped = data.draw(st.sets(st.sampled_from([mutation.seq for mutation in expected])))
-    for number in skipped:
-        flags.skip(number)
-    array.copy_flags(flags)
-    sealed = array.sealed()
-    live_mutations = [mutation for mutation in expected if mutation.seq not in skipped]
-    assert (sealed.live, sealed.count, sealed.first) == (len(live_mutations), len(expected), 1)
-    after, through = sorted(data.draw(st.tuples(st.integers(0, seq), st.integers(0, seq))))
-    for kind in (array, sealed):
-        assert list(Chunk(gather(kind.rows(after, through), after, through))) == [
-            mutation for mutation in live_mutations if after < mutation.seq <= through
-        ]
-
-
-def test_what_an_array_takes_is_what_its_parts_take() -> None:
-    array, count = filling(1, 2, 3), SMALL_PART_ROWS
-    key_bytes = len(b"k1k2k3")
-    array.extend(plain_chunk([b"k"] * count, [b"v"] * count), 0, count, SeqNo(4), Cas(104))
-    parts = encoded_bytes(3, key_bytes, 3) + encoded_bytes(count, count, count)
-    assert array.nbytes == 2 * PART_BYTES + parts
-
-
-def test_rows_of_a_short_chunk_take_what_single_ones_take() -> None:
-    array = filling(1, 2, 3)
-    before = array.nbytes
-    chunk = plain_chunk([b"k4", b"k5"], [b"v"] * 2)
-    assert array.extend(chunk, 0, 2, SeqNo(4), Cas(104)) == 2 * (ROW_BYTES + 3)
-    assert array.nbytes == before + 2 * (ROW_BYTES + 3)
-
-
-def test_small_parts_side_by_side_are_joined() -> None:
-    array, expected, nbytes = FillingArray(SeqNo(1)), list[Mutation](), 0
-    counts = [SMALL_PART_ROWS, *[1, 2] * (SMALL_PARTS_MAX - 1), SMALL_PART_ROWS, 1]
-    for count in counts:
-        seq = 1 + 2 * len(expected)
-        rows = [row(seq + n, b"k%d" % (seq + n)) for n in range(count)]
-        chunk = Chunk.build([Mutation(r.op, r.key, r.value, flags=3, expiry=4) for r in rows])
-        nbytes += array.extend(chunk, 0, count, SeqNo(seq), Cas(seq + 100))
-        expected += rows
-    assert array.nbytes == nbytes
-    separate_bytes = sum(PART_BYTES + encoded_bytes(count, count, count) for count in counts)
-    assert nbytes < 0.7 * separate_bytes, "half of the small parts are joined"
-    array.check_invariants()
-    assert [array.mutation(index) for index in range(len(expected))] == expected
-    assert [array.index(mutation.seq) for mutation in expected] == list(range(len(expected)))
-    assert list(array.sealed().whole(SeqNo(0), expected[-1].seq)) == expected
-
-
 # The window.
 
 
 def test_the_window_begins_anew_when_it_was_empty() -> None:
-    window = SkipFlags()
+    window = skip_flags(1, 0)
     assert not window
     window.extend(SeqNo(5), 2)
     window.extend(SeqNo(7), 1)
@@ -252,8 +130,7 @@ def test_the_window_begins_anew_when_it_was_empty() -> None:
 
 
 def test_the_skip_flags_stay_in_proportion_to_the_live_rows() -> None:
-    window = SkipFlags()
-    window.extend(SeqNo(1), 8193)
+    window = skip_flags(1, 8193)
     assert window.excess(1000) == 0
     assert window.excess(0) == 8193 - 4096
 
@@ -266,7 +143,6 @@ def test_the_tail_is_replaced_in_place() -> None:
     partition = bucket.partitions[0]
     put(partition, b"a")
     send(partition, request(Operation.SET, b"b", b"1", expiry=5000))
-    # A plain `SET` stands in a part, where nothing is replaced: it is skipped.
     send(partition, request(Operation.APPEND, b"b", b""))
     size = partition.snapshots.open.nbytes
     for index in range(50):
@@ -326,7 +202,6 @@ def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
 def test_counters_do_not_stretch_the_window(op: Operation) -> None:
     bucket = new_bucket()
     partition = bucket.partitions[0]
-    # The first lies in an array of its own, the second in the one that is being filled.
     send(partition, request(op, b"document", b"v"))
     rows = [request(Operation.INCREMENT, b"n", CounterDelta(1).encode())] * 500
     for _ in range(60):
@@ -366,13 +241,13 @@ def test_one_batch_supersedes_documents_of_old_arrays_in_any_order() -> None:
     assert read(partition).split()[-4:] == ["n@60004", "b@60005", "a@60006", "."]
 
 
-def test_the_array_being_filled_is_sealed() -> None:
+def test_rows_become_an_array_when_they_are_enough() -> None:
     bucket = new_bucket()
     partition = bucket.partitions[0]
     for index in range(3000):
         put(partition, b"%d" % index)
     arrays = partition.snapshots.open.statistics()["arrays"]
-    assert arrays == 4, "the first batch, 1,024, 1,024, and what is being filled"
+    assert arrays == 3, "1,024, 1,024, and the rows"
     for index in range(10):
         put(partition, b"%d" % index, value=bytes(60_000))
     assert partition.snapshots.open.statistics()["arrays"] > arrays

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.protocol.strategies import mutations, published_chunks, stored_chunks
+from tests.protocol.strategies import mutations, stored_chunks
 from upr_protocol.chunk import (
     ChunkBuilder,
     Mutation,
@@ -24,34 +23,11 @@ def a_set(seq: int, key: bytes, value: bytes = b"") -> Mutation:
 def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
     builder, rows = ChunkBuilder(), list[Mutation]()
     for _ in range(data.draw(st.integers(0, 8))):
-        what = data.draw(
-            st.sampled_from(["append", "pop", "extend", "some", "numbered", "published"])
-        )
+        what = data.draw(st.sampled_from(["append", "extend", "some", "numbered"]))
         if what == "append":
             row = data.draw(mutations())
             builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
             rows.append(row)
-        elif what == "pop":
-            if rows:
-                builder.pop()
-                rows.pop()
-        elif what == "published":
-            chunk = data.draw(published_chunks(10))
-            low, high = sorted(data.draw(st.tuples(*[st.integers(0, chunk.count)] * 2)))
-            if low < high:
-                builder.extend_rows(chunk, low, high, SeqNo(7), Cas(9))
-                rows += [
-                    Mutation(
-                        row.op,
-                        row.key,
-                        row.value,
-                        SeqNo(7 + index),
-                        Cas(9 + index),
-                        row.flags,
-                        row.expiry,
-                    )
-                    for index, row in enumerate(list(chunk)[low:high])
-                ]
         else:
             chunk = data.draw(stored_chunks(10))
             more = list(chunk)
@@ -79,13 +55,6 @@ def test_a_built_chunk_does_not_change_while_the_builder_continues() -> None:
     builder = ChunkBuilder()
     builder.append(Operation.SET, b"a", b"1", 1)
     first = builder.build()
-    builder.append(Operation.SET, b"b", b"2", 2)
-    builder.pop()
     builder.append(Operation.DELETE, b"c", b"", 4)
     assert list(first) == [a_set(1, b"a", b"1")]
     assert (builder.build().start, builder.build().end) == (0, 4)
-
-
-def test_popping_an_empty_builder_is_an_error() -> None:
-    with pytest.raises(IndexError):
-        ChunkBuilder().pop()

@@ -1,13 +1,15 @@
 """Document arrays: runs of mutations with skip flags.
 
-Four kinds, which differ in where the numbers stand:
+Three kinds, which differ in where the numbers stand:
 
 - a `PublishedArray` is a publisher's chunk, kept as it came: its mutations have consecutive
   numbers, which are written into columns only if it lives to be encoded;
-- a `FillingArray` takes single mutations at its end;
 - a `SingleArray` is one mutation with a large value, which is copied only if it lives to be
   encoded;
-- a `NumberedArray` is one that was filled, or what is left of arrays that were mostly skipped.
+- a `NumberedArray` was filled, or is what is left of arrays that were mostly skipped.
+
+Mutations that come one by one, or few at a time, are copied to the kernel's `OpenRows` first. Full,
+these become an array.
 
 An array of the newest part of the open snapshot has no flags of its own: `SkipFlags` covers it, and
 the array gets its part of them by `copy_flags`.
@@ -21,35 +23,22 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, cast
 
-from upr_kernel import gather
-from upr_protocol.chunk import Buffer, Chunk, ChunkBuilder, Mutation, encoded_bytes
-from upr_protocol.ids import Cas, Operation, SeqNo
+from upr_protocol.chunk import Buffer, Chunk, Mutation, encoded_bytes
+from upr_protocol.ids import Cas, SeqNo
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
 ARRAY_MUTATIONS_MAX: Final = 1024
-"""A filling array is sealed at this many: its columns grow by copying, and a reader's step is one
-array."""
+"""Rows become an array at this many: a reader's step is one array."""
 
 ARRAY_BYTES_MAX: Final = 256 * 1024
-"""A filling array is sealed at this many bytes, which make a segment."""
+"""Rows become an array at this many bytes, which make a segment."""
 
 ARRAY_SPAN_MAX: Final = 4096
-"""A filling array is sealed once it spans so many numbers (counters take those between): the skip
-flags cannot let go of numbers that a filling array spans."""
+"""Rows become an array once they span so many numbers (counters take those between): the skip flags
+cannot let go of numbers that the rows span."""
 
 ROW_BYTES: Final = 33
 """What a mutation takes in the columns of a chunk, beside its key and value."""
-
-SMALL_PART_ROWS: Final = 4
-"""A part of a filling array with fewer rows is small: most of it is its fixed cost."""
-
-SMALL_PARTS_MAX: Final = 64
-"""So many small parts side by side are gathered into one. They take 12 KiB a partition more than
-their rows, and gathering them costs 0.1 µs a row."""
-
-PART_BYTES: Final = 130
-"""What a part of a filling array takes beside its chunk, about: a bytes object (33), its places in
-three lists and two numbers (88)."""
 
 Rows = tuple[Buffer, int, int, Buffer | None, int | None, int]
 """Rows of a chunk as the kernel's `gather` takes them: the encoded chunk, the first row, the row
@@ -283,188 +272,3 @@ class SingleArray(DocumentArray):
         if self._published is not None:
             return [(self._published.encode(), 0, 1, None, row.seq, row.cas)]
         return [(Chunk.build((row,)).encode(), 0, 1, None, None, 0)]
-
-
-class FillingArray(DocumentArray):
-    """The array at the open snapshot's end, which takes mutations one by one, or few at a time.
-
-    Rows of a published chunk are copied as they come, each run of them into a part of its own; the
-    kernel gathers all parts when the array is sealed. So nothing of a publisher's bundle stays in
-    memory, and a run costs no work a row here. Mutations that are given one by one go into a
-    builder behind the parts, which costs ten times as much.
-    """
-
-    __slots__ = ("_builder", "_ends", "_lasts", "_parts", "_small_count")
-
-    def __init__(self, first: SeqNo) -> None:
-        self._parts: list[bytes] = []
-        # How many mutations the parts hold, up to and with each, and the last number of each.
-        self._ends: list[int] = []
-        self._lasts: list[int] = []
-        # How many parts at the end are small.
-        self._small_count = 0
-        self._builder = ChunkBuilder()
-        self.first = first
-        self.last = first
-        self.count = self.live = 0
-        self.nbytes = 0
-        self.skip = None
-        self.holders = 0
-
-    def append(self, row: Mutation) -> int:
-        """Adds one mutation at the end; returns the bytes it takes. O(1)."""
-        self._builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
-        self.last = row.seq
-        self.count += 1
-        self.live += 1
-        nbytes = ROW_BYTES + len(row.key) + len(row.value)
-        self.nbytes += nbytes
-        return nbytes
-
-    def extend(self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas) -> int:
-        """Adds rows of a published chunk, `SET`s, at the end; returns the bytes they take. O(rows),
-        at memory speed."""
-        nbytes, count = self.nbytes, high - low
-        last = first_seq + count - 1
-        builder = self._builder
-        if count < SMALL_PART_ROWS and len(builder):
-            # Were the builder emptied for each of them, rows of both kinds in turn would cost more.
-            data_bytes = len(builder.key_bytes) + len(builder.value_bytes)
-            builder.extend_rows(chunk, low, high, first_seq, first_cas)
-            added_bytes = len(builder.key_bytes) + len(builder.value_bytes) - data_bytes
-            self.nbytes += ROW_BYTES * count + added_bytes
-        else:
-            if len(builder):
-                self._end_builder()
-            rows = (chunk.encode(), low, high, None, first_seq, first_cas)
-            self._add_part(gather([rows], first_seq - 1, last), count, last)
-        self.last = SeqNo(last)
-        self.count += count
-        self.live += count
-        return self.nbytes - nbytes
-
-    def _end_builder(self) -> None:
-        """Makes a part of what single mutations are there."""
-        builder = self._builder
-        self.nbytes -= ROW_BYTES * len(builder) + len(builder.key_bytes) + len(builder.value_bytes)
-        self._add_part(bytes(builder.build().encode()), len(builder), builder.seqs[-1])
-        self._builder = ChunkBuilder()
-
-    def _add_part(self, part: bytes, count: int, last: int) -> None:
-        ends = self._ends
-        ends.append(count + ends[-1] if ends else count)
-        self._lasts.append(last)
-        self._parts.append(part)
-        self.nbytes += PART_BYTES + len(part)
-        if count >= SMALL_PART_ROWS:
-            self._small_count = 0
-        else:
-            self._small_count += 1
-            if self._small_count == SMALL_PARTS_MAX:
-                self._join_small_parts()
-
-    def _join_small_parts(self) -> None:
-        """Makes one part of the small ones at the end."""
-        first, parts, ends = len(self._parts) - self._small_count, self._parts, self._ends
-        begins = [ends[first - 1] if first else 0, *ends[first:-1]]
-        rows: list[Rows] = [
-            (part, 0, end - begin, None, None, 0)
-            for part, begin, end in zip(parts[first:], begins, ends[first:], strict=True)
-        ]
-        joined = gather(rows, self.first - 1, self._lasts[-1])
-        self.nbytes += PART_BYTES + len(joined)
-        self.nbytes -= sum(PART_BYTES + len(part) for part in parts[first:])
-        del parts[first:], ends[first:-1], self._lasts[first:-1]
-        parts.append(joined)
-        self._small_count = 0
-
-    def pop(self) -> int | None:
-        """Takes the last mutation away, for one that replaces it in place; returns its bytes. None
-        if it came with others: then it stays."""
-        builder = self._builder
-        if not len(builder):
-            return None
-        before = len(builder.key_bytes) + len(builder.value_bytes)
-        builder.pop()
-        freed = ROW_BYTES + before - len(builder.key_bytes) - len(builder.value_bytes)
-        self.count -= 1
-        self.live -= 1
-        self.nbytes -= freed
-        return freed
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it is to be sealed."""
-        return (
-            self.count >= ARRAY_MUTATIONS_MAX
-            or self.nbytes >= ARRAY_BYTES_MAX
-            or self.last - self.first >= ARRAY_SPAN_MAX
-        )
-
-    def sealed(self) -> NumberedArray:
-        """The same mutations, closely packed. O(bytes)."""
-        first_seq = SeqNo(self._seq_at_front())
-        array = NumberedArray(self.whole(SeqNo(first_seq - 1), self.last))
-        array.first = self.first
-        array.live = self.live
-        array.skip = self.skip
-        return array
-
-    def _seq_at_front(self) -> int:
-        return Chunk(self._parts[0]).seqs[0] if self._parts else self._builder.seqs[0]
-
-    def index(self, seq: int) -> int:
-        lasts = self._lasts
-        if lasts and seq <= lasts[-1]:
-            part = bisect_left(lasts, seq)
-            seqs = cast("Sequence[int]", Chunk(self._parts[part]).seqs)
-            rows_before = self._ends[part - 1] if part else 0
-        else:
-            seqs = self._builder.seqs
-            rows_before = self._ends[-1] if lasts else 0
-        index = bisect_left(seqs, seq)
-        if index == len(seqs) or seqs[index] != seq:
-            raise KeyError(seq)
-        return rows_before + index
-
-    def mutation(self, index: int) -> Mutation:
-        ends = self._ends
-        part = bisect_right(ends, index)
-        if part:
-            index -= ends[part - 1]
-        if part < len(ends):
-            return Chunk(self._parts[part]).mutation(index)
-        builder = self._builder
-        keys, values = builder.key_offsets, builder.value_offsets
-        return Mutation(
-            Operation(builder.operations[index]),
-            bytes(builder.key_bytes[keys[index] : keys[index + 1]]),
-            bytes(builder.value_bytes[values[index] : values[index + 1]]),
-            SeqNo(builder.seqs[index]),
-            Cas(builder.cas[index]),
-            builder.flags[index],
-            builder.expiries[index],
-        )
-
-    def seqs(self) -> Sequence[int]:
-        if not self._parts:
-            return self._builder.seqs
-        seqs: list[int] = []
-        for part in self._parts:
-            seqs += Chunk(part).seqs.tolist()
-        seqs += self._builder.seqs
-        return seqs
-
-    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
-        if not self._parts:
-            return self._builder.build(start, end)
-        parts: list[Rows] = [
-            (part, 0, end - begin, None, None, 0)
-            for part, begin, end in zip(self._parts, [0, *self._ends], self._ends, strict=False)
-        ]
-        if len(self._builder):
-            parts.append((self._builder.build().encode(), 0, len(self._builder), None, None, 0))
-        return Chunk(gather(parts, start, end))
-
-    def rows(self, after: int, through: int) -> list[Rows]:
-        return self.sealed().rows(after, through)

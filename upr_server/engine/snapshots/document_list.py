@@ -1,4 +1,8 @@
-"""The document list: the documents of an open snapshot, in arrays, with skip flags over its end.
+"""The document list: the documents of an open snapshot, in arrays and in the rows behind them, with
+skip flags over its end.
+
+**Rows.** What comes one by one, or few at a time, is copied to the kernel's `OpenRows`, and becomes
+an array when it is enough. The kernel adds the runs of a whole bundle there in one call.
 
 **Tidying.** A skipped document takes memory until its array goes. Arrays skipped whole are dropped.
 When the skipped documents outweigh the live ones, the arrays skipped the most are rewritten, runs
@@ -13,14 +17,13 @@ from collections.abc import Iterator
 from operator import attrgetter, sub
 from typing import Final
 
-from upr_kernel import gather
+from upr_kernel import OpenRows, gather
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.ids import SEQ_MAX, Cas, SeqNo
+from upr_protocol.ids import SEQ_MAX, Cas, Operation, SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.document_arrays import (
     ARRAY_BYTES_MAX,
     DocumentArray,
-    FillingArray,
     NumberedArray,
     PublishedArray,
     Rows,
@@ -29,8 +32,8 @@ from upr_server.engine.snapshots.document_arrays import (
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
 PUBLISHED_MUTATIONS_MIN: Final = 64
-"""A batch of fewer is copied into the array being filled: as an array of its own its fixed cost (an
-array, a chunk, a view, about 400 bytes) would show."""
+"""A batch of fewer is copied to the rows: as an array of its own its fixed cost (an array, a chunk,
+a view, about 400 bytes) would show."""
 
 PUBLISHED_BYTES_MIN: Final = 64 * 1024
 """A batch as large as this is not copied either, however few mutations it has."""
@@ -71,44 +74,36 @@ _LAST: Final = attrgetter("last")
 
 
 class DocumentList:
-    """Document arrays by rising number.
+    """Document arrays by rising number, and the rows behind them.
 
     Args:
+        rows: The rows, empty.
         memory: What the bucket holds.
 
     Attributes:
-        skip_flags: The flags of the newest arrays.
+        skip_flags: The flags of the newest arrays and of the rows, all of which they cover.
         rewritten: Mutations that tidying has copied, ever: a figure for `statistics`.
     """
 
-    __slots__ = (
-        "_added",
-        "_arrays",
-        "_filling",
-        "_mean_bytes",
-        "_memory",
-        "_superseded",
-        "_tidy_at",
-        "rewritten",
-        "skip_flags",
-    )
+    __slots__ = ("_arrays", "_memory", "_rows", "rewritten", "skip_flags")
 
-    def __init__(self, memory: MemoryAccount) -> None:
+    def __init__(self, rows: OpenRows, memory: MemoryAccount) -> None:
         self._memory = memory
         self._arrays: list[DocumentArray] = []
-        self._filling: FillingArray | None = None
-        # Bytes added and bytes superseded (by the mean) since tidying last looked, and how many
-        # make it look again. Mostly the two are alike; deletions add little and supersede much.
-        self._added = 0
-        self._superseded = 0
-        self._mean_bytes = 0
-        self._tidy_at = SLACK_BYTES
-        self.skip_flags = SkipFlags()
+        # They count, too, what was added and superseded since tidying last looked, and say when it
+        # should look again. Mostly the two are alike; deletions add little and supersede much.
+        self._rows = rows
+        self.skip_flags = SkipFlags(rows)
         self.rewritten = 0
 
     def __len__(self) -> int:
-        """Arrays."""
-        return len(self._arrays)
+        """Arrays; the rows are one more, if there are any."""
+        return len(self._arrays) + (len(self._rows) > 0)
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether there is any array, beside the rows."""
+        return bool(self._arrays)
 
     # Taking documents in. The skip flags cover them already.
 
@@ -116,38 +111,28 @@ class DocumentList:
         """Takes in rows of a published chunk, `SET`s without large values, numbered on end."""
         count = high - low
         nbytes = chunk.nbytes * count // chunk.count
-        # The first batch is often the only one: a consumer that keeps up has the snapshot closed
-        # behind it.
-        alone = not self._arrays
-        if alone or count >= PUBLISHED_MUTATIONS_MIN or nbytes >= PUBLISHED_BYTES_MIN:
-            if self._filling is not None:
-                self._seal(self._filling)
-            if count < PUBLISHED_MUTATIONS_MIN and nbytes < PUBLISHED_BYTES_MIN:
-                # With its numbers at once: so few are mostly closed as they are, and read.
-                start, end = SeqNo(first_seq - 1), SeqNo(first_seq + count - 1)
-                rows: Rows = (chunk.encode(), low, high, None, first_seq, first_cas)
-                self._append(NumberedArray(Chunk(gather([rows], start, end))))
-                return
-            for piece in _pieces(chunk, low, high):
-                self._append(PublishedArray(piece, first_seq, first_cas))
-                first_seq = SeqNo(first_seq + piece.count)
-                first_cas = Cas(first_cas + piece.count)
+        if count < PUBLISHED_MUTATIONS_MIN and nbytes < PUBLISHED_BYTES_MIN:
+            rows = self._rows
+            nbytes_before = rows.nbytes
+            rows.extend(chunk.encode(), low, high, first_seq, first_cas)
+            self._memory.arrays += rows.nbytes - nbytes_before
+            if rows.is_full:
+                self.seal()
             return
-        filling = self._filling or self._fill(first_seq)
-        added_bytes = filling.extend(chunk, low, high, first_seq, first_cas)
-        self._memory.arrays += added_bytes
-        self._added += added_bytes
-        if filling.is_full:
-            self._seal(filling)
+        self.seal()
+        for piece in _pieces(chunk, low, high):
+            self._append(PublishedArray(piece, first_seq, first_cas))
+            first_seq = SeqNo(first_seq + piece.count)
+            first_cas = Cas(first_cas + piece.count)
 
     def add(self, row: Mutation) -> None:
         """Takes in one document that is not large. O(1)."""
-        filling = self._filling or self._fill(row.seq)
-        nbytes = filling.append(row)
-        self._memory.arrays += nbytes
-        self._added += nbytes
-        if filling.is_full:
-            self._seal(filling)
+        rows = self._rows
+        nbytes_before = rows.nbytes
+        rows.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
+        self._memory.arrays += rows.nbytes - nbytes_before
+        if rows.is_full:
+            self.seal()
 
     def add_large(self, row: Mutation, published: Chunk | None = None) -> None:
         """Takes in one large document, as an array of its own. All before it get flags of
@@ -155,44 +140,39 @@ class DocumentList:
 
         The skip flags must not cover it. `SingleArray` says what `published` is.
         """
-        if self._filling is not None:
-            self._seal(self._filling)
+        self.seal()
         self.move_flags_to_arrays()
         self._append(SingleArray(row, published))
 
-    def _fill(self, first: SeqNo) -> FillingArray:
-        self._filling = filling = FillingArray(first)
-        self._arrays.append(filling)
-        return filling
-
-    def _seal(self, filling: FillingArray) -> None:
-        assert self._arrays[-1] is filling
-        self._filling = None
-        if not filling.count:
-            self._arrays.pop()
-            return
-        self._arrays[-1] = array = filling.sealed()
-        self._memory.arrays += array.nbytes - filling.nbytes
+    def seal(self) -> None:
+        """Makes an array of the rows. O(bytes)."""
+        rows = self._rows
+        nbytes, first = rows.nbytes, rows.first
+        if len(rows):
+            array = NumberedArray(Chunk(rows.encoded(first - 1, rows.last, False)))
+            # The flags begin there, though the first row may have been taken out since.
+            array.first = SeqNo(first)
+            self._arrays.append(array)
+            self._memory.arrays += array.nbytes
+        rows.clear()
+        self._memory.arrays -= nbytes
 
     def _append(self, array: DocumentArray) -> None:
         self._arrays.append(array)
         self._memory.arrays += array.nbytes
-        self._added += array.nbytes
+        self._rows.added += array.nbytes
 
     # Taking older documents out.
 
     def pop(self, seq: int) -> bool:
-        """Takes `seq` out without a trace if it is the last of the array being filled.
+        """Takes `seq` out without a trace if it is the last of the rows.
 
-        What replaces it must be added next: the array may stand there empty.
+        What replaces it must be added next: the flags may cover nothing meanwhile.
         """
-        filling = self._filling
-        if filling is None or filling.last != seq:
+        rows = self._rows
+        if rows.last != seq:
             return False
-        freed = filling.pop()
-        if freed is None:
-            return False
-        self._memory.arrays -= freed
+        rows.pop()
         return True
 
     def skip(self, seq: int) -> None:
@@ -250,10 +230,12 @@ class DocumentList:
             else:
                 self._memory.arrays -= array.nbytes
                 del arrays[index]
-        if index == len(arrays):
-            skip_flags.flags.clear()
-        else:
+        if index < len(arrays):
             skip_flags.drop_below(arrays[index].first)
+        elif len(self._rows):
+            skip_flags.drop_below(self._rows.first)
+        else:
+            skip_flags.flags.clear()
 
     # Keeping the memory near what is live.
 
@@ -266,43 +248,52 @@ class DocumentList:
         Args:
             live: The snapshot's live mutations.
         """
-        # The second: what was superseded has come to outweigh what should be left.
-        added, threshold = self._added, self._tidy_at
-        if added <= threshold and 2 * self._superseded <= threshold + added:
+        rows, skip_flags = self._rows, self.skip_flags
+        if not rows.wants_tidying:
             return
-        skip_flags = self.skip_flags
         for array in self._arrays[bisect_left(self._arrays, skip_flags.base, key=_FIRST) :]:
             if array.skip is None:
                 array.live = array.count - skip_flags.skipped(array.first, array.last)
-        live_bytes = sum(array.live_bytes for array in self._arrays)
-        too_much = sum(array.nbytes for array in self._arrays) - 2 * live_bytes - SLACK_BYTES
+        live_bytes = sum(size for size, _ in self._live_sizes())
+        nbytes = sum(array.nbytes for array in self._arrays) + rows.row_bytes
+        too_much = nbytes - 2 * live_bytes - SLACK_BYTES
         is_complete = True
         if too_much > 0 or len(self._arrays) > ARRAYS_TO_MERGE_MIN:
             is_complete = self._rewrite(self._rewrite_divisor(too_much))
         excess = skip_flags.excess(live)
-        if excess and self._filling is not None and self._filling.first < skip_flags.base + excess:
-            self._seal(self._filling)
+        if excess and len(rows) and rows.first < skip_flags.base + excess:
+            self.seal()
         self.move_flags_to_arrays(skip_flags.base + excess)
-        self._added = self._superseded = 0
-        self._mean_bytes = self._weighted_mean()
-        self._tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if is_complete else 0
+        rows.added = rows.superseded = 0
+        rows.mean_bytes = self._weighted_mean()
+        rows.tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if is_complete else 0
+
+    def _live_sizes(self) -> list[tuple[int, int]]:
+        """The live bytes and the live documents of each array, and of the rows."""
+        sizes = [(array.live_bytes, array.live) for array in self._arrays]
+        rows = self._rows
+        count = len(rows)
+        if count:
+            live = count - self.skip_flags.skipped(rows.first, rows.last)
+            sizes.append((rows.row_bytes * live // count, live))
+        return sizes
 
     def _weighted_mean(self) -> int:
         """The mean size of a live document, each counted by its bytes: what the bytes are made of.
 
         Where a few large documents stand among many tombstones, it is near the size of the large.
         """
-        sizes = [(array.live_bytes, array.live) for array in self._arrays if array.live]
+        sizes = [(nbytes, live) for nbytes, live in self._live_sizes() if live]
         total = sum(nbytes for nbytes, _ in sizes)
         return sum(nbytes * nbytes // live for nbytes, live in sizes) // total if total else 0
 
     def count(self, nbytes: int) -> None:
         """Counts bytes that were added elsewhere towards the next tidying."""
-        self._added += nbytes
+        self._rows.added += nbytes
 
     def superseded(self, count: int) -> None:
         """Counts documents that were superseded towards the next tidying."""
-        self._superseded += count * self._mean_bytes
+        self._rows.superseded += count
 
     def _rewrite_divisor(self, too_much: int) -> int:
         """The divisor by which to choose arrays: those with less than 1/divisor live are to be
@@ -330,11 +321,11 @@ class DocumentList:
         run_bytes = 0
         budget = TIDY_MUTATIONS_MAX
         for array in self._arrays:
-            if not array.live and array is not self._filling:
+            if not array.live:
                 self._memory.arrays -= array.nbytes
                 continue
             little = divisor * array.live < array.count or array.nbytes < SMALL_ARRAY_BYTES
-            if not little or array is self._filling or budget <= 0:
+            if not little or budget <= 0:
                 self._join(run, arrays)
                 arrays.append(array)
                 continue
@@ -385,6 +376,10 @@ class DocumentList:
         Raises:
             KeyError: No document has this number.
         """
+        row = self._rows.find(seq)
+        if row is not None:
+            op, key, value, _, cas, flags, expiry = row
+            return Mutation(Operation(op), key, value, SeqNo(seq), Cas(cas), flags, expiry)
         index = bisect_left(self._arrays, seq, key=_LAST)
         if index == len(self._arrays):
             raise KeyError(seq)
@@ -393,7 +388,8 @@ class DocumentList:
 
     def close(self) -> list[DocumentArray]:
         """The arrays with anything live, with flags of their own; the list is done with.
-        O(arrays)."""
+        O(arrays + bytes of the rows)."""
+        self.seal()
         live: list[DocumentArray] = []
         for array in self._arrays:
             if array.skip is None:
@@ -406,8 +402,8 @@ class DocumentList:
 
     @property
     def nbytes(self) -> int:
-        """What the arrays take, with what is skipped. O(arrays)."""
-        return sum(array.nbytes for array in self._arrays)
+        """What the arrays and rows take, with what is skipped. O(arrays)."""
+        return sum(array.nbytes for array in self._arrays) + self._rows.nbytes
 
     def check_invariants(self) -> list[Mutation]:
         """Order, counts, the place of the skip flags. O(documents).
@@ -434,11 +430,18 @@ class DocumentList:
                 outside = skip_flags.skipped(array.first, array.last)
                 inside = sum(skip_flags.flags[n - skip_flags.base] for n in array.seqs())
                 assert outside == inside, "a flag that is for no document"
+        open_rows = self._rows
+        seqs = open_rows.seqs()
         if skip_flags:
-            assert any(array.skip is None for array in self._arrays), "skip flags that cover no row"
-        if self._filling is not None:
-            assert self._filling is self._arrays[-1]
-            assert self._filling.count, "an empty array stayed"
+            is_covering = bool(seqs) or any(array.skip is None for array in self._arrays)
+            assert is_covering, "skip flags that cover no row"
+        if seqs:
+            assert last < open_rows.first <= seqs[0], "rows before arrays"
+            assert all(seq in skip_flags for seq in seqs), "rows without a flag"
+            outside = skip_flags.skipped(open_rows.first, open_rows.last)
+            skipped_seqs = [seq for seq in seqs if skip_flags.flags[seq - skip_flags.base]]
+            assert outside == len(skipped_seqs), "a flag that is for no document"
+            rows += [self.find(seq) for seq in seqs if seq not in skipped_seqs]
         return rows
 
 

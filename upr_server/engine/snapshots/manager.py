@@ -27,6 +27,7 @@ from itertools import pairwise
 
 import msgspec
 
+from upr_kernel import OpenRows
 from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
@@ -56,6 +57,7 @@ class MutationManager:
 
     Args:
         start: The number before the first mutation that it will take in.
+        rows: The rows of the open snapshot.
         memory: What the bucket holds.
         on_collapsible: Called when `collapse_wanted` becomes true.
 
@@ -79,11 +81,15 @@ class MutationManager:
     )
 
     def __init__(
-        self, start: SeqNo, memory: MemoryAccount, on_collapsible: Callable[[], None] | None = None
+        self,
+        start: SeqNo,
+        rows: OpenRows,
+        memory: MemoryAccount,
+        on_collapsible: Callable[[], None] | None = None,
     ) -> None:
         self._memory = memory
         self._on_collapsible = on_collapsible
-        self.snapshots: SnapshotList[Cursor] = SnapshotList(start, memory, self._released)
+        self.snapshots: SnapshotList[Cursor] = SnapshotList(start, rows, memory, self._released)
         # Entries around which something to collapse may be found, in their order, each with whether
         # two snapshots are enough.
         self._candidates: dict[SnapshotEntry, bool] = {}

@@ -4,14 +4,21 @@
 number of the key's older mutation; if that is in this snapshot, it is taken out or skipped. (A
 batch that a publisher sends again is another matter: see `repeated_batches`.)
 
-It holds documents in a list of arrays and counters in a list of their own. A key's older event is
-taken out: from the counters by number, in a document array by flagging it skipped, or, if it is the
-very last of the array being filled, by putting the new one in its place. An open snapshot is never
-read, so no reader has seen the older event.
+It holds documents in a list of arrays, with the kernel's rows behind them, and counters in a list
+of their own. A key's older event is taken out: from the counters by number, from the documents by
+flagging it skipped, or, if it is the very last of the rows, by putting the new one in its place. An
+open snapshot is never read, so no reader has seen the older event.
+
+Its numbers stand in the kernel's `OpenRows`, which the open snapshots of one partition have one
+after the other. So the kernel adds the runs of a bundle (`plain_runs`) without a step of Python for
+each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from upr_kernel import OpenRows
 from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
 from upr_protocol.ids import Cas, SeqNo
 from upr_server.engine.hash_table import HashTable
@@ -21,6 +28,7 @@ from upr_server.engine.snapshots.counters import Counters
 from upr_server.engine.snapshots.document_arrays import ROW_BYTES
 from upr_server.engine.snapshots.document_list import (
     LARGE_VALUE_BYTES,
+    SLACK_BYTES,
     DocumentList,
     has_large_value,
 )
@@ -31,23 +39,37 @@ class OpenSnapshot:
 
     Args:
         start: The highest number before it.
+        rows: Its rows, numbers and flags. An earlier snapshot that had them was closed.
         memory: What the bucket holds.
 
     Attributes:
-        start: Its mutations have higher numbers.
-        high: The highest number it ever held; `start` when it is empty.
-        live: Mutations that are not superseded: its keys.
+        rows: See above.
     """
 
-    __slots__ = ("_counters", "_documents", "_memory", "high", "live", "start")
+    __slots__ = ("_counters", "_documents", "_memory", "rows")
 
-    def __init__(self, start: SeqNo, memory: MemoryAccount) -> None:
+    def __init__(self, start: SeqNo, rows: OpenRows, memory: MemoryAccount) -> None:
+        memory.arrays -= rows.nbytes
+        rows.begin(start, SLACK_BYTES)
+        self.rows = rows
         self._memory = memory
-        self._documents = DocumentList(memory)
+        self._documents = DocumentList(rows, memory)
         self._counters = Counters(memory)
-        self.start = start
-        self.high = start
-        self.live = 0
+
+    @property
+    def start(self) -> SeqNo:
+        """Its mutations have higher numbers."""
+        return SeqNo(self.rows.start)
+
+    @property
+    def high(self) -> SeqNo:
+        """The highest number it ever held; `start` when it is empty."""
+        return SeqNo(self.rows.high)
+
+    @property
+    def live(self) -> int:
+        """Mutations that are not superseded: its keys."""
+        return self.rows.live
 
     # Taking mutations in.
 
@@ -83,15 +105,29 @@ class OpenSnapshot:
             chunk, low, high, first_seq, self.start, skip_flags.base, flags
         )
         documents.add_rows(chunk, low, high, first_seq, first_cas)
-        self.high = SeqNo(first_seq + count - 1)
-        self.live += fresh
+        rows = self.rows
+        rows.high = first_seq + count - 1
+        rows.live += fresh
         if superseded:
             if counters:
                 superseded = [seq for seq in superseded if not counters.remove(seq)]
             documents.skip_all(superseded)
         if fresh < count:
             documents.superseded(count - fresh)
-        documents.tidy(self.live)
+        documents.tidy(rows.live)
+
+    def settle(self, superseded: Sequence[int]) -> None:
+        """The kernel has added a run to the rows: does what it left to do.
+
+        Args:
+            superseded: Numbers that the run superseded and that are not flagged yet.
+        """
+        documents, counters = self._documents, self._counters
+        if superseded:
+            documents.skip_all([seq for seq in superseded if not counters.remove(seq)])
+        if self.rows.is_full:
+            documents.seal()
+        documents.tidy(self.rows.live)
 
     def _add_one_by_one(
         self,
@@ -124,7 +160,7 @@ class OpenSnapshot:
         """
         documents = self._documents
         if previous_seq <= self.start:
-            self.live += 1  # the older event, if any, is in another snapshot
+            self.rows.live += 1  # the older event, if any, is in another snapshot
         elif not documents.pop(previous_seq) and not self._counters.remove(previous_seq):
             documents.skip(previous_seq)
             documents.superseded(1)
@@ -134,8 +170,8 @@ class OpenSnapshot:
             covered_count = documents.skip_flags.extend_through(row.seq)
             documents.add(row)
             documents.count(ROW_BYTES * (covered_count - 1))
-        self.high = row.seq
-        documents.tidy(self.live)
+        self.rows.high = row.seq
+        documents.tidy(self.rows.live)
 
     def add_counter(self, row: Mutation, previous_seq: int) -> None:
         """Takes in one counter: the result of an increment or decrement. O(1).
@@ -144,15 +180,16 @@ class OpenSnapshot:
         """
         documents, counters = self._documents, self._counters
         if previous_seq <= self.start:
-            self.live += 1
+            self.rows.live += 1
         elif not counters.remove(previous_seq):
             documents.skip(previous_seq)
             documents.superseded(1)
         counters.append(row)
-        self.high = row.seq
+        self.rows.high = row.seq
+        self.rows.has_counters = True
         if documents.skip_flags:
             documents.count(ROW_BYTES * documents.skip_flags.extend_through(row.seq))
-            documents.tidy(self.live)
+            documents.tidy(self.rows.live)
 
     # Reading.
 
@@ -165,9 +202,17 @@ class OpenSnapshot:
         return self._counters.find(seq) or self._documents.find(seq)
 
     def close(self) -> ClosedSnapshot:
-        """What it holds, as a closed snapshot; the open one is done with. O(arrays + counters)."""
+        """What it holds, as a closed snapshot; the open one is done with.
+
+        O(arrays + counters + bytes of the rows).
+        """
         assert self.live, "an empty open snapshot is never closed"
-        arrays, counters = self._documents.close(), self._counters
+        documents, counters = self._documents, self._counters
+        if not counters and not documents.has_arrays:
+            # Most have no more than the rows.
+            chunk = Chunk(self.rows.encoded(self.start, self.high, True))
+            return ClosedSnapshot.of_chunks((chunk,), self._memory)
+        arrays = documents.close()
         return ClosedSnapshot.of_arrays(
             self.start, self.high, arrays, counters.in_order(), counters.nbytes, self._memory
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from upr_kernel import OpenRows
 from upr_protocol.ids import SeqNo
 
 COVERED_MIN: Final = 8192
@@ -23,16 +24,23 @@ COVERED_PER_LIVE: Final = 4
 class SkipFlags:
     """A flag for each number from `base` on, or none at all: 1 for skipped.
 
+    Args:
+        rows: The rows of the open snapshot. The flags stand there, so that the kernel sets them.
+
     Attributes:
-        base: The number of the first flag; without flags it means nothing.
         flags: The flags.
     """
 
-    __slots__ = ("base", "flags")
+    __slots__ = ("_rows", "flags")
 
-    def __init__(self) -> None:
-        self.base: int = 0
-        self.flags = bytearray()
+    def __init__(self, rows: OpenRows) -> None:
+        self._rows = rows
+        self.flags = rows.flags
+
+    @property
+    def base(self) -> int:
+        """The number of the first flag; without flags it means nothing."""
+        return self._rows.base
 
     def __len__(self) -> int:
         return len(self.flags)
@@ -43,13 +51,13 @@ class SkipFlags:
     def extend(self, first: SeqNo, count: int) -> None:
         """Covers `count` more numbers from `first` on, which must follow on the last covered."""
         if not self.flags:
-            self.base = first
+            self._rows.base = first
         self.flags += bytes(count)
 
     def extend_through(self, seq: SeqNo) -> int:
         """Covers a number above all covered ones, and those between; returns how many."""
         if not self.flags:
-            self.base = seq
+            self._rows.base = seq
         count = seq + 1 - self.base - len(self.flags)
         self.flags += bytes(count)
         return count
@@ -69,7 +77,7 @@ class SkipFlags:
     def drop_below(self, seq: int) -> None:
         """Drops all flags below `seq`."""
         del self.flags[: seq - self.base]
-        self.base = seq
+        self._rows.base = seq
 
     def excess(self, live: int) -> int:
         """How many flags to let go of, with so many live mutations: none up to a limit, and then

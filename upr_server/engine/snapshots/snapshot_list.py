@@ -8,6 +8,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Final, Generic, Protocol, TypeVar
 
+from upr_kernel import OpenRows
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
@@ -46,6 +47,7 @@ class SnapshotList(Generic[ReaderT]):
 
     Args:
         start: The number before the first mutation that it will take in.
+        rows: The rows of the open snapshot.
         memory: What the bucket holds.
         on_released: Called with each entry that a cursor has left: it may now be collapsed.
 
@@ -68,11 +70,15 @@ class SnapshotList(Generic[ReaderT]):
     )
 
     def __init__(
-        self, start: SeqNo, memory: MemoryAccount, on_released: Callable[[SnapshotEntry], None]
+        self,
+        start: SeqNo,
+        rows: OpenRows,
+        memory: MemoryAccount,
+        on_released: Callable[[SnapshotEntry], None],
     ) -> None:
         self._memory = memory
         self._on_released = on_released
-        self.open = OpenSnapshot(start, memory)
+        self.open = OpenSnapshot(start, rows, memory)
         self.entries = [SnapshotEntry(self.open)]
         self.persisted = start
         self.readers: dict[ReaderT, None] = {}
@@ -140,6 +146,11 @@ class SnapshotList(Generic[ReaderT]):
         """Nobody is told any more of what cursors have left."""
         self._on_released = lambda _entry: None
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any cursor waits for the next mutation."""
+        return bool(self._waiting)
+
     def wait(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""
         self._waiting[reader] = None
@@ -164,7 +175,7 @@ class SnapshotList(Generic[ReaderT]):
         snapshot = entry.snapshot
         if isinstance(snapshot, OpenSnapshot):
             entry.snapshot = snapshot = snapshot.close()
-            self.open = OpenSnapshot(snapshot.end, self._memory)
+            self.open = OpenSnapshot(snapshot.end, self.open.rows, self._memory)
             entry.following = following = SnapshotEntry(self.open)
             self.entries.append(following)
             if self._resuming_in_open:
@@ -206,7 +217,7 @@ class SnapshotList(Generic[ReaderT]):
         for entry in self.entries:
             if isinstance(entry.snapshot, ClosedSnapshot):
                 entry.snapshot.free()
-        self.open = OpenSnapshot(seq, self._memory)
+        self.open = OpenSnapshot(seq, self.open.rows, self._memory)
         self.entries = [SnapshotEntry(self.open)]
         self.persisted = seq
         return self.entries[0]

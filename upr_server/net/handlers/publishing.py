@@ -6,23 +6,28 @@ partition's batches in their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, cast
 
 import trio
 
+from upr_protocol.chunk import Run
 from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionState, SeqNo
 from upr_protocol.wire import Mutate, MutateReply, RunResult
 from upr_server.engine import (
+    LONG_RUN_ROWS,
+    Bucket,
+    BundleBatches,
     Evaluation,
     Fetched,
     MutateResult,
     MutationBatch,
     Partition,
-    batches_of,
+    RunNumbers,
+    set_runs,
 )
 from upr_server.engine.evaluation import BYTES_PER_COST
 from upr_server.net.partition_request_queue import FETCHED_BYTES_MAX, UNFINISHED, StillNeeded
@@ -45,6 +50,9 @@ SLICE_COST: Final = 4096
 
 RUN_COST: Final = 48
 """What a run costs beside its rows, in plain rows."""
+
+PLAIN_RUN_COST: Final = 12
+"""The same of a run that is applied together with others."""
 
 EVALUATED_BYTES_MAX: Final = FETCHED_BYTES_MAX
 """What the operations of one run may copy of values that are there. A longer run is refused, whole,
@@ -93,7 +101,7 @@ def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
     is_named = request.writer != _NO_WRITER
     writer = context.access.own_writer(request.writer) if is_named else None
     try:
-        batches = batches_of(request.bundle, writer, request.attempt)
+        batches = BundleBatches(request.bundle, writer, request.attempt)
     except ChunkError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
     context.access.check_changed_keys(request)
@@ -121,9 +129,7 @@ class _BundleRequest(OrderedReply):
         "_unfinished_count",
     )
 
-    def __init__(
-        self, context: RequestContext, request: Mutate, batches: Sequence[MutationBatch]
-    ) -> None:
+    def __init__(self, context: RequestContext, request: Mutate, batches: BundleBatches) -> None:
         super().__init__([run.partition for run in request.bundle.runs])
         self._context = context
         self._request = request
@@ -145,8 +151,11 @@ class _BundleRequest(OrderedReply):
         is_owed = bool(order)
         if is_owed:
             order.add(self)
+        left: Iterable[int] = range(len(self._batches))
+        if self._batches.columns.is_unconditional:
+            left = yield from self._set_runs()
         cost = 0
-        for index in range(len(self._batches)):
+        for index in left:
             if cost >= SLICE_COST:
                 yield
                 cost = 0
@@ -155,35 +164,103 @@ class _BundleRequest(OrderedReply):
         if self._unfinished_count and not is_owed:
             order.add(self)
 
+    def _set_runs(self) -> Generator[None, None, Sequence[int]]:
+        """Applies the runs of a plain bundle that can be applied together; yields where others
+        should have their turn. Returns which runs are left."""
+        runs, left = self._request.bundle.runs, list[int]()
+        low, cost = 0, 0.0
+        for index, run in enumerate(runs):
+            if cost >= SLICE_COST:
+                left += self._set_some(low, index)
+                yield
+                low, cost = index, 0.0
+            cost += PLAIN_RUN_COST + run.row_count * self._row_cost
+        left += self._set_some(low, len(runs))
+        return left
+
+    def _set_some(self, low: int, high: int) -> list[int]:
+        """Applies those of the runs [`low`, `high`) that can be applied together; returns the
+        others."""
+        context, batches, bundle = self._context, self._batches, self._request.bundle
+        bucket = context.bucket
+        if bucket is None or self._flusher.full:
+            return list(range(low, high))
+        runs = bundle.runs[low:high]
+        targets = [self._target_at_once(bucket, run) for run in runs]
+        if not any(targets):
+            return list(range(low, high))
+        all_numbers = set_runs(
+            bucket,
+            batches.columns,
+            bundle.bounds[low : high + 1],
+            [
+                None if target is None else bucket.partitions[run.partition]
+                for run, target in zip(runs, targets, strict=True)
+            ],
+            [batches.token(run) for run in runs],
+            batches.attempt,
+            context.time(),
+        )
+        left: list[int] = []
+        for index, (run, target, numbers) in enumerate(
+            zip(runs, targets, all_numbers, strict=True), low
+        ):
+            if numbers is None or target is None:
+                left.append(index)
+            elif target is IN_MEMORY:
+                self._set_result(index, RunResult(run.partition, _OK, *numbers))
+            else:
+                call = partial(self._finish_plain, index, numbers)
+                partition = bucket.partitions[run.partition]
+                call_when_durable(call, partition, self._flusher, numbers[2], target)
+        return left
+
+    def _target_at_once(self, bucket: Bucket, run: Run) -> DurabilityTarget | None:
+        """How durable a plain run must be; None where its partition has to decide what becomes of
+        it, or it is to be refused."""
+        context, request = self._context, self._request
+        is_long = run.row_count >= LONG_RUN_ROWS
+        if is_long or run.chain or run.partition >= len(bucket.partitions):
+            return None
+        partition = bucket.partitions[run.partition]
+        if context.has_earlier(partition):
+            return None
+        if request.durability is _MEMORY:
+            return IN_MEMORY
+        try:
+            return durability_target(context, partition, request.durability, request.copies)
+        except ServerError:
+            return None
+
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
         context, request = self._context, self._request
         try:
             partition = context.partition(self.partitions[index])
-            self._check_keys(index, partition)
+            batch = self._batches[index]
+            self._check_keys(batch, partition)
             target = IN_MEMORY
             # A partition that is not active refuses the run, and notes for its writer that it did.
             if request.durability is not _MEMORY and partition.state is PartitionState.ACTIVE:
                 target = durability_target(context, partition, request.durability, request.copies)
-            batch = self._batches[index]
             if batch.is_plain and not context.has_earlier(partition):
                 # It needs nothing from disk and no second turn, so no request that could wait.
-                self._mutate(index, partition, target, None)
-                return int((batch.high - batch.low) * self._row_cost)
-            run = _RunRequest(self, index, partition, target)
+                self._mutate(index, batch, partition, target, None)
+                return int(len(batch) * self._row_cost)
+            run = _RunRequest(self, index, batch, partition, target)
             context.submit(partition, run)
         except ServerError as error:
             self.refuse(index, error)
             return 0
         if run.evaluation is not None:
             return run.evaluation.cost
-        return int((batch.high - batch.low) * self._row_cost)
+        return int(len(batch) * self._row_cost)
 
-    def _check_keys(self, index: int, partition: Partition) -> None:
+    def _check_keys(self, batch: MutationBatch, partition: Partition) -> None:
         """Raises `ServerError` when a key does not belong to the run's partition: nobody who asks
         for the key would find it there."""
         assert self._context.bucket is not None
-        batch, count = self._batches[index], len(self._context.bucket.partitions)
+        count = len(self._context.bucket.partitions)
         chunk = self._request.bundle.chunk
         row = chunk.misplaced_row(batch.low, batch.high, partition.id, count)
         if row is not None:
@@ -191,12 +268,11 @@ class _BundleRequest(OrderedReply):
 
     def apply_run(self, run: _RunRequest, fetched: Fetched) -> StillNeeded:
         """Applies one run; or says what it needs first."""
-        index, partition = run.index, run.partition
-        batch = self._batches[index]
+        batch, partition = run.batch, run.partition
         if run.evaluation is None:
             run.evaluation = partition.evaluate(batch, now=self._context.time())
         if run.evaluation is not None:
-            self._check_disk(index, partition)
+            self._check_disk(batch, partition)
             missing = run.evaluation.step(fetched, SLICE_COST)
             if run.evaluation.result.copied_bytes > EVALUATED_BYTES_MAX:
                 partition.repeated_batches.note_refused(batch.token)
@@ -210,26 +286,26 @@ class _BundleRequest(OrderedReply):
                 # sent behind it must not be applied either.
                 partition.repeated_batches.note_refused(batch.token)
                 return missing or UNFINISHED
-        self._mutate(index, partition, run.target, run.evaluation)
+        self._mutate(run.index, batch, partition, run.target, run.evaluation)
         return ()
 
-    def _check_disk(self, index: int, partition: Partition) -> None:
+    def _check_disk(self, batch: MutationBatch, partition: Partition) -> None:
         """Raises `ServerError` while the disk is full."""
         if self._flusher.full:
-            partition.repeated_batches.note_refused(self._batches[index].token)
+            partition.repeated_batches.note_refused(batch.token)
             raise ServerError(Status.TEMPORARY_FAILURE, self._flusher.full)
 
     def _mutate(
         self,
         index: int,
+        batch: MutationBatch,
         partition: Partition,
         target: DurabilityTarget,
         evaluation: Evaluation | None,
     ) -> None:
         """Applies one run that needs nothing more."""
-        self._check_disk(index, partition)
-        batch, now = self._batches[index], self._context.time()
-        result = partition.mutate(batch, now=now, evaluation=evaluation)
+        self._check_disk(batch, partition)
+        result = partition.mutate(batch, now=self._context.time(), evaluation=evaluation)
         status = result.status
         if status is _OK:
             self._await_durability(index, partition, result, target)
@@ -259,10 +335,9 @@ class _BundleRequest(OrderedReply):
     ) -> None:
         """A run was applied, and is as durable as was asked, or will not be."""
         if not is_on_disk:
-            sentence = "the batch was taken in, but cannot be put on disk now"
-            self.refuse(index, ServerError(Status.TEMPORARY_FAILURE, sentence))
+            self.refuse(index, _not_on_disk())
             return
-        low = self._batches[index].low
+        low = self._request.bundle.bounds[index]
         if result.failures:
             self._failures += [(low + row, reason) for row, reason in result.failures]
         if result.counters:
@@ -279,6 +354,16 @@ class _BundleRequest(OrderedReply):
                 result.first_cas if has_succeeded else Cas(0),
             ),
         )
+
+    def _finish_plain(
+        self, index: int, numbers: RunNumbers, is_on_disk: bool, is_replicated: bool
+    ) -> None:
+        """The same, for a run that was applied together with others."""
+        if is_on_disk:
+            status = _OK if is_replicated else Status.NOT_DURABLE_YET
+            self._set_result(index, RunResult(self.partitions[index], status, *numbers))
+        else:
+            self.refuse(index, _not_on_disk())
 
     def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""
@@ -316,8 +401,13 @@ class _BundleRequest(OrderedReply):
 
     def run_bytes(self, index: int) -> int:
         """About what a run takes of the bundle."""
-        chunk = self._request.bundle.chunk
-        return chunk.nbytes * len(self._batches[index]) // chunk.count
+        bundle = self._request.bundle
+        return bundle.chunk.nbytes * bundle.runs[index].row_count // bundle.chunk.count
+
+
+def _not_on_disk() -> ServerError:
+    sentence = "the batch was taken in, but cannot be put on disk now"
+    return ServerError(Status.TEMPORARY_FAILURE, sentence)
 
 
 class _RunRequest:
@@ -325,22 +415,25 @@ class _RunRequest:
 
     Attributes:
         index: Which run of the bundle it is.
+        batch: Its batch.
         partition: Its partition.
         target: How durable it must be.
         evaluation: What it comes to; None while it has none, or needs none.
     """
 
-    __slots__ = ("_bundle", "evaluation", "index", "partition", "target")
+    __slots__ = ("_bundle", "batch", "evaluation", "index", "partition", "target")
 
     def __init__(
         self,
         bundle: _BundleRequest,
         index: int,
+        batch: MutationBatch,
         partition: Partition,
         target: DurabilityTarget,
     ) -> None:
         self._bundle = bundle
         self.index = index
+        self.batch = batch
         self.partition = partition
         self.target = target
         self.evaluation: Evaluation | None = None

@@ -1,0 +1,435 @@
+"""The rows that an open snapshot is being filled with, and runs of a bundle that go there."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final
+
+from upr_kernel.defects import ChunkDefectError
+from upr_kernel.pure.chunks import OFFSET_MAX, gather
+from upr_kernel.pure.columns import HEAD, Buffer, Columns, padded
+from upr_kernel.pure.key_table import SEQ_END, KeyTable
+from upr_kernel.pure.partition import partition_of
+
+ROW_BYTES: Final = 33
+"""What a row takes beside its key and value."""
+
+_ROWS_STEP: Final = 8
+"""Room for rows grows by a multiple of this."""
+
+_CAS_END: Final = 1 << 64
+
+Row = tuple[int, bytes, bytes, int, int, int, int]
+"""Operation, key, value, sequence number, CAS, flags and expiry time."""
+
+Note = tuple[int, list[int]]
+"""Which run it is about, and numbers of the open snapshot that it superseded and that have no
+flag."""
+
+
+class OpenRows:
+    """The rows of one partition's open snapshot that are being gathered, with the numbers and flags
+    of the whole of it.
+
+    Rows are copied here as they come, and taken from here as a chunk. The flags are for the newest
+    numbers of the snapshot, also of rows that were taken from here before.
+
+    Args:
+        table: The partition's key table.
+        partition: The partition's number.
+        rows_max: It is full with so many rows.
+        bytes_max: It is full with so many bytes of rows.
+        span_max: It is full once its rows span so many numbers.
+
+    Attributes:
+        table: The partition's key table.
+        first: The number of the first row that came since it was empty; 0 when it is.
+        start: The snapshot's start: the mutations of the snapshot have higher numbers.
+        high: The highest number that the snapshot has had.
+        last_cas: No CAS up to here is given again.
+        live: The snapshot's keys.
+        base: The number of the first flag.
+        flags: A flag for each number from `base` on, 1 for superseded.
+        added: Bytes that came since the caller tidied.
+        superseded: Mutations that were superseded since then.
+        mean_bytes: What each of them is taken to have, as of then.
+        tidy_at: With so many bytes more the caller should tidy.
+        has_counters: Whether some of the snapshot's numbers have no flag: then `add_runs` flags
+            nothing here, and returns all that is superseded.
+    """
+
+    __slots__ = (
+        "_cas",
+        "_expiries",
+        "_flags",
+        "_key_bytes",
+        "_key_size",
+        "_keys",
+        "_limits",
+        "_operations",
+        "_partition",
+        "_row_size",
+        "_seqs",
+        "_value_bytes",
+        "_value_size",
+        "_values",
+        "added",
+        "base",
+        "first",
+        "flags",
+        "has_counters",
+        "high",
+        "last_cas",
+        "live",
+        "mean_bytes",
+        "start",
+        "superseded",
+        "table",
+        "tidy_at",
+    )
+
+    def __init__(
+        self,
+        table: KeyTable,
+        partition: int,
+        rows_max: int,
+        bytes_max: int,
+        span_max: int,
+        /,
+    ) -> None:
+        self.table = table
+        self._partition = partition
+        self._limits = rows_max, bytes_max, span_max
+        self.flags = bytearray()
+        self.last_cas = 0
+        self.begin(0, 0)
+
+    def begin(self, start: int, tidy_at: int, /) -> None:
+        """The snapshot was closed, and a new one begins behind the number `start`."""
+        self.clear()
+        self.flags.clear()
+        self.start = self.high = start
+        self.tidy_at = tidy_at
+        self.live = self.base = self.added = self.superseded = self.mean_bytes = 0
+        self.has_counters = False
+
+    def clear(self) -> None:
+        """Forgets the rows, and gives their room back."""
+        self._seqs = array("Q")
+        self._cas = array("Q")
+        self._expiries = array("I")
+        self._flags = array("I")
+        self._operations = bytearray()
+        self._keys: list[bytes] = []
+        self._values: list[bytes] = []
+        self._key_bytes = self._value_bytes = self.first = 0
+        self._row_size = self._key_size = self._value_size = 0
+
+    def __len__(self) -> int:
+        """Rows, with those that are superseded."""
+        return len(self._seqs)
+
+    # Adding rows.
+
+    def append(
+        self,
+        operation: int,
+        key: bytes,
+        value: bytes,
+        seq: int,
+        cas: int,
+        flags: int,
+        expiry: int,
+        /,
+    ) -> None:
+        """Adds one row. O(1).
+
+        Raises:
+            OverflowError: A number is out of range, or there is no room in a chunk.
+        """
+        if operation > 0xFF or max(flags, expiry) >= 1 << 32 or max(seq, cas) >= 1 << 64:
+            raise OverflowError("operation, flags, expiry or numbers out of range")
+        if min(operation, seq, cas, flags, expiry) < 0:
+            raise OverflowError("numbers are not negative")
+        self._reserve(1, len(key), len(value))
+        self._add(operation, bytes(key), bytes(value), seq, cas, flags, expiry)
+
+    def extend(self, chunk: Buffer, low: int, high: int, first_seq: int, first_cas: int, /) -> None:
+        """Adds rows of a chunk, numbered on end. O(rows).
+
+        Raises:
+            ChunkDefectError: The chunk is damaged.
+            IndexError: The chunk does not have the rows.
+        """
+        # Reading the part checks it.
+        part = gather([(chunk, low, high, None, first_seq, first_cas)], 0, 0)
+        self._extend(Columns(part))
+
+    def _extend(self, columns: Columns) -> None:
+        count = columns.count
+        key_ends = columns.offsets(columns.key_offsets_at, 0, count)
+        value_ends = columns.offsets(columns.value_offsets_at, 0, count)
+        keys, values = columns.keys_at, columns.values_at
+        view = columns.view
+        self._reserve(count, columns.key_length, columns.value_length)
+        for row in range(count):
+            numbers = [
+                int.from_bytes(columns.column(at, width, row, row + 1), "little")
+                for at, width in (
+                    (columns.seqs_at, 8),
+                    (columns.cas_at, 8),
+                    (columns.flags_at, 4),
+                    (columns.expiries_at, 4),
+                )
+            ]
+            key = bytes(view[keys + key_ends[row] : keys + key_ends[row + 1]])
+            value = bytes(view[values + value_ends[row] : values + value_ends[row + 1]])
+            self._add(view[columns.operations_at + row], key, value, *numbers)
+
+    def _add(
+        self, operation: int, key: bytes, value: bytes, seq: int, cas: int, flags: int, expiry: int
+    ) -> None:
+        self._operations.append(operation)
+        self._keys.append(key)
+        self._values.append(value)
+        self._seqs.append(seq)
+        self._cas.append(cas)
+        self._flags.append(flags)
+        self._expiries.append(expiry)
+        self._key_bytes += len(key)
+        self._value_bytes += len(value)
+        self.added += ROW_BYTES + len(key) + len(value)
+        self.first = self.first or seq
+
+    def _reserve(self, count: int, key_bytes: int, value_bytes: int) -> None:
+        rows = len(self) + count
+        keys, values = self._key_bytes + key_bytes, self._value_bytes + value_bytes
+        if max(rows, keys, values) > OFFSET_MAX:
+            raise OverflowError("a chunk holds 2 GiB of keys, and of values, at most")
+        if rows > self._row_size:
+            size = max(rows, self._row_size * 3 // 2)
+            self._row_size = -(-size // _ROWS_STEP) * _ROWS_STEP
+        if keys > self._key_size:
+            self._key_size = max(keys, self._key_size * 3 // 2)
+        if values > self._value_size:
+            self._value_size = max(values, self._value_size * 3 // 2)
+
+    def pop(self) -> None:
+        """Takes the last row away.
+
+        Raises:
+            IndexError: There is none.
+        """
+        if not len(self):
+            raise IndexError("there are no rows")
+        self._key_bytes -= len(self._keys[-1])
+        self._value_bytes -= len(self._values[-1])
+        for column in (
+            self._seqs,
+            self._cas,
+            self._expiries,
+            self._flags,
+            self._operations,
+            self._keys,
+            self._values,
+        ):
+            column.pop()
+
+    # Reading rows.
+
+    def find(self, seq: int, /) -> Row | None:
+        """The row with this number; None where it is not here. O(log rows)."""
+        index = bisect_left(self._seqs, seq)
+        if index == len(self) or self._seqs[index] != seq:
+            return None
+        return (
+            self._operations[index],
+            self._keys[index],
+            self._values[index],
+            seq,
+            self._cas[index],
+            self._flags[index],
+            self._expiries[index],
+        )
+
+    def seqs(self) -> list[int]:
+        """The number of each row. O(rows)."""
+        return self._seqs.tolist()
+
+    def encoded(self, start: int, end: int, only_live: bool, /) -> bytes:
+        """An encoded chunk of the rows. O(rows).
+
+        Args:
+            start: The range that the chunk covers, exclusive.
+            end: The same, inclusive.
+            only_live: Whether to leave out those that are superseded.
+        """
+        columns = (
+            HEAD.pack(len(self), self._key_bytes, self._value_bytes, 0, start, end),
+            self._seqs.tobytes(),
+            self._cas.tobytes(),
+            self._expiries.tobytes(),
+            self._flags.tobytes(),
+            _offsets(self._keys),
+            _offsets(self._values),
+            bytes(self._operations),
+            b"".join(self._keys),
+            b"".join(self._values),
+        )
+        chunk = b"".join(column.ljust(padded(len(column)), b"\0") for column in columns)
+        if not only_live:
+            return chunk
+        flags, base = self.flags, self.base
+        skip = bytes(
+            base <= seq < base + len(flags) and flags[seq - base] > 0 for seq in self._seqs
+        )
+        return gather([(chunk, 0, len(self), skip, None, 0)], start, end)
+
+    # Runs of a bundle: for `add_runs`.
+
+    def fits(self, columns: Columns, low: int, high: int, limits: _Limits) -> bool:
+        """Whether a run may be added here as it is."""
+        count = high - low
+        if self.is_full or not 0 < count < limits.rows_max:
+            return False
+        try:
+            keys = columns.keys(low, high)
+            values = columns.rows(columns.value_offsets_at, columns.value_length, low, high)
+        except (ChunkDefectError, IndexError):
+            return False
+        return (
+            values[-1] - values[0] < limits.bytes_max
+            and self.high + count + 1 < SEQ_END
+            and max(self.last_cas + 1, limits.cas) + count < _CAS_END
+            and all(partition_of(key, limits.partition_count) == self._partition for key in keys)
+        )
+
+    def add_run(self, chunk: Buffer, low: int, high: int, cas: int) -> list[int]:
+        """Adds a run that fits; returns what it superseded and has no flag."""
+        count, first_seq = high - low, self.high + 1
+        first_cas = max(self.last_cas + 1, cas)
+        if not self.flags:
+            self.base = first_seq
+        self.flags += bytes(count)
+        flags = bytearray() if self.has_counters else self.flags
+        superseded, fresh = self.table.put_run(
+            chunk, low, high, first_seq, self.start, self.base, flags
+        )
+        self.extend(chunk, low, high, first_seq, first_cas)
+        self.high += count
+        self.last_cas = first_cas + count - 1
+        self.live += fresh
+        self.superseded += count - fresh
+        return superseded
+
+    # Figures.
+
+    @property
+    def last(self) -> int:
+        """The number of the last row; 0 where there is none."""
+        return self._seqs[-1] if self._seqs else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """What the rows would take without any room to grow."""
+        return ROW_BYTES * len(self) + self._key_bytes + self._value_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """What was reserved for rows."""
+        columns = ROW_BYTES * self._row_size + _ROWS_STEP if self._row_size else 0
+        return columns + self._key_size + self._value_size
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the rows are to be taken as a chunk."""
+        rows_max, bytes_max, span_max = self._limits
+        return (
+            len(self) >= rows_max
+            or self.row_bytes >= bytes_max
+            or (len(self) > 0 and self.last - self.first >= span_max)
+        )
+
+    @property
+    def wants_tidying(self) -> bool:
+        """Whether the caller should look at what is superseded."""
+        superseded_bytes = self.superseded * self.mean_bytes
+        return self.added > self.tidy_at or 2 * superseded_bytes > self.tidy_at + self.added
+
+
+class _Limits:
+    __slots__ = ("bytes_max", "cas", "partition_count", "rows_max")
+
+    def __init__(self, cas: int, partition_count: int, rows_max: int, bytes_max: int) -> None:
+        self.cas = cas
+        self.partition_count = partition_count
+        self.rows_max = rows_max
+        self.bytes_max = bytes_max
+
+
+def _offsets(strings: Sequence[bytes]) -> bytes:
+    offsets, end = array("i", (0,)), 0
+    for string in strings:
+        end += len(string)
+        offsets.append(end)
+    return offsets.tobytes()
+
+
+def add_runs(
+    chunk: Buffer,
+    bounds: tuple[int, ...],
+    targets: tuple[OpenRows | None, ...],
+    cas: int,
+    partition_count: int,
+    rows_max: int,
+    bytes_max: int,
+    in_order: bool,
+    /,
+) -> tuple[list[tuple[int, int] | None], list[Note], int, int]:
+    """Adds runs of a bundle of plain `SET`s, each to its partition: enters their keys, flags what
+    they supersede, numbers their rows and copies them. O(rows).
+
+    Left out are runs without a target, runs whose target is full, runs that are damaged or too
+    large, and runs with a key of another partition.
+
+    Args:
+        chunk: The bundle's chunk: `SET`s that expect no CAS.
+        bounds: Where each run begins in it, and where the last ends.
+        targets: Where each run goes.
+        cas: The lowest CAS that is given.
+        partition_count: How many partitions the bucket has.
+        rows_max: A run has fewer rows.
+        bytes_max: A run has fewer bytes of values.
+        in_order: Whether to leave out all runs behind one that is left out.
+
+    Returns:
+        The number and CAS of each run's first row, None for those left out; notes of what the
+        caller has to do: flag what has no flag here, take the rows of what is full, tidy; and by
+        how many bytes the tables and the room for rows have grown.
+    """
+    if partition_count < 1:
+        raise ValueError("there is no partition")
+    if len(bounds) != len(targets) + 1:
+        raise TypeError("there is one more of the bounds than of the targets")
+    columns = Columns(chunk)
+    limits = _Limits(cas, partition_count, rows_max, bytes_max)
+    numbers: list[tuple[int, int] | None] = []
+    notes: list[Note] = []
+    table_bytes = row_bytes = 0
+    for index, rows in enumerate(targets):
+        low, high = bounds[index], bounds[index + 1]
+        is_over = in_order and None in numbers
+        if is_over or rows is None or not rows.fits(columns, low, high, limits):
+            numbers.append(None)
+            continue
+        table, rows_before = rows.table, rows.nbytes
+        table_before = table.nbytes
+        superseded = rows.add_run(chunk, low, high, cas)
+        table_bytes += table.nbytes - table_before
+        row_bytes += rows.nbytes - rows_before
+        numbers.append((rows.high - high + low + 1, rows.last_cas - high + low + 1))
+        if superseded or rows.is_full or rows.wants_tidying:
+            notes.append((index, superseded))
+    return numbers, notes, table_bytes, row_bytes
