@@ -21,7 +21,15 @@ from tests.spark.bucket import change, contents, contents_of_rows, drop, put
 from tests.spark.class_archive import JAVA_OPTIONS
 from upr_protocol.spark import commands
 from upr_protocol.spark.__main__ import main
-from upr_protocol.spark.commands import backup, bulk_load, latest_state, restore, snapshot
+from upr_protocol.spark.commands import (
+    backup,
+    bulk_load,
+    join,
+    latest_state,
+    reprocess,
+    restore,
+    snapshot,
+)
 from upr_protocol.spark.recipes import command
 
 NewBucket = Callable[..., str]
@@ -164,20 +172,22 @@ def test_errors_are_a_sentence_and_a_code(
     missing = url + "-missing"
     away = "upr://127.0.0.1:1/bucket"
     few = ("--option", "timeoutSeconds=1")
-    for code, words in {
-        command.USAGE: (snapshot, "http://host/bucket", folder),
-        command.REFUSED: (snapshot, missing, folder),
-        command.CONNECTION: (snapshot, away, folder, *few),
-        command.FAILED: (bulk_load, url, tmp_path / "nowhere"),
-    }.items():
+    query = ("--checkpoint", tmp_path / "checkpoint", "--once")
+    for code, words in (
+        (command.USAGE, (snapshot, "http://host/bucket", folder)),
+        (command.REFUSED, (snapshot, missing, folder)),
+        (command.CONNECTION, (snapshot, away, folder, *few)),
+        (command.FAILED, (bulk_load, url, tmp_path / "nowhere")),
+        (command.REFUSED, (latest_state, missing, tmp_path / "table", *query)),
+        (command.REFUSED, (reprocess, url, missing, *query)),
+        (command.REFUSED, (join, url, url, missing, *query)),
+    ):
         script, *arguments = words
         assert isinstance(script, ModuleType)
         assert ran(script, *arguments) == code
         error_text = capsys.readouterr().err
         assert error_text.count("\n") == 1, error_text
+        assert ("UPR_NO_BUCKET" in error_text) == (code == command.REFUSED)
         assert "Traceback" not in error_text
-    words = (missing, tmp_path / "table", "--checkpoint", tmp_path / "checkpoint", "--once")
-    assert ran(latest_state, *words) == command.REFUSED
-    assert "UPR_NO_BUCKET" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         ran(snapshot, url, folder, "--option", "nothing")

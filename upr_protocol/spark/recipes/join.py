@@ -24,7 +24,12 @@ from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.latest import latest
 from upr_protocol.spark.recipes.lookup_history import LookupHistory
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
-from upr_protocol.spark.recipes.target import check_query_arguments, started, write_target
+from upr_protocol.spark.recipes.target import (
+    check_bucket_of,
+    check_query_arguments,
+    started,
+    write_target,
+)
 from upr_protocol.spark.record_batches import column_as
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.source import UprDataSource
@@ -141,6 +146,9 @@ def join(
             items.unpersist()
 
     with plain_errors():
+        for url in (left_url, right_url):
+            check_bucket_of(url, options)
+        check_bucket_of(target_url, write_options)
         writer = changes.writeStream.foreachBatch(write)
         return started(writer, checkpoint, available_now=available_now, interval=interval)
 

@@ -15,6 +15,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes.rewound_rows import reached_metadata, rewound_rows
+from upr_protocol.spark.recipes.target import check_bucket_of, started
 from upr_protocol.spark.source import UprDataSource
 
 Tell = Callable[[str], None]
@@ -275,7 +276,7 @@ def keep_latest_state(
 
     Raises:
         OptionError: Both triggers are given.
-        PipelineError: `deltalake` is not installed.
+        PipelineError: `deltalake` is not installed, or the bucket cannot be reached.
     """
     if available_now and interval is not None:
         raise OptionError("available_now and interval exclude each other")
@@ -290,12 +291,9 @@ def keep_latest_state(
     if "maxoffsetspertrigger" not in settings and settings.get("stability", "").lower() != "any":
         settings.setdefault("maxbytespertrigger", str(MERGE_BYTES_DEFAULT))
     changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
-    writer = changes.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
-    if available_now:
-        writer = writer.trigger(availableNow=True)
-    elif interval is not None:
-        writer = writer.trigger(processingTime=interval)
-    return writer.start()
+    check_bucket_of(url, settings)
+    writer = changes.writeStream.foreachBatch(sink)
+    return started(writer, checkpoint, available_now=available_now, interval=interval)
 
 
 def _query_id(batch: DataFrame) -> str:

@@ -10,7 +10,12 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
 from upr_protocol.spark.recipes.failure import plain_errors
-from upr_protocol.spark.recipes.target import check_query_arguments, started, write_target
+from upr_protocol.spark.recipes.target import (
+    check_bucket_of,
+    check_query_arguments,
+    started,
+    write_target,
+)
 from upr_protocol.spark.source import UprDataSource
 
 TEXT_SCHEMA: Final = "key STRING, value STRING"
@@ -92,5 +97,7 @@ def reprocess(
         # the key, which no deletion has.
         changes.select("key").select(F.expr(key))
         changes.select(F.expr(value), F.expr(where).cast("boolean"))
+        check_bucket_of(url, options)
+        check_bucket_of(target_url, write_options)
         writer = changes.writeStream.foreachBatch(write)
         return started(writer, checkpoint, available_now=available_now, interval=interval)

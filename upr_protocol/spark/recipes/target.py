@@ -1,4 +1,4 @@
-"""What recipes that write a bucket have in common."""
+"""What recipes that run a query have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from upr_protocol.spark.driver_connection import check_bucket
 from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.options import Options, connection_options
 
 
 def check_query_arguments(
@@ -26,6 +28,22 @@ def check_query_arguments(
             "the option onRollback is not for this recipe: the target cannot undo changes that the "
             "source lost"
         )
+
+
+def check_bucket_of(url: str, options: Mapping[str, str] | None) -> None:
+    """Makes sure, before a query begins, that a server is there and has the bucket: a query that
+    ends with an error fills Spark's log with it.
+
+    Args:
+        url: The bucket, as `upr://host:port/bucket`.
+        options: Options of the read or write, of which those count that say how to connect.
+
+    Raises:
+        OptionError: One of them is wrong.
+        PipelineError: There is no server, or it refuses.
+    """
+    connection = Options({**connection_options(options or {}), "url": url})
+    check_bucket(connection.address(), connection.timeout_s())
 
 
 def started(
