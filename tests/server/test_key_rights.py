@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Final
 
 import pytest
@@ -32,9 +33,10 @@ from upr_protocol.client import Address, Credentials, PublishError, publisher
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
 from upr_protocol.limits import GET_REPLY_KEYS_MAX
-from upr_protocol.users import EVERYTHING, Grant, Right, User, UserRole, Users
+from upr_protocol.users import EVERYTHING, Grant, GrantToRole, Right, User, UserRole, Users
 from upr_protocol.wire import (
     HEADER_BYTES,
+    ChangeUsers,
     Get,
     GetReply,
     Go,
@@ -117,6 +119,21 @@ def test_the_audit_log_has_no_key_of_what_is_refused() -> None:
     ((event, fields),) = log.notes
     assert (event, fields["request"], fields["allowed"]) == ("request", "Get", False)
     assert "secret" not in str(fields)
+
+
+def test_the_audit_log_has_changes_of_roles() -> None:
+    change = GrantToRole("clerks", (Grant(Right.READ, "orders", b"a/"),))
+    message = ChangeUsers(change.to_json(), opaque=1)
+    log = AuditNotes()
+    for access in (access_of(Grant(Right.SECURE, EVERYTHING), by_role=True), access_of()):
+        access._audit_log = log
+        with nullcontext() if access.rights_on("").whole else pytest.raises(ServerError):
+            access.check(message)
+    (_, allowed), (_, refused) = log.notes
+    assert (allowed["allowed"], refused["allowed"]) == (True, False)
+    assert allowed["detail"] == repr(change)
+    assert "b'a/'" in repr(change)
+    assert refused["detail"] == "GrantToRole clerks"
 
 
 # With a server.
