@@ -782,6 +782,24 @@ def test_an_item_that_leaves_memory_between_two_slices_is_read_from_disk() -> No
         assert item.value == b"12"
 
 
+def test_that_a_key_was_missing_does_not_count_once_it_was_set() -> None:
+    partition, disk = new_partition(), NaiveDisk()
+    put(partition, b"other")
+    stored(partition, disk, evict=True)
+    pin = partition.eviction.pin()
+    missing = partition.missing_keys([b"k"], NOW)
+    fetched = disk.find(missing)
+    assert fetched == {b"k": None}
+    put(partition, b"k", value=b"7")
+    stored(partition, disk, evict=True)
+    missing = partition.missing_keys([b"k"], NOW, fetched)
+    assert missing == [FetchRequest(b"k", 2, True)]
+    item = get_item(partition, b"k", fetched=disk.find(missing))
+    assert item is not None
+    assert item.value == b"7"
+    partition.eviction.unpin(pin)
+
+
 def test_an_older_version_that_was_found_is_not_used() -> None:
     partition, disk = new_partition(), NaiveDisk()
     put(partition, b"k", value=b"5")
