@@ -264,6 +264,26 @@ async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
         reader.close()
 
 
+@pytest.mark.parametrize("is_in_memory", [False, True])
+async def test_a_stream_whose_end_lies_in_a_snapshot_that_was_cut_ends_at_that_snapshots_end(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
+) -> None:
+    """The disk has shorter snapshots, but the consumer may lack older values at their ends."""
+    monkeypatch.setattr(partition_reader, "EXCESS_MUTATIONS_MAX", 0)
+    async with a_partition() as (_, model):
+        for turn in range(6):
+            model.write(*items(turn * 50, 50))
+            await model.persist()
+        if not is_in_memory:
+            model.forget()
+        # It was cut at 20, in a snapshot up to 150.
+        reader = Reader(model, 20, stream_end=60, end_at_least=150)
+        await reader.read()
+        assert reader.ends == [150]
+        assert reader.kinds == [SnapshotKind.MEMORY if is_in_memory else SnapshotKind.DISK]
+        reader.close()
+
+
 async def test_a_stream_with_an_end_is_read_from_disk_where_memory_has_collapsed_it(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -322,6 +322,7 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
             ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
             await client.acquire_lease(ranges, time_to_live_s=60, owner="orders", lease_id=lease_id)
             clock.now += 1
+        assert disk.leases.ranges() == []
         assert consumers() == [
             {
                 "name": "orders",
@@ -332,7 +333,9 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
             }
         ]
         await write(client, 2)
-        clock.now += 3 * 24 * 3600
+        # A week after it has lapsed, it is forgotten.
+        clock.now += 7 * 24 * 3600
+        await disk.leases.delete_lapsed()
         (row,) = consumers()
         assert row["numbers_behind"] == len(KEYS)
         assert disk.leases.ranges() == []
@@ -432,6 +435,36 @@ async def test_a_long_or_unprintable_owner_is_refused(server: Server) -> None:
         (listed,) = (await client.stats("b"))["leases"]["leases"]
         assert listed["owner"] == "x" * 200
         assert "leases" not in (await client.stats())["buckets"]["b"]["leases"]
+
+
+async def test_what_one_lease_may_ask_for_is_bounded(server: Server) -> None:
+    day_s = 24 * 3600
+    async with connect(server.url("b")) as client:
+        await client.acquire_lease(ALL, time_to_live_s=day_s, owner="me", lease_id=7)
+        await client.renew_lease(7, time_to_live_s=day_s)
+        with pytest.raises(ServerError, match="86400 seconds") as refused:
+            await client.renew_lease(7, time_to_live_s=day_s + 1)
+        assert refused.value.status is Status.BAD_ARGUMENT
+        with pytest.raises(ServerError, match="86400 seconds"):
+            await client.acquire_lease(ALL, time_to_live_s=day_s + 1, owner="me")
+        ranges = [(PartitionId(0), SeqNo(0), SeqNo(0))] * 1025
+        with pytest.raises(ServerError, match="1 to 1024 ranges"):
+            await client.acquire_lease(ranges, time_to_live_s=60, owner="me")
+
+
+async def test_a_lease_that_was_released_is_not_there_after_a_restart(
+    server: Server, directory: SimulatedDirectory
+) -> None:
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        for lease_id in (7, 8):
+            await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=lease_id)
+        await client.release_lease(7)
+    for disk in directory.disks["b"]:
+        disk.crash()
+    async with running_server(CONFIG, SimulatedStore(directory)) as restarted:
+        (disk_now,) = restarted.catalog.disks.values()
+        assert [row["id"] for row in result_of(disk_now.leases.list_held())] == [f"{8:016x}"]
 
 
 @pytest.mark.parametrize("seed", range(3))

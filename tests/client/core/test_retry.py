@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from upr_protocol.client.core.retry import (
     FIRST_WAIT_S,
     LOG_IN_RETRY_S,
+    MAP_WAIT_S_MAX,
+    RETRY_TIMEOUT_S_DEFAULT,
     WAIT_S_MAX,
     Backoff,
     RetryState,
     is_retryable,
 )
+from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -22,6 +25,11 @@ from upr_protocol.errors import (
     ServerError,
     Status,
 )
+
+
+def test_clients_give_up_and_ask_again_after_the_times_that_are_promised() -> None:
+    assert (RETRY_TIMEOUT_S_DEFAULT, REQUEST_RETRY_TIMEOUT_S) == (300.0, 30.0)
+    assert (WAIT_S_MAX, MAP_WAIT_S_MAX) == (5.0, 0.5)
 
 
 def test_waits_double_up_to_the_cap() -> None:

@@ -322,19 +322,37 @@ async def test_received_keys_beside_an_older_resume_state_start_the_partition_at
         assert start.start == 0
 
 
+class NotingStore:
+    """A resume store that notes how many received keys are on disk when it is to save a state."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.recorded: list[int] = []
+
+    async def load(self) -> ResumeState | None:
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def save(self, state: ResumeState) -> None:
+        await trio.lowlevel.checkpoint()
+        self.recorded.append(recorded_keys(self._path, self._path.parent))
+
+
 async def test_buffered_keys_are_recorded_before_the_position_is_saved(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """A position whose keys are not recorded could not be rolled back key by key."""
     fill_one_partition(server, 10, b"old")
-    path, file = tmp_path / "received-keys", tmp_path / "resume"
+    path = tmp_path / "received-keys"
+    store = NotingStore(path)
     async with consume_with_rollback(
-        URL, path, resume=file, buffer_received_keys=True, dial=net.dial
+        URL, path, resume=store, buffer_received_keys=True, dial=net.dial
     ) as consumer:
         await until_completed(consumer)
         assert recorded_keys(path, tmp_path) == 0
+        store.recorded.clear()
         await consumer.save()
-        assert recorded_keys(path, tmp_path) == 10
+        assert store.recorded == [10]
 
 
 def recorded_keys(path: Path, folder: Path) -> int:
@@ -430,6 +448,31 @@ class ConsumerAt:
 
     async def save(self) -> None:
         await trio.lowlevel.checkpoint()
+
+
+async def test_a_key_that_is_missing_now_was_deleted_at_any_number_up_to_the_highest(
+    tmp_path: Path,
+) -> None:
+    """So no snapshot end below the highest number is a state of the server."""
+
+    async def read_newest(
+        partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+    ) -> tuple[list[Item | None], SeqNo]:
+        await trio.lowlevel.checkpoint()
+        return [None] * len(keys), SeqNo(20)
+
+    partition = PartitionId(0)
+    file = ReceivedKeysFile(tmp_path / "keys", "b")
+    planner = RollbackPlanner(file, read_newest)
+    await file.receive(partition, [(b"a", SeqNo(12), HistoryId(1))])
+    log = FailoverLog.of([(2, 10), (1, 0)])
+    plan = await planner.compare(StreamAccepted(partition, log), SeqNo(10))
+    assert plan is not None
+    assert plan.event.documents == {b"a": None}
+    assert plan.event.consistent_from == planner.consistent_from(partition) == 20
+    assert not planner.is_consistent_at(SnapshotEnd(partition, SeqNo(19)))
+    assert planner.is_consistent_at(SnapshotEnd(partition, SeqNo(20)))
+    file.close()
 
 
 async def test_no_key_is_dropped_while_its_partition_is_about_to_roll_back(tmp_path: Path) -> None:
