@@ -250,7 +250,9 @@ async def test_rights_are_kept_until_the_users_change() -> None:
     for number in range(RIGHTS_MAX + 10):
         assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
     assert len(store._rights) <= RIGHTS_MAX
+    assert store.rights_of("bob", "b1") is store.rights_of("bob", "b2"), "equal ones are kept once"
     await store.adopt(store.users.without("bob"))
+    assert not store._equal_rights
     assert store.rights_of("bob", "b") == NO_RIGHTS
 
 
@@ -263,6 +265,41 @@ def test_the_rights_that_are_kept_are_those_of_the_users(
     for _ in range(2):
         for bucket in BUCKETS:
             assert store.rights_of("bob", bucket) == store.users.rights_of("bob", bucket)
+
+
+async def test_rights_that_differ_take_bounded_memory() -> None:
+    """Whoever has rights by many patterns may ask for buckets with any of them."""
+    store = await store_with_admin()
+    letters = "abcdefghijklmn"
+    grants = tuple(Grant(Right.READ, f"*{letter}*", letter.encode()) for letter in letters)
+    await store.change(lambda users: users.with_user(User("bob", None, grants)))
+    for number in range(RIGHTS_MAX + 10):
+        name = "".join(letter for bit, letter in enumerate(letters) if number >> bit & 1)
+        assert store.rights_of("bob", name or "x").read_prefixes == tuple(
+            letter.encode() for letter in name
+        )
+    assert len(store._equal_rights) <= len(store._rights) < RIGHTS_MAX
+
+
+async def test_others_have_their_turn_between_the_steps_of_a_change() -> None:
+    store = await store_with_admin()
+    turns: list[str] = []
+
+    def steps() -> Iterator[None]:
+        for _ in range(3):
+            turns.append("step")
+            yield
+
+    async def beside() -> None:
+        while turns.count("step") < 3:
+            turns.append("beside")
+            await trio.lowlevel.checkpoint()
+
+    store.call_on_change(steps)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(beside)
+        await store.change(adding("bob"))
+    assert "step step" not in " ".join(turns)
 
 
 async def test_rights_by_a_role_are_kept_until_the_users_change() -> None:
