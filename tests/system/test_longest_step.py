@@ -19,6 +19,7 @@ from tests.kit.effort import effort
 from tests.kit.peer import Peer, peer
 from tests.kit.placed_keys import key_in
 from tests.kit.process import ServerProcess, many_descriptors, server_process
+from tests.system.beside_attacks import ATTACKS, NARROW, Attack, Target, appends, increments
 from upr_protocol.client import connect, publisher
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import Durability, PartitionId, PartitionState
@@ -31,6 +32,9 @@ BUCKET: Final = "wide"
 LONGEST_STEP_S: Final = 0.03
 """On a machine with four times as much work as it can do, steps of up to 12 ms were measured."""
 
+ATTACKED: Final = effort((appends, increments), ATTACKS)
+"""The others have tests of their own, in part."""
+
 MIB: Final = 1024 * 1024
 STREAM_BYTES_MAX: Final = 1500
 """What a stream may take: 1,200 bytes, and what is free in between."""
@@ -40,7 +44,7 @@ STREAM_BYTES_MAX: Final = 1500
 async def quick_server() -> AsyncIterator[ServerProcess]:
     """A server with a bucket of 1,024 partitions, and bystanders; none of its steps may be long."""
     with many_descriptors():
-        async with server_process("--log-level", "error") as server:
+        async with server_process("--log-level", "error", "--node", "a") as server:
             async with connect(server.url()) as client:
                 await client.create_bucket(BUCKET, PARTITIONS_MAX)
             async with bystanders(server):
@@ -62,6 +66,15 @@ async def ask_for_all_streams(asking: Peer) -> None:
         for partition in range(PARTITIONS_MAX)
     ]
     await asking.send(*requests, Go())
+
+
+@pytest.mark.parametrize("attack", ATTACKED, ids=lambda attack: attack.__name__)
+async def test_an_attack(attack: Attack) -> None:
+    async with quick_server() as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket(NARROW, 1)
+        with trio.move_on_after(effort(2, 10)):
+            await attack(Target(server.host, server.port))
 
 
 async def test_statistics_of_many_buckets_and_connections() -> None:

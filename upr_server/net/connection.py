@@ -53,8 +53,9 @@ BUSY_S: Final = 0.25
 CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
 
-CONNECTION_OBJECTS: Final = 450
-"""Objects that are made for a connection until it is ready, as Python's collector counts them."""
+CONNECTION_OBJECTS: Final = 250
+"""Objects that are made for a connection as it begins, and again until it is ready, as Python's
+collector counts them."""
 
 _CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
 
@@ -155,6 +156,8 @@ class AcceptedConnection:
         try:
             async with trio.open_nursery() as nursery:
                 self.context.begin(nursery)
+                # Not when it was accepted: 1,000 may be accepted before any of this is made.
+                self._resources.young_objects.note_made(CONNECTION_OBJECTS)
                 nursery.start_soon(self._read, nursery.cancel_scope)
                 nursery.start_soon(self._keep_time)
                 is_connected = await self._write()
@@ -260,7 +263,6 @@ class AcceptedConnection:
     def _note_ready(self) -> None:
         if self.session.state not in BEFORE_READY and not self._ready.is_set():
             self._ready.set()
-            # Not when it was accepted: then 1,000 may be accepted before any of this is made.
             self._resources.young_objects.note_made(CONNECTION_OBJECTS)
 
     def _handle_in_step(self, events: Iterator[Message]) -> Continuation | None:
