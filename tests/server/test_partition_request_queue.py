@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+import pytest
 import trio
 import trio.testing
 
@@ -36,6 +37,7 @@ from upr_server.app import Server
 from upr_server.net import AcceptedConnection
 from upr_server.net.backlog import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.handlers.data import GET_REPLY_BYTES
+from upr_server.net.handlers.leases import RANGE_BYTES
 from upr_server.storage.calls import FindItems, PutLease, StoreCall
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.simulated import SimulatedStore
@@ -242,3 +244,29 @@ async def test_lease_requests_of_a_connection_are_answered_one_at_a_time(
         opaque = await send(few, sets(b"k"), PERSISTED)
         assert isinstance(await answer_to(few, opaque), MutateReply)
         assert trio.current_time() - began < 50 * FETCH_S
+
+
+@pytest.mark.parametrize("ranges", [1, 1000])
+async def test_a_connection_with_many_requests_that_are_answered_in_order_is_not_read(
+    ranges: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """They would be kept in memory, 4,096 of them, and freed in one step when the peer leaves."""
+    async with serving(SlowLeases(), 1024) as server:
+        before = set(server.connections.connections)
+        async with speaking(server) as peer:
+            connection = connection_of(server, before)
+            rows = tuple((partition, 0, 0) for partition in range(ranges))
+            for lease_id in range(1, 61):
+                acquire = Lease(LeaseAction.ACQUIRE, lease_id, 60, "x", rows, opaque=peer.opaque())
+                peer.session.send(acquire)
+            most, most_bytes = 0, 0
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(peer.say)
+                for _ in range(60):
+                    await peer.hear(LeaseReply)
+                    backlog = connection.context.backlog
+                    most = max(most, backlog.queued_requests)
+                    most_bytes = max(most_bytes, backlog.queued_bytes)
+            assert most <= QUEUED_REQUESTS_MAX
+            assert most_bytes <= QUEUED_BYTES_MAX + RANGE_BYTES * ranges
+            assert (most == QUEUED_REQUESTS_MAX) == (ranges == 1)

@@ -16,11 +16,12 @@ not read. The acknowledgements and barriers of a peer that reads, and keeps belo
 for what is on disk, get through before the frames that it begins after them."""
 
 QUEUED_REQUESTS_MAX: Final = 16
-"""Requests of one connection that may wait in queues (`partition_request_queue`), of all partitions
-together. With so many the disk's reader always has one to go on with; more would only be memory,
-and work for connections that end. Until one of them was answered the connection is not read: what
-its peer says meanwhile, acknowledgements and barriers too, waits as long as the disk takes for one
-of 16 reads. Tasks of their own answer them, and wait for nothing that is not yet read.
+"""Requests of one connection that may wait: in queues (`partition_request_queue`), of all
+partitions together, or because they are answered one after the other (`reply_in_order`). With so
+many the disk's reader always has one to go on with; more would only be memory, and work for
+connections that end. Until one of them was answered the connection is not read: what its peer says
+meanwhile, acknowledgements and barriers too, waits as long as the disk takes for one of 16 reads.
+Tasks of their own answer them, and wait for nothing that is not yet read.
 
 A queue answers nothing to a connection that has more than `REPLIES_BYTES_MAX` to send, but as many
 as may wait there may have been begun before: a peer that takes nothing has at most 16 answers more

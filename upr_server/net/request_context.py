@@ -105,8 +105,11 @@ class RequestContext:
         self._nursery: trio.Nursery | None = None
         self._replicas: dict[Partition, str] = {}
         """Partitions of which the peer has reported what it has, with its name."""
-        self._in_order: deque[tuple[Message, ReplyTask]] = deque()
-        """Requests that are answered one after the other; the first is being answered."""
+        self._in_order: deque[tuple[Message, ReplyTask, int]] = deque()
+        """Requests that are answered one after the other; the first is being answered. Each with
+        about what it takes."""
+        self._streams_to_open: deque[tuple[Message, ReplyTask]] = deque()
+        """The same, of streams that wait for the end of a change."""
 
     # The connection's side.
 
@@ -123,6 +126,7 @@ class RequestContext:
         self._replicas.clear()
         # Each refers to this object.
         self._in_order.clear()
+        self._streams_to_open.clear()
         self._nursery = None
 
     def leave_bucket(self) -> Iterator[None]:
@@ -283,16 +287,39 @@ class RequestContext:
         """Runs `answer` as a task of its own, which the connection's end cancels."""
         self.start(partial(self._run_reply_task, request, answer))
 
-    def reply_in_order(self, request: Message, answer: ReplyTask) -> None:
-        """The same, once the requests given to this method before are answered."""
-        self._in_order.append((request, answer))
+    def reply_in_order(self, request: Message, answer: ReplyTask, nbytes: int = 0) -> None:
+        """The same, once the requests given to this method before are answered. They count as
+        queued: while there are too many, nothing more is read.
+
+        Args:
+            request: The request.
+            answer: Answers it.
+            nbytes: About what the request takes in memory, if that is much.
+        """
+        self._in_order.append((request, answer, nbytes))
+        self.backlog.request_queued(nbytes)
         if len(self._in_order) == 1:
             self.start(self._run_in_order)
 
     async def _run_in_order(self) -> None:
         while self._in_order:
-            await self._run_reply_task(*self._in_order[0])
+            request, answer, nbytes = self._in_order[0]
+            await self._run_reply_task(request, answer)
             self._in_order.popleft()
+            self.backlog.request_dequeued(nbytes)
+
+    def open_later(self, request: Message, answer: ReplyTask) -> None:
+        """Runs `answer`, for a stream that cannot be opened now, once those given to this method
+        before are answered. There is one a partition at most, so they do not count as queued: what
+        else the peer says is read."""
+        self._streams_to_open.append((request, answer))
+        if len(self._streams_to_open) == 1:
+            self.start(self._open_in_order)
+
+    async def _open_in_order(self) -> None:
+        while self._streams_to_open:
+            await self._run_reply_task(*self._streams_to_open[0])
+            self._streams_to_open.popleft()
 
     async def _run_reply_task(self, request: Message, answer: ReplyTask) -> None:
         try:

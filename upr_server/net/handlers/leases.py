@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Final
 
 import trio
 
@@ -11,6 +12,9 @@ from upr_protocol.wire import Lease, LeaseAction, LeaseReply
 from upr_server.net.request_context import RequestContext
 from upr_server.storage.calls import MeasureRanges
 from upr_server.storage.records import LeaseRecord
+
+RANGE_BYTES: Final = 160
+"""What a range of a request takes in memory."""
 
 
 def lease(context: RequestContext, request: Lease) -> None:
@@ -71,4 +75,4 @@ def lease(context: RequestContext, request: Lease) -> None:
         )
 
     # One at a time: each is a commit by the bucket's one writer, and others wait for that too.
-    context.reply_in_order(request, answer)
+    context.reply_in_order(request, answer, RANGE_BYTES * len(request.ranges))

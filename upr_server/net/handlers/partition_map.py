@@ -25,7 +25,7 @@ def set_map(context: RequestContext, request: SetMap) -> None:
         new_map = await context.partition_maps.set_map(request.expected_revision, request.document)
         await result_of(_reply(context, request, new_map))
 
-    context.reply_in_order(request, apply)
+    context.reply_in_order(request, apply, len(request.document))
 
 
 def join(context: RequestContext, request: Join) -> None:

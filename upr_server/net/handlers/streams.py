@@ -82,7 +82,7 @@ def stream(context: RequestContext, request: Stream) -> None:
     its history is about to change, the request waits: the answer depends on the change."""
     partition = context.partition(request.partition)
     if partition.begins_no_stream:
-        context.reply_in_order(request, partial(_open_stream_later, context, request))
+        context.open_later(request, partial(_open_stream_later, context, request))
     else:
         _open_stream(context, request, partition)
 

@@ -35,7 +35,7 @@ def change_users(context: RequestContext, request: ChangeUsers) -> None:
             raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
         context.send(UsersReply(users.revision, opaque=request.opaque))
 
-    context.reply_in_order(request, apply)
+    context.reply_in_order(request, apply, len(request.change))
 
 
 def get_users(context: RequestContext, request: GetUsers) -> None:
