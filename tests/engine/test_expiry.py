@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from upr_server.engine.expiry import CLEAN_MIN, STALE_MAX, ExpiryIndex
+from upr_server.engine.expiry import CLEAN_MIN, RUN_CLEAN_MAX, STALE_MAX, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory_account import MemoryAccount
 
@@ -172,6 +172,17 @@ def test_items_are_taken_by_their_times_while_the_index_is_being_cleaned() -> No
     assert keys == [b"%d" % key for key in (*expected, *range(11, 101))]
     assert not index
     assert memory.expiries == 0
+
+
+def test_a_long_run_looks_at_few_entries_while_the_index_is_being_cleaned() -> None:
+    counting, index = _stored(MANY, MANY // 2)
+    index.begin_cleaning()
+    keys = [b"new %d" % number for number in range(4096)]
+    looks = counting.looks(lambda: index.add_all([9] * len(keys), MANY + 1, keys))
+    assert 0 < looks <= RUN_CLEAN_MAX
+    while index.clean(100):
+        pass
+    index.check_invariants()
 
 
 def test_an_item_behind_stale_entries_is_due_and_taken_in_the_end() -> None:

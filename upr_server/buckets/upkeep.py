@@ -20,6 +20,9 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 COLLAPSE_MUTATIONS: Final = 2000
 """Mutations that one step of collapsing goes through: about a millisecond of the loop."""
 
+EXPIRIES_STEP: Final = 1024
+"""Entries of an index of expiry times that one step looks at."""
+
 TOMBSTONES_STEP: Final = 8192
 """Keys of a hash table that one step of a sweep for tombstones looks at: below a millisecond."""
 
@@ -158,6 +161,7 @@ class Upkeep:
                 while partition.has_expired(now):
                     partition.expire(now)  # a few items
                     await trio.lowlevel.checkpoint()
+                await _repeat(partial(partition.clean_expiries, EXPIRIES_STEP))
                 evict = partition.eviction.evict_tombstones
                 await _repeat(partial(evict, TOMBSTONES_STEP, partition.high_seq))
                 # Small snapshots would else wait for more of them.

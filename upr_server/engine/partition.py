@@ -426,6 +426,15 @@ class Partition:
         never."""
         return self._expiries.next_expiry()
 
+    def clean_expiries(self, entries_max: int) -> bool:
+        """Goes on removing what is stale of the index of expiry times, if that has begun. O(entries
+        log entries).
+
+        Returns:
+            Whether there may be more.
+        """
+        return self._expiries.clean(entries_max) > 0
+
     def has_expired(self, now: float) -> bool:
         """Whether `expire` has something to do."""
         return self.state is _ACTIVE and self._expiries.is_due(now)
