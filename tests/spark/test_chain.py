@@ -9,7 +9,6 @@ import signal
 import subprocess
 import threading
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tests.kit.effort import effort
 from tests.spark.bucket import contents, contents_of_rows
 from tests.spark.driver import JOB, Job, chain
 from tests.spark.server import blocking_server
-from tests.spark.test_kill import DRIVER_S, driver
+from tests.spark.test_kill import DRIVER_S, driver, log_of
 from tests.spark.test_read import durable_client, until
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient
@@ -92,12 +91,11 @@ def test_each_row_counts_once_though_driver_workers_and_server_are_killed(
                     server.kill()
                     server.start()
                     threading.Event().wait(draw.random())
-                has_ended = process.poll() is not None
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # Python, JVM and all
-                assert process.stdout is not None
-                output = process.stdout.read().decode()
-                assert not has_ended, f"a query ended by itself: {output[-4000:]}"
+                assert process.poll() is None, (
+                    f"a query ended by itself: {log_of(job).read_text()[-4000:]}"
+                )
+                os.killpg(process.pid, signal.SIGKILL)  # Python, JVM and all
+                process.wait(DRIVER_S)
         assert (tmp_path / "a worker died").exists()
         job.once, job.dies = True, ""
         monkeypatch.setenv(JOB, msgspec.json.encode(job).decode())

@@ -39,34 +39,41 @@ DRIVER_S = 300.0
 
 @contextmanager
 def driver(job: Job) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver that does a job; what is left of it in the end is killed."""
-    process = subprocess.Popen(
-        (
-            sys.executable,
-            "-c",
-            "from tests.spark.driver import main; main()",
-            msgspec.json.encode(job),
-        ),
-        cwd=ROOT,
-        env=environment(PYSPARK_PYTHON=sys.executable, PYTHONPATH=str(ROOT)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    """A driver that does a job; what is left of it in the end is killed. What it says goes into a
+    file: a pipe that nobody reads would stop it, and each worker that dies is a page."""
+    with log_of(job).open("wb") as log:
+        process = subprocess.Popen(
+            (
+                sys.executable,
+                "-c",
+                "from tests.spark.driver import main; main()",
+                msgspec.json.encode(job),
+            ),
+            cwd=ROOT,
+            env=environment(PYSPARK_PYTHON=sys.executable, PYTHONPATH=str(ROOT)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+
+
+def log_of(job: Job) -> Path:
+    """Where a driver's output goes."""
+    return Path(job.folder, "driver.log")
 
 
 def run(job: Job) -> int:
     """Has a driver do a job; gives its exit code."""
     with driver(job) as process:
-        out, _ = process.communicate(timeout=DRIVER_S)
-        if process.returncode not in (0, -signal.SIGKILL):
-            raise AssertionError(out.decode()[-4000:])
-        return process.returncode
+        exit_code = process.wait(DRIVER_S)
+        if exit_code not in (0, -signal.SIGKILL):
+            raise AssertionError(log_of(job).read_text()[-4000:])
+        return exit_code
 
 
 def finish(job: Job, spark: SparkSession, patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +192,7 @@ def test_executors_that_die_while_they_read_and_write(tmp_path: Path) -> None:
         job = Job("copy", url, str(tmp_path), target, "local-cluster[1,1,1024]")
         job.options = {"minPartitions": "2"}
         assert run(job) == 0
-        killed = {marker.name for marker in tmp_path.iterdir()}
+        killed = {marker.name for marker in tmp_path.glob("killed *")}
         assert killed == {"killed while it reads", "killed while it writes"}
         with BlockingClient(target) as client:
             items = client.get_many(list(items_written))
