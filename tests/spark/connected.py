@@ -1,4 +1,5 @@
-"""A client of Spark Connect: writes, reads, streams and takes a snapshot of a bucket.
+"""A client of Spark Connect: writes, reads, streams and takes a snapshot of a bucket, and keeps its
+latest state in a table.
 
 The command line has the URLs of two buckets and a folder. `SPARK_REMOTE` says where Spark is. The
 last line printed is a JSON object with what was counted.
@@ -8,12 +9,14 @@ import json
 import sys
 from pathlib import Path
 
+from deltalake import DeltaTable
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.connect.session import SparkSession as ConnectSession
 
 from upr_protocol.spark import UprDataSource
-from upr_protocol.spark.recipes import latest
+from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.recipes import keep_latest_state, latest
 from upr_protocol.spark.recipes.snapshot import snapshot
 
 url, target, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -39,6 +42,20 @@ query = (
 query.awaitTermination()
 snapshot(spark, url, str(folder / "snapshot"))
 try:
+    keep_latest_state(spark, url, str(folder / "table"), str(folder / "no-checkpoint"))
+    nameless_query = ""
+except OptionError as error:
+    nameless_query = str(error)
+for _ in range(2):
+    keep_latest_state(
+        spark,
+        url,
+        str(folder / "table"),
+        str(folder / "table-checkpoint"),
+        app_id="planes",
+        available_now=True,
+    ).awaitTermination()
+try:
     spark.read.format("upr").option("url", url).option("partition", "1").load().count()
     refusal = ""
 except PySparkException as error:
@@ -47,6 +64,8 @@ result = {
     "written": changes.count(),
     "latest": latest(changes).count(),
     "snapshot": spark.read.parquet(str(folder / "snapshot" / "data")).count(),
+    "table": DeltaTable(folder / "table").count(),
     "refusal": refusal,
+    "nameless query": nameless_query,
 }
 sys.stdout.write(json.dumps(result) + "\n")

@@ -45,6 +45,7 @@ def test_a_client_of_spark_connect_reads_writes_and_streams(
     assert client.returncode == 0, client.stderr[-4000:]
     result = json.loads(client.stdout.splitlines()[-1])
     assert "[UPR_OPTION] there is no option partition" in result.pop("refusal")
-    assert result == {"written": 100, "latest": 100, "snapshot": 100}
+    assert "pass app_id (--app-id)" in result.pop("nameless query")
+    assert result == {"written": 100, "latest": 100, "snapshot": 100, "table": 100}
     expected = {b"key %d" % number: b"%d" % number for number in range(100)}
     assert {key: stored.value for key, stored in contents(target).items()} == expected

@@ -28,6 +28,11 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="with a new checkpoint: drop the rows that the table has",
     )
+    parser.add_argument(
+        "--app-id",
+        help="over Spark Connect: what stands for the query in the table's commits; another one "
+        "for each checkpoint",
+    )
     return parser
 
 
@@ -41,6 +46,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         available_now=options.once,
         interval=options.interval,
         options=dict(options.option),
+        app_id=options.app_id,
         begin_anew=options.begin_anew,
         tell=command.say,
     )

@@ -12,6 +12,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.utils import is_remote
 
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes.rewound_rows import reached_metadata, rewound_rows
@@ -37,6 +38,11 @@ LATEST_STATE_SCHEMA: Final = pa.schema(
 
 MERGE_BYTES_DEFAULT: Final = 256 * 1024 * 1024
 """A batch is held whole by the driver, twice for a moment."""
+
+_NO_QUERY_ID: Final = (
+    "Spark Connect does not tell which query a batch belongs to: pass app_id (--app-id), another "
+    "one for each checkpoint, or run this with spark-submit"
+)
 
 _QUERY_ID: Final = "sql.streaming.queryId"
 
@@ -251,6 +257,7 @@ def keep_latest_state(
     available_now: bool = False,
     interval: str | None = None,
     options: Mapping[str, str] | None = None,
+    app_id: str | None = None,
     begin_anew: bool = False,
     storage_options: Mapping[str, str] | None = None,
     tell: Tell = quiet,
@@ -267,6 +274,7 @@ def keep_latest_state(
         options: More options of a stream, or others in place of the defaults here:
             `onRollback=rewind` (or `marker`, if `stability` or `failOnDataLoss` rule that out) and
             `maxBytesPerTrigger`.
+        app_id: See `LatestState`; over Spark Connect it must be given.
         begin_anew: See `LatestState`.
         storage_options: See `LatestState`.
         tell: See `LatestState`.
@@ -275,12 +283,16 @@ def keep_latest_state(
         The query, which runs: `awaitTermination()` waits for its end.
 
     Raises:
-        OptionError: Both triggers are given.
+        OptionError: Both triggers are given; or there is no `app_id` over Spark Connect.
         PipelineError: `deltalake` is not installed, or the bucket cannot be reached.
     """
     if available_now and interval is not None:
         raise OptionError("available_now and interval exclude each other")
-    sink = LatestState(table, begin_anew=begin_anew, storage_options=storage_options, tell=tell)
+    if app_id is None and is_remote():
+        raise OptionError(_NO_QUERY_ID)
+    sink = LatestState(
+        table, app_id, begin_anew=begin_anew, storage_options=storage_options, tell=tell
+    )
     spark.dataSource.register(UprDataSource)
     settings = {name.lower(): value for name, value in (options or {}).items()}
     lacks_nothing = (
@@ -300,10 +312,7 @@ def _query_id(batch: DataFrame) -> str:
     try:
         query_id = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
     except PySparkException as error:
-        raise OptionError(
-            "Spark Connect does not tell which query a batch belongs to: pass app_id, another one "
-            "for each checkpoint, or run this with spark-submit"
-        ) from error
+        raise OptionError(_NO_QUERY_ID) from error
     if not query_id:
         raise OptionError("no streaming query has an ID to take: pass app_id")
     return f"upr:{query_id}"
