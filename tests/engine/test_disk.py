@@ -267,23 +267,23 @@ class OnDisk(RuleBasedStateMachine):
     @rule(choice=CHOICES, items=st.integers(1, 8))
     def fetch(self, choice: int, items: int) -> None:
         """Reads from the disk as it is now; what it knows may be more than the partition heard."""
-        asked = chosen(self.asked, choice)
-        asked.fetched |= self.disk.find(asked.missing[:items])
+        question = chosen(self.asked, choice)
+        question.fetched |= self.disk.find(question.missing[:items])
 
-    def ask_again(self, asked: AskedMutate | AskedGet) -> list[FetchRequest]:
-        if isinstance(asked, AskedMutate):
-            return self.mutate(asked.rows, asked.token, asked.fetched)
-        return self.get(asked.keys, asked.fetched)
+    def ask_again(self, question: AskedMutate | AskedGet) -> list[FetchRequest]:
+        if isinstance(question, AskedMutate):
+            return self.mutate(question.rows, question.token, question.fetched)
+        return self.get(question.keys, question.fetched)
 
     @precondition(lambda self: self.asked)
     @rule(choice=CHOICES)
     def answer(self, choice: int) -> None:
-        asked = chosen(self.asked, choice)
-        asked.missing = self.ask_again(asked)
-        if asked.missing:
+        question = chosen(self.asked, choice)
+        question.missing = self.ask_again(question)
+        if question.missing:
             return
-        self.asked.remove(asked)
-        self.partition.eviction.unpin(asked.pin)
+        self.asked.remove(question)
+        self.partition.eviction.unpin(question.pin)
 
     @precondition(lambda self: self.answers)
     @rule(choice=CHOICES)
@@ -325,8 +325,8 @@ class OnDisk(RuleBasedStateMachine):
         for row in items:
             newest = model.now.get(row.key)
             is_newest = newest is not None and newest.seq == row.seq
-            made = partition.expire_stored(row.key, row.seq, self.time)
-            if made:
+            expired = partition.expire_stored(row.key, row.seq, self.time)
+            if expired:
                 assert is_newest
                 model.store(Operation.EXPIRE, row.key)
             elif is_newest:
@@ -513,11 +513,11 @@ class OnDisk(RuleBasedStateMachine):
             reader.drain()
         self.disk.advance_index(1000)
         self.disk.report(self.partition)
-        for asked in list(self.asked):
+        for question in list(self.asked):
             for _ in range(3):
-                asked.fetched |= self.disk.find(asked.missing)
-                asked.missing = self.ask_again(asked)
-                if not asked.missing:
+                question.fetched |= self.disk.find(question.missing)
+                question.missing = self.ask_again(question)
+                if not question.missing:
                     break
             else:
                 raise AssertionError("it never comes to an answer")

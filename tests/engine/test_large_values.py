@@ -30,8 +30,8 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values above `ARRAY_BYTES_MAX` are large, and pieces are small."""
     for module in ("chunk.chunk", "chunk.layout"):
         monkeypatch.setattr(f"upr_protocol.{module}.LARGE_BYTES", ARRAY_BYTES_MAX)
-    for other in (open_snapshot, evaluation_module, collapse):
-        monkeypatch.setattr(other, "LARGE_BYTES", ARRAY_BYTES_MAX)
+    for patched_module in (open_snapshot, evaluation_module, collapse):
+        monkeypatch.setattr(patched_module, "LARGE_BYTES", ARRAY_BYTES_MAX)
     monkeypatch.setattr(evaluation_module, "JOINED_BYTES", 40_000)
     monkeypatch.setattr(collapse, "WIDEN_BYTES", 40_000)
 
@@ -94,8 +94,10 @@ def test_they_are_what_was_written_wherever_they_are(
             }
             while partition.manager.collapse_wanted:
                 partition.manager.collapse_step(1)
-        found = {key: get_item(partition, key) for key in KEYS}
-        assert {key: bytes(row.value) for key, row in found.items() if row is not None} == model
+        stored_items = {key: get_item(partition, key) for key in KEYS}
+        assert {
+            key: bytes(row.value) for key, row in stored_items.items() if row is not None
+        } == model
     received |= {
         row.key: row.value for item in items(reader) if isinstance(item, Chunk) for row in item
     }

@@ -69,8 +69,10 @@ class Engine(RuleBasedStateMachine):
     @rule(rows=st.lists(st.tuples(SOME_KEYS, VALUES, st.booleans()), min_size=1, max_size=80))
     def write_and_delete(self, rows: list[tuple[bytes, bytes, bool]]) -> None:
         requests = [
-            Mutation(Operation.DELETE if gone else Operation.SET, key, b"" if gone else value)
-            for key, value, gone in rows
+            Mutation(
+                Operation.DELETE if is_deleted else Operation.SET, key, b"" if is_deleted else value
+            )
+            for key, value, is_deleted in rows
         ]
         self.write(requests, Chunk.build(requests))
 

@@ -682,5 +682,5 @@ async def test_until_a_signal(
 
 
 def test_nothing_is_forgotten() -> None:
-    tried = {async_names.name_of(function) for function in TRIED}
-    assert tried == async_names.below("upr_server.indexer")
+    operations = {async_names.name_of(function) for function in TRIED}
+    assert operations == async_names.below("upr_server.indexer")

@@ -79,8 +79,8 @@ def test_text_from_the_environment_is_converted() -> None:
 def test_each_bucket_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert load().settings().data_dir == Path("/data/upr-indexer/planes")
-    other = load(bucket="upr://127.0.0.1:12000/other").settings()
-    assert other.data_dir == Path("/data/upr-indexer/other")
+    other_settings = load(bucket="upr://127.0.0.1:12000/other").settings()
+    assert other_settings.data_dir == Path("/data/upr-indexer/other")
 
 
 def test_several_nodes_may_be_named() -> None:
@@ -89,7 +89,7 @@ def test_several_nodes_may_be_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"bucket": ""}, "bucket is ''.* upr://"),
         ({"bucket": "planes"}, "bucket is 'planes'.* upr://"),
@@ -114,11 +114,11 @@ def test_several_nodes_may_be_named() -> None:
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_a_bad_setting_is_refused_by_name(settings: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_bad_setting_is_refused_by_name(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(**settings)
     environment = {f"UPR_INDEXER_{name.upper()}": text for name, text in settings.items()}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config(None, {"UPR_INDEXER_BUCKET": URL, **environment}, {})
 
 
@@ -231,7 +231,7 @@ def test_the_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "bucket is ''"),
         (["planes"], "bucket is 'planes'"),
@@ -247,10 +247,10 @@ def test_the_version() -> None:
         ([URL, "--colour", "red"], "No such option"),
     ],
 )
-def test_a_wrong_command_line_is_refused(arguments: list[str], said: str) -> None:
+def test_a_wrong_command_line_is_refused(arguments: list[str], message: str) -> None:
     result = command(*arguments)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
     assert "Try 'upr-indexer --help' for help." in result.output
 
 
@@ -263,8 +263,8 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
 
 
 async def test_a_failed_start_prints_a_sentence(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listen = f"127.0.0.1:{listener.getsockname()[1]}"
         options = ("--listen", listen, "--data-dir", str(tmp_path / "data"))
         finished = await run((*UPR_INDEXER, "upr://127.0.0.1:1/planes", *options))
     assert finished.code == 1

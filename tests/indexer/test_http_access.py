@@ -73,12 +73,12 @@ def name_of(right: Right, bucket: str) -> str:
 def users_of_the_table() -> Users:
     """A user for each right on each of the buckets, and one who may read and write some keys."""
     users = dict(USERS.users)
-    some = tuple(
+    grants = tuple(
         Grant(right, OWN, prefix)
         for right in (Right.READ, Right.WRITE)
         for prefix in (b"_", *(bytes([first]) for first in b"acdk"))
     )
-    users[OF_SOME_KEYS] = User(OF_SOME_KEYS, VERIFIER, some)
+    users[OF_SOME_KEYS] = User(OF_SOME_KEYS, VERIFIER, grants)
     for right in Right:
         for bucket in (OWN, OTHER) if right is not Right.SECURE else (EVERYTHING,):
             name = name_of(right, bucket)
@@ -231,12 +231,12 @@ async def test_who_is_known_goes_on_while_the_server_is_away(
 ) -> None:
     monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
     async with a_front(tmp_path, users_of_the_table()) as front:
-        reader, other = (authorization(name_of(Right.READ, bucket)) for bucket in (OWN, OTHER))
-        for header, expected in ((reader, 200), (other, 403)):
+        reader, other_user = (authorization(name_of(Right.READ, bucket)) for bucket in (OWN, OTHER))
+        for header, expected in ((reader, 200), (other_user, 403)):
             assert (await front.ask("GET", "/v1/status", header))[0] == expected
         nowhere = attrs.evolve(front.access._address, port=1)
         front.access._address = nowhere
-        for header, expected in ((reader, 200), (other, 403)):
+        for header, expected in ((reader, 200), (other_user, 403)):
             assert (await front.ask("GET", "/v1/status", header))[0] == expected
         stranger = authorization("bob")
         status, body = await front.ask("GET", "/v1/status", stranger)
@@ -323,10 +323,10 @@ async def test_a_host_does_not_have_all_turns_of_strangers(
     """Hosts have their turns one after the other, however many requests each has."""
     answers = Answers()
     access = access_with(answers, monkeypatch)
-    asked: list[str] = []
+    names: list[str] = []
 
     async def may_read(credentials: Credentials) -> bool:
-        asked.append(credentials.user)
+        names.append(credentials.user)
         return await answers.may_read(credentials)
 
     monkeypatch.setattr(access, "_may_read", may_read)
@@ -335,18 +335,18 @@ async def test_a_host_does_not_have_all_turns_of_strangers(
         for number in range(10):
             nursery.start_soon(check, access, f"made up {number}", "10.0.0.1")
         await wait_all_tasks_blocked()
-        assert len(asked) == 1
+        assert len(names) == 1
         nursery.start_soon(check, access, "good")
         await wait_all_tasks_blocked()
-        assert asked[1:] == ["good"]
+        assert names[1:] == ["good"]
         for host in ("10.0.0.2", "10.0.0.3"):
             nursery.start_soon(check, access, f"of {host}", host)
         before, answers.wait = answers.wait, trio.Event()
         before.set()
         await wait_all_tasks_blocked()
-        assert sorted(asked[2:]) == ["of 10.0.0.2", "of 10.0.0.3"]
+        assert sorted(names[2:]) == ["of 10.0.0.2", "of 10.0.0.3"]
         answers.wait.set()
-    assert len(asked) == 13
+    assert len(names) == 13
     assert not access._new_turns._hosts
 
 
@@ -423,11 +423,11 @@ async def test_requests_together_ask_once_whether_there_are_users(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
-    asked = 0
+    question_count = 0
 
     async def wants_log_in() -> bool:
-        nonlocal asked
-        asked += 1
+        nonlocal question_count
+        question_count += 1
         await trio.sleep(0.1)
         return False
 
@@ -435,7 +435,7 @@ async def test_requests_together_ask_once_whether_there_are_users(
     async with trio.open_nursery() as nursery:
         for _ in range(10):
             nursery.start_soon(check, access)
-    assert asked == 1
+    assert question_count == 1
 
     async def fails() -> bool:
         await trio.sleep(http_access.ASK_TIMEOUT_S)

@@ -124,9 +124,9 @@ async def test_a_moment_is_of_all_slices(server: Server, indexer: Indexer) -> No
             await client.delete(key)
     assert await scan(indexer, "d/city") == []
     query = Query(limit=10_000, hold_s=60, moment=page.moment, continuation=page.continuation)
-    rest = await ask(indexer, "d/city", query)
-    assert rows_of(page) + rows_of(rest) == rows
-    assert rest.moment == page.moment
+    last_page = await ask(indexer, "d/city", query)
+    assert rows_of(page) + rows_of(last_page) == rows
+    assert last_page.moment == page.moment
     query = Query(count=True, distinct=1, moment=page.moment, hold_s=60)
     assert (await ask(indexer, "d/city", query)).count == 7
     await indexer.scanner.release(page.moment)

@@ -137,9 +137,9 @@ def test_a_node_replicates_from_each_source_what_the_map_says() -> None:
     )
     partitions = [PartitionId(partition) for partition in range(3)]
     steps = sources_in(partition_map, "a", partitions)
-    with pytest.raises(StopIteration) as done:
+    with pytest.raises(StopIteration) as stop:
         next(steps)
-    assert done.value.value == {
+    assert stop.value.value == {
         "b": ReplicationSource("host-b:1", {P0: PartitionState.ACTIVE}),
         "c": ReplicationSource("host-c:1", {P1: PartitionState.REPLICA}),
     }

@@ -65,9 +65,11 @@ async def test_users_have_equal_shares_however_many_connections_they_have() -> N
         shares.add(bucket, publisher)
     bobs, *eves = publishers
     assert shares.share(bucket, bobs) == room // 2
-    assert {shares.share(bucket, each) for each in eves} == {room // 2 // 10}
-    for each in eves[1:]:
-        shares.remove(bucket, each)
+    assert {shares.share(bucket, connection_credit) for connection_credit in eves} == {
+        room // 2 // 10
+    }
+    for connection_credit in eves[1:]:
+        shares.remove(bucket, connection_credit)
     assert shares.share(bucket, eves[0]) == shares.share(bucket, bobs) == room // 2
     shares.remove(bucket, eves[0])
     assert shares.share(bucket, bobs) == min(CREDIT_BYTES_MAX, room)

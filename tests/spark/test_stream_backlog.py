@@ -66,10 +66,12 @@ def test_numbers_that_a_failover_lost_are_not_waited_for() -> None:
 
 
 def test_the_backlog_of_several_buckets() -> None:
-    one, other = StreamBacklog((1, 2), 30, 4.04), StreamBacklog((3,), 5, 9.0)
-    assert StreamBacklog.merged([one, other]) == StreamBacklog((1, 2, 3), 35, 9.0)
+    first_backlog, second_backlog = StreamBacklog((1, 2), 30, 4.04), StreamBacklog((3,), 5, 9.0)
+    assert StreamBacklog.merged([first_backlog, second_backlog]) == StreamBacklog(
+        (1, 2, 3), 35, 9.0
+    )
     unknown = StreamBacklog((), None, None)
-    assert StreamBacklog.merged([one, unknown]) == StreamBacklog((1, 2), None, None)
+    assert StreamBacklog.merged([first_backlog, unknown]) == StreamBacklog((1, 2), None, None)
     assert StreamBacklog.merged([]) == StreamBacklog((), 0, 0.0)
-    assert one.metrics()["secondsBehindLatest"] == 4.0
+    assert first_backlog.metrics()["secondsBehindLatest"] == 4.0
     assert "secondsBehindLatest" not in unknown.metrics()

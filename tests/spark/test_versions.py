@@ -35,7 +35,7 @@ def test_a_command_ends_with_the_sentence_alone(
     arguments: tuple[str, str], begin: str, tmp_path: Path
 ) -> None:
     (tmp_path / "pyspark.py").write_text('__version__ = "4.1.2"')
-    done = subprocess.run(
+    result = subprocess.run(
         (sys.executable, *arguments),
         cwd=ROOT,
         env=environment(PYTHONPATH=str(tmp_path)),
@@ -43,7 +43,7 @@ def test_a_command_ends_with_the_sentence_alone(
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert done.stderr.startswith(begin)
-    assert done.stderr.endswith("pip install 'upr-server[spark]'\n")
-    assert (done.stderr.count("\n") == 1) == (begin != "Trace")
+    assert result.returncode == 1
+    assert result.stderr.startswith(begin)
+    assert result.stderr.endswith("pip install 'upr-server[spark]'\n")
+    assert (result.stderr.count("\n") == 1) == (begin != "Trace")

@@ -102,13 +102,13 @@ class Measured:
         return float(alone / beside)
 
     def __str__(self) -> str:
-        each = f"at {1e6 * self.arrival_s:.0f} us of the server's processor time each"
+        share = f"at {1e6 * self.arrival_s:.0f} us of the server's processor time each"
         begun = f"{self.strangers:,} strangers of {self.wanted:,} begin to greet"
         times = f"{len(self.alone)} times alone and {len(self.beside)} times beside them"
         lines = [
             f"{self.greeting:,} strangers greet: {self.greeting_bytes:,.0f} bytes each",
             f"{begun}: {self.stranger_bytes:,.0f} bytes each",
-            f"  they come in {self.came_s:.1f} s, {each}; {self.stayed:,} stay to the end",
+            f"  they come in {self.came_s:.1f} s, {share}; {self.stayed:,} stay to the end",
             f"a good client publishes {BATCHES} batches of {BATCH}, {times}; medians:",
         ]
         for of, unit in (("processor_s", "second of processor time"), ("time_s", "second")):
@@ -142,14 +142,14 @@ async def work(server: ServerProcess, sink: Publisher) -> Piece:
     return Piece(processor_s(server) - before, trio.current_time() - began)
 
 
-def gathered(server: ServerProcess, count: int, said: bytes) -> list[socket.socket]:
+def gathered(server: ServerProcess, count: int, greeting: bytes) -> list[socket.socket]:
     """So many connections, each of which says this, from `ADDRESSES` addresses."""
     connections: list[socket.socket] = []
     for number in range(count):
         source = (f"127.0.0.{2 + number % ADDRESSES}", 0)
         address = (server.host, server.port)
         connections.append(socket.create_connection(address, source_address=source))
-        connections[-1].sendall(said)
+        connections[-1].sendall(greeting)
     return connections
 
 
@@ -173,13 +173,13 @@ class Crowd:
         """How many the server has accepted and not let go."""
         return int((await self.asking.stats())["server"]["connections"]) - self.good
 
-    async def come(self, count: int, said: bytes) -> None:
+    async def come(self, count: int, greeting: bytes) -> None:
         """So many come, or fewer if the server takes long to accept them: the first ones must still
         be there when the last have come."""
         until = trio.current_time() + COME_S
         while len(self.sockets) < count and trio.current_time() < until:
             more = min(STEP, count - len(self.sockets))
-            self.sockets += await to_thread(gathered, self.server, more, said)
+            self.sockets += await to_thread(gathered, self.server, more, greeting)
             while await self.present() < len(self.sockets):  # noqa: ASYNC110  nobody tells
                 await trio.sleep(0.01)
 
@@ -237,9 +237,9 @@ async def _measure(
     alone = [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
     resident, before_s, began = server.resident_bytes, processor_s(server), trio.current_time()
     await crowd.come(count, HELLO[: len(HELLO) // 2])
-    came, came_s = len(crowd.sockets), trio.current_time() - began
-    arrival_s = (processor_s(server) - before_s) / came
-    stranger_bytes = (server.resident_bytes - resident) / came
+    arrived_count, came_s = len(crowd.sockets), trio.current_time() - began
+    arrival_s = (processor_s(server) - before_s) / arrived_count
+    stranger_bytes = (server.resident_bytes - resident) / arrived_count
     beside = [await work(server, sink)]
     while trio.current_time() < began + HANDSHAKE_TIMEOUT_S - LEAVE_S - beside[-1].time_s:
         beside.append(await work(server, sink))
@@ -247,8 +247,8 @@ async def _measure(
     await crowd.leave()
     alone += [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
     return Measured(
-        wanted, greeted, greeting_bytes, came, stayed, stranger_bytes, arrival_s, came_s, alone,
-        beside,
+        wanted, greeted, greeting_bytes, arrived_count, stayed, stranger_bytes, arrival_s, came_s,
+        alone, beside,
     )  # fmt: skip
 
 
