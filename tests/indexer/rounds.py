@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ BY_A: Final = IndexDefinition(("a",))
 BY_B: Final = IndexDefinition(("b", "a"), "a > `10`")
 INDEXES: Final = {"d/a": BY_A, "d/b": BY_B}
 DESIGN: Final = {"indexes": {"a": {"key": BY_A.key}, "b": {"key": BY_B.key, "filter": BY_B.filter}}}
+REASONS_MAX: Final = 12
 CODES: Final = {"slice_missing", "moment_gone", "building", "not_fresh"}
 
 
@@ -168,12 +170,14 @@ class Outcome:
         refused: By how many nodes were away, and the code of the error, how many were refused.
         longest_s: By how many nodes were away, the longest time of an answer.
         events: What was done to nodes.
+        reasons: By how many nodes were away, what the refusals said, without numbers.
     """
 
     answers: Counter[int] = attrs.field(factory=Counter)
     refused: Counter[tuple[int, str]] = attrs.field(factory=Counter)
     longest_s: dict[int, float] = attrs.field(factory=dict)
     events: Counter[str] = attrs.field(factory=Counter)
+    reasons: Counter[tuple[int, str]] = attrs.field(factory=Counter)
 
 
 class Rounds:
@@ -242,6 +246,7 @@ class Rounds:
             if not _is_expected(error):
                 raise
             outcome.refused[away, error.code] += 1
+            outcome.reasons[away, re.sub(r"http://[^ ;,:]*:\d+|\d+", "N", str(error))] += 1
             return
         took_s = time.monotonic() - began_at
         with self._load.paused() as log:
@@ -370,6 +375,10 @@ def main() -> None:
             f"  nodes away {away}: {outcome.answers[away]} answers, all right, the longest after "
             f"{outcome.longest_s.get(away, 0.0):.1f} s; refused {refused}"
         )
+    lines += [
+        f"  refused {count} times with {away} away: {reason}"
+        for (away, reason), count in outcome.reasons.most_common(REASONS_MAX)
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
