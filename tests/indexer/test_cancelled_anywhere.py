@@ -59,6 +59,7 @@ from upr_server.indexer.directory import (
     remove_other_slices,
     when_free,
 )
+from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
@@ -173,12 +174,26 @@ async def hold_and_release(indexer: Indexer) -> None:
             indexer.slices[0].moments.release(moment)
 
 
+async def stream_entries(indexer: Indexer) -> None:
+    """All entries as lines."""
+    lines: list[bytes] = []
+
+    async def take(piece: bytes) -> None:
+        await trio.sleep(0.1)
+        lines.extend(piece.splitlines())
+
+    query = Query(consistency="now", limit=5)
+    await EntryStream(indexer.scanner, name_of("d/city"), query).run(take)
+    assert len(lines) == 6
+
+
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
     Indexer.statistics: lambda indexer, _: indexer.statistics(),
     Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),
     Scanner.release: lambda indexer, _: hold_and_release(indexer),
+    EntryStream.run: lambda indexer, _: stream_entries(indexer),
     Moment.reading: lambda indexer, _: read_twice(indexer),
     Barriers.returned: lambda indexer, _: indexer.slices[0].barriers.returned(),
     Barriers.wait: lambda indexer, _: indexer.slices[0].barriers.wait(),

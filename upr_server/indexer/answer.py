@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -19,6 +19,8 @@ from upr_server.indexer.index_file import (
 from upr_server.indexer.pool import PIECE_BYTES
 from upr_server.indexer.pure.keys import decode_parts
 from upr_server.indexer.query import readable_key
+
+_ENCODER: Final = msgspec.json.Encoder()
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,6 +107,16 @@ class ScanAnswer:
         self._rest = rest
         self.nbytes = entries_bytes(self._entries) + entries_bytes(self._payloads)
 
+    @property
+    def entry_count(self) -> int:
+        """How many entries it has."""
+        return len(self._entries)
+
+    @property
+    def rest(self) -> Answer:
+        """All but the entries."""
+        return self._rest
+
     def pieces(self) -> Iterator[bytes]:
         """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
         the entries would take many times the memory."""
@@ -115,6 +127,17 @@ class ScanAnswer:
         # The rest is an object of its own: what stands behind its opening brace goes on here.
         tail = b"]}" if other_fields == b"{}" else b"]," + other_fields[1:]
         head = b'{"entries":['
+        for entries, is_last in self._batches():
+            yield head + msgspec.json.encode(entries)[1:-1] + (tail if is_last else b"")
+            head = b","
+
+    def lines(self) -> Iterator[bytes]:
+        """The entries as JSON, a line each, in pieces as those of `pieces`."""
+        for entries, _ in self._batches():
+            yield _ENCODER.encode_lines(entries)
+
+    def _batches(self) -> Iterator[tuple[list[Entry], bool]]:
+        """The entries that make a piece, and whether they are the last."""
         start = nbytes = 0
         for end, data in enumerate(self._entries, 1):
             nbytes += len(data) + ENTRY_OVERHEAD_BYTES
@@ -122,9 +145,8 @@ class ScanAnswer:
                 nbytes += len(self._payloads[end - 1])
             is_last = end == len(self._entries)
             if nbytes >= PIECE_BYTES or is_last:
-                entries = [self._entry(position) for position in range(start, end)]
-                yield head + msgspec.json.encode(entries)[1:-1] + (tail if is_last else b"")
-                head, start, nbytes = b",", end, 0
+                yield [self._entry(position) for position in range(start, end)], is_last
+                start, nbytes = end, 0
 
     def _entry(self, position: int) -> Entry:
         payload = self._payloads[position] if self._payloads else b""

@@ -20,6 +20,7 @@ from upr_protocol.concurrency import background
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.users import Right
 from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.http_access import (
     HttpAccess,
@@ -44,6 +45,9 @@ from upr_server.indexer.web_socket import accept, refuse
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 """The largest body of a request: design documents and queries are small."""
+
+LINES: Final = "application/x-ndjson"
+"""What a client accepts that wants the entries as lines, each of which is JSON."""
 
 _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (LogInNeededError, 401, "log_in_needed"),
@@ -212,7 +216,10 @@ class _Scan:
         with trio.CancelScope() as scope:
             async with background() as nursery:
                 nursery.start_soon(_cancel_when_gone, receive, scope)
-                await self._answer(_name(request), query, send)
+                if LINES in request.headers.get("accept", ""):
+                    await self._stream(_name(request), query, send)
+                else:
+                    await self._answer(_name(request), query, send)
         if not scope.cancelled_caught:
             # Outside: the server takes the end of the answer for the client's going.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -225,6 +232,25 @@ class _Scan:
             # Each piece is sent before the next one is made.
             while (piece := await trio.to_thread.run_sync(next, pieces, None)) is not None:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _stream(self, name: IndexName, query: Query, send: Send) -> None:
+        """Sends all entries as lines. An error after the first of them is the last line."""
+        has_begun = False
+
+        async def send_piece(piece: bytes) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                headers = [(b"content-type", LINES.encode())]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+        try:
+            await EntryStream(self._scanner, name, query).run(send_piece)
+        except UprError as error:
+            if not has_begun:
+                raise
+            await send_piece(bytes(_failure(error).body) + b"\n")
 
 
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
