@@ -352,6 +352,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--settle", action="store_true", help="let all nodes come back before the next round"
+    )
     arguments = parser.parse_args()
     began_at = time.monotonic()
     with (
@@ -363,6 +366,8 @@ def main() -> None:
             for _ in range(4):
                 rounds.scan()
                 breathe(0.5 * rounds._rng.random())
+            if arguments.settle:
+                rounds.restore()
             if number % 10 == 0:
                 sys.stderr.write(f"{number} rounds, {time.monotonic() - began_at:.0f} s\n")
         rounds.restore()
