@@ -84,6 +84,10 @@ class BusyStream(OtherStream):
         self.file: IndexFile | None = None
         self._ahead = 1
 
+    @property
+    def is_paused(self) -> bool:
+        return not self._ahead
+
     def reached(self) -> dict[PartitionId, Mark]:
         assert self.file is not None
         mark = self.file.mark(PARTITION)
@@ -183,6 +187,7 @@ async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: P
             await builder.run()
         assert file.is_built
         assert file.entry_count() == COUNT
+        assert not busy.is_paused
         file.close()
 
 

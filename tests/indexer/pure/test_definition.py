@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_server.indexer.pure.definition import (
+    INDEXES_MAX,
     DefinitionError,
     IndexDefinition,
     IndexName,
@@ -28,6 +29,15 @@ def test_a_design_names_its_indexes() -> None:
         "a": IndexDefinition(("x", "y.z"), "x > `1`"),
         "b": IndexDefinition(("n",)),
     }
+
+
+def test_a_design_has_a_bounded_number_of_indexes() -> None:
+    indexes = {f"i{number}": {"key": ["x"]} for number in range(INDEXES_MAX)}
+    assert len(parse_design("d", json.dumps({"indexes": indexes}).encode()).indexes) == INDEXES_MAX
+    indexes["more"] = {"key": ["x"]}
+    with pytest.raises(DefinitionError, match=f"at most {INDEXES_MAX}") as caught:
+        parse_design("d", json.dumps({"indexes": indexes}).encode())
+    assert caught.value.place == "indexes"
 
 
 @pytest.mark.parametrize(
