@@ -14,9 +14,20 @@ import trio
 from tests.indexer.kit import BUCKET, POOL_BYTES, a_server
 from tests.kit.held_store import HeldStore
 from tests.kit.process import eventually
-from upr_protocol.client import Address, Consumer, Event, SnapshotEnd, connect, consume
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.client import (
+    Address,
+    ChunkReceived,
+    Consumer,
+    Event,
+    ResumeState,
+    RolledBack,
+    SnapshotEnd,
+    connect,
+    consume,
+)
 from upr_protocol.failover import FailoverEntry, FailoverLog, Position
-from upr_protocol.ids import Durability, HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.entry_reader import Selection
@@ -189,6 +200,31 @@ async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: P
         assert file.entry_count() == COUNT
         assert not busy.is_paused
         file.close()
+
+
+class Standing:
+    """A consumer that stands at 0."""
+
+    def __init__(self) -> None:
+        self.resume_state = ResumeState(BUCKET)
+
+
+async def test_a_rollback_in_the_middle_of_a_snapshot_drops_what_came_of_it(tmp_path: Path) -> None:
+    builder, file = set_up(OtherStream(), tmp_path, "upr://127.0.0.1:1/b")
+    consumer = cast("Consumer", Standing())
+    row = Mutation(Operation.SET, b"lost", b"0", SeqNo(1), Cas(1))
+    for event in (
+        ChunkReceived(PARTITION, Chunk.build([row])),
+        RolledBack(PARTITION, SeqNo(0), SeqNo(0), "a failover"),
+        SnapshotEnd(PARTITION, SeqNo(1)),
+    ):
+        builder._handle(consumer, event)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(builder.pipeline.run)
+        assert await builder.pipeline.drain()
+        nursery.cancel_scope.cancel()
+    assert file.entry_count() == 0
+    file.close()
 
 
 async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_path: Path) -> None:
