@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Final
 
 from upr_kernel.defects import ChunkDefectError
@@ -65,16 +64,16 @@ class OpenRows:
         "_expiries",
         "_flags",
         "_key_bytes",
+        "_key_offsets",
         "_key_size",
-        "_keys",
         "_limits",
         "_operations",
         "_partition",
         "_row_size",
         "_seqs",
         "_value_bytes",
+        "_value_offsets",
         "_value_size",
-        "_values",
         "added",
         "base",
         "first",
@@ -122,10 +121,11 @@ class OpenRows:
         self._expiries = array("I")
         self._flags = array("I")
         self._operations = bytearray()
-        self._keys: list[bytes] = []
-        self._values: list[bytes] = []
-        self._key_bytes = self._value_bytes = self.first = 0
-        self._row_size = self._key_size = self._value_size = 0
+        self._key_offsets = array("i", (0,))
+        self._value_offsets = array("i", (0,))
+        self._key_bytes = bytearray()
+        self._value_bytes = bytearray()
+        self.first = self._row_size = self._key_size = self._value_size = 0
 
     def __len__(self) -> int:
         """Rows, with those that are superseded."""
@@ -154,7 +154,17 @@ class OpenRows:
         if min(operation, seq, cas, flags, expiry) < 0:
             raise OverflowError("numbers are not negative")
         self._reserve(1, len(key), len(value))
-        self._add(operation, bytes(key), bytes(value), seq, cas, flags, expiry)
+        self._seqs.append(seq)
+        self._cas.append(cas)
+        self._expiries.append(expiry)
+        self._flags.append(flags)
+        self._operations.append(operation)
+        self._key_bytes += key
+        self._value_bytes += value
+        self._key_offsets.append(len(self._key_bytes))
+        self._value_offsets.append(len(self._value_bytes))
+        self.first = self.first or seq
+        self.added += ROW_BYTES + len(key) + len(value)
 
     def extend(self, chunk: Buffer, low: int, high: int, first_seq: int, first_cas: int, /) -> None:
         """Adds rows of a chunk, numbered on end. O(rows).
@@ -163,49 +173,36 @@ class OpenRows:
             ChunkDefectError: The chunk is damaged.
             IndexError: The chunk does not have the rows.
         """
-        # Reading the part checks it.
-        part = gather([(chunk, low, high, None, first_seq, first_cas)], 0, 0)
-        self._extend(Columns(part))
+        columns = Columns(chunk)
+        columns.check_rows(low, high)
+        self._extend(columns, low, high, first_seq, first_cas)
 
-    def _extend(self, columns: Columns) -> None:
-        count = columns.count
-        key_ends = columns.offsets(columns.key_offsets_at, 0, count)
-        value_ends = columns.offsets(columns.value_offsets_at, 0, count)
-        keys, values = columns.keys_at, columns.values_at
-        view = columns.view
-        self._reserve(count, columns.key_length, columns.value_length)
-        for row in range(count):
-            numbers = [
-                int.from_bytes(columns.column(at, width, row, row + 1), "little")
-                for at, width in (
-                    (columns.seqs_at, 8),
-                    (columns.cas_at, 8),
-                    (columns.flags_at, 4),
-                    (columns.expiries_at, 4),
-                )
-            ]
-            key = bytes(view[keys + key_ends[row] : keys + key_ends[row + 1]])
-            value = bytes(view[values + value_ends[row] : values + value_ends[row + 1]])
-            self._add(view[columns.operations_at + row], key, value, *numbers)
-
-    def _add(
-        self, operation: int, key: bytes, value: bytes, seq: int, cas: int, flags: int, expiry: int
+    def _extend(
+        self, columns: Columns, low: int, high: int, first_seq: int, first_cas: int
     ) -> None:
-        self._operations.append(operation)
-        self._keys.append(key)
-        self._values.append(value)
-        self._seqs.append(seq)
-        self._cas.append(cas)
-        self._flags.append(flags)
-        self._expiries.append(expiry)
-        self._key_bytes += len(key)
-        self._value_bytes += len(value)
-        self.added += ROW_BYTES + len(key) + len(value)
-        self.first = self.first or seq
+        count, before = high - low, self.row_bytes
+        keys = columns.rows(columns.key_offsets_at, columns.key_length, low, high)
+        values = columns.rows(columns.value_offsets_at, columns.value_length, low, high)
+        self._reserve(count, keys[-1] - keys[0], values[-1] - values[0])
+        self._seqs.extend(range(first_seq, first_seq + count))
+        self._cas.extend(range(first_cas, first_cas + count))
+        self._expiries.frombytes(columns.column(columns.expiries_at, 4, low, high))
+        self._flags.frombytes(columns.column(columns.flags_at, 4, low, high))
+        self._operations += columns.column(columns.operations_at, 1, low, high)
+        for target, target_offsets, start, offsets in (
+            (self._key_bytes, self._key_offsets, columns.keys_at, keys),
+            (self._value_bytes, self._value_offsets, columns.values_at, values),
+        ):
+            shift = len(target) - offsets[0]
+            target_offsets.extend([offset + shift for offset in offsets[1:]])
+            target += columns.view[start + offsets[0] : start + offsets[-1]]
+        if count:
+            self.first = self.first or first_seq
+        self.added += self.row_bytes - before
 
     def _reserve(self, count: int, key_bytes: int, value_bytes: int) -> None:
         rows = len(self) + count
-        keys, values = self._key_bytes + key_bytes, self._value_bytes + value_bytes
+        keys, values = len(self._key_bytes) + key_bytes, len(self._value_bytes) + value_bytes
         if max(rows, keys, values) > OFFSET_MAX:
             raise OverflowError("a chunk holds 2 GiB of keys, and of values, at most")
         if rows > self._row_size:
@@ -224,18 +221,18 @@ class OpenRows:
         """
         if not len(self):
             raise IndexError("there are no rows")
-        self._key_bytes -= len(self._keys[-1])
-        self._value_bytes -= len(self._values[-1])
         for column in (
             self._seqs,
             self._cas,
             self._expiries,
             self._flags,
             self._operations,
-            self._keys,
-            self._values,
+            self._key_offsets,
+            self._value_offsets,
         ):
             column.pop()
+        del self._key_bytes[self._key_offsets[-1] :]
+        del self._value_bytes[self._value_offsets[-1] :]
 
     # Reading rows.
 
@@ -246,8 +243,8 @@ class OpenRows:
             return None
         return (
             self._operations[index],
-            self._keys[index],
-            self._values[index],
+            bytes(self._key_bytes[self._key_offsets[index] : self._key_offsets[index + 1]]),
+            bytes(self._value_bytes[self._value_offsets[index] : self._value_offsets[index + 1]]),
             seq,
             self._cas[index],
             self._flags[index],
@@ -267,19 +264,19 @@ class OpenRows:
             only_live: Whether to leave out those that are superseded.
         """
         columns = (
-            HEAD.pack(len(self), self._key_bytes, self._value_bytes, 0, start, end),
+            HEAD.pack(len(self), len(self._key_bytes), len(self._value_bytes), 0, start, end),
             self._seqs.tobytes(),
             self._cas.tobytes(),
             self._expiries.tobytes(),
             self._flags.tobytes(),
-            _offsets(self._keys),
-            _offsets(self._values),
+            self._key_offsets.tobytes(),
+            self._value_offsets.tobytes(),
             bytes(self._operations),
-            b"".join(self._keys),
-            b"".join(self._values),
+            bytes(self._key_bytes),
+            bytes(self._value_bytes),
         )
         chunk = b"".join(column.ljust(padded(len(column)), b"\0") for column in columns)
-        if not only_live:
+        if not only_live or 1 not in self.flags:
             return chunk
         flags, base = self.flags, self.base
         skip = bytes(
@@ -306,7 +303,7 @@ class OpenRows:
             and all(partition_of(key, limits.partition_count) == self._partition for key in keys)
         )
 
-    def add_run(self, chunk: Buffer, low: int, high: int, cas: int) -> list[int]:
+    def add_run(self, chunk: Buffer, columns: Columns, low: int, high: int, cas: int) -> list[int]:
         """Adds a run that fits; returns what it superseded and has no flag."""
         count, first_seq = high - low, self.high + 1
         first_cas = max(self.last_cas + 1, cas)
@@ -317,7 +314,7 @@ class OpenRows:
         superseded, fresh = self.table.put_run(
             chunk, low, high, first_seq, self.start, self.base, flags
         )
-        self.extend(chunk, low, high, first_seq, first_cas)
+        self._extend(columns, low, high, first_seq, first_cas)
         self.high += count
         self.last_cas = first_cas + count - 1
         self.live += fresh
@@ -334,7 +331,7 @@ class OpenRows:
     @property
     def row_bytes(self) -> int:
         """What the rows would take without any room to grow."""
-        return ROW_BYTES * len(self) + self._key_bytes + self._value_bytes
+        return ROW_BYTES * len(self) + len(self._key_bytes) + len(self._value_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -367,14 +364,6 @@ class _Limits:
         self.partition_count = partition_count
         self.rows_max = rows_max
         self.bytes_max = bytes_max
-
-
-def _offsets(strings: Sequence[bytes]) -> bytes:
-    offsets, end = array("i", (0,)), 0
-    for string in strings:
-        end += len(string)
-        offsets.append(end)
-    return offsets.tobytes()
 
 
 def add_runs(
@@ -426,7 +415,7 @@ def add_runs(
             continue
         table, rows_before = rows.table, rows.nbytes
         table_before = table.nbytes
-        superseded = rows.add_run(chunk, low, high, cas)
+        superseded = rows.add_run(chunk, columns, low, high, cas)
         table_bytes += table.nbytes - table_before
         row_bytes += rows.nbytes - rows_before
         numbers.append((rows.high - high + low + 1, rows.last_cas - high + low + 1))
