@@ -319,7 +319,9 @@ copy_strings(const uint8_t *offsets, const uint8_t *bytes, uint32_t low, uint32_
     for (size_t row = low; row < high; row++)
         store_u32(to_ends + 4 * (row - low), load_u32(offsets + 4 * row + 4) + shift);
     uint32_t length = length_between(offsets, low, high);
-    memcpy(to_bytes + written, bytes + begin, length);
+    /* Of no bytes there may be no block. */
+    if (length)
+        memcpy(to_bytes + written, bytes + begin, length);
     return written + length;
 }
 
