@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 4
+REVISION: Final = 5
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
 
 if TYPE_CHECKING:
     from upr_kernel.pure import (
+        Answers,
         KeyTable,
         OpenRows,
         add_runs,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     BUILD: str
 elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
     from upr_kernel.pure import (
+        Answers,
         KeyTable,
         OpenRows,
         add_runs,
@@ -46,6 +48,7 @@ else:
     try:
         from upr_kernel._native import REVISION as BUILT_REVISION
         from upr_kernel._native import (
+            Answers,
             KeyTable,
             OpenRows,
             add_runs,
@@ -60,6 +63,7 @@ else:
             raise ImportError(f"it was built as revision {BUILT_REVISION}, not {REVISION}")
     except ImportError as error:
         from upr_kernel.pure import (
+            Answers,
             KeyTable,
             OpenRows,
             add_runs,
@@ -79,6 +83,7 @@ __all__ = [
     "NATIVE",
     "SEQS_RISE",
     "UNCONDITIONAL",
+    "Answers",
     "ChunkDefectError",
     "Defect",
     "KeyTable",

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from upr_kernel.pure import Answers as Answers
 from upr_kernel.pure import KeyTable as KeyTable
 from upr_kernel.pure import OpenRows as OpenRows
 from upr_kernel.pure import add_runs as add_runs

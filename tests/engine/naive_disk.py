@@ -67,7 +67,8 @@ class NaiveDisk:
             self.chunk_ends += ends
         self.high = committed[-1][2]
         self.last_cas = partition.last_cas
-        for token, answer in partition.repeated_batches.take_unsaved(self.high).items():
+        for name, answer in partition.repeated_batches.take_unsaved(self.high).items():
+            token = WriterToken(*name)
             if answer is None:
                 self.answers.pop(token, None)
             else:

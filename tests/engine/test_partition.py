@@ -682,7 +682,7 @@ def test_answers_are_remembered_in_few_bytes() -> None:
         token = WriterToken(bytes(16), counter)
         answers[counter] = partition.mutate(batch_of(chunk, token), now=NOW)
     assert partition.repeated_batches.take_unsaved(partition.high_seq) == {
-        WriterToken(bytes(16), counter): None if counter <= 64 - 16 else pack(answers[counter])
+        (bytes(16), counter): None if counter <= 64 - 16 else pack(answers[counter])
         for counter in answers
     }
     assert memory.writers < 170_000
@@ -833,7 +833,8 @@ class TasksRunAgain(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         through = self.partition.high_seq
-        for token, answer in self.partition.repeated_batches.take_unsaved(through).items():
+        for name, answer in self.partition.repeated_batches.take_unsaved(through).items():
+            token = WriterToken(*name)
             if answer is None:
                 self.answers.pop(token, None)
             else:

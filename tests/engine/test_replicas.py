@@ -278,7 +278,8 @@ class Replicated(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def save(self, share: float) -> None:
         through = int(share * self.high)
-        for token, answer in self.source.take_unsaved(through).items():
+        for name, answer in self.source.take_unsaved(through).items():
+            token = WriterToken(*name)
             if answer is None:
                 self.disk.pop(token, None)
             else:

@@ -182,6 +182,7 @@ PyObject *join_sets(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *add_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 void fill_crc_tables(void);
 int add_open_rows(PyObject *module);
+int add_answers(PyObject *module);
 int add_key_table(PyObject *module);
 
 /* The secret of the hash: 16 bytes, drawn when the module is loaded. */

@@ -76,7 +76,7 @@ PyInit__native(void)
         return NULL;
     fill_crc_tables();
     if (draw_secret() < 0 || load_defect() < 0 || add_key_table(module) < 0 ||
-        add_open_rows(module) < 0 ||
+        add_open_rows(module) < 0 || add_answers(module) < 0 ||
         PyModule_AddIntConstant(module, "REVISION", UPR_KERNEL_REVISION) < 0)
         Py_CLEAR(module);
     return module;

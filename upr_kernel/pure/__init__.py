@@ -1,5 +1,6 @@
 """The kernel in Python: what the native one does, and the description of what that is."""
 
+from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.chunks import check, gather
 from upr_kernel.pure.frames import SetFrame, join_sets
 from upr_kernel.pure.key_table import KeyTable
@@ -7,6 +8,7 @@ from upr_kernel.pure.open_rows import OpenRows, add_runs
 from upr_kernel.pure.partition import find_misplaced
 
 __all__ = [
+    "Answers",
     "KeyTable",
     "OpenRows",
     "SetFrame",

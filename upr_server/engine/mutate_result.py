@@ -102,13 +102,6 @@ def pack(result: MutateResult) -> bytes:
     )
 
 
-def pack_plain(
-    history_id: HistoryId, first_seq: int, last_seq: int, first_cas: int, attempt: int
-) -> bytes:
-    """The same for a batch of which nothing failed and nothing was counted. O(1)."""
-    return _encode((history_id, first_seq, last_seq, first_cas, (), b"", (), (), 0, attempt))
-
-
 def unpack(data: bytes, *, repeated: bool = False) -> MutateResult:
     """The reverse of `pack`, marked as repeated if asked."""
     if data[:1] and data[0] in _MAP_HEADS:

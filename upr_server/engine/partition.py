@@ -36,7 +36,7 @@ from upr_server.engine.lookup import (
     is_key,
 )
 from upr_server.engine.memory_account import MemoryAccount
-from upr_server.engine.mutate_result import MutateResult, pack_plain
+from upr_server.engine.mutate_result import MutateResult
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
@@ -281,8 +281,9 @@ class Partition:
         """
         history_id, last_seq = self.failover_log.current, SeqNo(first_seq + count - 1)
         if token is not None:
-            answer = pack_plain(history_id, first_seq, last_seq, first_cas, attempt)
-            self.repeated_batches.remember_packed(token, answer, last_seq, attempt)
+            self.repeated_batches.remember_plain(
+                token, attempt, history_id, first_seq, last_seq, first_cas
+            )
         if self.snapshots.has_waiting:
             self.snapshots.wake()
         return history_id, SeqNo(first_seq), last_seq, Cas(first_cas)

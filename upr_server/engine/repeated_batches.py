@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from upr_protocol.errors import Status
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult, pack, unpack
@@ -38,7 +38,10 @@ class RepeatedBatches:
             # The disk keeps no high number with an answer. The result's last number is at most
             # that, so that a truncation that undoes the batch forgets the answer too.
             given_at = min(result.last_seq, high)
-            self._answers.remember(token, pack(result), given_at, result.attempt)
+            # A writer's later batches have higher numbers, unless the disk is damaged.
+            newest = self._answers.newest(token.writer)
+            if newest is None or newest[0].counter < token.counter:
+                self._answers.remember(token, pack(result), given_at, result.attempt)
 
     def __len__(self) -> int:
         """Writers whose answers are remembered."""
@@ -130,9 +133,17 @@ class RepeatedBatches:
         """Keeps the result of a batch that was applied, for when it is sent again."""
         self._answers.remember(token, pack(result), high, result.attempt)
 
-    def remember_packed(self, token: WriterToken, answer: bytes, high: SeqNo, attempt: int) -> None:
-        """The same, of a result that is packed."""
-        self._answers.remember(token, answer, high, attempt)
+    def remember_plain(
+        self,
+        token: WriterToken,
+        attempt: int,
+        history_id: HistoryId,
+        first_seq: int,
+        last_seq: int,
+        first_cas: int,
+    ) -> None:
+        """The same, of a batch of which nothing failed and nothing was counted."""
+        self._answers.remember_plain(token, attempt, history_id, first_seq, last_seq, first_cas)
 
     # For the disk.
 
@@ -140,9 +151,9 @@ class RepeatedBatches:
         """There is a disk: from now on, changes are kept for `take_unsaved`."""
         self._answers.track_unsaved()
 
-    def take_unsaved(self, through: SeqNo) -> dict[WriterToken, bytes | None]:
-        """Answers to keep on disk with everything up to `through`, packed, and None for those to
-        forget."""
+    def take_unsaved(self, through: SeqNo) -> dict[tuple[bytes, int], bytes | None]:
+        """Answers to keep on disk with everything up to `through`, packed, by writer and counter,
+        and None for those to forget."""
         return self._answers.take_unsaved(through)
 
     # For replicas.

@@ -329,8 +329,8 @@ def unsaved_answers(partition: Partition, through: SeqNo) -> list[StoredAnswer]:
     """Takes the changes to publishers' answers that belong on disk with everything up to
     `through`."""
     return [
-        StoredAnswer(token.writer, token.counter, answer or b"")
-        for token, answer in partition.repeated_batches.take_unsaved(through).items()
+        StoredAnswer(writer, counter, answer or b"")
+        for (writer, counter), answer in partition.repeated_batches.take_unsaved(through).items()
     ]
 
 

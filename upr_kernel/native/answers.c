@@ -1,0 +1,1007 @@
+/* What a partition has answered to publishers, by writer and counter. upr_kernel/pure/answers.py says
+   what each call does.
+
+   An answer is in up to three places: in its writer's ring, by rising counter, while it is
+   remembered; in the order of all answers by high number; and in the list of what the disk does not
+   know. It is freed when it has left all three. */
+
+#include "kernel.h"
+#include "siphash.h"
+
+#include <stdlib.h>
+#include <structmember.h>
+
+enum { WRITER_BYTES = 16, HOMES_MIN = 8, RING_MIN = 8, PACKED_MAX = 96 };
+
+typedef struct Answer {
+    struct Answer *unsaved_before;
+    struct Answer *unsaved_behind;
+    PyObject *bytes; /* NULL for a change that forgets an answer, and once nobody needs it */
+    uint8_t writer[WRITER_BYTES];
+    uint64_t counter;
+    uint64_t high;
+    uint64_t applied_high;
+    uint64_t nbytes;
+    uint32_t places;
+    bool has_applied_high;
+    bool is_forgotten;
+    bool is_unsaved;
+} Answer;
+
+typedef struct Writer {
+    uint8_t id[WRITER_BYTES];
+    struct Writer *next;   /* of the same home */
+    struct Writer *before; /* heard from before */
+    struct Writer *behind; /* heard from later */
+    Answer **ring;
+    uint32_t ring_size; /* a power of two */
+    uint32_t first;
+    uint32_t count;
+    uint64_t attempt;
+    uint64_t nbytes;
+} Writer;
+
+typedef struct {
+    PyObject_HEAD
+    uint64_t batches_max;
+    uint64_t bytes_max;
+    uint64_t writers_max;
+    uint64_t writer_bytes;
+    uint64_t answer_bytes;
+    uint64_t unsaved_bytes;
+    uint64_t order_slack;
+    Writer **homes; /* `home_count`, a power of two */
+    uint64_t home_count;
+    uint64_t writer_count;
+    Writer *oldest; /* by when each was last heard from */
+    Writer *newest;
+    Answer **order;
+    uint64_t order_size;
+    uint64_t order_count;
+    uint64_t answer_count;
+    Answer *unsaved_first;
+    Answer *unsaved_last;
+    bool tracks_unsaved;
+    uint64_t nbytes;
+} Answers;
+
+static bool
+no_memory(void)
+{
+    PyErr_NoMemory();
+    return false;
+}
+
+static bool
+takes(const char *name, Py_ssize_t count, Py_ssize_t wanted)
+{
+    if (count == wanted)
+        return true;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, count);
+    return false;
+}
+
+static bool
+writer_of(PyObject *object, const uint8_t **writer)
+{
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(object, &bytes, &length) < 0)
+        return false;
+    if (length != WRITER_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "a writer's ID has 16 bytes");
+        return false;
+    }
+    *writer = (const uint8_t *)bytes;
+    return true;
+}
+
+/* Answers. */
+
+static Answer *
+answer_new(const uint8_t *writer, uint64_t counter, uint64_t high)
+{
+    Answer *answer = calloc(1, sizeof *answer);
+    if (answer == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    memcpy(answer->writer, writer, WRITER_BYTES);
+    answer->counter = counter;
+    answer->high = high;
+    return answer;
+}
+
+/* It has left one of its places. */
+static void
+answer_release(Answer *answer)
+{
+    if (--answer->places)
+        return;
+    Py_XDECREF(answer->bytes);
+    free(answer);
+}
+
+static bool
+outlives(const Answer *answer, uint64_t seq)
+{
+    return !answer->is_forgotten && answer->has_applied_high && answer->applied_high <= seq;
+}
+
+static void
+add_unsaved(Answers *self, Answer *answer)
+{
+    answer->is_unsaved = true;
+    answer->unsaved_before = self->unsaved_last;
+    answer->unsaved_behind = NULL;
+    if (self->unsaved_last != NULL)
+        self->unsaved_last->unsaved_behind = answer;
+    else
+        self->unsaved_first = answer;
+    self->unsaved_last = answer;
+    answer->places++;
+}
+
+static void
+remove_unsaved(Answers *self, Answer *answer)
+{
+    if (answer->unsaved_before != NULL)
+        answer->unsaved_before->unsaved_behind = answer->unsaved_behind;
+    else
+        self->unsaved_first = answer->unsaved_behind;
+    if (answer->unsaved_behind != NULL)
+        answer->unsaved_behind->unsaved_before = answer->unsaved_before;
+    else
+        self->unsaved_last = answer->unsaved_before;
+    answer->is_unsaved = false;
+    answer_release(answer);
+}
+
+/* Writers. */
+
+static inline Answer **
+ring_at(const Writer *writer, uint32_t index)
+{
+    return writer->ring + ((writer->first + index) & (writer->ring_size - 1));
+}
+
+static Answer *
+newest_of(const Writer *writer)
+{
+    return *ring_at(writer, writer->count - 1);
+}
+
+static inline uint64_t
+home_of(const Answers *self, const uint8_t *id)
+{
+    return siphash13(id, WRITER_BYTES, hash_secret) & (self->home_count - 1);
+}
+
+static Writer *
+find_writer(const Answers *self, const uint8_t *id)
+{
+    if (!self->home_count)
+        return NULL;
+    Writer *writer = self->homes[home_of(self, id)];
+    while (writer != NULL && memcmp(writer->id, id, WRITER_BYTES))
+        writer = writer->next;
+    return writer;
+}
+
+/* The answer of a writer with this counter; NULL where there is none. */
+static Answer *
+find_answer(const Writer *writer, uint64_t counter)
+{
+    uint32_t low = 0, high = writer->count;
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        if ((*ring_at(writer, middle))->counter < counter)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    Answer *answer = low < writer->count ? *ring_at(writer, low) : NULL;
+    return answer != NULL && answer->counter == counter ? answer : NULL;
+}
+
+static void
+unlink_writer(Answers *self, Writer *writer)
+{
+    if (writer->before != NULL)
+        writer->before->behind = writer->behind;
+    else
+        self->oldest = writer->behind;
+    if (writer->behind != NULL)
+        writer->behind->before = writer->before;
+    else
+        self->newest = writer->before;
+}
+
+static void
+link_newest(Answers *self, Writer *writer)
+{
+    writer->before = self->newest;
+    writer->behind = NULL;
+    if (self->newest != NULL)
+        self->newest->behind = writer;
+    else
+        self->oldest = writer;
+    self->newest = writer;
+}
+
+static bool
+widen_homes(Answers *self)
+{
+    uint64_t count = self->home_count ? 2 * self->home_count : HOMES_MIN;
+    Writer **homes = calloc(count, sizeof *homes);
+    if (homes == NULL)
+        return no_memory();
+    free(self->homes);
+    self->homes = homes;
+    self->home_count = count;
+    for (Writer *writer = self->oldest; writer != NULL; writer = writer->behind) {
+        Writer **home = homes + home_of(self, writer->id);
+        writer->next = *home;
+        *home = writer;
+    }
+    return true;
+}
+
+static Writer *
+add_writer(Answers *self, const uint8_t *id)
+{
+    if (self->writer_count >= self->home_count && !widen_homes(self))
+        return NULL;
+    Writer *writer = calloc(1, sizeof *writer);
+    if (writer == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    memcpy(writer->id, id, WRITER_BYTES);
+    Writer **home = self->homes + home_of(self, id);
+    writer->next = *home;
+    *home = writer;
+    link_newest(self, writer);
+    self->writer_count++;
+    self->nbytes += self->writer_bytes;
+    return writer;
+}
+
+/* Removes a writer that has no answers. */
+static void
+remove_writer(Answers *self, Writer *writer)
+{
+    Writer **link = self->homes + home_of(self, writer->id);
+    while (*link != writer)
+        link = &(*link)->next;
+    *link = writer->next;
+    unlink_writer(self, writer);
+    self->writer_count--;
+    self->nbytes -= self->writer_bytes;
+    free(writer->ring);
+    free(writer);
+}
+
+static bool
+reserve_ring(Writer *writer)
+{
+    if (writer->count < writer->ring_size)
+        return true;
+    uint32_t size = writer->ring_size ? 2 * writer->ring_size : RING_MIN;
+    Answer **ring = malloc(size * sizeof *ring);
+    if (ring == NULL)
+        return no_memory();
+    for (uint32_t index = 0; index < writer->count; index++)
+        ring[index] = *ring_at(writer, index);
+    free(writer->ring);
+    writer->ring = ring;
+    writer->ring_size = size;
+    writer->first = 0;
+    return true;
+}
+
+/* The order. */
+
+static bool
+reserve_order(Answers *self)
+{
+    if (self->order_count < self->order_size)
+        return true;
+    uint64_t size = self->order_size ? 2 * self->order_size : RING_MIN;
+    Answer **order = realloc(self->order, size * sizeof *order);
+    if (order == NULL)
+        return no_memory();
+    self->order = order;
+    self->order_size = size;
+    return true;
+}
+
+/* Takes the forgotten answers out once they are more than half. */
+static void
+tidy_order(Answers *self)
+{
+    if (self->order_count <= 2 * self->answer_count + self->order_slack)
+        return;
+    uint64_t kept = 0;
+    for (uint64_t index = 0; index < self->order_count; index++) {
+        Answer *answer = self->order[index];
+        if (answer->is_forgotten)
+            answer_release(answer);
+        else
+            self->order[kept++] = answer;
+    }
+    self->order_count = kept;
+}
+
+/* The first of the order with at least this high number. */
+static uint64_t
+bisect_order(const Answers *self, uint64_t high)
+{
+    uint64_t low = 0, behind = self->order_count;
+    while (low < behind) {
+        uint64_t middle = low + (behind - low) / 2;
+        if (self->order[middle]->high < high)
+            low = middle + 1;
+        else
+            behind = middle;
+    }
+    return low;
+}
+
+/* Remembering and forgetting. */
+
+/* Forgets an answer that was taken out of its writer's ring: the ring's place goes with it. False
+   without memory. */
+static bool
+forget(Answers *self, Writer *writer, Answer *answer, uint64_t high)
+{
+    writer->nbytes -= answer->nbytes;
+    self->answer_count--;
+    answer->is_forgotten = true;
+    bool is_gone = false;
+    if (!self->tracks_unsaved) {
+        self->nbytes -= answer->nbytes;
+        is_gone = true;
+    }
+    else if (answer->is_unsaved && answer->high == high) {
+        /* It came and went at one high number: the disk need not know of it. */
+        self->nbytes -= answer->nbytes + self->unsaved_bytes;
+        remove_unsaved(self, answer);
+        is_gone = true;
+    }
+    else {
+        Answer *change = answer_new(answer->writer, answer->counter, high);
+        if (change == NULL)
+            return false;
+        self->nbytes += self->unsaved_bytes;
+        /* A commit up to a lower number may still have to write the answer: then it stays. */
+        is_gone = !answer->is_unsaved;
+        if (is_gone)
+            self->nbytes -= answer->nbytes;
+        add_unsaved(self, change);
+    }
+    if (is_gone)
+        Py_CLEAR(answer->bytes);
+    answer_release(answer);
+    return true;
+}
+
+static bool
+forget_oldest(Answers *self, Writer *writer, uint64_t high)
+{
+    Answer *answer = *ring_at(writer, 0);
+    writer->first++;
+    writer->count--;
+    return forget(self, writer, answer, high);
+}
+
+static bool
+forget_writer(Answers *self, Writer *writer, uint64_t high)
+{
+    while (writer->count)
+        if (!forget_oldest(self, writer, high))
+            return false;
+    remove_writer(self, writer);
+    return true;
+}
+
+/* Keeps an answer, whose bytes are given away. The new answer; NULL with an exception set. */
+static Answer *
+keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64_t high,
+     uint64_t attempt)
+{
+    Answer *answer = NULL;
+    Writer *writer = find_writer(self, id);
+    if (writer == NULL) {
+        writer = add_writer(self, id);
+        if (writer != NULL && self->writer_count > self->writers_max &&
+            !forget_writer(self, self->oldest, high))
+            writer = NULL;
+    }
+    else if (writer != self->newest) {
+        unlink_writer(self, writer);
+        link_newest(self, writer);
+    }
+    if (writer != NULL && reserve_ring(writer) && reserve_order(self))
+        answer = answer_new(id, counter, high);
+    if (answer == NULL) {
+        Py_DECREF(bytes);
+        if (writer != NULL && !writer->count)
+            remove_writer(self, writer);
+        return NULL;
+    }
+    answer->bytes = bytes;
+    answer->nbytes = self->answer_bytes + (uint64_t)PyBytes_Size(bytes);
+    answer->places = 2;
+    writer->attempt = attempt > writer->attempt ? attempt : writer->attempt;
+    *ring_at(writer, writer->count++) = answer;
+    writer->nbytes += answer->nbytes;
+    self->order[self->order_count++] = answer;
+    self->answer_count++;
+    self->nbytes += answer->nbytes;
+    if (self->tracks_unsaved) {
+        add_unsaved(self, answer);
+        self->nbytes += self->unsaved_bytes;
+    }
+    while (writer->count > self->batches_max ||
+           (writer->nbytes > self->bytes_max && writer->count > 1))
+        if (!forget_oldest(self, writer, high))
+            return NULL;
+    tidy_order(self);
+    return answer;
+}
+
+/* How much more it takes than before, as a Python number. */
+static PyObject *
+growth_since(const Answers *self, uint64_t nbytes_before)
+{
+    return PyLong_FromLongLong((long long)(self->nbytes - nbytes_before));
+}
+
+static bool
+is_above_newest(const Writer *writer, uint64_t counter)
+{
+    if (writer == NULL || !writer->count || counter > newest_of(writer)->counter)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "a writer's counters rise");
+    return false;
+}
+
+static PyObject *
+remember(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *writer;
+    uint64_t counter, high, attempt, nbytes_before = self->nbytes;
+    if (!takes("remember", count, 5) || !writer_of(args[0], &writer) ||
+        !number_of(args[1], &counter) || !number_of(args[3], &high) ||
+        !number_of(args[4], &attempt) || !is_above_newest(find_writer(self, writer), counter))
+        return NULL;
+    if (!PyBytes_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "an answer is bytes");
+    Py_INCREF(args[2]);
+    if (keep(self, writer, counter, args[2], high, attempt) == NULL)
+        return NULL;
+    return growth_since(self, nbytes_before);
+}
+
+/* MessagePack, in the shortest form. */
+static uint8_t *
+pack_number(uint8_t *at, uint64_t number)
+{
+    int length = number < 1u << 7            ? 0
+                 : number < 1u << 8          ? 1
+                 : number < 1u << 16         ? 2
+                 : number < (uint64_t)1 << 32 ? 4
+                                             : 8;
+    if (!length) {
+        *at++ = (uint8_t)number;
+        return at;
+    }
+    *at++ = (uint8_t)(length == 1 ? 0xcc : length == 2 ? 0xcd : length == 4 ? 0xce : 0xcf);
+    for (int shift = 8 * (length - 1); shift >= 0; shift -= 8)
+        *at++ = (uint8_t)(number >> shift);
+    return at;
+}
+
+static PyObject *
+remember_plain(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *writer;
+    uint64_t counter, attempt, history_id, first_seq, last_seq, first_cas;
+    uint64_t nbytes_before = self->nbytes;
+    if (!takes("remember_plain", count, 7) || !writer_of(args[0], &writer) ||
+        !number_of(args[1], &counter) || !number_of(args[2], &attempt) ||
+        !number_of(args[3], &history_id) || !number_of(args[4], &first_seq) ||
+        !number_of(args[5], &last_seq) || !number_of(args[6], &first_cas) ||
+        !is_above_newest(find_writer(self, writer), counter))
+        return NULL;
+    /* An array of ten: no failures, reasons, counters and values, and no chain. */
+    uint8_t packed[PACKED_MAX], *at = packed;
+    *at++ = 0x9a;
+    at = pack_number(at, history_id);
+    at = pack_number(at, first_seq);
+    at = pack_number(at, last_seq);
+    at = pack_number(at, first_cas);
+    *at++ = 0x90;
+    *at++ = 0xc4;
+    *at++ = 0;
+    *at++ = 0x90;
+    *at++ = 0x90;
+    *at++ = 0;
+    at = pack_number(at, attempt);
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)packed, at - packed);
+    if (bytes == NULL || keep(self, writer, counter, bytes, last_seq, attempt) == NULL)
+        return NULL;
+    return growth_since(self, nbytes_before);
+}
+
+static PyObject *
+replace_newest(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *id;
+    uint64_t high, attempt, nbytes_before = self->nbytes;
+    if (!takes("replace_newest", count, 4) || !writer_of(args[0], &id) ||
+        !number_of(args[2], &high) || !number_of(args[3], &attempt))
+        return NULL;
+    if (!PyBytes_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "an answer is bytes");
+    Writer *writer = find_writer(self, id);
+    if (writer == NULL)
+        return PyErr_Format(PyExc_KeyError, "no such writer");
+    Answer *replaced = newest_of(writer);
+    uint64_t counter = replaced->counter;
+    uint64_t applied_high = replaced->has_applied_high ? replaced->applied_high : replaced->high;
+    writer->count--;
+    if (!forget(self, writer, replaced, high))
+        return NULL;
+    Py_INCREF(args[1]);
+    Answer *answer = keep(self, id, counter, args[1], high, attempt);
+    if (answer == NULL)
+        return NULL;
+    answer->applied_high = applied_high;
+    answer->has_applied_high = true;
+    return growth_since(self, nbytes_before);
+}
+
+static PyObject *
+note_applied(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *id;
+    uint64_t counter, applied_high;
+    if (!takes("note_applied", count, 3) || !writer_of(args[0], &id) ||
+        !number_of(args[1], &counter) || !number_of(args[2], &applied_high))
+        return NULL;
+    Writer *writer = find_writer(self, id);
+    Answer *answer = writer == NULL ? NULL : find_answer(writer, counter);
+    if (answer == NULL)
+        return PyErr_Format(PyExc_KeyError, "no such answer");
+    answer->applied_high = applied_high;
+    answer->has_applied_high = true;
+    Py_RETURN_NONE;
+}
+
+/* Asking. */
+
+static PyObject *
+answer_to(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *id;
+    uint64_t counter;
+    if (!takes("answer_to", count, 2) || !writer_of(args[0], &id) || !number_of(args[1], &counter))
+        return NULL;
+    const Writer *writer = find_writer(self, id);
+    const Answer *answer = writer == NULL ? NULL : find_answer(writer, counter);
+    bool may_be_forgotten =
+        writer != NULL && answer == NULL && counter <= newest_of(writer)->counter;
+    return Py_BuildValue("OO", answer == NULL ? Py_None : answer->bytes,
+                         may_be_forgotten ? Py_True : Py_False);
+}
+
+static PyObject *
+is_new(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    const uint8_t *id;
+    uint64_t counter, attempt;
+    if (!takes("is_new", count, 3) || !writer_of(args[0], &id) || !number_of(args[1], &counter) ||
+        !number_of(args[2], &attempt))
+        return NULL;
+    const Writer *writer = find_writer(self, id);
+    return PyBool_FromLong(writer == NULL || (counter > newest_of(writer)->counter &&
+                                              attempt >= writer->attempt));
+}
+
+static PyObject *
+attempt_of(Answers *self, PyObject *object)
+{
+    const uint8_t *id;
+    if (!writer_of(object, &id))
+        return NULL;
+    const Writer *writer = find_writer(self, id);
+    return PyLong_FromUnsignedLongLong(writer == NULL ? 0 : writer->attempt);
+}
+
+static PyObject *
+newest(Answers *self, PyObject *object)
+{
+    const uint8_t *id;
+    if (!writer_of(object, &id))
+        return NULL;
+    const Writer *writer = find_writer(self, id);
+    if (writer == NULL)
+        Py_RETURN_NONE;
+    const Answer *answer = newest_of(writer);
+    return Py_BuildValue("KO", (unsigned long long)answer->counter, answer->bytes);
+}
+
+static PyObject *
+between(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t start, end;
+    if (!takes("between", count, 2) || !number_of(args[0], &start) || !number_of(args[1], &end))
+        return NULL;
+    PyObject *list = PyList_New(0);
+    for (uint64_t at = bisect_order(self, start);
+         list != NULL && at < self->order_count && self->order[at]->high <= end; at++) {
+        const Answer *answer = self->order[at];
+        if (answer->bytes == NULL || answer->is_forgotten)
+            continue;
+        PyObject *row = Py_BuildValue("y#KKO", (const char *)answer->writer,
+                                      (Py_ssize_t)WRITER_BYTES, (unsigned long long)answer->counter,
+                                      (unsigned long long)answer->high, answer->bytes);
+        if (row == NULL || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+/* For the disk. */
+
+static PyObject *
+track_unsaved(Answers *self, PyObject *Py_UNUSED(ignored))
+{
+    self->tracks_unsaved = true;
+    Py_RETURN_NONE;
+}
+
+/* Sets dict[(writer, counter)] to an answer, or to None. */
+static bool
+set_change(PyObject *changes, const Answer *answer)
+{
+    PyObject *token = Py_BuildValue("y#K", (const char *)answer->writer, (Py_ssize_t)WRITER_BYTES,
+                                    (unsigned long long)answer->counter);
+    bool is_done = token != NULL && PyDict_SetItem(changes, token, answer->bytes == NULL
+                                                                       ? Py_None
+                                                                       : answer->bytes) == 0;
+    Py_XDECREF(token);
+    return is_done;
+}
+
+static PyObject *
+take_unsaved(Answers *self, PyObject *object)
+{
+    uint64_t through;
+    if (!number_of(object, &through))
+        return NULL;
+    PyObject *changes = PyDict_New();
+    for (Answer *answer = self->unsaved_first; changes != NULL && answer != NULL;) {
+        Answer *behind = answer->unsaved_behind;
+        if (answer->high > through)
+            break;
+        if (!set_change(changes, answer)) {
+            Py_CLEAR(changes);
+            break;
+        }
+        self->nbytes -= self->unsaved_bytes;
+        if (answer->is_forgotten) {
+            self->nbytes -= answer->nbytes;
+            Py_CLEAR(answer->bytes);
+        }
+        remove_unsaved(self, answer);
+        answer = behind;
+    }
+    return changes;
+}
+
+/* Truncating. */
+
+/* (writer, counter) of an answer is set in a dict, to None. */
+static bool
+note_token(PyObject *tokens, const Answer *answer)
+{
+    PyObject *token = Py_BuildValue("y#K", (const char *)answer->writer, (Py_ssize_t)WRITER_BYTES,
+                                    (unsigned long long)answer->counter);
+    bool is_done = token != NULL && PyDict_SetItem(tokens, token, Py_None) == 0;
+    Py_XDECREF(token);
+    return is_done;
+}
+
+/* Whether the token of an answer is in a dict; negative with an exception set. */
+static int
+has_token(PyObject *tokens, const Answer *answer)
+{
+    PyObject *token = Py_BuildValue("y#K", (const char *)answer->writer, (Py_ssize_t)WRITER_BYTES,
+                                    (unsigned long long)answer->counter);
+    int result = token == NULL ? -1 : PyDict_Contains(tokens, token);
+    Py_XDECREF(token);
+    return result;
+}
+
+/* The tokens of answers above `seq` that outlive a truncation to it, as a dict. */
+static PyObject *
+outliving_tokens(const Answers *self, uint64_t first, uint64_t seq)
+{
+    PyObject *tokens = PyDict_New();
+    for (uint64_t at = first; tokens != NULL && at < self->order_count; at++)
+        if (outlives(self->order[at], seq) && !note_token(tokens, self->order[at]))
+            Py_CLEAR(tokens);
+    return tokens;
+}
+
+/* The tokens of the other answers above `seq`, in their order, as a list. */
+static PyObject *
+undone_tokens(const Answers *self, uint64_t first, PyObject *outliving)
+{
+    PyObject *tokens = PyDict_New();
+    for (uint64_t at = first; tokens != NULL && at < self->order_count; at++) {
+        int is_outliving = has_token(outliving, self->order[at]);
+        if (is_outliving < 0 || (!is_outliving && !note_token(tokens, self->order[at])))
+            Py_CLEAR(tokens);
+    }
+    PyObject *list = tokens == NULL ? NULL : PyDict_Keys(tokens);
+    Py_XDECREF(tokens);
+    return list;
+}
+
+static PyObject *
+tokens_above(Answers *self, PyObject *object)
+{
+    uint64_t seq;
+    if (!number_of(object, &seq))
+        return NULL;
+    uint64_t first = bisect_order(self, seq + 1);
+    PyObject *outliving = outliving_tokens(self, first, seq);
+    PyObject *tokens = outliving == NULL ? NULL : undone_tokens(self, first, outliving);
+    Py_XDECREF(outliving);
+    return tokens;
+}
+
+/* Takes an answer out of the middle of its writer's ring. */
+static void
+take_out(Answers *self, Answer *answer)
+{
+    Writer *writer = find_writer(self, answer->writer);
+    uint32_t index = 0;
+    while (*ring_at(writer, index) != answer)
+        index++;
+    for (; index + 1 < writer->count; index++)
+        *ring_at(writer, index) = *ring_at(writer, index + 1);
+    writer->count--;
+    writer->nbytes -= answer->nbytes;
+    self->answer_count--;
+    self->nbytes -= answer->nbytes;
+    answer_release(answer);
+    if (!writer->count)
+        remove_writer(self, writer);
+}
+
+/* Undoes, or keeps for `seq`, what the disk does not know of changes above it. */
+static bool
+truncate_unsaved(Answers *self, PyObject *outliving, uint64_t seq)
+{
+    for (Answer *answer = self->unsaved_last; answer != NULL && answer->high > seq;) {
+        Answer *before = answer->unsaved_before;
+        int is_outliving = has_token(outliving, answer);
+        if (is_outliving < 0)
+            return false;
+        if (is_outliving && !answer->is_forgotten)
+            answer->high = seq; /* the answer, or that the one before it is forgotten */
+        else {
+            self->nbytes -= self->unsaved_bytes + (answer->is_forgotten ? answer->nbytes : 0);
+            remove_unsaved(self, answer);
+        }
+        answer = before;
+    }
+    return true;
+}
+
+static PyObject *
+truncate_to(Answers *self, PyObject *object)
+{
+    uint64_t seq;
+    if (!number_of(object, &seq))
+        return NULL;
+    uint64_t first = bisect_order(self, seq + 1), kept = first;
+    PyObject *outliving = outliving_tokens(self, first, seq);
+    PyObject *tokens = outliving == NULL ? NULL : undone_tokens(self, first, outliving);
+    if (tokens != NULL && !truncate_unsaved(self, outliving, seq))
+        Py_CLEAR(tokens);
+    for (uint64_t at = first; tokens != NULL && at < self->order_count; at++) {
+        Answer *answer = self->order[at];
+        if (outlives(answer, seq)) {
+            answer->high = seq;
+            self->order[kept++] = answer;
+            continue;
+        }
+        if (!answer->is_forgotten)
+            take_out(self, answer);
+        answer_release(answer);
+    }
+    if (tokens != NULL) {
+        self->order_count = kept;
+        tidy_order(self);
+    }
+    Py_XDECREF(outliving);
+    return tokens;
+}
+
+/* Checks. */
+
+static bool
+broken(const char *what)
+{
+    PyErr_SetString(PyExc_AssertionError, what);
+    return false;
+}
+
+static bool
+check_writer(const Answers *self, const Writer *writer, uint64_t *nbytes, uint64_t *count)
+{
+    uint64_t sum = 0;
+    if (!writer->count || writer->count > self->batches_max)
+        return broken("too many answers of a writer, or none");
+    for (uint32_t index = 0; index < writer->count; index++) {
+        const Answer *answer = *ring_at(writer, index);
+        if (index && (*ring_at(writer, index - 1))->counter >= answer->counter)
+            return broken("counters do not rise");
+        if (answer->bytes == NULL || answer->is_forgotten)
+            return broken("a remembered answer is gone");
+        sum += answer->nbytes;
+    }
+    if (sum != writer->nbytes || (sum > self->bytes_max && writer->count > 1))
+        return broken("a writer's bytes");
+    *nbytes += self->writer_bytes + sum;
+    *count += writer->count;
+    return true;
+}
+
+static PyObject *
+check_invariants(Answers *self, PyObject *Py_UNUSED(ignored))
+{
+    uint64_t nbytes = 0, count = 0, writers = 0, remembered = 0, last = 0;
+    for (const Writer *writer = self->oldest; writer != NULL; writer = writer->behind, writers++)
+        if (find_writer(self, writer->id) != writer ||
+            !check_writer(self, writer, &nbytes, &count))
+            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_AssertionError, "a lost writer");
+    for (uint64_t at = 0; at < self->order_count; at++) {
+        if (self->order[at]->high < last)
+            return PyErr_Format(PyExc_AssertionError, "numbers do not rise");
+        last = self->order[at]->high;
+        remembered += !self->order[at]->is_forgotten;
+    }
+    last = 0;
+    for (const Answer *answer = self->unsaved_first; answer != NULL;
+         answer = answer->unsaved_behind) {
+        if (answer->high < last || !answer->is_unsaved)
+            return PyErr_Format(PyExc_AssertionError, "unsaved numbers do not rise");
+        last = answer->high;
+        nbytes += self->unsaved_bytes + (answer->is_forgotten ? answer->nbytes : 0);
+    }
+    if (writers != self->writer_count || writers > self->writers_max ||
+        count != self->answer_count || remembered != count ||
+        self->order_count > 2 * count + self->order_slack || nbytes != self->nbytes)
+        broken("answers or bytes are counted wrong");
+    else
+        Py_RETURN_NONE;
+    return NULL;
+}
+
+/* The type. */
+
+static Py_ssize_t
+length(Answers *self)
+{
+    return (Py_ssize_t)self->writer_count;
+}
+
+static PyObject *
+new_answers(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    unsigned long long limits[7];
+    if (kwargs != NULL && PyDict_Size(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "Answers takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "KKKKKKK", limits, limits + 1, limits + 2, limits + 3, limits + 4,
+                          limits + 5, limits + 6))
+        return NULL;
+    if (!limits[0] || limits[0] > 1 << 16 || !limits[2]) {
+        PyErr_SetString(PyExc_ValueError, "at least one answer and one writer are remembered");
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Answers *self = (Answers *)allocate(type, 0); /* zeroed: no answers */
+    if (self == NULL)
+        return NULL;
+    self->batches_max = limits[0];
+    self->bytes_max = limits[1];
+    self->writers_max = limits[2];
+    self->writer_bytes = limits[3];
+    self->answer_bytes = limits[4];
+    self->unsaved_bytes = limits[5];
+    self->order_slack = limits[6];
+    return (PyObject *)self;
+}
+
+static void
+dealloc(Answers *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    while (self->unsaved_first != NULL)
+        remove_unsaved(self, self->unsaved_first);
+    for (uint64_t at = 0; at < self->order_count; at++)
+        answer_release(self->order[at]);
+    free(self->order);
+    for (Writer *writer = self->oldest, *behind; writer != NULL; writer = behind) {
+        behind = writer->behind;
+        for (uint32_t index = 0; index < writer->count; index++)
+            answer_release(*ring_at(writer, index));
+        free(writer->ring);
+        free(writer);
+    }
+    free(self->homes);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"answer_to", (PyCFunction)(void (*)(void))answer_to, METH_FASTCALL, NULL},
+    {"attempt", (PyCFunction)attempt_of, METH_O, NULL},
+    {"between", (PyCFunction)(void (*)(void))between, METH_FASTCALL, NULL},
+    {"check_invariants", (PyCFunction)check_invariants, METH_NOARGS, NULL},
+    {"is_new", (PyCFunction)(void (*)(void))is_new, METH_FASTCALL, NULL},
+    {"newest", (PyCFunction)newest, METH_O, NULL},
+    {"note_applied", (PyCFunction)(void (*)(void))note_applied, METH_FASTCALL, NULL},
+    {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
+    {"remember_plain", (PyCFunction)(void (*)(void))remember_plain, METH_FASTCALL, NULL},
+    {"replace_newest", (PyCFunction)(void (*)(void))replace_newest, METH_FASTCALL, NULL},
+    {"take_unsaved", (PyCFunction)take_unsaved, METH_O, NULL},
+    {"tokens_above", (PyCFunction)tokens_above, METH_O, NULL},
+    {"track_unsaved", (PyCFunction)track_unsaved, METH_NOARGS, NULL},
+    {"truncate", (PyCFunction)truncate_to, METH_O, NULL},
+    {0},
+};
+
+static PyMemberDef members[] = {
+    {"nbytes", T_ULONGLONG, offsetof(Answers, nbytes), READONLY, NULL},
+    {0},
+};
+
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, "See upr_kernel/pure/answers.py."},
+    {Py_tp_new, new_answers},
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_sq_length, length},
+    {0},
+};
+
+static PyType_Spec type_spec = {
+    .name = "upr_kernel._native.Answers",
+    .basicsize = sizeof(Answers),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = type_slots,
+};
+
+int
+add_answers(PyObject *module)
+{
+    PyObject *type = PyType_FromSpec(&type_spec);
+    if (type == NULL)
+        return -1;
+    int failed = PyModule_AddObjectRef(module, "Answers", type);
+    Py_DECREF(type);
+    return failed;
+}

@@ -1,0 +1,467 @@
+"""What a partition has answered to publishers, by writer and counter.
+
+`upr_server/engine/publisher_answers.py` says what for. A *token* is a writer's ID and a counter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from itertools import takewhile
+from operator import attrgetter
+from struct import Struct
+from typing import Final
+
+Token = tuple[bytes, int]
+"""A writer's ID, and the counter of one of its batches."""
+
+WRITER_BYTES: Final = 16
+
+_HIGH: Final = attrgetter("high")
+_NUMBERS: Final = {1: Struct(">BB"), 2: Struct(">BH"), 4: Struct(">BI"), 8: Struct(">BQ")}
+_HEADS: Final = {1: 0xCC, 2: 0xCD, 4: 0xCE, 8: 0xCF}
+
+
+class _Change:
+    """One answer that was remembered, or, for the disk, that one was forgotten. Compared and hashed
+    by identity, as a token may be remembered again.
+
+    Attributes:
+        token: The batch's name.
+        answer: The answer; None for a change that forgets one.
+        high: The partition's high number then, which never falls but in a truncation.
+        nbytes: What an answer takes while it is remembered, about.
+        is_forgotten: Whether the answer was forgotten since.
+        applied_high: The high number with the batch's effect, where this is a later answer to it;
+            None where it is `high`.
+    """
+
+    __slots__ = ("answer", "applied_high", "high", "is_forgotten", "nbytes", "token")
+
+    def __init__(self, token: Token, answer: bytes | None, high: int, nbytes: int = 0) -> None:
+        self.token = token
+        self.answer = answer
+        self.high = high
+        self.nbytes = nbytes
+        self.is_forgotten = False
+        self.applied_high: int | None = None
+
+    def outlives(self, seq: int) -> bool:
+        """Whether the answer is still true after a truncation to `seq`, below `high`: the batch had
+        its effect at or below `seq`."""
+        applied_high = self.applied_high
+        return not self.is_forgotten and applied_high is not None and applied_high <= seq
+
+
+class _WriterAnswers:
+    """One writer's answers by counter, the newest last; its newest counter, and the highest attempt
+    seen."""
+
+    __slots__ = ("attempt", "by_counter", "nbytes", "newest_counter")
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.newest_counter = 0
+        self.by_counter: dict[int, _Change] = {}
+        self.nbytes = 0
+
+
+class Answers:
+    """The answers of one partition, by writer token.
+
+    Args:
+        batches_max: Answers of one writer that are remembered.
+        bytes_max: What they take, unless a single one takes more.
+        writers_max: Writers that are remembered, those heard from last.
+        writer_bytes: What a writer takes beside its answers, about.
+        answer_bytes: What an answer takes beside its own bytes, about.
+        unsaved_bytes: What a change that is not on disk yet takes beside the answer's own bytes.
+        order_slack: The order holds at most so many forgotten answers more than remembered ones;
+            then it is made anew.
+
+    Attributes:
+        nbytes: What it takes, about.
+    """
+
+    __slots__ = (
+        "_answer_count",
+        "_limits",
+        "_order",
+        "_unsaved",
+        "_writers",
+        "nbytes",
+    )
+
+    def __init__(
+        self,
+        batches_max: int,
+        bytes_max: int,
+        writers_max: int,
+        writer_bytes: int,
+        answer_bytes: int,
+        unsaved_bytes: int,
+        order_slack: int,
+        /,
+    ) -> None:
+        if not 0 < batches_max <= 1 << 16 or not writers_max:
+            raise ValueError("at least one answer and one writer are remembered")
+        self._limits = _Limits(
+            batches_max,
+            bytes_max,
+            writers_max,
+            writer_bytes,
+            answer_bytes,
+            unsaved_bytes,
+            order_slack,
+        )
+        self.nbytes = 0
+        # All answers by high number; some are forgotten.
+        self._order: list[_Change] = []
+        self._answer_count = 0
+        # By when each was last heard from.
+        self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
+        # What the disk does not know yet, by high number; None without a disk. A dict, so that an
+        # answer that comes and goes at one high number can be taken out.
+        self._unsaved: dict[_Change, None] | None = None
+
+    def __len__(self) -> int:
+        """Writers."""
+        return len(self._writers)
+
+    # Asking.
+
+    def answer_to(self, writer: bytes, counter: int, /) -> tuple[bytes | None, bool]:
+        """The answer to a batch, and whether it may have been forgotten. O(log answers)."""
+        answers = self._find(writer)
+        if answers is None:
+            return None, False
+        remembered = answers.by_counter.get(counter)
+        if remembered is not None:
+            return remembered.answer, False
+        return None, counter <= answers.newest_counter
+
+    def is_new(self, writer: bytes, counter: int, attempt: int, /) -> bool:
+        """Whether a batch comes behind all of its writer, in no older attempt. O(1)."""
+        answers = self._find(writer)
+        return answers is None or (counter > answers.newest_counter and attempt >= answers.attempt)
+
+    def attempt(self, writer: bytes, /) -> int:
+        """The highest attempt of a writer; 0 where it has none. O(1)."""
+        answers = self._find(writer)
+        return 0 if answers is None else answers.attempt
+
+    def newest(self, writer: bytes, /) -> tuple[int, bytes] | None:
+        """The counter of the newest batch of a writer, and its answer. O(1)."""
+        answers = self._find(writer)
+        if answers is None:
+            return None
+        newest = answers.by_counter[answers.newest_counter]
+        assert newest.answer is not None
+        return answers.newest_counter, newest.answer
+
+    def _find(self, writer: bytes) -> _WriterAnswers | None:
+        if len(writer) != WRITER_BYTES:
+            raise ValueError("a writer's ID has 16 bytes")
+        return self._writers.get(writer)
+
+    # Remembering.
+
+    def track_unsaved(self) -> None:
+        """There is a disk: from now on, changes are kept for `take_unsaved`."""
+        if self._unsaved is None:
+            self._unsaved = {}
+
+    def take_unsaved(self, through: int, /) -> dict[Token, bytes | None]:
+        """What has changed since the last call, while the partition's high number was at most
+        `through`: answers remembered, and None for those forgotten."""
+        answers: dict[Token, bytes | None] = {}
+        unsaved = self._unsaved or {}
+        for change in list(takewhile(lambda change: change.high <= through, unsaved)):
+            answers[change.token] = change.answer
+            self.nbytes -= self._limits.unsaved_bytes
+            if change.is_forgotten:
+                self.nbytes -= change.nbytes
+                change.answer = None
+            del unsaved[change]
+        return answers
+
+    def remember(
+        self, writer: bytes, counter: int, answer: bytes, high: int, attempt: int, /
+    ) -> int:
+        """Keeps the answer to a batch that had none. O(1), beside what it forgets.
+
+        Args:
+            writer: The writer's ID.
+            counter: The batch's counter, above all others of the writer.
+            answer: The answer.
+            high: The partition's high number with the batch.
+            attempt: Which run of the writer's task sent it.
+
+        Returns:
+            How many bytes more it takes than before.
+
+        Raises:
+            ValueError: The counter is not above the writer's newest.
+        """
+        nbytes_before = self.nbytes
+        answers = self._find(writer)
+        if answers is not None and answers.by_counter and counter <= answers.newest_counter:
+            raise ValueError("a writer's counters rise")
+        if answers is None:
+            answers = self._add_writer(writer, high)
+        else:
+            self._writers.move_to_end(writer)
+        answers.attempt = max(answers.attempt, attempt)
+        limits, by_counter = self._limits, answers.by_counter
+        change = _Change((writer, counter), answer, high, limits.answer_bytes + len(answer))
+        by_counter[counter] = change
+        answers.newest_counter = counter
+        answers.nbytes += change.nbytes
+        self._answer_count += 1
+        self._order.append(change)
+        self.nbytes += change.nbytes
+        if self._unsaved is not None:
+            self._unsaved[change] = None
+            self.nbytes += limits.unsaved_bytes
+        while len(by_counter) > limits.batches_max or (
+            answers.nbytes > limits.bytes_max and len(by_counter) > 1
+        ):
+            self._forget(next(iter(by_counter.values())), answers, high)
+        self._tidy_order()
+        return self.nbytes - nbytes_before
+
+    def remember_plain(
+        self,
+        writer: bytes,
+        counter: int,
+        attempt: int,
+        history_id: int,
+        first_seq: int,
+        last_seq: int,
+        first_cas: int,
+        /,
+    ) -> int:
+        """The same for a batch of which nothing failed and nothing was counted, with the high
+        number `last_seq`.
+
+        The answer is an array of MessagePack: history, first and last number, first CAS, no
+        failures, reasons, counters and values, no chain, and the attempt.
+        """
+        packed = bytearray((0x9A,))
+        for number in (history_id, first_seq, last_seq, first_cas):
+            packed += _packed(number)
+        packed += b"\x90\xc4\x00\x90\x90\x00" + _packed(attempt)
+        return self.remember(writer, counter, bytes(packed), last_seq, attempt)
+
+    def _add_writer(self, writer: bytes, high: int) -> _WriterAnswers:
+        self._writers[writer] = answers = _WriterAnswers()
+        self.nbytes += self._limits.writer_bytes
+        if len(self._writers) > self._limits.writers_max:
+            _, forgotten = self._writers.popitem(last=False)
+            self.nbytes -= self._limits.writer_bytes
+            for change in list(forgotten.by_counter.values()):
+                self._forget(change, forgotten, high)
+        return answers
+
+    def replace_newest(self, writer: bytes, answer: bytes, high: int, attempt: int, /) -> int:
+        """Keeps another answer to the writer's newest batch. O(1), beside what it forgets.
+
+        Returns:
+            How many bytes more it takes than before.
+
+        Raises:
+            KeyError: The writer has no answers.
+        """
+        nbytes_before = self.nbytes
+        answers = self._find(writer)
+        if answers is None:
+            raise KeyError(writer)
+        counter = answers.newest_counter
+        replaced = answers.by_counter[counter]
+        applied_high = replaced.high if replaced.applied_high is None else replaced.applied_high
+        self._forget(replaced, answers, high)
+        # Its other answers have lower counters.
+        answers.newest_counter = counter - 1
+        self.remember(writer, counter, answer, high, attempt)
+        self.note_applied(writer, counter, applied_high)
+        return self.nbytes - nbytes_before
+
+    def note_applied(self, writer: bytes, counter: int, applied_high: int, /) -> None:
+        """Notes that a remembered batch had its effect at a lower high number than that of its
+        answer. O(log answers).
+
+        Raises:
+            KeyError: It is not remembered.
+        """
+        answers = self._find(writer)
+        if answers is None:
+            raise KeyError(writer)
+        answers.by_counter[counter].applied_high = applied_high
+
+    def _forget(self, change: _Change, answers: _WriterAnswers, high: int) -> None:
+        nbytes, unsaved_bytes = change.nbytes, self._limits.unsaved_bytes
+        del answers.by_counter[change.token[1]]
+        answers.nbytes -= nbytes
+        self._answer_count -= 1
+        change.is_forgotten = True
+        unsaved = self._unsaved
+        if unsaved is None:
+            change.answer = None
+            self.nbytes -= nbytes
+        elif change not in unsaved:
+            unsaved[_Change(change.token, None, high)] = None
+            change.answer = None
+            self.nbytes += unsaved_bytes - nbytes
+        elif change.high == high:
+            # The answer came and went at one high number: the disk need not know of it.
+            del unsaved[change]
+            change.answer = None
+            self.nbytes -= nbytes + unsaved_bytes
+        else:
+            # A commit up to the lower number still has to write it: after a crash there, the batch
+            # must be known. Until then the answer takes memory.
+            unsaved[_Change(change.token, None, high)] = None
+            self.nbytes += unsaved_bytes
+
+    def _tidy_order(self) -> None:
+        # Forgotten answers stay in the order until they are more than half of it. To take each out
+        # at once would be a search, and this way an answer costs O(1) in all.
+        if len(self._order) > 2 * self._answer_count + self._limits.order_slack:
+            self._order = [change for change in self._order if not change.is_forgotten]
+
+    # For replicas.
+
+    def between(self, start: int, end: int, /) -> list[tuple[bytes, int, int, bytes]]:
+        """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
+        and answer. O(log answers), beside what is found."""
+        order = self._order
+        first = bisect_left(order, start, key=_HIGH)
+        behind = bisect_left(order, end + 1, first, key=_HIGH)
+        return [
+            (*change.token, change.high, change.answer)
+            for change in order[first:behind]
+            if change.answer is not None and not change.is_forgotten
+        ]
+
+    def tokens_above(self, seq: int, /) -> list[Token]:
+        """The tokens of answers given at numbers above `seq`, except those to batches that had
+        their effect at or below it. O(answers)."""
+        # Of forgotten answers, too: the disk may not know yet that they are forgotten.
+        changes = self._order[bisect_left(self._order, seq + 1, key=_HIGH) :]
+        outliving = {change.token for change in changes if change.outlives(seq)}
+        tokens = dict.fromkeys(change.token for change in changes)
+        return [token for token in tokens if token not in outliving]
+
+    def truncate(self, seq: int, /) -> list[Token]:
+        """Forgets the answers given at numbers above `seq`, as if they had never been. A later
+        answer to a batch that had its effect at or below `seq` stays, as if given at `seq`: the
+        batch must not be applied again. O(answers).
+
+        Returns:
+            The tokens of those forgotten.
+        """
+        tokens = self.tokens_above(seq)
+        first = bisect_left(self._order, seq + 1, key=_HIGH)
+        outliving: dict[Token, _Change] = {}
+        for change in self._order[first:]:
+            if change.is_forgotten:
+                continue
+            if change.outlives(seq):
+                outliving[change.token] = change
+                continue
+            (writer, counter), nbytes = change.token, change.nbytes
+            answers = self._writers[writer]
+            del answers.by_counter[counter]
+            answers.nbytes -= nbytes
+            self._answer_count -= 1
+            self.nbytes -= nbytes
+            if answers.by_counter:
+                answers.newest_counter = next(reversed(answers.by_counter))
+            else:
+                del self._writers[writer]
+                self.nbytes -= self._limits.writer_bytes
+        del self._order[first:]
+        unsaved = self._unsaved or {}
+        for change in list(takewhile(lambda change: change.high > seq, reversed(unsaved))):
+            if change.token in outliving and not change.is_forgotten:
+                # The answer, or that the one before it is forgotten: the disk must hear of both.
+                change.high = seq
+                continue
+            del unsaved[change]
+            self.nbytes -= self._limits.unsaved_bytes
+            self.nbytes -= change.nbytes if change.is_forgotten else 0
+        for change in outliving.values():
+            change.high = seq
+            self._order.append(change)
+        self._tidy_order()
+        return tokens
+
+    def check_invariants(self) -> None:
+        """Bounds, order, bytes. O(answers + pending changes)."""
+        limits, total = self._limits, 0
+        assert len(self._writers) <= limits.writers_max
+        for answers in self._writers.values():
+            counters = list(answers.by_counter)
+            assert 0 < len(counters) <= limits.batches_max
+            assert sorted(counters) == counters, "counters rise"
+            assert answers.newest_counter == counters[-1]
+            sizes = [change.nbytes for change in answers.by_counter.values()]
+            assert sum(sizes) == answers.nbytes
+            assert answers.nbytes <= limits.bytes_max or len(sizes) == 1
+            total += limits.writer_bytes + answers.nbytes
+        count = sum(len(answers.by_counter) for answers in self._writers.values())
+        assert count == self._answer_count
+        assert len(self._order) <= 2 * count + limits.order_slack
+        order = [change.high for change in self._order]
+        assert sorted(order) == order, "numbers rise"
+        remembered = {
+            change for answers in self._writers.values() for change in answers.by_counter.values()
+        }
+        assert {change for change in self._order if not change.is_forgotten} == remembered
+        assert all(change.answer is not None for change in remembered)
+        unsaved = self._unsaved or {}
+        highs = [change.high for change in unsaved]
+        assert sorted(highs) == highs, "numbers rise"
+        total += limits.unsaved_bytes * len(unsaved)
+        total += sum(change.nbytes for change in unsaved if change.is_forgotten)
+        for change in self._order:
+            assert change.answer is None or not change.is_forgotten or change in unsaved
+        assert total == self.nbytes, (total, self.nbytes)
+
+
+class _Limits:
+    __slots__ = (
+        "answer_bytes",
+        "batches_max",
+        "bytes_max",
+        "order_slack",
+        "unsaved_bytes",
+        "writer_bytes",
+        "writers_max",
+    )
+
+    def __init__(
+        self,
+        batches_max: int,
+        bytes_max: int,
+        writers_max: int,
+        writer_bytes: int,
+        answer_bytes: int,
+        unsaved_bytes: int,
+        order_slack: int,
+    ) -> None:
+        self.batches_max = batches_max
+        self.bytes_max = bytes_max
+        self.writers_max = writers_max
+        self.writer_bytes = writer_bytes
+        self.answer_bytes = answer_bytes
+        self.unsaved_bytes = unsaved_bytes
+        self.order_slack = order_slack
+
+
+def _packed(number: int) -> bytes:
+    """An unsigned number in the shortest form of MessagePack."""
+    if number < 1 << 7:
+        return bytes((number,))
+    size = next(size for size in _NUMBERS if number < 1 << 8 * size)
+    return _NUMBERS[size].pack(_HEADS[size], number)
