@@ -68,6 +68,25 @@ def test_a_worker_says_how_long_silence_may_last(work: Callable[[dict[str, str]]
     assert intervals == [30]
 
 
+@pytest.mark.parametrize("work", [write, read])
+def test_a_server_of_another_protocol_is_refused_with_a_code(
+    work: Callable[[dict[str, str]], object],
+) -> None:
+    def answer(listener: socket.socket) -> None:
+        line, _ = listener.accept()
+        with line:
+            line.recv(4096)
+            line.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = Thread(target=answer, args=(listener,))
+        thread.start()
+        url = f"upr://127.0.0.1:{listener.getsockname()[1]}/b"
+        with pytest.raises(PipelineError, match=r"UPR_SERVER.*not a UPR frame"):
+            work({"url": url, "timeoutSeconds": "1"})
+        thread.join(10)
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "interval_s"), [(1, 30), (61, 30), (120, 60), (600, 300), (604_800, 300)]
 )

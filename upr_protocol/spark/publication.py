@@ -16,7 +16,7 @@ from upr_protocol.client import BlockingClient, WriterIdentity
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
-from upr_protocol.errors import ADVICE, BrokenError, ServerError, Status, TlsError
+from upr_protocol.errors import ADVICE, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError, explained
@@ -114,7 +114,7 @@ class Publication:
         self._client.close()
         if self._letters is not None:
             self._letters.abandon()
-        if isinstance(error, BrokenError | ServerError | TlsError):
+        if isinstance(error, UprError) and not isinstance(error, PipelineError):
             raise explained(error, self._options.address, self._options.timeout_s) from error
 
     def connect(self) -> int:
