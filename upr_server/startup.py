@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import trio
@@ -23,6 +23,9 @@ from upr_server.storage.processes import open_store
 if TYPE_CHECKING:
     from upr_server.app import Server
 
+COLLECT_S: Final = 0.1
+"""Between two looks at what is young: a look takes 5 µs where there is nothing."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -35,8 +38,20 @@ async def started_server(config: ServerConfig) -> AsyncIterator[Server]:
         from upr_server.app import running_server
 
         audit_log = AuditLog(config.audit_path(), time.time)
-        async with running_server(config, store, audit_log=audit_log) as server:
+        async with (
+            running_server(config, store, audit_log=audit_log) as server,
+            background() as nursery,
+        ):
+            nursery.start_soon(_collect_young_objects, server)
             yield server
+
+
+async def _collect_young_objects(server: Server) -> None:
+    """Has Python's collector look at young objects often. Where a publisher's changes come as fast
+    as older ones go to disk, it would begin late, as `YoungObjects` says."""
+    while True:
+        await trio.sleep(COLLECT_S)
+        server.connections.resources.young_objects.collect()
 
 
 async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) -> str:

@@ -124,7 +124,12 @@ class YoungObjects:
     def note_made(self, objects: int) -> None:
         """About so many objects were made. O(1), mostly."""
         self._made += objects
-        if self._made >= YOUNG_OBJECTS and self._is_started:
+        if self._made >= YOUNG_OBJECTS:
+            self.collect()
+
+    def collect(self) -> None:
+        """Has the collector look at the young objects now, if `start` was called."""
+        if self._is_started:
             self._made = 0
             self._collect()
 

@@ -54,6 +54,10 @@ RUN_COST: Final = 48
 PLAIN_RUN_COST: Final = 12
 """The same of a run that is applied together with others."""
 
+EVALUATION_COST: Final = 128
+"""What an evaluation costs beside its operations, and the request to its partition, in plain rows:
+30 µs each."""
+
 EVALUATED_BYTES_MAX: Final = FETCHED_BYTES_MAX
 """What the operations of one run may copy of values that are there. A longer run is refused, whole,
 as if it needed so much from disk."""
@@ -253,7 +257,7 @@ class _BundleRequest(OrderedReply):
             self.refuse(index, error)
             return 0
         if run.evaluation is not None:
-            return run.evaluation.cost
+            return EVALUATION_COST + run.evaluation.cost
         return int(len(batch) * self._row_cost)
 
     def _check_keys(self, batch: MutationBatch, partition: Partition) -> None:
