@@ -149,6 +149,7 @@ def test_nodes() -> None:
         ({"nodes": "http://a:1,http://a:1/"}, "two different URLs"),
         ({"nodes": "http://a:1,a:2"}, "nodes has 'a:2'; write http://HOST:PORT"),
         ({"nodes": "http://a:1,http://b"}, "write http://HOST:PORT"),
+        ({"nodes": "http://a:1,http://[::1:80"}, "write http://HOST:PORT"),
         ({"nodes": "http://a:1,http://b:x"}, "write http://HOST:PORT"),
         ({"nodes": "http://a:1,http://b:1/x"}, "write http://HOST:PORT"),
         ({"nodes": "http://a:1,http://u:p@b:1"}, "write http://HOST:PORT"),

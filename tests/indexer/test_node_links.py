@@ -194,11 +194,23 @@ async def test_the_refusal_has_the_map(tmp_path: Path) -> None:
         assert body["map"] == {"nodes": list(membership.node_map.nodes), "slices": 2, "replicas": 0}
 
 
-@pytest.mark.parametrize(
+_DEEP = b"\x81\xa1z" + b"\x91" * 100_000 + b"\0"
+
+NO_MESSAGES = pytest.mark.parametrize(
     "data",
-    [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\2\x81\xa1", b"\0\0\0\1\0"],
-    ids=["too long", "no message", "cut", "another type"],
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\2\x81\xa1",
+        b"\0\0\0\1\0",
+        b"\0\0\0\x08\x81\xa4type\xa1\xff",
+        len(_DEEP).to_bytes(4, "big") + _DEEP,
+    ],
+    ids=["too long", "no message", "cut", "another type", "not UTF-8", "deep"],
 )
+
+
+@NO_MESSAGES
 async def test_what_is_no_message_ends_the_link_and_nothing_else(
     tmp_path: Path, data: bytes
 ) -> None:
@@ -216,8 +228,9 @@ async def test_what_is_no_message_ends_the_link_and_nothing_else(
         assert (await indexers[0].statistics())["slices"]
 
 
+@NO_MESSAGES
 async def test_a_node_that_hears_no_message_opens_another_link(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, data: bytes
 ) -> None:
     opened = 0
 
@@ -225,7 +238,7 @@ async def test_a_node_that_hears_no_message_opens_another_link(
         nonlocal opened
         opened += 1
         ours, theirs = trio.testing.memory_stream_pair()
-        await theirs.send_all(b"\0\0\0\1\xc1")
+        await theirs.send_all(data)
         return ours
 
     part = RemoteSlice(SliceId(0, 1), "http://n:1", open_link)

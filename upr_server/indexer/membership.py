@@ -94,7 +94,8 @@ class Membership:
             raise NotMySliceError(
                 self.node_map,
                 f"{self.url} has another list of nodes, number of slices or of replicas, or "
-                "another bucket: start every node with the same ones",
+                "another bucket, or its program is of another version: start every node with the "
+                "same ones",
             )
         if index >= self.node_map.slices:
             raise NotMySliceError(
@@ -192,12 +193,16 @@ def membership_of(config: NodeSettings, address: Address) -> Membership:
 def _url(text: str) -> str:
     """A node's URL, as it is compared."""
     text = text.strip().rstrip("/")
-    parts = urlsplit(text)
     try:
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
+        parts = urlsplit(text)
+        is_url = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname and parts.port)
+            and not (parts.path or parts.query or parts.username)
+        )
     except ValueError:
         is_url = False
-    if not is_url or parts.path or parts.query or parts.username:
+    if not is_url:
         raise ConfigError(f"nodes has {text!r}; write http://HOST:PORT or https://HOST:PORT")
     return text
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import msgspec
@@ -42,10 +42,13 @@ from upr_server.indexer.worker_messages import (
     Statistics,
     Status,
     ToWorker,
+    decoded,
     error_of,
 )
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 PING_S: Final = 0.5
 """The pause between two questions whether the slice is alive."""
@@ -92,6 +95,8 @@ class LinkedSlice(ABC):
         self.slice_id = slice_id
         self.heard_at = -inf
         self._frames: Frames | None = None
+        self._scope = trio.CancelScope()
+        """Of the link that `_frames` is."""
         self._calls: dict[int, _Call] = {}
         self._call_count = 0
 
@@ -122,6 +127,7 @@ class LinkedSlice(ABC):
                 frames.put(first)
             listener.began(self.slice_id.index)
             async with trio.open_nursery() as nursery:
+                self._scope = nursery.cancel_scope
                 nursery.start_soon(self._send, frames, nursery.cancel_scope)
                 nursery.start_soon(self._keep_pinging, nursery.cancel_scope, first_answer_s)
                 async with aclosing(frames.received()) as messages:
@@ -178,9 +184,25 @@ class LinkedSlice(ABC):
             return
         match call.question:
             case Scan(scan) if scan.query.hold_s and not scan.query.moment:
-                answer = msgspec.msgpack.decode(call.answer, type=SliceAnswer)
-                # Nobody waits: the slice lets it go, or has let it go.
-                self._put_question(Release(answer.moment))
+                with suppress(SliceMissingError):
+                    answer = self._decoded(call.answer, SliceAnswer)
+                    # Nobody waits: the slice lets it go, or has let it go.
+                    self._put_question(Release(answer.moment))
+
+    def _decoded(self, answer: bytes, kind: type[T]) -> T:
+        """What an answer says. The link ends if it says something else.
+
+        Raises:
+            SliceMissingError: It does.
+        """
+        try:
+            return decoded(msgspec.msgpack.Decoder(kind), answer)
+        except msgspec.MsgspecError as error:
+            log.warning("an answer cannot be read", slice=self.title, reason=str(error))
+            self._scope.cancel()
+            raise SliceMissingError(
+                self.slice_id, f"has given an answer that cannot be read: {error}"
+            ) from error
 
     @property
     @abstractmethod
@@ -234,11 +256,11 @@ class LinkedSlice(ABC):
 
     async def confirm(self) -> int:
         """See `SliceHolder.confirm`."""
-        return msgspec.msgpack.decode(await self._ask(Confirm()), type=int)
+        return self._decoded(await self._ask(Confirm()), int)
 
     async def scan(self, scan: SliceScan) -> SliceAnswer:
         """Answers a query; see `SliceHolder.scan`."""
-        return msgspec.msgpack.decode(await self._ask(Scan(scan)), type=SliceAnswer)
+        return self._decoded(await self._ask(Scan(scan)), SliceAnswer)
 
     async def release(self, token: str) -> None:
         """Lets a moment go.
@@ -257,10 +279,8 @@ class LinkedSlice(ABC):
             for partition, seq in newest_seqs.items()
             if self.slice_id.has(partition)
         }
-        answer = await self._ask(Status(name, definition, seqs))
-        return msgspec.msgpack.decode(answer, type=SliceStatus)
+        return self._decoded(await self._ask(Status(name, definition, seqs)), SliceStatus)
 
     async def statistics(self) -> dict[str, Any]:
         """Figures of the slice, and of its process's memory."""
-        answer = await self._ask(Statistics())
-        return msgspec.msgpack.decode(answer, type=dict[str, Any])
+        return self._decoded(await self._ask(Statistics()), dict[str, Any])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 from struct import Struct
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import trio
@@ -23,6 +23,7 @@ from upr_server.indexer.index_file import IndexFileError
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.query import QueryError
 from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
 from upr_server.indexer.slices import CatalogReport, SliceMissingError, SliceScan
 
@@ -184,6 +185,7 @@ _KINDS: Final[dict[str, type[UprError]]] = {
         NoIndexError,
         NotFreshError,
         OverloadedError,
+        QueryError,
         SliceMissingError,
         WriteLostError,
     )
@@ -200,9 +202,27 @@ def error_of(failure: Failure) -> UprError:
     raise."""
     kind = _KINDS.get(failure.kind, UprError)
     error = kind.__new__(kind, failure.message)
+    if isinstance(error, QueryError):
+        error.place = failure.message.partition(":")[0]
     if failure.retry_after_s:
         error.__dict__["retry_after_s"] = failure.retry_after_s
     return error
+
+
+T = TypeVar("T")
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    """What bytes of another process say.
+
+    Raises:
+        msgspec.MsgspecError: It is not what is expected. msgspec itself has other errors, too, for
+            texts that are not UTF-8, and for values within too many others.
+    """
+    try:
+        return decoder.decode(data)
+    except (UnicodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"not a message: {error}") from error
 
 
 class ByteStream(Protocol):
@@ -288,7 +308,7 @@ class Frames:
                 if len(buffer) < end:
                     break
                 with memoryview(buffer) as view:
-                    message = self._decoder.decode(view[start:end])
+                    message = decoded(self._decoder, view[start:end])
                 yield message
                 offset = end
             del buffer[:offset]

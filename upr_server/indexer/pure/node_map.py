@@ -13,6 +13,10 @@ REPLICAS_MAX: Final = 2
 """The most copies of a slice beside the first."""
 
 
+LINK_VERSION: Final = 2
+"""Raised when a message between nodes changes, so that nodes of two versions do not link."""
+
+
 class NodeMap(msgspec.Struct, frozen=True):
     """The nodes of an indexer, and what each of them keeps. Every node must have the same.
 
@@ -42,6 +46,7 @@ class NodeMap(msgspec.Struct, frozen=True):
         return (index for index in range(self.slices) if node in self.holders(index))
 
     def fingerprint(self, bucket: str) -> str:
-        """The same at two nodes if they have the same map, and follow buckets of the same name."""
-        text = json.dumps([bucket, self.nodes, self.slices, self.replicas])
+        """The same at two nodes if they have the same map, follow buckets of the same name, and
+        have the same version of the messages."""
+        text = json.dumps([LINK_VERSION, bucket, self.nodes, self.slices, self.replicas])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,120 @@
+"""The two ends of a link to a slice, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from tests.indexer.kit import name_of
+from tests.indexer.test_slices import NoListener
+from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.query import Query, QueryError
+from upr_server.indexer.remote_slice import RemoteSlice
+from upr_server.indexer.slices import SliceId, SliceMissingError, SliceScan
+from upr_server.indexer.worker_messages import (
+    Answered,
+    Ask,
+    Frames,
+    Ping,
+    Question,
+    ToNode,
+    error_of,
+    failure_of,
+)
+
+SCAN = SliceScan(name_of("d/city"), IndexDefinition(key=("city",)), Query(), 1000)
+
+
+class OtherNode:
+    """A node that answers every question but pings with the same bytes."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.links = 0
+        self._answer = answer
+
+    async def open_link(self, nursery: trio.Nursery) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        self.links += 1
+        ours, theirs = trio.testing.memory_stream_pair()
+        nursery.start_soon(self._serve, theirs)
+        return ours
+
+    async def _serve(self, stream: trio.abc.Stream) -> None:
+        frames = Frames(stream, ToNode)
+        async with stream, trio.open_nursery() as nursery:
+            nursery.start_soon(frames.send_all)
+            async with aclosing(frames.received()) as messages:
+                async for message in messages:
+                    if isinstance(message, Ask):
+                        question: Question = msgspec.json.decode(message.question, type=Question)
+                        is_ping = isinstance(question, Ping)
+                        answer = b"\xc0" if is_ping else self._answer
+                        frames.put(Answered(message.number, answer))
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def a_remote_slice(other: OtherNode) -> AsyncIterator[RemoteSlice]:
+    async with trio.open_nursery() as nursery:
+        part = RemoteSlice(SliceId(0, 1), "http://n:1", partial(other.open_link, nursery))
+        nursery.start_soon(part.run, NoListener())
+        await trio.testing.wait_all_tasks_blocked()
+        yield part
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"\xa1x", b"", b"\xa1\xff", b"\x81\xa1z" + b"\x91" * 100_000 + b"\0"],
+    ids=["another type", "nothing", "not UTF-8", "deep"],
+)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda part: part.confirm(),
+        lambda part: part.scan(SCAN),
+        lambda part: part.status(SCAN.name, SCAN.definition, {}),
+        lambda part: part.statistics(),
+    ],
+    ids=["confirm", "scan", "status", "statistics"],
+)
+async def test_an_answer_of_another_shape_ends_the_link_and_nothing_else(
+    autojump_clock: trio.testing.MockClock,
+    ask: Callable[[RemoteSlice], Awaitable[Any]],
+    answer: bytes,
+) -> None:
+    other = OtherNode(answer)
+    async with a_remote_slice(other) as part:
+        with pytest.raises(SliceMissingError, match="slice 0 of 1 has given an answer"):
+            await ask(part)
+        await trio.sleep(1.5)
+        assert other.links == 2
+        await part.ping()
+
+
+async def test_an_abandoned_answer_of_another_shape_ends_the_link_and_nothing_else(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    other = OtherNode(b"\xa1x")
+    query = Query(hold_s=10)
+    async with a_remote_slice(other) as part:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await part.scan(msgspec.structs.replace(SCAN, query=query))
+        assert scope.cancelled_caught
+        await trio.sleep(1.5)
+        assert other.links == 2
+        await part.ping()
+
+
+def test_the_error_of_a_wrong_query_names_its_field() -> None:
+    error = error_of(failure_of(QueryError("prefix", "is too long")))
+    assert isinstance(error, QueryError)
+    assert (error.place, str(error)) == ("prefix", "prefix: is too long")
