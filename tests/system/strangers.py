@@ -11,7 +11,7 @@ network, and as many descriptors as the system allows. There are two kinds:
   time, which others on the machine change little, and in time, which means nothing on a machine
   that others use.
 
-A server lets a stranger stay for ten seconds, so the many must come in four.
+A server lets a stranger stay for ten seconds, so the many must come in five.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ STRANGERS: Final = 10_000
 GREETING: Final = 1_000
 ADDRESSES: Final = 10
 DESCRIPTORS_BESIDE: Final = 200
-COME_S: Final = 4.0
+COME_S: Final = 5.0
 LEAVE_S: Final = 1.0
 """How long before the first stranger is let go nothing more is measured."""
-STEP: Final = 250
+STEP: Final = 500
 BUCKET: Final = "b"
 BATCHES: Final = 40
 BATCH: Final = 1000
