@@ -46,6 +46,9 @@ _HANDSHAKE: Final = b"\x16"
 _RECORD_BYTES: Final = 16 * 1024
 """What one record has at most: up to this, buffers are joined."""
 
+_RECORD_HEAD_BYTES: Final = 5
+"""A record begins with its type, a version, and its length in two bytes."""
+
 
 def new_tls_scratch(size: int = READ_BYTES) -> memoryview:
     """A buffer for what comes encrypted. All connections of one loop may share it."""
@@ -84,6 +87,10 @@ class TlsLink:
         )
         self.is_established = self.is_ended = self.has_undecrypted = False
         self._handshake_bytes = 0
+        self._first_head = b""
+        """How the first record begins."""
+        self._is_cut = False
+        """Whether the other side has left before its first record was whole."""
         self._ciphertext: Sequence[Buffer] = ()
         """What was encrypted, and the socket has not taken yet."""
         self._encrypted_bytes = 0
@@ -99,6 +106,10 @@ class TlsLink:
             BrokenError: The other side has left, or sends what is not TLS.
             TlsError: The two sides do not agree, or one does not trust the other.
         """
+        if self._is_server and not self._has_first_record:
+            # From its first look at a record on, OpenSSL keeps 40 KiB of buffers. Many strangers
+            # may never end their first.
+            return False
         try:
             self._object.do_handshake()
         except ssl.SSLWantReadError:
@@ -107,6 +118,17 @@ class TlsLink:
             raise explained(error, is_server=self._is_server) from error
         self.is_established = self.has_undecrypted = True
         return True
+
+    @property
+    def _has_first_record(self) -> bool:
+        """Whether the first record has come whole, or OpenSSL is to say what is wrong with it."""
+        head, count = self._first_head, self._handshake_bytes
+        if self._is_cut:
+            return True
+        if len(head) < _RECORD_HEAD_BYTES:
+            return False
+        length = int.from_bytes(head[-2:])
+        return count >= _RECORD_HEAD_BYTES + length or length > _RECORD_BYTES or head[1] != 3
 
     def take_outgoing(self) -> bytes:
         """What OpenSSL has to say that is not data: the handshake, and why it failed."""
@@ -159,6 +181,8 @@ class TlsLink:
                 raise NotTlsError(
                     "the client does not speak TLS: it must write uprs:// in place of upr://"
                 )
+            self._is_cut = not data
+            self._first_head += bytes(data[: _RECORD_HEAD_BYTES - len(self._first_head)])
             self._handshake_bytes += len(data)
             if self._handshake_bytes > HANDSHAKE_BYTES_MAX:
                 raise TlsError(f"a TLS handshake of more than {HANDSHAKE_BYTES_MAX} bytes")

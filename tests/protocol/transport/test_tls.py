@@ -144,6 +144,55 @@ def test_a_handshake_that_takes_too_much_is_refused(certificates: Certificates) 
         server.feed(b"x")
 
 
+class Untouched:
+    """In place of OpenSSL, which keeps buffers for each connection that it has looked at."""
+
+    def do_handshake(self) -> None:
+        raise AssertionError("the first record is not whole")
+
+
+def test_a_first_record_is_looked_at_when_it_is_whole(certificates: Certificates) -> None:
+    client_side, server_side = contexts(certificates)
+    client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
+    client.handshake()
+    hello = client.take_outgoing()
+    openssl_object, server._object = server._object, Untouched()  # type: ignore[assignment]
+    for position in range(len(hello) - 1):
+        server.feed(hello[position : position + 1])
+        assert not server.handshake()
+    server._object = openssl_object
+    server.feed(hello[-1:])
+    assert not server.handshake()
+    client.feed(server.take_outgoing())
+    assert client.handshake()
+    server.feed(client.take_outgoing())
+    assert server.handshake()
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 5, 6, 100])
+def test_a_first_record_that_is_cut_is_told_of(certificates: Certificates, length: int) -> None:
+    client_side, server_side = contexts(certificates)
+    client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
+    client.handshake()
+    if length:
+        server.feed(client.take_outgoing()[:length])
+        assert not server.handshake()
+    server.feed(b"")
+    with pytest.raises(BrokenError):
+        server.handshake()
+
+
+@pytest.mark.parametrize("head", [b"\x16\x03\x01\xff\xff", b"\x16\x02\x00\x00\x10"])
+def test_a_first_record_that_cannot_be_is_refused_at_once(
+    certificates: Certificates, head: bytes
+) -> None:
+    """Nobody waits for 64 KiB of it."""
+    server = TlsLink(contexts(certificates)[1], None)
+    server.feed(head)
+    with pytest.raises((TlsError, BrokenError)):
+        server.handshake()
+
+
 @given(st.binary(max_size=300), st.booleans())
 def test_any_bytes_are_refused(certificates: Certificates, data: bytes, is_like: bool) -> None:
     _, server_side = contexts(certificates)
