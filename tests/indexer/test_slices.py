@@ -310,6 +310,8 @@ async def test_workers_that_all_fail_are_started_less_and_less_often(
         yield stream
 
     holder = WorkerProcess(SliceId(1, 2), config=b"", pool_bytes=1, start_worker=start_worker)
+    with pytest.raises(SliceMissingError, match=r"^slice 1 of 2 .* is being started"):
+        await holder.release("")
     with trio.move_on_after(100):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(holder.run, NoListener())
