@@ -14,7 +14,7 @@ from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slice_link import LinkedSlice
-from upr_server.indexer.slices import SliceId, SliceListener
+from upr_server.indexer.slices import SliceId, SliceObserver
 from upr_server.indexer.worker_messages import ByteStream, Frames, FromNode
 
 log = structlog.get_logger(__name__)
@@ -51,16 +51,16 @@ class RemoteSlice(LinkedSlice):
         self._open_link = open_link
         self._trouble = "the link to it is being opened"
 
-    async def run(self, listener: SliceListener) -> None:
+    async def run(self, observer: SliceObserver) -> None:
         """Keeps a link open."""
         while True:
-            trouble = await self._run_link(listener)
+            trouble = await self._run_link(observer)
             if trouble != self._trouble:
                 self._trouble = trouble
                 log.warning("no link to a slice", slice=self.title, trouble=trouble)
             await trio.sleep(RETRY_S)
 
-    async def _run_link(self, listener: SliceListener) -> str:
+    async def _run_link(self, observer: SliceObserver) -> str:
         """Opens a link, and talks over it; gives the reason for its end."""
         trouble = "the link to it has ended"
         try:
@@ -68,7 +68,7 @@ class RemoteSlice(LinkedSlice):
                 stream = await self._open_link()
             async with aclosing(stream):
                 log.info("a link to a slice", slice=self.title)
-                await self._talk(Frames(stream, FromNode), listener)
+                await self._talk(Frames(stream, FromNode), observer)
         except* trio.TooSlowError:
             trouble = f"it has not answered for {OPEN_S:g} s"
         except* (UprError, OSError, msgspec.MsgspecError) as errors:

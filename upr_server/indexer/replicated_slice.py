@@ -28,8 +28,8 @@ from upr_server.indexer.slices import (
     SliceAnswer,
     SliceHolder,
     SliceId,
-    SliceListener,
     SliceMissingError,
+    SliceObserver,
     SliceScan,
     SliceStatus,
 )
@@ -126,8 +126,8 @@ class ReplicatedSlice:
         self._copies = sorted(every, key=lambda copy: copy.place != own)
         self.own = copies[own][1] if own in copies else None
         self._source: _Copy | None = None
-        self._listener: SliceListener | None = None
-        self._other_nodes: set[SliceListener] = set()
+        self._observer: SliceObserver | None = None
+        self._other_nodes: set[SliceObserver] = set()
 
     @property
     def title(self) -> str:
@@ -147,9 +147,9 @@ class ReplicatedSlice:
         """The nodes that have copies, as URLs."""
         return {copy.url for copy in self._copies}
 
-    async def run(self, listener: SliceListener) -> None:
+    async def run(self, observer: SliceObserver) -> None:
         """Keeps the own copy up to date, and links to the others open."""
-        self._listener = listener
+        self._observer = observer
         async with trio.open_nursery() as nursery:
             for copy in self._copies:
                 on_began = partial(self._copy_began, copy)
@@ -176,35 +176,35 @@ class ReplicatedSlice:
     # Design documents.
 
     @contextmanager
-    def heard_by(self, listener: SliceListener) -> Iterator[None]:
+    def heard_by(self, observer: SliceObserver) -> Iterator[None]:
         """Has another node hear of the own copy for as long as the context."""
-        self._other_nodes.add(listener)
+        self._other_nodes.add(observer)
         try:
             for copy in self._copies:
                 if copy.holder is self.own and copy.report is not None:
-                    listener.report(self.slice_id.index, copy.report)
+                    observer.report(self.slice_id.index, copy.report)
             yield
         finally:
-            self._other_nodes.remove(listener)
+            self._other_nodes.remove(observer)
 
-    def _listeners_of(self, copy: _Copy) -> Iterator[SliceListener]:
+    def _observers_of(self, copy: _Copy) -> Iterator[SliceObserver]:
         if copy.holder is self.own:
             yield from self._other_nodes
 
     def _copy_began(self, copy: _Copy) -> None:
-        assert self._listener is not None
+        assert self._observer is not None
         if copy.holder is self.own or copy is self._source:
-            self._listener.began(self.slice_id.index)
-        for listener in self._listeners_of(copy):
-            listener.began(self.slice_id.index)
+            self._observer.began(self.slice_id.index)
+        for observer in self._observers_of(copy):
+            observer.began(self.slice_id.index)
 
     def _copy_reported(self, copy: _Copy, report: CatalogReport) -> None:
-        assert self._listener is not None
+        assert self._observer is not None
         copy.report = report
-        for listener in self._listeners_of(copy):
-            listener.report(self.slice_id.index, report)
+        for observer in self._observers_of(copy):
+            observer.report(self.slice_id.index, report)
         if not self._is_source_changed() and copy is self._source:
-            self._listener.report(self.slice_id.index, report)
+            self._observer.report(self.slice_id.index, report)
 
     def _is_source_changed(self) -> bool:
         """Makes another copy the source if that does not answer; whether it did."""
@@ -216,11 +216,11 @@ class ReplicatedSlice:
         chosen = next(iter([*answering, *([source] if source else []), *with_report]), None)
         if chosen is None or chosen is source:
             return False
-        assert self._listener is not None
+        assert self._observer is not None
         assert chosen.report is not None
         self._source = chosen
-        self._listener.began(self.slice_id.index)
-        self._listener.report(self.slice_id.index, chosen.report)
+        self._observer.began(self.slice_id.index)
+        self._observer.report(self.slice_id.index, chosen.report)
         return True
 
     async def _keep_source(self) -> None:

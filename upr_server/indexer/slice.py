@@ -28,7 +28,7 @@ from upr_server.indexer.slices import (
     CatalogReport,
     SliceAnswer,
     SliceId,
-    SliceListener,
+    SliceObserver,
     SliceScan,
     SliceStatus,
 )
@@ -116,7 +116,7 @@ class Slice:
         self._catalog_changed = Notifier()
         self._is_reported = False
         self._reporting = trio.Lock()
-        self._listener: SliceListener | None = None
+        self._observer: SliceObserver | None = None
         self.catalog.on_change = self._note_catalog
 
     @property
@@ -124,15 +124,15 @@ class Slice:
         """The slice."""
         return str(self.slice_id)
 
-    async def run(self, listener: SliceListener) -> None:
+    async def run(self, observer: SliceObserver) -> None:
         """Keeps the slice up to date, for as long as the bucket is there.
 
         Raises:
             IndexFileError: An index cannot be written.
             UprError: The server refused.
         """
-        self._listener = listener
-        listener.began(self.slice_id.index)
+        self._observer = observer
+        observer.began(self.slice_id.index)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.pipeline.run)
             nursery.start_soon(self.barriers.run)
@@ -158,8 +158,8 @@ class Slice:
             texts = await self.catalog.current()
             # After the reading: a rollback that begins meanwhile is counted.
             report = CatalogReport(dict(texts), self.stream.rollbacks)
-            if self._listener is not None:
-                self._listener.report(self.slice_id.index, report)
+            if self._observer is not None:
+                self._observer.report(self.slice_id.index, report)
 
     async def stop(self) -> None:
         """Applies what was read."""

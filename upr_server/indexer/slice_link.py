@@ -18,8 +18,8 @@ from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slices import (
     SliceAnswer,
     SliceId,
-    SliceListener,
     SliceMissingError,
+    SliceObserver,
     SliceScan,
     SliceStatus,
 )
@@ -105,7 +105,7 @@ class LinkedSlice(ABC):
     async def _talk(
         self,
         frames: Frames,
-        listener: SliceListener,
+        observer: SliceObserver,
         first: ToWorker | None = None,
         first_answer_s: float = HANG_S,
     ) -> None:
@@ -113,7 +113,7 @@ class LinkedSlice(ABC):
 
         Args:
             frames: The stream.
-            listener: Hears of the slice.
+            observer: What the slice calls.
             first: What to say first.
             first_answer_s: How long the first answer may take.
 
@@ -125,14 +125,14 @@ class LinkedSlice(ABC):
         try:
             if first is not None:
                 frames.put(first)
-            listener.began(self.slice_id.index)
+            observer.began(self.slice_id.index)
             async with trio.open_nursery() as nursery:
                 self._scope = nursery.cancel_scope
                 nursery.start_soon(self._send, frames, nursery.cancel_scope)
                 nursery.start_soon(self._keep_pinging, nursery.cancel_scope, first_answer_s)
                 async with aclosing(frames.received()) as messages:
                     async for message in messages:
-                        self._take(message, listener)
+                        self._take(message, observer)
                 nursery.cancel_scope.cancel()
         finally:
             self._frames, self.heard_at = None, -inf
@@ -161,12 +161,12 @@ class LinkedSlice(ABC):
                 scope.cancel()
             await trio.sleep(PING_S)
 
-    def _take(self, message: FromWorker | FromNode, listener: SliceListener) -> None:
+    def _take(self, message: FromWorker | FromNode, observer: SliceObserver) -> None:
         match message:
             case Began():
-                listener.began(self.slice_id.index)
+                observer.began(self.slice_id.index)
             case Reported(report):
-                listener.report(self.slice_id.index, report)
+                observer.report(self.slice_id.index, report)
             case Answered(number, answer, failure):
                 self.heard_at = trio.current_time()
                 call = self._calls.pop(number, None)

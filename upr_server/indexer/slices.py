@@ -179,8 +179,8 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     replicas: list[ReplicaStatus] = []
 
 
-class SliceListener(Protocol):
-    """Hears of slices."""
+class SliceObserver(Protocol):
+    """What a slice calls when it begins, and when it has read its design documents."""
 
     def began(self, index: int) -> None:
         """A slice has begun to run, and knows of no definitions."""
@@ -209,7 +209,7 @@ class SliceHolder(Protocol):
         """When the slice last answered, in Trio's time: `inf` for one in this process, which always
         does; `-inf` for one that does not run."""
 
-    async def run(self, listener: SliceListener) -> None:
+    async def run(self, observer: SliceObserver) -> None:
         """Keeps the slice up to date, for as long as the bucket is there."""
 
     async def stop(self) -> None:

@@ -26,7 +26,7 @@ from upr_server.indexer.slices import CatalogReport, SliceId
 from upr_server.indexer.worker_messages import (
     Ask,
     Cancel,
-    Define,
+    DefineIndexes,
     Ended,
     Frames,
     Question,
@@ -71,9 +71,9 @@ class Worker:
         """Sends a report on."""
         self._frames.put(Reported(report))
 
-    def take(self, message: Define | Ask | Cancel, nursery: trio.Nursery) -> None:
+    def take(self, message: DefineIndexes | Ask | Cancel, nursery: trio.Nursery) -> None:
         """Does what a message says."""
-        if isinstance(message, Define):
+        if isinstance(message, DefineIndexes):
             self._slice.define(dict(message.definitions))
         else:
             self._server.take(message, nursery)

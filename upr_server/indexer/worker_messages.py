@@ -97,8 +97,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     pool_bytes: int
 
 
-class Define(msgspec.Struct, frozen=True, tag=True):
-    """Says which indexes there shall be: each with its name."""
+class DefineIndexes(msgspec.Struct, frozen=True, tag=True):
+    """The indexes that the worker must keep, each with its name."""
 
     definitions: list[tuple[IndexName, IndexDefinition]]
 
@@ -122,7 +122,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-ToWorker = Start | Define | Ask | Cancel
+ToWorker = Start | DefineIndexes | Ask | Cancel
 ToNode = Ask | Cancel
 
 # Messages of a worker, or of a node.

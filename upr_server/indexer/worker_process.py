@@ -14,8 +14,8 @@ import trio
 
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slice_link import LinkedSlice
-from upr_server.indexer.slices import SliceId, SliceListener, SliceMissingError
-from upr_server.indexer.worker_messages import Define, Frames, FromWorker, Start, Stop
+from upr_server.indexer.slices import SliceId, SliceMissingError, SliceObserver
+from upr_server.indexer.worker_messages import DefineIndexes, Frames, FromWorker, Start, Stop
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +86,7 @@ class WorkerProcess(LinkedSlice):
         # How many workers in succession have ended young.
         self._ended_young = 0
 
-    async def run(self, listener: SliceListener) -> None:
+    async def run(self, observer: SliceObserver) -> None:
         """Keeps a worker running.
 
         Raises:
@@ -95,7 +95,7 @@ class WorkerProcess(LinkedSlice):
         while True:
             began_at = trio.current_time()
             async with self._start_worker() as stream:
-                await self._talk(Frames(stream, FromWorker), listener, self._start, START_S)
+                await self._talk(Frames(stream, FromWorker), observer, self._start, START_S)
             if self._is_stopping:
                 return
             is_young = trio.current_time() - began_at < YOUNG_S
@@ -135,4 +135,4 @@ class WorkerProcess(LinkedSlice):
     def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
         """Says which indexes there shall be."""
         if self._frames is not None:
-            self._frames.put(Define(list(definitions.items())))
+            self._frames.put(DefineIndexes(list(definitions.items())))
