@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, Self
 
 import attrs
 import trio
@@ -169,6 +171,15 @@ class Crowd:
     good: int = 0
     sockets: list[socket.socket] = attrs.field(factory=list)
 
+    @classmethod
+    async def of_good_clients(cls, server: ServerProcess, asking: Client, sink: Publisher) -> Self:
+        """No strangers yet, at a server that has done some work for the good client."""
+        for _ in range(5):
+            await work(server, sink)
+        crowd = cls(server, asking)
+        crowd.good = await crowd.present()
+        return crowd
+
     async def present(self) -> int:
         """How many the server has accepted and not let go."""
         return int((await self.asking.stats())["server"]["connections"]) - self.good
@@ -204,52 +215,54 @@ async def measure(
         wanted: Strangers who begin a greeting.
         greeting: Strangers who greet.
     """
-    save_first_users(folder / "data", USERS)
     with many_descriptors() as limit:
         count = min(wanted, limit - DESCRIPTORS_BESIDE)
-        async with server_process(
-            *options(certificates.server, "--log-level", "error"),
-            data_dir=folder / "data",
-            variables={"UPR_SERVER_CONNECTIONS_MAX": str(count + 100)},
-        ) as server:
-            security = Security(certificates.security().tls, BOB)
-            url = server.url().replace("upr:", "uprs:")
-            async with connect(encrypted(url, security)) as asking:
-                await asking.create_bucket(BUCKET, 4)
-                async with publisher(encrypted(f"{url}{BUCKET}", security)) as sink:
-                    return await _measure(server, asking, sink, (wanted, count, greeting))
-
-
-async def _measure(
-    server: ServerProcess, asking: Client, sink: Publisher, numbers: tuple[int, int, int]
-) -> Measured:
-    wanted, count, greeting = numbers
-    crowd = Crowd(server, asking)
-    for _ in range(5):
-        await work(server, sink)
-    crowd.good = await crowd.present()
-    resident = server.resident_bytes
-    await crowd.come(min(greeting, count), HELLO)
-    greeted = len(crowd.sockets)
-    greeting_bytes = (server.resident_bytes - resident) / greeted
-    await crowd.leave()
-
-    alone = [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
-    resident, before_s, began = server.resident_bytes, processor_s(server), trio.current_time()
-    await crowd.come(count, HELLO[: len(HELLO) // 2])
-    arrived_count, came_s = len(crowd.sockets), trio.current_time() - began
-    arrival_s = (processor_s(server) - before_s) / arrived_count
-    stranger_bytes = (server.resident_bytes - resident) / arrived_count
-    beside = [await work(server, sink)]
-    while trio.current_time() < began + HANDSHAKE_TIMEOUT_S - LEAVE_S - beside[-1].time_s:
-        beside.append(await work(server, sink))
-    stayed = await crowd.present()
-    await crowd.leave()
-    alone += [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
+        # Each kind comes to a server of its own: what one frees is not returned to the system.
+        async with served(certificates, folder / "greeting") as (server, asking, sink):
+            crowd = await Crowd.of_good_clients(server, asking, sink)
+            resident = server.resident_bytes
+            await crowd.come(min(greeting, count), HELLO)
+            greeted = len(crowd.sockets)
+            greeting_bytes = (server.resident_bytes - resident) / greeted
+            await crowd.leave()
+        async with served(certificates, folder / "strangers") as (server, asking, sink):
+            crowd = await Crowd.of_good_clients(server, asking, sink)
+            alone = [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
+            resident, began = server.resident_bytes, trio.current_time()
+            before_s = processor_s(server)
+            await crowd.come(count, HELLO[: len(HELLO) // 2])
+            came, came_s = len(crowd.sockets), trio.current_time() - began
+            arrival_s = (processor_s(server) - before_s) / came
+            stranger_bytes = (server.resident_bytes - resident) / came
+            beside = [await work(server, sink)]
+            while trio.current_time() < began + HANDSHAKE_TIMEOUT_S - LEAVE_S - beside[-1].time_s:
+                beside.append(await work(server, sink))
+            stayed = await crowd.present()
+            await crowd.leave()
+            alone += [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
     return Measured(
-        wanted, greeted, greeting_bytes, arrived_count, stayed, stranger_bytes, arrival_s, came_s,
-        alone, beside,
+        wanted, greeted, greeting_bytes, came, stayed, stranger_bytes, arrival_s, came_s, alone,
+        beside,
     )  # fmt: skip
+
+
+@asynccontextmanager
+async def served(
+    certificates: Certificates, folder: Path
+) -> AsyncIterator[tuple[ServerProcess, Client, Publisher]]:
+    """A server with users and a bucket, and two connections of a good client."""
+    save_first_users(folder, USERS)
+    async with server_process(
+        *options(certificates.server, "--log-level", "error"),
+        data_dir=folder,
+        variables={"UPR_SERVER_CONNECTIONS_MAX": str(STRANGERS + 100)},
+    ) as server:
+        security = Security(certificates.security().tls, BOB)
+        url = server.url().replace("upr:", "uprs:")
+        async with connect(encrypted(url, security)) as asking:
+            await asking.create_bucket(BUCKET, 4)
+            async with publisher(encrypted(f"{url}{BUCKET}", security)) as sink:
+                yield server, asking, sink
 
 
 def main() -> None:
