@@ -88,11 +88,11 @@ def is_allowed(message: Message) -> bool:
 def below_zero() -> bool:
     """Whether the last frame may take an allowance below 0, and none follows before it is made up
     for."""
-    left = Allowance()
-    left.grant(10)
-    left.use(25)
-    left.grant(15)
-    return left.left == 0 and not left.open
+    allowance = Allowance()
+    allowance.grant(10)
+    allowance.use(25)
+    allowance.grant(15)
+    return allowance.left == 0 and not allowance.open
 
 
 def is_readable(body: bytes) -> bool:

@@ -55,9 +55,9 @@ def buckets(observer: Observer) -> Buckets:
 
 @pytest.fixture
 def partition(buckets: Buckets, observer: Observer) -> Partition:
-    (made,) = buckets.create("b", 1).partitions
+    (new_partition,) = buckets.create("b", 1).partitions
     assert observer.news() == [("created", "b")]
-    return made
+    return new_partition
 
 
 def test_runs_that_are_taken_in_together_are_told_of_together(

@@ -138,7 +138,7 @@ def test_an_invalid_chunk_has_no_effect() -> None:
     )
 )
 def test_a_key_of_a_wrong_length_fails_alone(rows: list[Mutation]) -> None:
-    partition, other = new_partition(), new_partition()
+    partition, other_partition = new_partition(), new_partition()
     result = send(partition, *rows)
     good = [index for index, row in enumerate(rows) if 1 <= len(row.key) <= KEY_BYTES_MAX]
     bad = {index: Status.BAD_KEY for index in range(len(rows)) if index not in good}
@@ -146,13 +146,13 @@ def test_a_key_of_a_wrong_length_fails_alone(rows: list[Mutation]) -> None:
     assert {index: failures[index] for index in bad} == bad
     # The others fare as if the bad ones had never been there.
     if good:
-        expected = send(other, *[rows[index] for index in good])
+        expected = send(other_partition, *[rows[index] for index in good])
         assert {good[row]: status for row, status in expected.failures} == {
             index: status for index, status in failures.items() if index not in bad
         }
-    assert partition.high_seq == other.high_seq
+    assert partition.high_seq == other_partition.high_seq
     for key in {row.key for row in rows if 1 <= len(row.key) <= KEY_BYTES_MAX}:
-        assert get_item(partition, key) == get_item(other, key)
+        assert get_item(partition, key) == get_item(other_partition, key)
     partition.check_invariants()
 
 
@@ -341,7 +341,7 @@ def test_expected_cas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "old", "by", "new"),
+    ("op", "value_before", "by", "value_after"),
     [
         (INCREMENT, b"5", 3, 8),
         (INCREMENT, b"9", 1, 10),
@@ -354,14 +354,14 @@ def test_expected_cas() -> None:
         (DECREMENT, b"%d" % MAXIMUM, MAXIMUM, 0),
     ],
 )
-def test_counting(op: Operation, old: bytes, by: int, new: int) -> None:
+def test_counting(op: Operation, value_before: bytes, by: int, value_after: int) -> None:
     partition = new_partition()
-    send(partition, Mutation(SET, b"k", old, flags=4, expiry=5000))
+    send(partition, Mutation(SET, b"k", value_before, flags=4, expiry=5000))
     result = send(partition, Mutation(op, b"k", delta(by, initial=77), flags=1, expiry=1))
-    assert result.counters == [(0, new)]
+    assert result.counters == [(0, value_after)]
     item = get_item(partition, b"k")
     assert item is not None
-    assert (item.value, item.flags, item.expiry) == (b"%d" % new, 4, 5000)
+    assert (item.value, item.flags, item.expiry) == (b"%d" % value_after, 4, 5000)
 
 
 @pytest.mark.parametrize(
@@ -482,8 +482,8 @@ def test_large_values_lie_between_counters_and_small_values() -> None:
     for start in range(6):
         expected = [row.seq for chunk in chunks for row in chunk if row.seq > start]
         cursor = cursor_at(partition, start)
-        got = [item for item in items(cursor) if isinstance(item, Chunk)]
-        assert [row.seq for chunk in got for row in chunk] == expected
+        chunk_items = [item for item in items(cursor) if isinstance(item, Chunk)]
+        assert [row.seq for chunk in chunk_items for row in chunk] == expected
         cursor.close()
     partition.check_invariants()
 
@@ -760,7 +760,7 @@ def test_a_batch_that_was_done_before_it_was_put_off_is_known() -> None:
 
 def run_again(partition: Partition, variants: str, attempt: int, counters: range) -> list[str]:
     """Sends the batches of a run, each one variant of its counter's; gives what became of each."""
-    said = []
+    answers = []
     chain = 0
     for counter in range(1, counters.stop):
         chunk = plain_chunk([b"k%d" % counter], [variants[counter - 1].encode()])
@@ -769,8 +769,8 @@ def run_again(partition: Partition, variants: str, attempt: int, counters: range
             token = WriterToken(bytes(16), counter)
             result = partition.mutate(batch_of(chunk, token, attempt=attempt, chain=chain), now=NOW)
             assert result.status is Status.OK or result.last_seq == partition.high_seq
-            said.append("again" if result.repeated else result.status.name)
-    return said
+            answers.append("again" if result.repeated else result.status.name)
+    return answers
 
 
 class TasksRunAgain(RuleBasedStateMachine):
@@ -827,8 +827,8 @@ class TasksRunAgain(RuleBasedStateMachine):
     def go_on_though_overtaken(self, data: st.DataObject) -> None:
         attempt = data.draw(st.integers(1, self.attempt - 1))
         begin = data.draw(st.integers(1, len(self.done) + 2))
-        said = run_again(self.partition, "c" * (begin + 1), attempt, range(begin, begin + 2))
-        assert said == ["SUPERSEDED"] * 2
+        answers = run_again(self.partition, "c" * (begin + 1), attempt, range(begin, begin + 2))
+        assert answers == ["SUPERSEDED"] * 2
 
     @rule()
     def commit(self) -> None:
@@ -878,8 +878,8 @@ def test_a_fence_and_a_difference_in_words() -> None:
     assert run_again(partition, "abaa", 4, range(4, 5)) == ["REPLAY_DIFFERS"]
     # Those who give no chain are not asked about it.
     token = WriterToken(bytes(16), 2)
-    other = plain_chunk([b"other"], [b""])
-    assert partition.mutate(batch_of(other, token, attempt=4), now=NOW).repeated
+    other_chunk = plain_chunk([b"other"], [b""])
+    assert partition.mutate(batch_of(other_chunk, token, attempt=4), now=NOW).repeated
     assert partition.high_seq == 3
 
 

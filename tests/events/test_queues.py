@@ -83,12 +83,12 @@ def test_a_deletion_after_a_poll_is_delivered() -> None:
 def test_a_poll_and_its_reset_lose_no_update(steps: list[tuple[str, str | int]]) -> None:
     """Whenever a poll comes, and however early it stops, each update is told exactly once."""
     queue = new_queue()
-    made: Counter[str] = Counter()
+    update_counts: Counter[str] = Counter()
     received: Counter[str] = Counter()
     for step, argument in steps:
         if isinstance(argument, str):
-            queue.updated(argument, 1, (f"_design/{made[argument]}".encode(),))
-            made[argument] += 1
+            queue.updated(argument, 1, (f"_design/{update_counts[argument]}".encode(),))
+            update_counts[argument] += 1
         else:
             assert step == "poll"
             for event in queue.poll(argument)[0]:
@@ -96,7 +96,7 @@ def test_a_poll_and_its_reset_lose_no_update(steps: list[tuple[str, str | int]])
                 assert len(event.designs) == event.updates
     for event in polled(queue):
         received[event.bucket] += event.updates
-    assert received == made
+    assert received == update_counts
 
 
 def test_a_poll_that_stops_early_continues_with_the_remaining_buckets() -> None:

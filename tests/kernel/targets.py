@@ -55,8 +55,8 @@ def _gather(chunk: bytes, count: int, first: int) -> None:
         [(chunk, 1, 0, None, 1, 1)],
         [(chunk, 0, rows, skip + b"\0", 1, 1)],
     ):
-        said, gathered = agreed("gather", parts, 3, 4)
-        if said == "returned":
+        answer, gathered = agreed("gather", parts, 3, 4)
+        if answer == "returned":
             result = Chunk(gathered)
             assert all(low <= high for low, high in pairwise(result.key_offsets.tolist()))
 

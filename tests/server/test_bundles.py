@@ -130,11 +130,11 @@ async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_b
         last = await say(peer, bundle_of((P1, sets(b"c"))))
         # The runs for the other partition are applied; the replies keep their order.
         assert await value_of(peer, b"c", P1) == b"v"
-        sent = (waiting, behind, last)
-        assert [type(message) for message in peer.heard if message.opaque in sent] == []
+        opaques = (waiting, behind, last)
+        assert [type(message) for message in peer.heard if message.opaque in opaques] == []
         store.released.set()
-        replies = [await peer.hear(MutateReply) for _ in sent]
-        assert [reply.opaque for reply in replies] == [*sent]
+        replies = [await peer.hear(MutateReply) for _ in opaques]
+        assert [reply.opaque for reply in replies] == [*opaques]
         assert replies[0].counters == ((0, 101),)
         assert replies[2].runs[0].first_seq == 3
         assert await value_of(peer, b"n") == b"7"
@@ -216,7 +216,7 @@ async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step
     async with (
         serving(SimulatedStore(), 2) as server,
         speaking(server) as publisher,
-        speaking(server) as other,
+        speaking(server) as other_peer,
     ):
         partitions = server.catalog.bucket("b").partitions
         candidates = (b"n%d" % index for index in count())
@@ -233,8 +233,8 @@ async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step
             nursery.start_soon(watch)
             long = await say(publisher, bundle_of((P0, increments_of(keys)), counter=1))
             await until_a_request_waits(server)
-            behind = await say(other, bundle_of((P0, increment(keys[0], 1)), (P1, sets(B1))))
-            assert isinstance(await answer_to(other, behind), MutateReply)
+            behind = await say(other_peer, bundle_of((P0, increment(keys[0], 1)), (P1, sets(B1))))
+            assert isinstance(await answer_to(other_peer, behind), MutateReply)
         reply = await answer_to(publisher, long)
         assert isinstance(reply, MutateReply)
         assert reply.runs[0].last_seq == BUNDLE_MUTATIONS_MAX
@@ -242,7 +242,7 @@ async def test_a_long_run_lets_others_have_their_turn_and_is_applied_as_one_step
         assert set(turns) <= {0, BUNDLE_MUTATIONS_MAX, BUNDLE_MUTATIONS_MAX + 1}
         assert turns.count(0) > 5, "others had their turns"
         assert (0, 1) in highs, "the other partition did not wait"
-        assert await value_of(other, keys[0]) == b"1"
+        assert await value_of(other_peer, keys[0]) == b"1"
 
 
 async def test_a_long_run_of_a_connection_that_ends_has_no_effect() -> None:

@@ -272,21 +272,21 @@ async def test_a_user_does_not_speak_as_the_writer_of_another_user(joined: bool)
     repeated."""
     rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
     server = make_server()
-    async with connected(server) as peer, connected(server) as other:
-        for each in (peer, other):
-            await each.say()
-            each.heard.append(await each.hear(HelloReply))
+    async with connected(server) as peer, connected(server) as second_peer:
+        for one_peer in (peer, second_peer):
+            await one_peer.say()
+            one_peer.heard.append(await one_peer.hear(HelloReply))
         users = (ADMIN, User("bob", None, rights), User("eve", None, (WRITE_A,)))
         for connection, user in zip(server.connections.connections, users[1:], strict=True):
             connection.context.access.user_name = user.name
         server.users.users = Users(1, {user.name: user for user in users})
         await peer.open()
-        await other.open()
+        await second_peer.open()
         first = await result_of(peer, batch(peer, 1, b"k1", b"k2", joined=joined))
         assert (first.runs[0].first_seq, first.runs[0].last_seq) == (1, 2)
         # Neither what was answered to bob, nor a place in his order.
         for counter, expected in ((1, 3), (2, 4), (3, 5)):
-            answer = await result_of(other, batch(other, counter, b"a/1", attempt=7))
+            answer = await result_of(second_peer, batch(second_peer, counter, b"a/1", attempt=7))
             assert answer.runs[0].status == Status.OK
             assert answer.runs[0].first_seq == expected
             assert answer.counters == ((0, counter - 1),)
@@ -382,12 +382,12 @@ async def test_what_a_role_is_granted_counts_at_once() -> None:
 
 def test_events_tell_a_user_of_some_keys_of_no_design_document() -> None:
     """Their names are keys. A right on the whole bucket, whichever, tells of them."""
-    both = BucketEvent(OWN, 1, BucketFate.NONE, 3, (b"_design/a",))
-    some = access_of(Grant(Right.READ, OWN, b"a/"))
-    assert some.visible(both) == BucketEvent(OWN, 1, BucketFate.NONE, 3)
-    assert some.visible(BucketEvent(OWN, 1, BucketFate.NONE, 0, (b"_design/a",))) is None
-    assert access_of(Grant(Right.WRITE, EVERYTHING)).visible(both) == both
-    assert access_of(Grant(Right.READ, "other", b"a/")).visible(both) is None
+    event = BucketEvent(OWN, 1, BucketFate.NONE, 3, (b"_design/a",))
+    some_keys = access_of(Grant(Right.READ, OWN, b"a/"))
+    assert some_keys.visible(event) == BucketEvent(OWN, 1, BucketFate.NONE, 3)
+    assert some_keys.visible(BucketEvent(OWN, 1, BucketFate.NONE, 0, (b"_design/a",))) is None
+    assert access_of(Grant(Right.WRITE, EVERYTHING)).visible(event) == event
+    assert access_of(Grant(Right.READ, "other", b"a/")).visible(event) is None
 
 
 def test_a_user_of_some_keys_may_ask_for_events() -> None:

@@ -96,8 +96,8 @@ async def hear_all(peer: Peer) -> list[Message]:
         nursery.start_soon(peer.hangs_up)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
-    heard, peer.heard = peer.heard, []
-    return heard
+    messages, peer.heard = peer.heard, []
+    return messages
 
 
 def contents(partition: Partition) -> list[Any]:
@@ -152,14 +152,14 @@ async def answers_to(
                     with suppress(trio.BrokenResourceError):
                         await peer.stream.send_all(piece)
                     await trio.testing.wait_all_tasks_blocked()
-            heard = await hear_all(peer)
+            messages = await hear_all(peer)
             store.released.set()
-            heard += await hear_all(peer)
+            messages += await hear_all(peer)
             # What waits for a commit is answered by the flusher.
             clock.autojump_threshold = 0
             await trio.sleep(1)
-            heard += await hear_all(peer)
-            answers = [message for message in heard if not isinstance(message, Credit)]
+            messages += await hear_all(peer)
+            answers = [message for message in messages if not isinstance(message, Credit)]
             stored = [contents(partition) for partition in bucket.partitions]
     return answers, stored
 

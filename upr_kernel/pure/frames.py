@@ -115,8 +115,8 @@ def _read(
 def _row_of(columns: Columns, frame: SetFrame) -> _Set | None:
     """The only row of a chunk; None where it is no plain `SET`."""
     view = columns.view
-    count, key_length, value_length, *others = HEAD.unpack_from(view)
-    if count != 1 or any(others) or any(view[columns.seqs_at : columns.expiries_at]):
+    count, key_length, value_length, *more_fields = HEAD.unpack_from(view)
+    if count != 1 or any(more_fields) or any(view[columns.seqs_at : columns.expiries_at]):
         return None
     if (
         view[columns.operations_at] != _SET

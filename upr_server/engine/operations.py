@@ -176,10 +176,14 @@ def _counted(request: Mutation, item: StoredItem | None, sign: int) -> Outcome:
             return Status.NOT_FOUND
         count, flags, expiry = delta.initial, request.flags, request.expiry
     else:
-        old = _number(item.value)
-        if old is None:
+        old_number = _number(item.value)
+        if old_number is None:
             return Status.NOT_A_NUMBER
-        count = (old + delta.delta) & COUNTER_MASK if sign > 0 else max(0, old - delta.delta)
+        count = (
+            (old_number + delta.delta) & COUNTER_MASK
+            if sign > 0
+            else max(0, old_number - delta.delta)
+        )
         flags, expiry = item.flags, item.expiry
     return Stored(Operation.SET, b"%d" % count, flags, expiry, count)
 

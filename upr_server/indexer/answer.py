@@ -92,19 +92,23 @@ class ScanAnswer:
         self._part_count = part_count
         self._entries: Sequence[bytes] = ()
         self._payloads: Sequence[bytes] = ()
-        rest = Answer(timestamps=_timestamps(timestamps), explanation=explanation, moment=moment)
+        base_answer = Answer(
+            timestamps=_timestamps(timestamps), explanation=explanation, moment=moment
+        )
         if isinstance(result, Summary):
             lowest, highest = (
                 None if entry is None else decode_parts(entry, part_count)[0]
                 for entry in (result.lowest, result.highest)
             )
-            rest = msgspec.structs.replace(rest, count=result.count, min=lowest, max=highest)
+            base_answer = msgspec.structs.replace(
+                base_answer, count=result.count, min=lowest, max=highest
+            )
         else:
             self._entries, self._payloads = result.entries, result.payloads
             if result.more:
                 continuation = continuation_after(result.entries[-1])
-                rest = msgspec.structs.replace(rest, continuation=continuation)
-        self._rest = rest
+                base_answer = msgspec.structs.replace(base_answer, continuation=continuation)
+        self._rest = base_answer
         self.nbytes = entries_bytes(self._entries) + entries_bytes(self._payloads)
 
     @property

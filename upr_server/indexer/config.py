@@ -189,11 +189,11 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if membership is None:
             self._check_alone()
         workers = self.workers or _default_workers(pool_bytes)
-        kept = workers if membership is None else len(membership.kept)
+        slice_count = workers if membership is None else len(membership.kept)
         # With several workers this process has none of the indexes, but merges answers.
-        processes = 1 if kept == 1 else kept + 1
+        processes = 1 if slice_count == 1 else slice_count + 1
         if pool_bytes < POOL_BYTES_MIN * processes:
-            with_workers = "" if kept == 1 else f" with {kept} workers"
+            with_workers = "" if slice_count == 1 else f" with {slice_count} workers"
             raise ConfigError(
                 f"pool_bytes must be at least {POOL_BYTES_MIN * processes}{with_workers}, not "
                 f"{pool_bytes}"

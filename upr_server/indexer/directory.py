@@ -71,34 +71,34 @@ async def when_free(use: Callable[[], T]) -> T:
         await trio.sleep(LOCK_RETRY_S)
 
 
-async def remove_other_slices(data_dir: Path, kept: Collection[SliceId]) -> None:
+async def remove_other_slices(data_dir: Path, own_slices: Collection[SliceId]) -> None:
     """Removes the slices of another division of the indexes, those that other nodes keep now, and
     what an earlier version has left. They are built again from the bucket. What is not known to be
     an indexer's stays.
 
     Args:
         data_dir: Where the slices are kept.
-        kept: Those that stay.
+        own_slices: Those that stay.
 
     Raises:
         FolderInUseError: A worker of an indexer that was killed still uses one.
     """
-    own = {slice_id.folder for slice_id in kept}
-    others = _others(data_dir, own)
-    if not others:
+    own = {slice_id.folder for slice_id in own_slices}
+    other_folders = _others(data_dir, own)
+    if not other_folders:
         return
     log.warning(
         "the indexes are divided in another way than before; building them again",
         slices=len(own),
-        removed=[path.name for path in others],
+        removed=[path.name for path in other_folders],
     )
-    for path in others:
+    for path in other_folders:
         with await when_free(partial(_entered, path)):
             await trio.to_thread.run_sync(_remove, path)
 
 
 def _others(data_dir: Path, own: Collection[str]) -> list[Path]:
-    others = [
+    folders = [
         path
         for path in sorted(data_dir.iterdir())
         if path.name not in own and _SLICE_FOLDER.fullmatch(path.name) and (path / "lock").is_file()
@@ -106,8 +106,8 @@ def _others(data_dir: Path, own: Collection[str]) -> list[Path]:
     if (data_dir / "catalog" / "data.mdb").is_file():
         # An earlier version. The catalog is last: if this is interrupted, the next start goes on.
         names = ("indexes", "ring", "catalog")
-        others += [path for path in map(data_dir.joinpath, names) if path.exists()]
-    return others
+        folders += [path for path in map(data_dir.joinpath, names) if path.exists()]
+    return folders
 
 
 def _entered(path: Path) -> ExitStack:

@@ -60,19 +60,19 @@ class EntryStream:
         Raises:
             UprError: See `Scanner.scan`. Some entries may have been sent.
         """
-        moment, page, rest = self._query.moment, self._page(self._query), Answer()
+        moment, page, base_answer = self._query.moment, self._page(self._query), Answer()
         is_whole = is_sent = False
         try:
             while not is_whole:
                 async with self._scanner.scan(self._name, page) as answer:
-                    moment, rest = answer.moment, answer.rest
+                    moment, base_answer = answer.moment, answer.rest
                     await _send_all(send, answer.lines())
                     if self._remaining is not None:
                         self._remaining -= answer.entry_count
-                is_whole = not rest.continuation or self._remaining == 0
-                page = self._page(_next(self._query, rest))
+                is_whole = not base_answer.continuation or self._remaining == 0
+                page = self._page(_next(self._query, base_answer))
             own_moment = moment if self._query.hold_s else ""
-            end = End(msgspec.structs.replace(rest, moment=own_moment))
+            end = End(msgspec.structs.replace(base_answer, moment=own_moment))
             await send(msgspec.json.encode(end) + b"\n")
             is_sent = True
         finally:
@@ -86,14 +86,14 @@ class EntryStream:
         return msgspec.structs.replace(query, limit=limit, hold_s=self._query.hold_s or HOLD_S_MAX)
 
 
-def _next(query: Query, rest: Answer) -> Query:
+def _next(query: Query, base_answer: Answer) -> Query:
     """The query for what comes behind a page: of the same moment, however that was chosen."""
     return msgspec.structs.replace(
         query,
         consistency="any",
         written=(),
-        moment=rest.moment,
-        continuation=rest.continuation,
+        moment=base_answer.moment,
+        continuation=base_answer.continuation,
     )
 
 

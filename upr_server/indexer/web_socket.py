@@ -144,11 +144,11 @@ class OpenedWebSocket:
             trio.BrokenResourceError: The connection is gone, or something else came.
         """
         while True:
-            came = bytearray()
+            received_bytes = bytearray()
             try:
                 for event in self._socket.events():
                     if isinstance(event, BytesMessage):
-                        came += event.data
+                        received_bytes += event.data
                     elif isinstance(event, Ping):
                         async with self._sending:
                             await self._stream.send_all(self._socket.send(event.response()))
@@ -156,9 +156,9 @@ class OpenedWebSocket:
                         return b""
             except RemoteProtocolError as error:
                 raise trio.BrokenResourceError(str(error)) from error
-            if came:
+            if received_bytes:
                 await trio.lowlevel.checkpoint()
-                return bytes(came)
+                return bytes(received_bytes)
             data = await self._stream.receive_some(max_bytes)
             if not data:
                 return b""

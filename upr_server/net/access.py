@@ -169,8 +169,8 @@ class Access:
         """
         if self.user_name is None:
             return writer
-        given, own = self._last_writer
-        if writer != given:
+        client_writer, own = self._last_writer
+        if writer != client_writer:
             data = self.user_name.encode() + writer
             own = blake2b(data, digest_size=len(writer), person=b"upr writer").digest()
             # A connection has nearly always one.

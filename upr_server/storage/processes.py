@@ -73,7 +73,7 @@ log = structlog.get_logger(__name__)
 class _PendingCall:
     call: StoreCall[Any]
     slot: Slot | None
-    done: trio.Event = attrs.field(factory=trio.Event)
+    event: trio.Event = attrs.field(factory=trio.Event)
     answer: Any = None
     failure: CallFailure | None = None
 
@@ -114,7 +114,7 @@ class _Worker:
         pending = _PendingCall(call, slot)
         self._to_send.append(pending)
         self._has_calls.notify()
-        await pending.done.wait()
+        await pending.event.wait()
         if pending.failure is not None:
             raise pending.failure.error()
         return pending.answer
@@ -158,7 +158,7 @@ class _Worker:
             pending.failure = self._unpacker.unpack(message, CallFailure, ())
         else:
             pending.answer = self._unpacker.unpack(message, pending.call.answer_type, buffers)
-        pending.done.set()
+        pending.event.set()
 
     async def _exactly(self, length: int) -> Buffer:
         while len(self._received) < length <= _RECEIVE_BYTES:
@@ -189,7 +189,7 @@ class _Worker:
         self.is_gone = True
         for pending in (*self._sent, *self._to_send):
             pending.failure = CallFailure(StoreFailedError.__name__, sentence)
-            pending.done.set()
+            pending.event.set()
 
     async def stop(self) -> None:
         """Ends the process once it has carried out what it was sent."""

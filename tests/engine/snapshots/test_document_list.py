@@ -267,8 +267,8 @@ def test_a_number_that_no_mutation_has_raises_a_key_error() -> None:
     bucket = new_bucket()
     partition = bucket.partitions[0]
     increment = request(Operation.INCREMENT, b"n", CounterDelta(1).encode())
-    for sent in (request(Operation.SET, b"a"), increment):
-        send(partition, sent)
+    for rows in (request(Operation.SET, b"a"), increment):
+        send(partition, rows)
     put(partition, b"large", value=bytes(300_000))
     for _ in range(2):
         send(partition, increment)

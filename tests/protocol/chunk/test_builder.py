@@ -23,8 +23,8 @@ def a_set(seq: int, key: bytes, value: bytes = b"") -> Mutation:
 def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
     builder, rows = ChunkBuilder(), list[Mutation]()
     for _ in range(data.draw(st.integers(0, 8))):
-        what = data.draw(st.sampled_from(["append", "extend", "some", "numbered"]))
-        if what == "append":
+        action = data.draw(st.sampled_from(["append", "extend", "some", "numbered"]))
+        if action == "append":
             row = data.draw(mutations())
             builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
             rows.append(row)
@@ -32,9 +32,9 @@ def test_a_builder_is_a_list_of_rows(data: st.DataObject) -> None:
             chunk = data.draw(stored_chunks(10))
             more = list(chunk)
             keep = None
-            if what != "extend":
+            if action != "extend":
                 keep = data.draw(st.lists(st.booleans(), min_size=len(more), max_size=len(more)))
-            if what == "numbered":
+            if action == "numbered":
                 seqs = list(range(7, 7 + len(more)))
                 cas = list(range(9, 9 + len(more)))
                 builder.extend_numbered(chunk, seqs, cas, keep)

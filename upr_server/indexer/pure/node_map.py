@@ -38,8 +38,8 @@ class NodeMap(msgspec.Struct, frozen=True):
         """The places in `nodes` of those that keep a slice, the first copy's first. O(replicas)."""
         count = len(self.nodes)
         row, first = divmod(index, count)
-        others = (1 + (row + copy) % (count - 1) for copy in range(self.replicas))
-        return (first, *((first + offset) % count for offset in others))
+        copy_nodes = (1 + (row + copy) % (count - 1) for copy in range(self.replicas))
+        return (first, *((first + offset) % count for offset in copy_nodes))
 
     def kept_by(self, node: int) -> Iterator[int]:
         """The slices that a node keeps, by its place in `nodes`. O(slices)."""

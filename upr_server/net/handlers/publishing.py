@@ -155,11 +155,11 @@ class _BundleRequest(OrderedReply):
         is_owed = bool(order)
         if is_owed:
             order.add(self)
-        left: Iterable[int] = range(len(self._batches))
+        run_indexes: Iterable[int] = range(len(self._batches))
         if self._batches.columns.is_unconditional:
-            left = yield from self._set_runs()
+            run_indexes = yield from self._set_runs()
         cost = 0
-        for index in left:
+        for index in run_indexes:
             if cost >= SLICE_COST:
                 yield
                 cost = 0
@@ -171,16 +171,16 @@ class _BundleRequest(OrderedReply):
     def _set_runs(self) -> Generator[None, None, Sequence[int]]:
         """Applies the runs of a plain bundle that can be applied together; yields where others
         should have their turn. Returns which runs are left."""
-        runs, left = self._request.bundle.runs, list[int]()
+        runs, run_indexes = self._request.bundle.runs, list[int]()
         low, cost = 0, 0.0
         for index, run in enumerate(runs):
             if cost >= SLICE_COST:
-                left += self._set_some(low, index)
+                run_indexes += self._set_some(low, index)
                 yield
                 low, cost = index, 0.0
             cost += PLAIN_RUN_COST + run.row_count * self._row_cost
-        left += self._set_some(low, len(runs))
-        return left
+        run_indexes += self._set_some(low, len(runs))
+        return run_indexes
 
     def _set_some(self, low: int, high: int) -> list[int]:
         """Applies those of the runs [`low`, `high`) that can be applied together; returns the
@@ -205,19 +205,19 @@ class _BundleRequest(OrderedReply):
             batches.attempt,
             context.time(),
         )
-        left: list[int] = []
+        run_indexes: list[int] = []
         for index, (run, target, numbers) in enumerate(
             zip(runs, targets, all_numbers, strict=True), low
         ):
             if numbers is None or target is None:
-                left.append(index)
+                run_indexes.append(index)
             elif target is IN_MEMORY:
                 self._set_result(index, RunResult(run.partition, _OK, *numbers))
             else:
                 call = partial(self._finish_plain, index, numbers)
                 partition = bucket.partitions[run.partition]
                 call_when_durable(call, partition, self._flusher, numbers[2], target)
-        return left
+        return run_indexes
 
     def _target_at_once(self, bucket: Bucket, run: Run) -> DurabilityTarget | None:
         """How durable a plain run must be; None where its partition has to decide what becomes of
