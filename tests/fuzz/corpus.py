@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from tests.fuzz import log_in, tls
+from tests.fuzz import links, log_in, tls
 from tests.fuzz.frames import MENDED
 from tests.fuzz.sessions import CHALLENGE, FIRST, LATE, LOG_IN, PROOF, RESPONSE
 from tests.protocol.session.kit import (
@@ -68,6 +68,25 @@ from upr_protocol.wire import (
     Stream,
 )
 from upr_server.engine.mutate_result import MutateResult, pack
+from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.query import Query
+from upr_server.indexer.slices import CatalogReport, SliceAnswer, SliceScan
+from upr_server.indexer.worker_messages import (
+    Answered,
+    Ask,
+    Began,
+    Cancel,
+    Confirm,
+    Failure,
+    NodeQuestion,
+    Ping,
+    Release,
+    Reported,
+    Scan,
+    Statistics,
+    Stop,
+)
+from upr_server.indexer.worker_messages import Status as AskStatus
 from upr_server.storage.records import (
     PARTITION,
     BucketRecord,
@@ -273,6 +292,46 @@ def _record() -> Iterator[tuple[str, bytes]]:
     yield "index-entry", _WHOLE + b"key" + KeyIndexEntry(7, 1000).pack(b"key")
 
 
+def _links() -> Iterator[tuple[str, bytes]]:
+    scan = SliceScan(IndexName("d", "i"), IndexDefinition(("a",)), Query(hold_s=9), 100)
+    questions: list[NodeQuestion] = [
+        Scan(scan),
+        Release("x"),
+        AskStatus(IndexName("d", "i"), IndexDefinition(("a",)), {0: 3}),
+        Statistics(),
+        Confirm(),
+        Ping(),
+    ]
+    for question in questions:
+        asked = Ask(1, msgspec.json.encode(question))
+        yield f"ask-{type(question).__name__.lower()}", _framed(links.TO_NODE, asked)
+    yield "ask-stop", _framed(links.TO_NODE, Ask(1, msgspec.json.encode(Stop())))
+    pair = Ask(1, msgspec.json.encode(Scan(scan))), Cancel(1)
+    yield "ask-and-cancel", _framed(links.TO_NODE, *pair)
+    answer = SliceAnswer(
+        searches=1,
+        entries_read=1,
+        index_entries=1,
+        freshness="barrier",
+        waits=[],
+        read_seconds=0.5,
+        entries=[b"a"],
+    )
+    answers = Answered(1, msgspec.msgpack.encode(None)), Answered(2, msgspec.msgpack.encode(answer))
+    yield "answers", _framed(links.FROM_NODE, *answers)
+    failure = Failure("BuildingError", "it is being built", 1.0)
+    yield "failure", _framed(links.FROM_NODE, Answered(2, failure=failure))
+    report = Reported(CatalogReport({"d": b"{}"}, 1))
+    yield "report", _framed(links.FROM_NODE, Began(), report)
+
+
+def _framed(kind: int, *messages: Any) -> bytes:
+    encoded_messages = [msgspec.msgpack.encode(message) for message in messages]
+    return bytes([kind]) + b"".join(
+        len(data).to_bytes(4, "big") + data for data in encoded_messages
+    )
+
+
 _MADE: Final = {
     "frames": _frames,
     "messages": _messages,
@@ -280,6 +339,7 @@ _MADE: Final = {
     "client": _client,
     "log-in": _log_in,
     "tls": _tls,
+    "links": _links,
     "chunk": _chunk,
     "stored": _stored,
     "record": _record,

@@ -11,6 +11,7 @@ from typing import Final
 
 from tests.fuzz.chunks import chunk, record, stored
 from tests.fuzz.frames import frames, messages
+from tests.fuzz.links import links
 from tests.fuzz.log_in import log_in
 from tests.fuzz.sessions import client, server
 from tests.fuzz.tls import tls
@@ -22,6 +23,7 @@ TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
     "client": client,
     "log-in": log_in,
     "tls": tls,
+    "links": links,
     "chunk": chunk,
     "stored": stored,
     "record": record,

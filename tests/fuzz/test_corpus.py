@@ -26,6 +26,7 @@ MUTATIONS_OF_SLOW: Final = {
     "client": effort(2000, 20_000),
     "log-in": effort(3000, 30_000),
     "tls": effort(300, 5000),
+    "links": effort(1000, 20_000),
 }
 """Of each target's corpus together: one to three seconds."""
 
