@@ -269,8 +269,8 @@ def test_a_forgotten_answer_is_a_pending_change_too() -> None:
         answers.remember(token(1, counter), b"", 100)
     answers.check_invariants()
     news = answers.take_unsaved(100)
-    gone = [key for key, answer in news.items() if answer is None]
-    assert gone == [name(counter) for counter in range(2, BATCHES_MAX + 2)]
+    forgotten_keys = [key for key, answer in news.items() if answer is None]
+    assert forgotten_keys == [name(counter) for counter in range(2, BATCHES_MAX + 2)]
     answers.check_invariants()
 
 

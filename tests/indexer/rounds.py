@@ -92,9 +92,9 @@ def breathe(pause_s: float = POLL_S) -> None:
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 @attrs.define(eq=False)
@@ -232,7 +232,7 @@ class Rounds:
     def scan(self) -> None:
         """Asks a node that runs: the answer is right, or an error that names what is missing."""
         rng, outcome = self._rng, self.outcome
-        asked = rng.choice([node for node in self._nodes if node.answers])
+        chosen_node = rng.choice([node for node in self._nodes if node.answers])
         away = sum(node.process is None or node.is_disturbed for node in self._nodes)
         with self._load.paused() as log:
             newest = log.newest()
@@ -240,7 +240,7 @@ class Rounds:
         is_now, is_paged = rng.random() < 0.5, rng.random() < 0.3
         began_at = time.monotonic()
         try:
-            with IndexClient(asked.url) as client:
+            with IndexClient(chosen_node.url) as client:
                 entries, timestamps = _entries(client, name, is_now=is_now, is_paged=is_paged)
         except IndexerError as error:
             if not _is_expected(error):

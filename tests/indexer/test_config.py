@@ -143,7 +143,7 @@ def test_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"nodes": "http://a:1"}, "two different URLs"),
         ({"nodes": "http://a:1,http://a:1/"}, "two different URLs"),
@@ -174,9 +174,9 @@ def test_nodes() -> None:
         ({"tls_ca": "ca.pem"}, "tls_ca has no use without nodes"),
     ],
 )
-def test_nodes_that_do_not_fit_are_refused(settings: dict[str, str], said: str) -> None:
+def test_nodes_that_do_not_fit_are_refused(settings: dict[str, str], message: str) -> None:
     environment = {f"UPR_INDEXER_{name.upper()}": text for name, text in settings.items()}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config(None, {"UPR_INDEXER_BUCKET": URL, **environment}, {})
 
 

@@ -179,8 +179,8 @@ async def test_every_route_needs_its_right_on_the_indexers_bucket(tmp_path: Path
             # What the indexer tells is of all keys.
             status, _ = await front.ask(method, path, authorization(OF_SOME_KEYS))
             assert status == (200 if needed == "anybody" else 403), (method, path, status)
-            everything = await front.ask(method, path, authorization("bob"))
-            assert everything[0] not in (401, 403), (method, path)
+            answer = await front.ask(method, path, authorization("bob"))
+            assert answer[0] not in (401, 403), (method, path)
 
 
 async def test_a_server_without_users_asks_nobody(tmp_path: Path) -> None:

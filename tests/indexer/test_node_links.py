@@ -137,14 +137,14 @@ async def test_nodes_log_in(tmp_path: Path) -> None:
             assert membership is not None
             fingerprint = membership.node_map.fingerprint("b")
             path = f"{membership.url}/v1/slices/0?map={fingerprint}"
-            for user, said in (
+            for user, message in (
                 ("", "say who you are"),
                 ("read-b", "needs the right index on bucket b"),
                 ("index-b", "needs the right read on the whole bucket b"),
                 ("index-other", "needs the right"),
             ):
                 credentials = Credentials(user, "pencil") if user else None
-                with pytest.raises(RefusedError, match=said):
+                with pytest.raises(RefusedError, match=message):
                     await open_web_socket(path, Security(credentials=credentials))
 
 
@@ -153,13 +153,13 @@ async def test_a_node_says_which_slices_it_has_not(tmp_path: Path) -> None:
         membership = indexers[0].membership
         assert membership is not None
         fingerprint = membership.node_map.fingerprint("b")
-        for path, said in (
+        for path, message in (
             (f"1?map={fingerprint}", "slice 1 of 2 is not at .*, but at http://127.0.0.1:"),
             (f"2?map={fingerprint}", "there is no slice 2"),
             ("0?map=other", "another list of nodes"),
             ("0", "another list of nodes"),
         ):
-            with pytest.raises(RefusedError, match=said):
+            with pytest.raises(RefusedError, match=message):
                 await open_web_socket(f"{membership.url}/v1/slices/{path}", Security())
         with pytest.raises(RefusedError, match="HTTP 4"):
             await open_web_socket(f"{membership.url}/v1/nothing", Security())

@@ -96,8 +96,8 @@ async def test_any_node_answers_for_all(server: Server, client: Client, tmp_path
             assert [row["answers"] for row in figures["nodes"]] == [True] * 3
             assert [row["is_this"] for row in figures["nodes"]].index(True) == place
             assert (await indexer.statistics())["connected"] is True
-            kept = [part.slice_id.index for part in indexer.slices]
-            assert kept == list(nodes.node_map.kept_by(place))
+            slice_indexes = [part.slice_id.index for part in indexer.slices]
+            assert slice_indexes == list(nodes.node_map.kept_by(place))
 
 
 async def test_a_lost_node_is_replaced_by_its_replicas_at_once(
@@ -225,13 +225,13 @@ async def test_a_moment_is_of_the_node_that_it_names(
         assert [part.partition("-")[0] for part in page.moment.split(".")] == ["0", "1", "0"]
         await writer.write(50)
         # Any node goes on with it.
-        rest = await ask(
+        last_page = await ask(
             nodes.running[2],
             "d/city",
             Query(limit=1000, hold_s=60, moment=page.moment, continuation=page.continuation),
         )
-        assert rows_of(page) + rows_of(rest) == expected
-        assert rest.moment == page.moment
+        assert rows_of(page) + rows_of(last_page) == expected
+        assert last_page.moment == page.moment
         await nodes.kill(1)
         with pytest.raises(MomentGoneError, match=r"slice 1 of 3 is held at http://n1:1, which"):
             await ask(nodes.running[2], "d/city", Query(moment=page.moment))

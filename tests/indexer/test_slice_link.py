@@ -61,9 +61,9 @@ class OtherNode:
 
 
 @asynccontextmanager
-async def a_remote_slice(other: OtherNode) -> AsyncIterator[RemoteSlice]:
+async def a_remote_slice(other_node: OtherNode) -> AsyncIterator[RemoteSlice]:
     async with trio.open_nursery() as nursery:
-        part = RemoteSlice(SliceId(0, 1), "http://n:1", partial(other.open_link, nursery))
+        part = RemoteSlice(SliceId(0, 1), "http://n:1", partial(other_node.open_link, nursery))
         nursery.start_soon(part.run, NoListener())
         await trio.testing.wait_all_tasks_blocked()
         yield part
@@ -90,27 +90,27 @@ async def test_an_answer_of_another_shape_ends_the_link_and_nothing_else(
     ask: Callable[[RemoteSlice], Awaitable[Any]],
     answer: bytes,
 ) -> None:
-    other = OtherNode(answer)
-    async with a_remote_slice(other) as part:
+    other_node = OtherNode(answer)
+    async with a_remote_slice(other_node) as part:
         with pytest.raises(SliceMissingError, match="slice 0 of 1 has given an answer"):
             await ask(part)
         await trio.sleep(1.5)
-        assert other.links == 2
+        assert other_node.links == 2
         await part.ping()
 
 
 async def test_an_abandoned_answer_of_another_shape_ends_the_link_and_nothing_else(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    other = OtherNode(b"\xa1x")
+    other_node = OtherNode(b"\xa1x")
     query = Query(hold_s=10)
-    async with a_remote_slice(other) as part:
+    async with a_remote_slice(other_node) as part:
         with trio.CancelScope() as scope:
             scope.cancel()
             await part.scan(msgspec.structs.replace(SCAN, query=query))
         assert scope.cancelled_caught
         await trio.sleep(1.5)
-        assert other.links == 2
+        assert other_node.links == 2
         await part.ping()
 
 

@@ -126,8 +126,8 @@ class Partitions:
                 for rows, (table, nbytes) in zip(targets, bytes_before, strict=True)
             ]
             assert result[2:] == (sum(t for t, _ in grown), sum(n for _, n in grown))
-            noted = dict(result[1])
-            assert [noted.get(index, []) for index in range(len(runs))] == superseded
+            superseded_of_run = dict(result[1])
+            assert [superseded_of_run.get(index, []) for index in range(len(runs))] == superseded
             notes.append(result[1])
         assert all(note == notes[0] for note in notes)
 
@@ -136,11 +136,11 @@ class Partitions:
         outcomes = []
         for build, targets in self.builds:
             runs = tuple(targets[index % PARTITIONS] for index in range(len(bounds) - 1))
-            said, result = outcome(
+            outcome_kind, result = outcome(
                 build.add_runs,
                 *(chunk, bounds, runs, cas, PARTITIONS, RUN_ROWS_MAX, RUN_BYTES_MAX, False),
             )
-            outcomes.append((said, result[:2] if said == "returned" else result))
+            outcomes.append((outcome_kind, result[:2] if outcome_kind == "returned" else result))
         assert all(result == outcomes[0] for result in outcomes), outcomes
         return outcomes[0]
 

@@ -48,8 +48,8 @@ class AnswersMachine(RuleBasedStateMachine):
     def remember(self, writer: bytes, gap: int, answer: bytes, rise: int, attempt: int) -> None:
         self.high += rise
         counter = self.next_counter(writer, gap)
-        said, _ = self.each("remember", writer, counter, answer, self.high, attempt)
-        assert said == "returned"
+        outcome_kind, _ = self.each("remember", writer, counter, answer, self.high, attempt)
+        assert outcome_kind == "returned"
 
     @rule(writer=WRITER, counter=st.integers(0, 10))
     def remember_again(self, writer: bytes, counter: int) -> None:

@@ -65,8 +65,8 @@ class RowsMachine(RuleBasedStateMachine):
         naive = self.partitions.naive[partition]
         seq = naive.high + gap + 1
         key = b"single %d" % row
-        for _, each in self.partitions.builds:
-            rows = each[partition]
+        for _, build in self.partitions.builds:
+            rows = build[partition]
             rows.append(Operation.DELETE, key, value, seq, 8, 3, 4)
             if not rows.flags:
                 rows.base = seq
@@ -79,8 +79,8 @@ class RowsMachine(RuleBasedStateMachine):
     @rule(partition=PARTITION)
     def pop(self, partition: int) -> None:
         naive = self.partitions.naive[partition]
-        said, _ = self.partitions.each(partition, "pop")
-        assert (said == "returned") == bool(naive.rows)
+        outcome_kind, _ = self.partitions.each(partition, "pop")
+        assert (outcome_kind == "returned") == bool(naive.rows)
         del naive.rows[-1:]
 
     @rule(partition=PARTITION)
@@ -111,8 +111,8 @@ class RowsMachine(RuleBasedStateMachine):
 
     @rule(partition=PARTITION, mean_bytes=st.sampled_from([0, 40, 400]))
     def tidy(self, partition: int, mean_bytes: int) -> None:
-        for _, each in self.partitions.builds:
-            rows = each[partition]
+        for _, build in self.partitions.builds:
+            rows = build[partition]
             rows.added = rows.superseded = 0
             rows.mean_bytes, rows.tidy_at = mean_bytes, 10 * mean_bytes
 

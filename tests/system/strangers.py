@@ -231,9 +231,9 @@ async def measure(
             resident, began = server.resident_bytes, trio.current_time()
             before_s = processor_s(server)
             await crowd.come(count, HELLO[: len(HELLO) // 2])
-            came, came_s = len(crowd.sockets), trio.current_time() - began
-            arrival_s = (processor_s(server) - before_s) / came
-            stranger_bytes = (server.resident_bytes - resident) / came
+            arrived_count, came_s = len(crowd.sockets), trio.current_time() - began
+            arrival_s = (processor_s(server) - before_s) / arrived_count
+            stranger_bytes = (server.resident_bytes - resident) / arrived_count
             beside = [await work(server, sink)]
             while trio.current_time() < began + HANDSHAKE_TIMEOUT_S - LEAVE_S - beside[-1].time_s:
                 beside.append(await work(server, sink))
@@ -241,8 +241,8 @@ async def measure(
             await crowd.leave()
             alone += [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
     return Measured(
-        wanted, greeted, greeting_bytes, came, stayed, stranger_bytes, arrival_s, came_s, alone,
-        beside,
+        wanted, greeted, greeting_bytes, arrived_count, stayed, stranger_bytes, arrival_s, came_s,
+        alone, beside,
     )  # fmt: skip
 
 

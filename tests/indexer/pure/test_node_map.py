@@ -26,9 +26,9 @@ def test_each_slice_is_at_as_many_nodes_as_asked(node_map: NodeMap) -> None:
         holders = node_map.holders(index)
         assert len(set(holders)) == len(holders) == 1 + node_map.replicas
         assert set(holders) <= set(range(len(node_map.nodes)))
-    kept = [set(node_map.kept_by(place)) for place in range(len(node_map.nodes))]
+    slices_of_nodes = [set(node_map.kept_by(place)) for place in range(len(node_map.nodes))]
     for index in range(node_map.slices):
-        assert {place for place, own in enumerate(kept) if index in own} == set(
+        assert {place for place, own in enumerate(slices_of_nodes) if index in own} == set(
             node_map.holders(index)
         )
 
@@ -38,9 +38,9 @@ def test_the_work_is_spread(node_map: NodeMap) -> None:
     places = range(len(node_map.nodes))
     first = Counter(node_map.holders(index)[0] for index in range(node_map.slices))
     assert max(first[place] for place in places) - min(first[place] for place in places) <= 1
-    kept = [len(list(node_map.kept_by(place))) for place in places]
-    assert min(kept) >= 1
-    assert max(kept) - min(kept) <= 1 + node_map.replicas
+    slice_counts = [len(list(node_map.kept_by(place))) for place in places]
+    assert min(slice_counts) >= 1
+    assert max(slice_counts) - min(slice_counts) <= 1 + node_map.replicas
 
 
 @given(node_maps())
@@ -49,13 +49,13 @@ def test_the_work_of_a_lost_node_goes_to_all_others(node_map: NodeMap) -> None:
     count = len(node_map.nodes)
     if not node_map.replicas:
         return
-    for lost in range(count):
+    for lost_place in range(count):
         heirs = {
             node_map.holders(index)[1]
             for index in range(node_map.slices)
-            if node_map.holders(index)[0] == lost
+            if node_map.holders(index)[0] == lost_place
         }
-        rows = sum(node_map.holders(index)[0] == lost for index in range(node_map.slices))
+        rows = sum(node_map.holders(index)[0] == lost_place for index in range(node_map.slices))
         assert len(heirs) == min(rows, count - 1)
 
 
