@@ -45,28 +45,28 @@ class Job(msgspec.Struct):
         url: The bucket to read.
         folder: Where its checkpoint, its results and its signs of life are.
         target: The bucket to write.
-        of_table: The bucket whose latest state the table holds.
         master: Spark's master.
         options: Options of the read.
         once: Whether the query ends with what there is when it begins.
         dies: `planned`: when it has planned a batch, before it is read. `written`: when the sink
-            has written a batch, before Spark knows. Empty for never.
-            `reading`: nobody but some of the workers of a stream, each when it has read something.
+            has written a batch, before Spark knows. `reading`: not the driver, but workers of a
+            stream, each when it has read something. Empty for never.
         in_batch: In which batch that is.
         raises: Whether only the query ends then, with an error of the sink.
+        of_table: The bucket whose latest state the table holds.
     """
 
     work: str
     url: str
     folder: str
     target: str = ""
-    of_table: str = ""
     master: str = "local[2]"
     options: dict[str, str] = {}
     once: bool = True
     dies: str = ""
     in_batch: int = 0
     raises: bool = False
+    of_table: str = ""
 
 
 class SinkError(Exception):

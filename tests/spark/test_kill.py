@@ -189,7 +189,7 @@ def test_executors_that_die_while_they_read_and_write(tmp_path: Path) -> None:
             client.apply(
                 Mutation(Operation.SET, key, value) for key, value in items_written.items()
             )
-        job = Job("copy", url, str(tmp_path), target, "local-cluster[1,1,1024]")
+        job = Job("copy", url, str(tmp_path), target, master="local-cluster[1,1,1024]")
         job.options = {"minPartitions": "2"}
         assert run(job) == 0
         killed = {marker.name for marker in tmp_path.glob("killed *")}
