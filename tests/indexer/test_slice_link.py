@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,14 +14,18 @@ import trio.testing
 
 from tests.indexer.kit import name_of
 from tests.indexer.test_slices import NoListener
+from upr_server.indexer import slice_server
+from upr_server.indexer.pool import MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query, QueryError
 from upr_server.indexer.remote_slice import RemoteSlice
-from upr_server.indexer.slices import SliceId, SliceMissingError, SliceScan
+from upr_server.indexer.slice_server import QUESTIONS_MAX, SliceServer
+from upr_server.indexer.slices import SliceHolder, SliceId, SliceMissingError, SliceScan
 from upr_server.indexer.worker_messages import (
     Answered,
     Ask,
     Frames,
+    NodeQuestion,
     Ping,
     Question,
     ToNode,
@@ -68,6 +72,65 @@ async def a_remote_slice(other_node: OtherNode) -> AsyncIterator[RemoteSlice]:
         await trio.testing.wait_all_tasks_blocked()
         yield part
         nursery.cancel_scope.cancel()
+
+
+class BusySlice:
+    """A slice that answers pings, and nothing else."""
+
+    slice_id = SliceId(0, 1)
+
+    async def ping(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def statistics(self) -> dict[str, Any]:
+        await trio.sleep_forever()
+        raise AssertionError
+
+
+class BusyNode(OtherNode):
+    """A node whose slice is busy."""
+
+    def __init__(self) -> None:
+        super().__init__(b"")
+
+    async def _serve(self, stream: trio.abc.Stream) -> None:
+        frames = Frames(stream, ToNode)
+        holder = cast("SliceHolder", BusySlice())
+        server = SliceServer(frames, holder, MemoryPool(2**20), NodeQuestion)
+        async with stream, trio.open_nursery() as nursery:
+            nursery.start_soon(frames.send_all)
+            async with aclosing(frames.received()) as messages:
+                async for message in messages:
+                    server.take(message, nursery)
+            nursery.cancel_scope.cancel()
+
+
+async def test_too_many_questions_do_not_end_the_link(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    other = BusyNode()
+    async with a_remote_slice(other) as part, trio.open_nursery() as nursery:
+        for _ in range(QUESTIONS_MAX):
+            nursery.start_soon(part.statistics)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(OverloadedError):
+            await part.statistics()
+        await trio.sleep(5)
+        assert other.links == 1
+        assert trio.current_time() - part.heard_at < 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_too_many_pings_do_not_end_the_link(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_server, "QUESTIONS_MAX", 0)
+    monkeypatch.setattr(slice_server, "PINGS_MAX", 0)
+    other = BusyNode()
+    async with a_remote_slice(other) as part:
+        await trio.sleep(5)
+        assert other.links == 1
+        assert trio.current_time() - part.heard_at < 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import structlog
 import trio
 
 from upr_protocol.ids import PartitionId, SeqNo
+from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slices import (
     SliceAnswer,
@@ -154,12 +155,17 @@ class LinkedSlice(ABC):
         limit_s = first_answer_s
         while True:
             with trio.move_on_after(limit_s) as waiting:
-                await self._ask(Ping())
+                await self._ping_link()
             limit_s = HANG_S
             if waiting.cancelled_caught:
                 log.warning("a slice does not answer; giving its link up", slice=self.title)
                 scope.cancel()
             await trio.sleep(PING_S)
+
+    async def _ping_link(self) -> None:
+        # A slice that has too much to do is alive.
+        with suppress(OverloadedError):
+            await self._ask(Ping())
 
     def _take(self, message: FromWorker | FromNode, observer: SliceObserver) -> None:
         match message:

@@ -39,6 +39,16 @@ log = structlog.get_logger(__name__)
 QUESTIONS_MAX: Final = 1000
 """How many questions of one link are answered at once."""
 
+PINGS_MAX: Final = 100
+"""How many pings may come beside them: a slice that has much to do is alive, and says so."""
+
+_PING: Final = msgspec.json.encode(Ping())
+
+
+def _limit_of(question: bytes) -> int:
+    """How many questions may be answered already when this one comes, as JSON."""
+    return QUESTIONS_MAX + PINGS_MAX if question == _PING else QUESTIONS_MAX
+
 
 class SliceServer:
     """Answers questions to a slice.
@@ -75,7 +85,8 @@ class SliceServer:
         match message:
             case Ask(number) if number in self._scopes:
                 raise msgspec.ValidationError(f"question {number} is being answered")
-            case Ask(number) if len(self._scopes) >= QUESTIONS_MAX:
+            case Ask(question=data) if len(self._scopes) >= _limit_of(data):
+                number = message.number
                 error = OverloadedError(f"{QUESTIONS_MAX} questions are being answered")
                 self._frames.put(Answered(number, failure=failure_of(error)))
             case Ask(number, question):
