@@ -34,6 +34,7 @@ from upr_server.indexer.http_access import (
     TooManyLogInsError,
 )
 from upr_server.indexer.indexer import Settings, running_indexer
+from upr_server.indexer.remote_slice import OPEN_S
 
 DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
 PASSWORD: Final = "pencil"
@@ -451,6 +452,116 @@ async def test_requests_together_ask_once_whether_there_are_users(
         async with trio.open_nursery() as nursery:
             for _ in range(10):
                 nursery.start_soon(check_fails)
+
+
+async def check_node(access: HttpAccess, name: str = "ann") -> None:
+    await access.check_node(authorization(name), "10.0.0.9:50112")
+
+
+async def test_a_known_node_links_while_the_server_hangs_and_not_for_long(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers()
+    access = access_with(answers, monkeypatch)
+
+    async def may_index(_address: Address) -> bool:
+        await answers.wait.wait()
+        return True
+
+    monkeypatch.setattr(http_access, "_may_index", may_index)
+    await check_node(access)
+    answers.wait = trio.Event()
+    until = trio.current_time() + http_access.AWAY_S
+    while trio.current_time() < until - OPEN_S:
+        with trio.fail_after(OPEN_S / 1.5):
+            await check_node(access)
+        await trio.sleep(http_access.NODE_VERDICT_S)
+    await trio.sleep_until(until)
+    answers.answer = BrokenError("did not answer in time")
+    answers.wait.set()
+    with pytest.raises(BrokenError):
+        await check_node(access)
+    with pytest.raises(BrokenError):
+        await check_node(access, "bob")
+
+
+async def test_a_node_links_while_a_server_without_users_hangs(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
+    hangs = False
+
+    async def wants_log_in() -> bool:
+        if hangs:
+            await trio.sleep(http_access.ASK_TIMEOUT_S)
+            raise BrokenError("away")
+        return False
+
+    monkeypatch.setattr(access, "_ask_wants_log_in", wants_log_in)
+    await access.check_node("", "10.0.0.9:50112")
+    hangs = True
+    await trio.sleep(http_access.NODE_VERDICT_S)
+    with trio.fail_after(OPEN_S / 1.5):
+        await access.check_node("", "10.0.0.9:50112")
+
+
+async def test_links_that_a_node_opens_together_ask_once(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = access_with(Answers(), monkeypatch)
+    question_count = 0
+
+    async def may_index(_address: Address) -> bool:
+        nonlocal question_count
+        question_count += 1
+        await trio.sleep(0.1)
+        return True
+
+    monkeypatch.setattr(http_access, "_may_index", may_index)
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(check_node, access)
+    assert question_count == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (False, NotAllowedError),
+        (ServerError(Status.LOG_IN_FAILED), LogInNeededError),
+        (BaseExceptionGroup("", [BrokenError("a"), BrokenError("b")]), None),
+    ],
+    ids=["not allowed", "another password", "several reasons"],
+)
+async def test_what_counts_against_a_known_node(
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: bool | BaseException,
+    kind: type[UprError] | None,
+) -> None:
+    access = access_with(Answers(), monkeypatch)
+    is_known = False
+
+    async def may_index(_address: Address) -> bool:
+        await trio.lowlevel.checkpoint()
+        if not is_known:
+            return True
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(http_access, "_may_index", may_index)
+    await check_node(access)
+    is_known = True
+    await trio.sleep(http_access.NODE_VERDICT_S)
+    if kind is None:
+        await check_node(access)
+        with pytest.raises(BrokenError, match="a; b"):
+            await check_node(access, "bob")
+        return
+    for _ in range(2):
+        with pytest.raises(kind):
+            await check_node(access)
 
 
 async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_path: Path) -> None:

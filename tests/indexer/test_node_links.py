@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,12 @@ from tests.server.test_log_in import VERIFIER, server_with_users
 from tests.server.test_tls import tls_server
 from upr_protocol.client import Address, Client, Credentials, Security, connect
 from upr_protocol.errors import BrokenError, UprError
-from upr_protocol.users import Grant, Right, User
+from upr_protocol.users import Grant, Right, User, Users
+from upr_server.indexer import api, http_access
 from upr_server.indexer.app import serving
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.indexer import Indexer, running_indexer
+from upr_server.indexer.membership import Membership
 from upr_server.indexer.query import Query
 from upr_server.indexer.remote_slice import RemoteSlice
 from upr_server.indexer.slices import SliceId
@@ -148,6 +150,45 @@ async def test_nodes_log_in(tmp_path: Path) -> None:
                     await open_web_socket(path, Security(credentials=credentials))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda users: users.revoking("other", (Grant(Right.INDEX, "b"),)),
+        lambda users: users.revoking("other", (Grant(Right.READ, "b"),)),
+        lambda users: users.with_verifier("other", None),
+        lambda users: users.without("other"),
+    ],
+    ids=["no index", "no read", "no password", "no user"],
+)
+async def test_a_link_ends_when_its_user_may_not_have_it_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Users], Users]
+) -> None:
+    monkeypatch.setattr(api, "NODE_VERDICT_S", 0.05)
+    monkeypatch.setattr(http_access, "NODE_VERDICT_S", 0.0)
+    monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
+    password_file = tmp_path / "password"
+    password_file.write_text("pencil\n")
+    password_file.chmod(0o600)
+    rights = tuple(Grant(right, "b") for right in (Right.READ, Right.INDEX))
+    users = users_of_the_table()
+    for name in ("node", "other"):
+        users = users.with_user(User(name, VERIFIER, rights))
+    options = {"user": "node", "password_file": str(password_file)}
+    async with (
+        server_with_users(users) as server,
+        two_nodes(server.url("b"), tmp_path / "data", **options) as indexers,
+    ):
+        membership = indexers[0].membership
+        assert membership is not None
+        path = f"{membership.url}/v1/slices/0?map={membership.node_map.fingerprint('b')}"
+        security = Security(credentials=Credentials("other", "pencil"))
+        async with aclosing(await open_web_socket(path, security)) as stream:
+            await server.users.change(change)
+            with trio.fail_after(20):
+                while await stream.receive_some(2**20):
+                    pass
+
+
 async def test_a_node_says_which_slices_it_has_not(tmp_path: Path) -> None:
     async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
         membership = indexers[0].membership
@@ -172,22 +213,36 @@ async def test_a_node_says_which_slices_it_has_not(tmp_path: Path) -> None:
             await open_web_socket(f"{url}/v1/slices/0?map=x", Security())
 
 
+async def asked_by_hand(membership: Membership, slice_index: int, headers: str = "") -> bytes:
+    """What a node answers to whoever asks for a link, up to the end of an error."""
+    host, _, port = membership.url.removeprefix("http://").partition(":")
+    key = b64encode(bytes(16)).decode()
+    request = (
+        f"GET /v1/slices/{slice_index}?map={membership.node_map.fingerprint('b')} HTTP/1.1\r\n"
+        f"Host: {host}:{port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{headers}"
+        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
+    )
+    answer = b""
+    async with await trio.open_tcp_stream(host, int(port)) as stream:
+        await stream.send_all(request.encode())
+        while not answer.endswith(b"}") and b" 101 " not in answer:
+            answer += await stream.receive_some()
+    return answer
+
+
+async def test_a_page_in_a_browser_has_no_link(tmp_path: Path) -> None:
+    async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
+        membership = indexers[0].membership
+        assert membership is not None
+        answer = await asked_by_hand(membership, 0, "Origin: http://page\r\n")
+        assert answer.startswith(b"HTTP/1.1 403 ")
+
+
 async def test_the_refusal_has_the_map(tmp_path: Path) -> None:
     async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
         membership = indexers[0].membership
         assert membership is not None
-        host, _, port = membership.url.removeprefix("http://").partition(":")
-        key = b64encode(bytes(16)).decode()
-        request = (
-            f"GET /v1/slices/1?map={membership.node_map.fingerprint('b')} HTTP/1.1\r\n"
-            f"Host: {host}:{port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-            f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
-        )
-        async with await trio.open_tcp_stream(host, int(port)) as stream:
-            await stream.send_all(request.encode())
-            answer = b""
-            while not answer.endswith(b"}"):
-                answer += await stream.receive_some()
+        answer = await asked_by_hand(membership, 1)
         assert answer.startswith(b"HTTP/1.1 421 ")
         body = json.loads(answer.partition(b"\r\n\r\n")[2])
         assert body["error"]["code"] == "not_my_slice"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
+import structlog
 import trio
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.http_access import (
+    NODE_VERDICT_S,
     HttpAccess,
     LogInNeededError,
     NotAllowedError,
@@ -42,6 +44,8 @@ from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
 from upr_server.indexer.slices import SliceMissingError
 from upr_server.indexer.web_socket import accept, refuse
+
+log = structlog.get_logger(__name__)
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 """The largest body of a request: design documents and queries are small."""
@@ -276,19 +280,37 @@ class _Link:
             await refuse(scope, receive, send, response.status_code, bytes(response.body))
             return
         stream = await accept(receive, send)
-        await serve_link(stream, part, self._indexer.pool)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_when_refused, socket, nursery.cancel_scope)
+            await serve_link(stream, part, self._indexer.pool)
+            nursery.cancel_scope.cancel()
+
+    async def _check(self, socket: WebSocket) -> None:
+        host, port = socket.client or ("", 0)
+        authorization = socket.headers.get("authorization", "")
+        await self._access.check_node(authorization, f"{host}:{port}")
+
+    async def _end_when_refused(self, socket: WebSocket, scope: trio.CancelScope) -> None:
+        """Ends a link when its user has lost a right, or has another password."""
+        while True:
+            await trio.sleep(NODE_VERDICT_S)
+            try:
+                await self._check(socket)
+            except UprError as error:
+                log.warning("a node's link ends", reason=str(error))
+                scope.cancel()
 
     async def _part(self, socket: WebSocket) -> ReplicatedSlice:
         """The slice that is asked for.
 
         Raises:
             LogInNeededError: See `HttpAccess.check_node`.
-            NotAllowedError: Likewise.
+            NotAllowedError: Likewise; or a browser asks, for some page.
             NotMySliceError: It is not kept here, or the indexer is alone.
         """
-        host, port = socket.client or ("", 0)
-        authorization = socket.headers.get("authorization", "")
-        await self._access.check_node(authorization, f"{host}:{port}")
+        if "origin" in socket.headers:
+            raise NotAllowedError("links are for nodes of the indexer, not for pages of a browser")
+        await self._check(socket)
         index: int = socket.path_params["index"]
         if self._indexer.membership is None:
             raise NotMySliceError(

@@ -16,6 +16,7 @@ from math import inf
 from typing import Final
 
 import attrs
+import structlog
 import trio
 
 from upr_protocol.client import Address, Credentials, NodeClient, connect
@@ -24,6 +25,8 @@ from upr_protocol.ids import DESIGN_PREFIX
 from upr_protocol.users import Right, UsersError
 from upr_server.indexer.log_in_turns import LogInTurns
 from upr_server.runtime import FailedLogIns, network_of
+
+log = structlog.get_logger(__name__)
 
 VERDICT_S: Final = 1.0
 """How long a verdict counts: whoever loses a right at the server loses it here within a second."""
@@ -63,6 +66,16 @@ _IS_ALLOWED: Final = (Status.NOT_FOUND, Status.CAS_MISMATCH)
 """What a deletion of nothing ends with, if the user may delete."""
 
 _TOO_MANY_S: Final = 1.0
+
+NODE_VERDICT_S: Final = 5.0
+"""How long it counts that a node may link. Links are checked again after so long."""
+
+NODE_ASK_S: Final = 2.5
+"""How long the server may take to answer for a node that it has allowed within `AWAY_S`: less than
+a node waits for a link."""
+
+_EVERYBODY: Final = b""
+"""Stands for all nodes where the server has no users."""
 
 
 class LogInNeededError(UprError):
@@ -115,8 +128,10 @@ class HttpAccess:
         """Of their own, so that made-up names do not keep known users from a new verdict."""
         self._questions: dict[bytes, trio.Event] = {}
         """What is being asked, by the same hash; the event is set when that is over."""
-        self._nodes_until: dict[bytes, float] = {}
-        """Until when a user may link to slices while the server is away, by the same hash."""
+        self._nodes: dict[bytes, float] = {}
+        """When the server last said that a node may link to slices, by a hash of its header."""
+        self._node_turns = LogInTurns(LOG_INS_MAX)
+        """A node opens many links at once: the server is asked once."""
         self._away_until = 0.0
         """Until when known users are not asked about, as the server did not answer; 0 if it did."""
 
@@ -151,7 +166,7 @@ class HttpAccess:
     async def check_node(self, authorization: str, peer: str) -> None:
         """Checks whether who asks may link to a slice, as another node of the indexer: it needs the
         rights `READ` and `INDEX`. Unlike `check`, this asks the server whether it has `INDEX`.
-        While the server is away, a node that had it goes on for `AWAY_S` at most.
+        While the server is away, or hangs, a node that had it goes on for `AWAY_S` at most.
 
         Args:
             authorization: The header of this name; empty for none.
@@ -163,29 +178,70 @@ class HttpAccess:
             TooManyLogInsError: Too many attempts from that host have failed just before.
             UprError: The server cannot be asked.
         """
+        node = self._hash(authorization)
+        answered = max(self._nodes.get(node, -inf), self._nodes.get(_EVERYBODY, -inf))
+        age_s = trio.current_time() - answered
+        if age_s < NODE_VERDICT_S:
+            return
+        if age_s >= AWAY_S:
+            await self._ask_about_node(node, authorization, peer)
+            return
+        # Who opens a link does not wait for a server that hangs.
+        with trio.move_on_after(NODE_ASK_S):
+            await self._ask_about_known_node(node, authorization, peer)
+
+    async def _ask_about_known_node(self, node: bytes, authorization: str, peer: str) -> None:
+        """Asks whether a node may link that might before: only a refusal counts."""
+        try:
+            await self._ask_about_node(node, authorization, peer)
+        except (LogInNeededError, NotAllowedError):
+            raise
+        except UprError as error:
+            log.info("a node goes on without the server's answer", reason=str(error))
+
+    async def _ask_about_node(self, node: bytes, authorization: str, peer: str) -> None:
+        """Asks whether a node may link, and keeps the answer."""
+        try:
+            is_everybody = await self._check_node_now(node, authorization, peer)
+        except (LogInNeededError, NotAllowedError):
+            self._nodes.pop(node, None)
+            self._nodes.pop(_EVERYBODY, None)
+            raise
+        except BaseExceptionGroup as group:
+            # A connection to the server ended for several reasons at once.
+            _, unexpected = group.split(UprError)
+            if unexpected is not None:
+                raise
+            reasons = "; ".join(str(error) for error in group.exceptions)
+            raise BrokenError(f"{self._address} cannot be asked: {reasons}") from group
+        if not is_everybody:
+            self._nodes.pop(_EVERYBODY, None)
+        self._nodes[_EVERYBODY if is_everybody else node] = trio.current_time()
+
+    async def _check_node_now(self, node: bytes, authorization: str, peer: str) -> bool:
+        """Whether nobody is asked who they are."""
         address = await self.check(Right.READ, authorization, peer)
         if address is self._address:
-            # Nobody is asked who they are.
-            return
-        credentials = _credentials(authorization)
-        digest = self._digest(credentials)
-        try:
-            may_index = await self._may_index(address)
-        except BrokenError:
-            if trio.current_time() >= self._nodes_until.get(digest, -inf):
-                raise
-            return
-        if not may_index:
-            self._nodes_until.pop(digest, None)
-            raise NotAllowedError(
-                f"user {credentials.user} may not link to slices: it needs the right "
-                f"{Right.INDEX.value} on bucket {self._address.bucket}"
-            )
-        self._nodes_until[digest] = trio.current_time() + AWAY_S
+            return True
+        async with self._node_turns.turn(node.hex()):
+            # Another link may have asked meanwhile.
+            if trio.current_time() - self._nodes.get(node, -inf) < NODE_VERDICT_S:
+                return False
+            if not await self._may_index(address):
+                raise NotAllowedError(
+                    f"user {_credentials(authorization).user} may not link to slices: it needs the "
+                    f"right {Right.INDEX.value} on bucket {self._address.bucket}"
+                )
+        return False
 
     async def _may_index(self, address: Address) -> bool:
-        with trio.move_on_after(ASK_TIMEOUT_S):
-            return await _may_index(address)
+        try:
+            with trio.move_on_after(ASK_TIMEOUT_S):
+                return await _may_index(address)
+        except ServerError as error:
+            if error.status is Status.LOG_IN_FAILED:
+                raise LogInNeededError(error.sentence) from error
+            raise
         raise BrokenError(f"{self._address} did not answer in time")
 
     def _address_of(self, credentials: Credentials) -> Address:
@@ -289,8 +345,10 @@ class HttpAccess:
         return trio.current_time() < self._away_until
 
     def _digest(self, credentials: Credentials) -> bytes:
-        text = f"{credentials.user}\0{credentials.password}".encode()
-        return hashlib.blake2b(text, key=self._key, digest_size=32).digest()
+        return self._hash(f"{credentials.user}\0{credentials.password}")
+
+    def _hash(self, text: str) -> bytes:
+        return hashlib.blake2b(text.encode(), key=self._key, digest_size=32).digest()
 
     def _younger_than(self, age_s: float, digest: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(digest)
