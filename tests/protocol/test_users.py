@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from fnmatch import fnmatchcase
 from typing import Final
@@ -45,7 +46,7 @@ from upr_protocol.users import (
     normalised,
     user_change_from_json,
 )
-from upr_protocol.users.users import STEP_USERS
+from upr_protocol.users.users import OWNER_GRANTS, STEP_GRANTS
 from upr_protocol.wire import UsersReply
 
 VERIFIER = Verifier(b"s" * 16, 4096, b"k" * 32, b"v" * 32)
@@ -151,13 +152,35 @@ def test_older_users_of_another_node_are_not_read() -> None:
     assert call.result(UsersReply(users.revision, "others")) == "others"
 
 
-def test_many_users_are_read_in_steps() -> None:
+def many_grants(owner: int) -> tuple[Grant, ...]:
+    return tuple(Grant(Right.READ, f"bucket-{owner}-{index}") for index in range(GRANTS_MAX))
+
+
+def test_many_users_and_roles_are_read_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     users = with_reader("a")
-    many = {f"user-{index}": User(f"user-{index}") for index in range(5 * STEP_USERS)}
-    users = msgspec.structs.replace(users, users={**users.users, **many})
+    many = {f"user-{n}": User(f"user-{n}", None, many_grants(n)) for n in range(20)}
+    few = {f"few-{n}": User(f"few-{n}") for n in range(200)}
+    roles = {f"role-{n}": UserRole(f"role-{n}", many_grants(n)) for n in range(20)}
+    users = msgspec.structs.replace(users, users={**users.users, **many, **few}, roles=roles)
     document = users.to_json()
-    # They are decoded, and then checked.
-    assert sum(1 for _ in Users.from_json_in_steps(document)) == 10
+    checked: list[Grant] = []
+    original = Grant.check
+
+    def check_grant(grant: Grant) -> None:
+        checked.append(grant)
+        original(grant)
+
+    monkeypatch.setattr(Grant, "check", check_grant)
+    checked_in_steps = [0]
+    checked_in_steps.extend(len(checked) for _ in Users.from_json_in_steps(document))
+    checked_in_steps.append(len(checked))
+    assert len(checked) >= 40 * GRANTS_MAX
+    largest = max(after - before for before, after in itertools.pairwise(checked_in_steps))
+    assert largest < STEP_GRANTS + GRANTS_MAX
+    # Those without a grant are counted, too.
+    assert len(checked_in_steps) > 2 + (20 * GRANTS_MAX * 3 + 400 * OWNER_GRANTS) / (
+        STEP_GRANTS + GRANTS_MAX + OWNER_GRANTS
+    )
     assert Users.from_json(document) == users
 
 

@@ -69,4 +69,7 @@ def has_unseen(text: str) -> bool:
 
 
 def _has_any(text: str, categories: frozenset[str]) -> bool:
+    if text.isascii() and text.isprintable():
+        # Most are: no such character is in any of these categories.
+        return False
     return any(unicodedata.category(character) in categories for character in text)
