@@ -243,6 +243,22 @@ async def test_a_full_commit_takes_no_further_snapshot(
         assert ends == [[[1, 2, 3]], [[1], [1], [1]], [[4, 5]]]
 
 
+async def test_a_commit_counts_the_snapshots_of_all_its_partitions(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 2_500)
+    async with running(partitions=2) as run:
+        first, second = run.bucket.partitions
+        put(first, b"a", value=VALUE)
+        reader = cursor_at(second)
+        for number in range(4):
+            put(second, b"%d" % number, value=VALUE)
+            while reader.poll():
+                reader.next()
+        await trio.sleep(1.0)
+        assert run.store.highs() == [{0: 1, 1: 2}, {1: 4}]
+
+
 async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
