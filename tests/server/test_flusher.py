@@ -276,6 +276,9 @@ async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
         put(partition, b"a")
         await trio.sleep(1.0)
         assert run.store.highs() == [{0: 1}, {0: 2}]
+        # It has its time to gather, too.
+        first, second = run.store.begins
+        assert second - first == pytest.approx(FLUSH_INTERVAL_S)
 
 
 async def test_commits_wait_for_an_index_that_can_move(
