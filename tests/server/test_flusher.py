@@ -16,6 +16,7 @@ from trio.testing import MockClock
 from tests.engine.helpers import cursor_at, new_bucket, put
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition
+from upr_server.engine.snapshots import closed_snapshot, segment
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, StoreCall
 from upr_server.storage.errors import DiskFullError
@@ -257,6 +258,28 @@ async def test_a_commit_counts_the_snapshots_of_all_its_partitions(
                 reader.next()
         await trio.sleep(1.0)
         assert run.store.highs() == [{0: 1, 1: 2}, {1: 4}]
+
+
+async def test_a_full_commit_takes_no_further_snapshot_of_several_chunks(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 450_000)
+    for module in (closed_snapshot, segment):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
+    async with running() as run:
+        reader = cursor_at(run.partition)
+        for number in range(4):
+            for batch in range(2):
+                keys = [b"%d %d %d" % (number, batch, row) for row in range(100)]
+                put(run.partition, *keys, value=VALUE)
+            while reader.poll():
+                reader.next()
+        await trio.sleep(1.0)
+        writes = [write for _, commit in run.store.commits for write in commit.writes]
+        assert [(len(write.chunks), write.ends) for write in writes] == [
+            (6, [200, 400, 600]),
+            (2, [800]),
+        ]
 
 
 async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
