@@ -14,17 +14,20 @@ import trio.testing
 
 from tests.indexer.kit import name_of
 from tests.indexer.test_slices import NoListener
-from upr_server.indexer import slice_server
+from upr_server.indexer import node_links, slice_server
+from upr_server.indexer.node_links import SILENT_S, serve_link
 from upr_server.indexer.pool import MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query, QueryError
 from upr_server.indexer.remote_slice import RemoteSlice
+from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.slice_server import QUESTIONS_MAX, SliceServer
 from upr_server.indexer.slices import SliceHolder, SliceId, SliceMissingError, SliceScan
 from upr_server.indexer.worker_messages import (
     Answered,
     Ask,
     Frames,
+    FromNode,
     NodeQuestion,
     Ping,
     Question,
@@ -181,3 +184,88 @@ def test_the_error_of_a_wrong_query_names_its_field() -> None:
     error = error_of(failure_of(QueryError("prefix", "is too long")))
     assert isinstance(error, QueryError)
     assert (error.place, str(error)) == ("prefix", "prefix: is too long")
+
+
+@asynccontextmanager
+async def a_served_link() -> AsyncIterator[tuple[Frames, trio.abc.Stream, ReplicatedSlice]]:
+    """The link of another node to a busy slice: what it sends with, and its end of the stream."""
+    part = ReplicatedSlice(SliceId(0, 1), {0: ("http://n:1", cast("SliceHolder", BusySlice()))}, 0)
+    theirs, ours = trio.testing.memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        frames = Frames(theirs, FromNode)
+
+        async def serve() -> None:
+            async with ours:
+                await serve_link(ours, part, MemoryPool(2**20))
+
+        nursery.start_soon(serve)
+        nursery.start_soon(frames.send_all)
+        yield frames, theirs, part
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_link_on_which_nothing_is_asked_ends(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with a_served_link() as (frames, stream, _):
+        for number in range(30):
+            frames.put(Ask(number, msgspec.json.encode(Ping())))
+            assert await stream.receive_some()
+            await trio.sleep(SILENT_S / 10)
+        asked_at = trio.current_time()
+        while await stream.receive_some():
+            pass
+        assert trio.current_time() - asked_at <= SILENT_S
+
+
+async def test_who_reads_no_answers_is_not_answered_without_end() -> None:
+    stream = UnreadStream()
+    part = ReplicatedSlice(SliceId(0, 1), {0: ("http://n:1", cast("SliceHolder", BusySlice()))}, 0)
+    with trio.move_on_after(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_links, "OUTBOX_BYTES_MAX", 10_000)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve_link, stream, part, MemoryPool(2**20))
+            await trio.testing.wait_all_tasks_blocked()
+            assert stream.taken < 2_000
+            nursery.cancel_scope.cancel()
+
+
+class UnreadStream:
+    """Brings 20,000 pings, and takes nothing."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    async def send_all(self, _data: bytes | bytearray | memoryview, /) -> None:
+        await trio.sleep_forever()
+
+    async def receive_some(self, _max_bytes: int, /) -> bytes:
+        await trio.lowlevel.checkpoint()
+        if self.taken == 20_000:
+            await trio.sleep_forever()
+        self.taken += 1
+        # Each has a number of its own.
+        data = msgspec.msgpack.encode(Ask(self.taken, msgspec.json.encode(Ping())))
+        return len(data).to_bytes(4, "big") + data
+
+
+async def test_of_reports_that_wait_the_newest_is_sent() -> None:
+    theirs, ours = trio.testing.memory_stream_pair()
+    frames = Frames(ours, ToNode)
+    first = frames.put(Answered(1))
+    frames.put(Answered(2))
+    frames.withdraw(first)
+    frames.put(Answered(3))
+    numbers = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(frames.send_all)
+        async with aclosing(Frames(theirs, FromNode).received()) as messages:
+            async for message in messages:
+                numbers.append(message.number)
+                if message.number == 3:
+                    break
+        # What has been sent cannot be withdrawn.
+        frames.withdraw(first)
+        await frames.wait_below(1)
+        nursery.cancel_scope.cancel()
+    assert numbers == [2, 3]

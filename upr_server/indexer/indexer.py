@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from upr_protocol.client import Address, ReceivedKeysLimits
+from upr_protocol.errors import UprError
 from upr_server.indexer.announcements import consumer_name
 from upr_server.indexer.designs import Designs
 from upr_server.indexer.directory import locked, remove_other_slices
@@ -24,7 +25,7 @@ from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.slice import QUEUES_DEFAULT, Slice, SliceSettings
-from upr_server.indexer.slices import SliceHolder, SliceId, SliceMissingError
+from upr_server.indexer.slices import SliceHolder, SliceId
 
 STOP_S: Final = 10.0
 """How long a stop applies what was read. The rest is read again at the next start."""
@@ -154,7 +155,8 @@ class Indexer:
             figures: dict[str, Any] = {}
             try:
                 figures = await holder.statistics()
-            except SliceMissingError:
+            except UprError:
+                # It is missing, or none of its copies has memory to answer.
                 figures["connected"] = False
             slices.append({"slice": holder.slice_id.index, **figures})
             totals.update({name: figures[name] for name in figures.keys() - {"connected", "node"}})

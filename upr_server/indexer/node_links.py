@@ -7,6 +7,7 @@ right `index` on the bucket, and the same list of nodes on both sides.
 from __future__ import annotations
 
 from contextlib import aclosing
+from typing import Final
 
 import attrs
 import msgspec
@@ -16,6 +17,7 @@ import trio
 from upr_server.indexer.membership import Membership
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.replicated_slice import ReplicatedSlice
+from upr_server.indexer.slice_link import HANG_S
 from upr_server.indexer.slice_server import SliceServer
 from upr_server.indexer.slices import CatalogReport, SliceHolder, SliceId
 from upr_server.indexer.worker_messages import (
@@ -28,6 +30,16 @@ from upr_server.indexer.worker_messages import (
 )
 
 log = structlog.get_logger(__name__)
+
+QUESTION_BYTES_MAX: Final = 4 * 1024 * 1024
+"""The longest question of a node. A query and a definition have 1 MiB at most over HTTP."""
+
+OUTBOX_BYTES_MAX: Final = 1024 * 1024
+"""While so much has yet to be sent to a node, nothing is taken from it."""
+
+SILENT_S: Final = 2 * HANG_S
+"""A link on which no question has come for so long is ended. The other node asks twice a second
+whether this one is alive, and gives the link up itself if it has no answer for half as long."""
 
 
 def replicated_slice(
@@ -56,12 +68,17 @@ class _Reports:
     """Tells another node of this node's copy of a slice."""
 
     frames: Frames
+    last: list[trio.Event] = attrs.field(factory=list)
+    """Set when the last report is sent."""
 
     def began(self, _index: int) -> None:
         self.frames.put(Began())
 
     def report(self, _index: int, report: CatalogReport) -> None:
-        self.frames.put(Reported(report))
+        # Of two reports that wait, the other node needs the newer one.
+        for is_sent in self.last:
+            self.frames.withdraw(is_sent)
+        self.last[:] = [self.frames.put(Reported(report))]
 
 
 async def serve_link(stream: ByteStream, part: ReplicatedSlice, pool: MemoryPool) -> None:
@@ -73,18 +90,32 @@ async def serve_link(stream: ByteStream, part: ReplicatedSlice, pool: MemoryPool
         pool: The memory pool of this process.
     """
     assert part.own is not None
-    frames = Frames(stream, ToNode)
+    frames = Frames(stream, ToNode, QUESTION_BYTES_MAX)
     server = SliceServer(frames, part.own, pool, NodeQuestion)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_send, frames, nursery.cancel_scope)
             with part.heard_by(_Reports(frames)):
-                async with aclosing(frames.received()) as messages:
-                    async for message in messages:
-                        server.take(message, nursery)
+                await _take_questions(frames, server, nursery)
             nursery.cancel_scope.cancel()
     except* msgspec.MsgspecError as errors:
         log.warning("a node sends what is no message", reason=str(errors.exceptions[0]))
+
+
+async def _take_questions(frames: Frames, server: SliceServer, nursery: trio.Nursery) -> None:
+    """Takes questions until the other node has gone, or asks nothing for `SILENT_S`."""
+    async with aclosing(frames.received()) as messages:
+        while True:
+            # Who does not read the answers gets no more of them.
+            await frames.wait_below(OUTBOX_BYTES_MAX)
+            message = None
+            with trio.move_on_after(SILENT_S) as waiting:
+                message = await anext(messages, None)
+            if message is None:
+                if waiting.cancelled_caught:
+                    log.warning("a node has asked nothing; ending its link", seconds=SILENT_S)
+                return
+            server.take(message, nursery)
 
 
 async def _send(frames: Frames, scope: trio.CancelScope) -> None:

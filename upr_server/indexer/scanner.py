@@ -163,7 +163,7 @@ class Scanner:
             except BaseException:
                 # Whoever asked does not know of it.
                 if answer.moment and not query.moment:
-                    with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
+                    with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
                         await self.release(answer.moment)
                 raise
 
@@ -210,7 +210,7 @@ class Scanner:
         finally:
             if merged.moment_to_release:
                 # A moment that is not released expires.
-                with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
+                with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
                     await self.release(merged.moment_to_release)
         return merged.answer()
 
@@ -249,7 +249,7 @@ class Scanner:
         finally:
             if not is_answered:
                 for holder, moment in moments_to_release:
-                    with trio.move_on_after(UNDO_S, shield=True), suppress(*_GONE):
+                    with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
                         await holder.release(moment)
         return answers
 

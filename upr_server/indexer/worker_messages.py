@@ -249,12 +249,18 @@ class Frames:
     Args:
         stream: The stream.
         kind: What comes over it.
+        frame_bytes_max: The longest message that may come.
 
     Messages are sent in the order of `put`, by the task that runs `send_all`.
     """
 
-    def __init__(self, stream: ByteStream, kind: Any) -> None:
+    def __init__(
+        self, stream: ByteStream, kind: Any, frame_bytes_max: int = FRAME_BYTES_MAX
+    ) -> None:
         self._stream = stream
+        self._frame_bytes_max = frame_bytes_max
+        self._outbox_bytes = 0
+        self._was_sent = Notifier()
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
         self._outbox: deque[tuple[bytes, trio.Event]] = deque()
@@ -264,8 +270,21 @@ class Frames:
         """Has a message sent; gives an event that is set when it is."""
         data, is_sent = self._encoder.encode(message), trio.Event()
         self._outbox.append((_LENGTH.pack(len(data)) + data, is_sent))
+        self._outbox_bytes += _LENGTH.size + len(data)
         self._was_put.notify()
         return is_sent
+
+    def withdraw(self, is_sent: trio.Event) -> None:
+        """Has a message not sent whose sending has not begun, by what `put` gave. O(messages)."""
+        for entry in self._outbox:
+            if entry[1] is is_sent:
+                self._outbox.remove(entry)
+                self._outbox_bytes -= len(entry[0])
+                return
+
+    async def wait_below(self, nbytes: int) -> None:
+        """Waits until less than so many bytes have yet to be sent."""
+        await self._was_sent.wait_until(lambda: self._outbox_bytes < nbytes)
 
     async def send_all(self) -> None:
         """Sends what was put, for ever.
@@ -277,7 +296,9 @@ class Frames:
             await self._was_put.wait_until(lambda: bool(self._outbox))
             data, is_sent = self._outbox.popleft()
             await self._stream.send_all(data)
+            self._outbox_bytes -= len(data)
             is_sent.set()
+            self._was_sent.notify()
 
     async def _receive(self) -> bytes:
         """Bytes that came; none at the end."""
@@ -302,7 +323,7 @@ class Frames:
             while len(buffer) - offset >= _LENGTH.size:
                 start = offset + _LENGTH.size
                 nbytes: int = _LENGTH.unpack_from(buffer, offset)[0]
-                if nbytes > FRAME_BYTES_MAX:
+                if nbytes > self._frame_bytes_max:
                     raise msgspec.DecodeError(f"a message of {nbytes} bytes is too long")
                 end = start + nbytes
                 if len(buffer) < end:
