@@ -79,6 +79,10 @@ class RefusedKeysError(ServerError):
         self.refused = refused
         self.items = items
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # As an exception of another process: `args` has the sentence only.
+        return type(self), (dict(self.refused), list(self.items))
+
 
 class LookupAnswers:
     """The answers to a lookup of some keys, as far as they have come.
