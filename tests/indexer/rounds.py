@@ -7,6 +7,7 @@ answer is compared with a scan by brute force of the documents at the answer's t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -89,12 +90,22 @@ def breathe(pause_s: float = POLL_S) -> None:
     threading.Event().wait(pause_s)
 
 
+# Below those that systems give to whoever asks for any port, or connects. Each process begins
+# elsewhere.
+_PORTS: Final = range(10_000, 30_000)
+_next_port = itertools.count(os.getpid() * 64)
+
+
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]
+    """Ports that are free, and stay so until a test listens at them."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = _PORTS[next(_next_port) % len(_PORTS)]
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
 
 
 @attrs.define(eq=False)

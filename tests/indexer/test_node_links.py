@@ -345,3 +345,10 @@ async def test_the_list_says_that_a_node_is_missing(tmp_path: Path) -> None:
                 "yes",
                 "no",
             ]
+
+
+def test_no_connection_takes_the_port_of_a_node_by_chance() -> None:
+    """Neither of a pair that is given later, nor of a socket that takes any port."""
+    ports = [port for _ in range(10) for port in free_ports(2)]
+    assert len(set(ports)) == 20
+    assert max(ports) < 30_000
