@@ -40,10 +40,17 @@ from upr_server.indexer.directory import remove_other_slices
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import MomentGoneError
+from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query, RequiredWrite
 from upr_server.indexer.slice_scanner import BuildingError
-from upr_server.indexer.slices import CatalogReport, SliceId, SliceMissingError, SliceScan
+from upr_server.indexer.slices import (
+    CatalogReport,
+    SliceAnswer,
+    SliceId,
+    SliceMissingError,
+    SliceScan,
+)
 from upr_server.indexer.worker import serve_slice
 from upr_server.indexer.worker_process import WorkerProcess
 
@@ -359,3 +366,40 @@ async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> N
         nursery.cancel_scope.cancel()
     with pytest.raises(NoIndexError):
         designs.find(name_of("d/city"))
+
+
+async def overloaded(*_args: object) -> None:
+    await trio.lowlevel.checkpoint()
+    raise OverloadedError("no memory")
+
+
+async def test_a_moment_that_cannot_be_let_go_does_not_hide_the_error(
+    indexer: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = indexer.slices
+    are_answered = trio.Event()
+    scan = first.scan
+
+    async def scan_first(asked: SliceScan) -> SliceAnswer:
+        answer = await scan(asked)
+        are_answered.set()
+        return answer
+
+    async def scan_third(_asked: SliceScan) -> SliceAnswer:
+        await are_answered.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        raise SliceMissingError(third.slice_id, "is away")
+
+    monkeypatch.setattr(first, "scan", scan_first)
+    monkeypatch.setattr(third, "scan", scan_third)
+    monkeypatch.setattr(first, "release", overloaded)
+    with pytest.raises(SliceMissingError, match="is away"):
+        await ask(indexer, "d/city", msgspec.structs.replace(NOW, hold_s=10))
+    assert not len(second.moments)
+
+
+async def test_figures_of_an_indexer_whose_slice_has_no_memory(
+    indexer: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexer.slices[0], "statistics", overloaded)
+    assert (await indexer.statistics())["connected"] is False
