@@ -89,7 +89,7 @@ from upr_server.indexer.web_socket import (
     refuse,
 )
 from upr_server.indexer.worker import Worker, serve_slice
-from upr_server.indexer.worker_messages import Frames
+from upr_server.indexer.worker_messages import Answered, Frames, ToNode
 from upr_server.indexer.worker_process import WorkerProcess, worker_process
 
 T = TypeVar("T")
@@ -500,6 +500,23 @@ async def test_nodes_of_an_indexer(
         work, look, then=work, every=12 * EVERY, reaching=NODES_RUN
     )
     cancellations.check_inside(*NODES_RUN)
+
+
+OUTBOX: Final = tries(Frames.wait_below)
+
+
+async def test_an_outbox() -> None:
+    async def work() -> None:
+        ours, theirs = trio.testing.memory_stream_pair()
+        frames = Frames(ours, ToNode)
+        async with ours, theirs, trio.open_nursery() as nursery:
+            frames.put(Answered(1))
+            nursery.start_soon(frames.send_all)
+            await frames.wait_below(1)
+            assert await theirs.receive_some()
+            nursery.cancel_scope.cancel()
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*OUTBOX)
 
 
 FOLDERS: Final = tries(when_free, remove_other_slices)
