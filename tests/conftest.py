@@ -46,6 +46,7 @@ SLOW: Final = ("system", "spark")
 """Folders in which one file takes minutes."""
 
 
+@pytest.hookimpl(tryfirst=True)  # the processes of pytest-xdist look at the groups in theirs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Says what is run by one process, one test after the other: a file, or all that shares a
     session of Spark, which takes half a minute to start. What is slow begins first, or the other
