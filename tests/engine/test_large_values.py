@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.helpers import NOW, cursor_at, get_item, items, new_partition, send
-from upr_protocol.chunk import Chunk, ChunkPieces, LargeRow, Mutation, WidenedChunk
+from upr_protocol.chunk import LARGE_BYTES, Chunk, ChunkPieces, LargeRow, Mutation, WidenedChunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import Partition, batch_of
 from upr_server.engine import evaluation as evaluation_module
@@ -170,6 +170,20 @@ def test_pieces_are_the_chunk(rows: list[Mutation]) -> None:
     pieces = ChunkPieces(rows, SeqNo(0), SeqNo(9))
     assert pieces.count == len(rows)
     assert b"".join(pieces.pieces()) == bytes(Chunk.build(rows, SeqNo(0), SeqNo(9)))
+    assert len(pieces.pieces()) == 1, "small ones are one object while they wait to be sent"
+
+
+def test_large_values_are_pieces_of_their_own() -> None:
+    rows = [
+        Mutation(Operation.SET, b"key", value, SeqNo(seq), Cas(1))
+        for seq, value in enumerate((b"small", bytes(LARGE_BYTES), b"small", bytes(LARGE_BYTES)), 1)
+    ]
+    pieces = ChunkPieces(rows, SeqNo(0), SeqNo(9)).pieces()
+    assert [piece for piece in pieces if piece is rows[1].value or piece is rows[3].value] == [
+        rows[1].value,
+        rows[3].value,
+    ]
+    assert b"".join(pieces) == bytes(Chunk.build(rows, SeqNo(0), SeqNo(9)))
 
 
 @given(
