@@ -270,47 +270,47 @@ def test_roles_are_made_given_and_removed(
     run, bucket = as_ada, f"{secured.url}orders"
     run("bucket", "create", bucket, "--partitions", "1")
     run("user", "add", "lea", "--new-password-file", secret_file(tmp_path / "lea.password"))
-    assert "added role clerks" in run("role", "add", "clerks").stdout
+    assert "added role editors" in run("role", "add", "editors").stdout
     run("role", "add", "empty")
-    assert run("user", "assign", "lea", "clerks, empty").stdout == (
-        "lea has the roles clerks,empty, too\n"
+    assert run("user", "assign", "lea", "editors, empty").stdout == (
+        "lea has the roles editors,empty, too\n"
     )
     become(monkeypatch, "lea")
     run("get", bucket, "k", code=3)
     become(monkeypatch, "ada")
-    assert run("role", "grant", "clerks", "read,write", "order*").stdout == (
-        "granted to the role clerks: read on order*; write on order*\n"
+    assert run("role", "grant", "editors", "read,write", "order*").stdout == (
+        "granted to the role editors: read on order*; write on order*\n"
     )
-    run("role", "grant", "clerks", "read", "*", "--prefix", "public/")
+    run("role", "grant", "editors", "read", "*", "--prefix", "public/")
     become(monkeypatch, "lea")
     run("set", bucket, "k", "v")
     run("role", "list", code=3)
     become(monkeypatch, "ada")
     rows = [json.loads(line) for line in run("role", "list", "--json").stdout.splitlines()]
     assert rows == [
-        {"role": "clerks", "right": "read", "buckets": "*", "prefix": "public/"},
-        {"role": "clerks", "right": "read", "buckets": "order*", "prefix": ""},
-        {"role": "clerks", "right": "write", "buckets": "order*", "prefix": ""},
+        {"role": "editors", "right": "read", "buckets": "*", "prefix": "public/"},
+        {"role": "editors", "right": "read", "buckets": "order*", "prefix": ""},
+        {"role": "editors", "right": "write", "buckets": "order*", "prefix": ""},
         {"role": "empty", "right": "", "buckets": "", "prefix": ""},
     ]
     rows = [json.loads(line) for line in run("user", "list", "--json").stdout.splitlines()]
     assert [
         (row["role"], row["right"], row["buckets"]) for row in rows if row["user"] == "lea"
     ] == [
-        ("clerks", "read", "*"),
-        ("clerks", "read", "order*"),
-        ("clerks", "write", "order*"),
+        ("editors", "read", "*"),
+        ("editors", "read", "order*"),
+        ("editors", "write", "order*"),
         ("empty", "", ""),
     ]
-    run("role", "revoke", "clerks", "write", "order*")
+    run("role", "revoke", "editors", "write", "order*")
     become(monkeypatch, "lea")
     run("set", bucket, "k", "v", code=3)
     run("get", bucket, "k")
     become(monkeypatch, "ada")
-    run("user", "withdraw", "lea", "clerks")
-    assert "does not have the role" in run("user", "withdraw", "lea", "clerks", code=3).stderr
-    run("user", "assign", "lea", "clerks")
-    run("role", "remove", "clerks")
+    run("user", "withdraw", "lea", "editors")
+    assert "does not have the role" in run("user", "withdraw", "lea", "editors", code=3).stderr
+    run("user", "assign", "lea", "editors")
+    run("role", "remove", "editors")
     become(monkeypatch, "lea")
     run("get", bucket, "k", code=3)
     become(monkeypatch, "ada")

@@ -230,7 +230,7 @@ def test_the_first_user_may_change_users() -> None:
             lambda users: users.revoking("bob", (Grant(Right.READ, "a", b"k"),)),
             "user bob has no grant of read on a, keys 'k'…",
         ),
-        (lambda users: users.assigning("bob", ("clerks",)), "there is no role clerks"),
+        (lambda users: users.assigning("bob", ("editors",)), "there is no role editors"),
         (lambda users: users.assigning("joe", ("readers",)), "there is no user joe"),
         (
             lambda users: users.withdrawing("bob", ("readers",)),
@@ -241,7 +241,7 @@ def test_the_first_user_may_change_users() -> None:
         (lambda users: users.with_role(UserRole("a\u200db")), "format character"),
         (lambda users: users.with_role(UserRole("ﬁ")), "not in the form NFKC"),
         (lambda users: users.with_role(UserRole("r" * 129)), "a role's name has 1 to 128 bytes"),
-        (lambda users: users.granting_to_role("clerks", ()), "there is no role clerks"),
+        (lambda users: users.granting_to_role("editors", ()), "there is no role editors"),
         (
             lambda users: users.granting_to_role("readers", (Grant(Right.READ, ""),)),
             "write * for every",
@@ -256,7 +256,7 @@ def test_the_first_user_may_change_users() -> None:
             lambda users: users.revoking_from_role("readers", (Grant(Right.READ, "b"),)),
             "role readers has no grant of read on b",
         ),
-        (lambda users: users.without_role("clerks"), "there is no role clerks"),
+        (lambda users: users.without_role("editors"), "there is no role editors"),
         (
             lambda users: users.revoking("bob", (Grant(Right.WRITE, "a"),)),
             "user bob has no grant of write on a;",
@@ -437,7 +437,7 @@ CHANGES: Final[list[tuple[AnyUserChange, User | None]]] = [
     (AssignRoles("bob", ("writers", "readers")), User("bob", None, GRANTS, roles=BOTH)),
     (WithdrawRoles("cleo", ("readers",)), User("cleo", roles=("writers",))),
     (RemoveUser("bob"), None),
-    (AddRole("clerks"), None),
+    (AddRole("editors"), None),
     (GrantToRole("readers", (Grant(Right.READ, "b", b"a/"),)), None),
     (RevokeFromRole("readers", GRANTS), None),
     (RemoveRole("readers"), User("cleo", roles=("writers",))),

@@ -122,7 +122,7 @@ def test_the_audit_log_has_no_key_of_what_is_refused() -> None:
 
 
 def test_the_audit_log_has_changes_of_roles() -> None:
-    change = GrantToRole("clerks", (Grant(Right.READ, "orders", b"a/"),))
+    change = GrantToRole("editors", (Grant(Right.READ, "orders", b"a/"),))
     message = ChangeUsers(change.to_json(), opaque=1)
     log = AuditNotes()
     for access in (access_of(Grant(Right.SECURE, EVERYTHING), by_role=True), access_of()):
@@ -133,7 +133,7 @@ def test_the_audit_log_has_changes_of_roles() -> None:
     assert (allowed["allowed"], refused["allowed"]) == (True, False)
     assert allowed["detail"] == repr(change)
     assert "b'a/'" in repr(change)
-    assert refused["detail"] == "GrantToRole clerks"
+    assert refused["detail"] == "GrantToRole editors"
 
 
 # With a server.
@@ -350,8 +350,8 @@ async def test_a_stream_ends_when_only_some_keys_are_left() -> None:
 async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(how: str) -> None:
     grants = (READ_ALL, Grant(Right.WRITE, "b"))
     async with logged_in() as (server, peer):
-        await server.users.change(lambda users: users.with_role(UserRole("clerks", grants)))
-        await server.users.change(lambda users: users.assigning(USER, ("clerks",)))
+        await server.users.change(lambda users: users.with_role(UserRole("editors", grants)))
+        await server.users.change(lambda users: users.assigning(USER, ("editors",)))
         await streaming(peer)
         # Who also may by another role goes on.
         await server.users.change(lambda users: users.with_role(UserRole("others", grants)))
@@ -360,22 +360,22 @@ async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(how:
         assert not (await peer.mutate(sets(b"k2"))).status
         assert not any(isinstance(message, StreamEnd) for message in peer.heard)
         if how == "revoke":
-            await server.users.change(lambda users: users.revoking_from_role("clerks", grants[:1]))
+            await server.users.change(lambda users: users.revoking_from_role("editors", grants[:1]))
         elif how == "withdraw":
-            await server.users.change(lambda users: users.withdrawing(USER, ("clerks",)))
+            await server.users.change(lambda users: users.withdrawing(USER, ("editors",)))
         else:
-            await server.users.change(lambda users: users.without_role("clerks"))
+            await server.users.change(lambda users: users.without_role("editors"))
         await ends(peer)
         assert await written(peer, Operation.SET, b"k3") == (how == "revoke")
 
 
 async def test_what_a_role_is_granted_counts_at_once() -> None:
     async with logged_in(READ_A) as (server, peer):
-        await server.users.change(lambda users: users.with_role(UserRole("clerks")))
-        await server.users.change(lambda users: users.assigning(USER, ("clerks",)))
+        await server.users.change(lambda users: users.with_role(UserRole("editors")))
+        await server.users.change(lambda users: users.assigning(USER, ("editors",)))
         await peer.open()
         assert not await written(peer, Operation.SET, b"a/1")
-        await server.users.change(lambda users: users.granting_to_role("clerks", (WRITE_A,)))
+        await server.users.change(lambda users: users.granting_to_role("editors", (WRITE_A,)))
         assert await written(peer, Operation.SET, b"a/1")
         assert not await written(peer, Operation.SET, b"b")
 

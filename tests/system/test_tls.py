@@ -179,21 +179,21 @@ async def do_everything(
         ("user", "password", url, "eve", "--new-password-file", str(folder / "new")),
         ("user", "grant", url, "eve", *on_some),
         ("user", "limit", url, "eve", "--streams", "5"),
-        ("role", "add", url, "clerks"),
-        ("role", "grant", url, "clerks", *on_some),
-        ("user", "assign", url, "eve", "clerks"),
+        ("role", "add", url, "editors"),
+        ("role", "grant", url, "editors", *on_some),
+        ("user", "assign", url, "eve", "editors"),
         ("user", "list", url),
         ("role", "list", url),
-        ("user", "withdraw", url, "eve", "clerks"),
-        ("role", "revoke", url, "clerks", *on_some),
-        ("role", "remove", url, "clerks"),
+        ("user", "withdraw", url, "eve", "editors"),
+        ("role", "revoke", url, "editors", *on_some),
+        ("role", "remove", url, "editors"),
         ("user", "revoke", url, "eve", *on_some),
         ("user", "remove", url, "eve"),
     )
     program = (sys.executable, "-c", IN_ONE_PROCESS, json.dumps(several))
     listed = await run(program, variables=variables)
     assert listed.code == 0, listed
-    assert "clerks" in listed.out
+    assert "editors" in listed.out
     await command("replicas", "remove", target, "a")
     await command("bucket", "delete", target, "--yes")
 

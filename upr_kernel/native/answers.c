@@ -66,22 +66,6 @@ typedef struct {
 } Answers;
 
 static bool
-no_memory(void)
-{
-    PyErr_NoMemory();
-    return false;
-}
-
-static bool
-takes(const char *name, Py_ssize_t count, Py_ssize_t wanted)
-{
-    if (count == wanted)
-        return true;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, count);
-    return false;
-}
-
-static bool
 writer_of(PyObject *object, const uint8_t **writer)
 {
     char *bytes;
@@ -472,7 +456,7 @@ remember(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
     const uint8_t *writer;
     uint64_t counter, high, attempt, nbytes_before = self->nbytes;
-    if (!takes("remember", count, 5) || !writer_of(args[0], &writer) ||
+    if (!takes("remember", count, 5, 5) || !writer_of(args[0], &writer) ||
         !number_of(args[1], &counter) || !number_of(args[3], &high) ||
         !number_of(args[4], &attempt) || !is_above_newest(find_writer(self, writer), counter))
         return NULL;
@@ -509,7 +493,7 @@ remember_plain(Answers *self, PyObject *const *args, Py_ssize_t count)
     const uint8_t *writer;
     uint64_t counter, attempt, history_id, first_seq, last_seq, first_cas;
     uint64_t nbytes_before = self->nbytes;
-    if (!takes("remember_plain", count, 7) || !writer_of(args[0], &writer) ||
+    if (!takes("remember_plain", count, 7, 7) || !writer_of(args[0], &writer) ||
         !number_of(args[1], &counter) || !number_of(args[2], &attempt) ||
         !number_of(args[3], &history_id) || !number_of(args[4], &first_seq) ||
         !number_of(args[5], &last_seq) || !number_of(args[6], &first_cas) ||
@@ -540,7 +524,7 @@ replace_newest(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
     const uint8_t *id;
     uint64_t high, attempt, nbytes_before = self->nbytes;
-    if (!takes("replace_newest", count, 4) || !writer_of(args[0], &id) ||
+    if (!takes("replace_newest", count, 4, 4) || !writer_of(args[0], &id) ||
         !number_of(args[2], &high) || !number_of(args[3], &attempt))
         return NULL;
     if (!PyBytes_Check(args[1]))
@@ -568,7 +552,7 @@ note_applied(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
     const uint8_t *id;
     uint64_t counter, applied_high;
-    if (!takes("note_applied", count, 3) || !writer_of(args[0], &id) ||
+    if (!takes("note_applied", count, 3, 3) || !writer_of(args[0], &id) ||
         !number_of(args[1], &counter) || !number_of(args[2], &applied_high))
         return NULL;
     Writer *writer = find_writer(self, id);
@@ -587,7 +571,7 @@ answer_to(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
     const uint8_t *id;
     uint64_t counter;
-    if (!takes("answer_to", count, 2) || !writer_of(args[0], &id) || !number_of(args[1], &counter))
+    if (!takes("answer_to", count, 2, 2) || !writer_of(args[0], &id) || !number_of(args[1], &counter))
         return NULL;
     const Writer *writer = find_writer(self, id);
     const Answer *answer = writer == NULL ? NULL : find_answer(writer, counter);
@@ -602,7 +586,7 @@ is_new(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
     const uint8_t *id;
     uint64_t counter, attempt;
-    if (!takes("is_new", count, 3) || !writer_of(args[0], &id) || !number_of(args[1], &counter) ||
+    if (!takes("is_new", count, 3, 3) || !writer_of(args[0], &id) || !number_of(args[1], &counter) ||
         !number_of(args[2], &attempt))
         return NULL;
     const Writer *writer = find_writer(self, id);
@@ -637,7 +621,7 @@ static PyObject *
 between(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
     uint64_t start, end;
-    if (!takes("between", count, 2) || !number_of(args[0], &start) || !number_of(args[1], &end))
+    if (!takes("between", count, 2, 2) || !number_of(args[0], &start) || !number_of(args[1], &end))
         return NULL;
     PyObject *list = PyList_New(0);
     for (uint64_t at = bisect_order(self, start);

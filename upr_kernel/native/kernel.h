@@ -53,6 +53,28 @@ store_u64(uint8_t *at, uint64_t number)
     memcpy(at, &number, sizeof number);
 }
 
+/* These give false once they have set an error of Python. */
+
+static inline bool
+no_memory(void)
+{
+    PyErr_NoMemory();
+    return false;
+}
+
+static inline bool
+takes(const char *name, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most)
+{
+    if (least <= count && count <= most)
+        return true;
+    if (least == most)
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, most, count);
+    else
+        PyErr_Format(PyExc_TypeError, "%s takes %zd to %zd arguments, not %zd", name, least, most,
+                     count);
+    return false;
+}
+
 /* An encoded chunk: upr_protocol/chunk describes the columns. */
 
 enum { HEAD_BYTES = 32, SET = 1 };

@@ -533,13 +533,6 @@ prefetch_key(KeyTable *table, uint32_t hash)
 /* Methods. */
 
 static bool
-no_memory(void)
-{
-    PyErr_NoMemory();
-    return false;
-}
-
-static bool
 key_of(PyObject *object, const uint8_t **key, size_t *length)
 {
     char *bytes;
@@ -559,15 +552,6 @@ seq_of(PyObject *object, uint64_t *seq)
     if (*seq && *seq >> 63 == 0)
         return true;
     PyErr_SetString(PyExc_ValueError, "a sequence number is 1 to 2**63 - 1");
-    return false;
-}
-
-static bool
-takes(const char *name, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most)
-{
-    if (least <= count && count <= most)
-        return true;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd to %zd arguments, not %zd", name, least, most, count);
     return false;
 }
 

@@ -42,22 +42,6 @@ typedef struct {
     uint64_t value_size;
 } OpenRows;
 
-static bool
-no_memory(void)
-{
-    PyErr_NoMemory();
-    return false;
-}
-
-static bool
-takes(const char *name, Py_ssize_t count, Py_ssize_t wanted)
-{
-    if (count == wanted)
-        return true;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, count);
-    return false;
-}
-
 static uint64_t
 row_bytes_of(const OpenRows *self)
 {
@@ -192,7 +176,7 @@ extend(OpenRows *self, PyObject *const *args, Py_ssize_t count)
     uint64_t low, high;
     Part part = {.is_numbered = true};
     Sizes sizes = {0};
-    if (!takes("extend", count, 5) || !number_of(args[1], &low) || !number_of(args[2], &high) ||
+    if (!takes("extend", count, 5, 5) || !number_of(args[1], &low) || !number_of(args[2], &high) ||
         !number_of(args[3], &part.first_seq) || !number_of(args[4], &part.first_cas))
         return NULL;
     if (PyObject_GetBuffer(args[0], &part.buffer, PyBUF_SIMPLE) < 0)
@@ -222,7 +206,7 @@ append(OpenRows *self, PyObject *const *args, Py_ssize_t count)
     uint64_t operation, seq, cas, flags, expiry;
     char *key, *value;
     Py_ssize_t key_length, value_length;
-    if (!takes("append", count, 7) || !number_of(args[0], &operation) ||
+    if (!takes("append", count, 7, 7) || !number_of(args[0], &operation) ||
         PyBytes_AsStringAndSize(args[1], &key, &key_length) < 0 ||
         PyBytes_AsStringAndSize(args[2], &value, &value_length) < 0 || !number_of(args[3], &seq) ||
         !number_of(args[4], &cas) || !number_of(args[5], &flags) || !number_of(args[6], &expiry))
@@ -282,7 +266,7 @@ static PyObject *
 begin(OpenRows *self, PyObject *const *args, Py_ssize_t count)
 {
     uint64_t start, tidy_at;
-    if (!takes("begin", count, 2) || !number_of(args[0], &start) || !number_of(args[1], &tidy_at))
+    if (!takes("begin", count, 2, 2) || !number_of(args[0], &start) || !number_of(args[1], &tidy_at))
         return NULL;
     if (PyByteArray_Resize(self->flags, 0) < 0)
         return NULL;
@@ -373,7 +357,7 @@ static PyObject *
 encoded(OpenRows *self, PyObject *const *args, Py_ssize_t count)
 {
     uint64_t start, end;
-    if (!takes("encoded", count, 3) || !number_of(args[0], &start) || !number_of(args[1], &end))
+    if (!takes("encoded", count, 3, 3) || !number_of(args[0], &start) || !number_of(args[1], &end))
         return NULL;
     int only_live = PyObject_IsTrue(args[2]);
     if (only_live < 0)
@@ -546,7 +530,7 @@ PyObject *
 add_runs(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     Limits limits;
-    if (!takes("add_runs", count, 8) || !number_of(args[3], &limits.cas) ||
+    if (!takes("add_runs", count, 8, 8) || !number_of(args[3], &limits.cas) ||
         !number_of(args[4], &limits.partition_count) || !number_of(args[5], &limits.rows_max) ||
         !number_of(args[6], &limits.bytes_max) || !are_runs(args[1], args[2]))
         return NULL;

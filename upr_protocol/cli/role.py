@@ -38,7 +38,7 @@ def add(target: Address, name: str) -> None:
 
     \b
     Examples:
-      upr role add uprs://db1:12000 clerks
+      upr role add uprs://db1:12000 editors
     """
     change_users(target, AddRole(name))
     print_line(f"added role {name}; grant rights with `upr role grant`")
@@ -55,7 +55,7 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, p
 
     \b
     Examples:
-      upr role grant uprs://db1:12000 clerks read,write 'orders-*'
+      upr role grant uprs://db1:12000 editors read,write 'orders-*'
     """
     grants = grants_of(rights, pattern, prefix)
     change_users(target, GrantToRole(name, grants))

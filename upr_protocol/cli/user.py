@@ -163,7 +163,7 @@ def assign(target: Address, name: str, roles: tuple[str, ...]) -> None:
 
     \b
     Examples:
-      upr user assign uprs://db1:12000 bob clerks,readers
+      upr user assign uprs://db1:12000 bob editors,readers
     """
     change_users(target, AssignRoles(name, roles))
     print_line(f"{name} has the roles {','.join(roles)}, too")
