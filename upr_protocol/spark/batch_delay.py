@@ -31,10 +31,12 @@ class BatchDelay:
         """Whether the next batch waits. If it does not, the batch begins now.
 
         Args:
-            numbers: How many sequence numbers there are for it.
+            numbers: How many sequence numbers there are for it. If there are none, the batch waits:
+                changes that arrive while it is planned are the next look's, or they would be in a
+                batch that nobody knows to have begun.
         """
         if not numbers:
-            return False
+            return True
         now = self._clock()
         if self._deadline_s is None:
             self._deadline_s = now + self._delay_s
