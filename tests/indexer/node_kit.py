@@ -14,8 +14,9 @@ import trio
 import trio.testing
 
 from tests.indexer.kit import name_of, settings, until
-from upr_protocol.client import Security
+from upr_protocol.client import Address, Security
 from upr_protocol.errors import UprError
+from upr_server.indexer.bucket_histories import BucketHistories
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.membership import Membership
 from upr_server.indexer.moments import MomentGoneError
@@ -24,6 +25,8 @@ from upr_server.indexer.pure.node_map import NodeMap
 from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.slice_scanner import BuildingError, NotFreshError
 from upr_server.indexer.slices import SliceMissingError
+
+LINKS_MAX = 100
 
 
 def urls(count: int) -> tuple[str, ...]:
@@ -72,12 +75,14 @@ class Nodes:
         node_map: Which nodes there are.
         running: Those that run, by place.
         stopped: Those that take and send nothing; the event is set when they go on.
+        buckets: By place, the bucket of a node that has another one.
     """
 
     def __init__(self, url: str, folder: Path, node_map: NodeMap, nursery: trio.Nursery) -> None:
         self.node_map = node_map
         self.running: dict[int, Indexer] = {}
         self.stopped: dict[int, trio.Event] = {}
+        self.buckets: dict[int, str] = {}
         self._url = url
         self._folder = folder
         self._nursery = nursery
@@ -91,13 +96,19 @@ class Nodes:
     async def _hold(
         self, place: int, task_status: trio.TaskStatus[Indexer] = trio.TASK_STATUS_IGNORED
     ) -> None:
+        url = self.buckets.get(place, self._url)
         membership = Membership(
-            self.node_map, place, "b", open_stream=partial(self._open_stream, place)
+            self.node_map,
+            place,
+            "b",
+            BucketHistories(Address.parse(url)),
+            LINKS_MAX,
+            open_stream=partial(self._open_stream, place),
         )
         ended = self._ended[place] = trio.Event()
         try:
             with trio.CancelScope() as self._scopes[place]:
-                async with node(self._url, self._folder / str(place), membership) as indexer:
+                async with node(url, self._folder / str(place), membership) as indexer:
                     self.running[place] = indexer
                     task_status.started(indexer)
                     await trio.sleep_forever()
@@ -128,7 +139,8 @@ class Nodes:
         indexer = self.running.get(place)
         if indexer is None or indexer.membership is None:
             raise OSError(f"nobody listens at {parts.netloc}")
-        indexer.membership.check(index, parse_qs(parts.query)["map"][0])
+        query = parse_qs(parts.query)
+        await indexer.membership.check(index, query["map"][0], query["bucket"][0])
         part = indexer.holders[index]
         assert isinstance(part, ReplicatedSlice)
         ours, theirs = trio.testing.memory_stream_pair()

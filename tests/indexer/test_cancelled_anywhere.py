@@ -48,6 +48,7 @@ from upr_protocol.users import Right
 from upr_server.app import Server
 from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.app import serve, serving
+from upr_server.indexer.bucket_histories import MAX_AGE_S, BucketHistories
 from upr_server.indexer.builder import Builder
 from upr_server.indexer.catalog import Catalog
 from upr_server.indexer.config import IndexerConfig
@@ -64,12 +65,14 @@ from upr_server.indexer.freshness import Barriers
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.log_in_turns import LogInTurns
+from upr_server.indexer.membership import Membership
 from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.node_links import serve_link
 from upr_server.indexer.overlay import Overlay
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.pure.node_map import NodeMap
 from upr_server.indexer.query import Query
 from upr_server.indexer.remote_slice import RemoteSlice
 from upr_server.indexer.replicated_slice import ReplicatedSlice
@@ -500,6 +503,30 @@ async def test_nodes_of_an_indexer(
         work, look, then=work, every=12 * EVERY, reaching=NODES_RUN
     )
     cancellations.check_inside(*NODES_RUN)
+
+
+WHO_LINKS: Final = tries(BucketHistories.statement, BucketHistories.check, Membership.check)
+
+
+async def test_who_may_link(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
+    url, open_before = server.url(BUCKET), network.open
+    node_map = NodeMap(("http://n0:1", "http://n1:1"), 2, 0)
+
+    async def work() -> None:
+        histories = BucketHistories(Address.parse(url))
+        await histories.check(await histories.statement(), "n")
+        membership = Membership(node_map, 0, BUCKET, histories, 4)
+        statement = await histories.statement()
+        await trio.sleep(MAX_AGE_S)
+        await membership.check(0, node_map.fingerprint(BUCKET), statement)
+
+    def look() -> None:
+        check(server)
+        assert network.open == open_before
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*WHO_LINKS)
 
 
 OUTBOX: Final = tries(Frames.wait_below)

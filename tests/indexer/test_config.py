@@ -132,6 +132,8 @@ def test_nodes() -> None:
     nodes = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://n:3")
     assert membership.node_map == NodeMap(nodes, 5, 1)
     assert (membership.place, membership.url, membership.bucket) == (1, nodes[1], "planes")
+    # Two nodes link to each of its slices, and four times as many links are allowed.
+    assert membership.links_max == 4 * 2 * len(membership.kept)
     assert settings.slices == 5
     assert settings.kept == [SliceId(index, 5) for index in membership.node_map.kept_by(1)]
     for node in ("2", "http://n:3", "http://n:3/"):
@@ -171,6 +173,11 @@ def test_nodes() -> None:
         ({"node": "1"}, "node has no use without nodes"),
         ({"slices": "4"}, "slices has no use without nodes"),
         ({"replicas": "1"}, "replicas has no use without nodes"),
+        ({"links_max": "9"}, "links_max has no use without nodes"),
+        (
+            {"nodes": NODES, "node": "0", "links_max": "3"},
+            "links_max must be at least 4, twice as many as the other nodes need, not 3",
+        ),
         ({"tls_ca": "ca.pem"}, "tls_ca has no use without nodes"),
     ],
 )

@@ -21,6 +21,7 @@ from tests.indexer.test_http_access import users_of_the_table
 from tests.indexer.test_slices import NoListener
 from tests.indexer.test_tls import upr_index
 from tests.kit.certificates import Certificates
+from tests.kit.process import POLL_S
 from tests.server.test_log_in import VERIFIER, server_with_users
 from tests.server.test_tls import tls_server
 from upr_protocol.client import Address, Client, Credentials, Security, connect
@@ -67,6 +68,12 @@ async def two_nodes(
             assert answers_at == node
             indexers.append(indexer)
         yield indexers
+
+
+async def query_of(membership: Membership) -> str:
+    """With what a node of the same map and bucket links."""
+    fingerprint = membership.node_map.fingerprint("b")
+    return f"map={fingerprint}&bucket={await membership.histories.statement()}"
 
 
 async def check_answers(client: Client, indexers: list[Indexer]) -> None:
@@ -137,8 +144,7 @@ async def test_nodes_log_in(tmp_path: Path) -> None:
             assert await client.get("_design/?") is not None
             membership = indexers[0].membership
             assert membership is not None
-            fingerprint = membership.node_map.fingerprint("b")
-            path = f"{membership.url}/v1/slices/0?map={fingerprint}"
+            path = f"{membership.url}/v1/slices/0?{await query_of(membership)}"
             for user, message in (
                 ("", "say who you are"),
                 ("read-b", "needs the right index on bucket b"),
@@ -180,7 +186,7 @@ async def test_a_link_ends_when_its_user_may_not_have_it_any_more(
     ):
         membership = indexers[0].membership
         assert membership is not None
-        path = f"{membership.url}/v1/slices/0?map={membership.node_map.fingerprint('b')}"
+        path = f"{membership.url}/v1/slices/0?{await query_of(membership)}"
         security = Security(credentials=Credentials("other", "pencil"))
         async with aclosing(await open_web_socket(path, security)) as stream:
             await server.users.change(change)
@@ -193,15 +199,22 @@ async def test_a_node_says_which_slices_it_has_not(tmp_path: Path) -> None:
     async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
         membership = indexers[0].membership
         assert membership is not None
-        fingerprint = membership.node_map.fingerprint("b")
+        query = await query_of(membership)
         for path, message in (
-            (f"1?map={fingerprint}", "slice 1 of 2 is not at .*, but at http://127.0.0.1:"),
-            (f"2?map={fingerprint}", "there is no slice 2"),
+            (f"1?{query}", "slice 1 of 2 is not at .*, but at http://127.0.0.1:"),
+            (f"2?{query}", "there is no slice 2"),
+            (f"0?{query.partition('&')[0]}", "say which bucket they follow, and not ''"),
+            (f"0?{query}.1", None),
+            (f"0?{query.rpartition('.')[0]}.1", "follows another bucket of the name b"),
             ("0?map=other", "another list of nodes"),
             ("0", "another list of nodes"),
         ):
+            url = f"{membership.url}/v1/slices/{path}"
+            if message is None:
+                await (await open_web_socket(url, Security())).aclose()
+                continue
             with pytest.raises(RefusedError, match=message):
-                await open_web_socket(f"{membership.url}/v1/slices/{path}", Security())
+                await open_web_socket(url, Security())
         with pytest.raises(RefusedError, match="HTTP 4"):
             await open_web_socket(f"{membership.url}/v1/nothing", Security())
     async with (
@@ -213,12 +226,41 @@ async def test_a_node_says_which_slices_it_has_not(tmp_path: Path) -> None:
             await open_web_socket(f"{url}/v1/slices/0?map=x", Security())
 
 
+async def test_links_are_limited(tmp_path: Path) -> None:
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        two_nodes(server.url("b"), tmp_path, links_max=8) as indexers,
+    ):
+        await check_answers(client, indexers)
+        membership = indexers[0].membership
+        assert membership is not None
+        url = f"{membership.url}/v1/slices/0?{await query_of(membership)}"
+        async with AsyncExitStack() as stack:
+            # The other node has one already.
+            for _ in range(3):
+                await stack.enter_async_context(aclosing(await open_web_socket(url, Security())))
+            with pytest.raises(RefusedError, match=r"127\.0\.0\.1 has 4 links .* links_max, 8$"):
+                await open_web_socket(url, Security())
+            assert (await asked_by_hand(membership, 0)).startswith(b"HTTP/1.1 429 ")
+            for indexer in indexers:
+                assert (await ask(indexer, "d/city", Query(count=True))).count == 200
+        # Those that ended count no more.
+        with trio.fail_after(20):
+            while True:
+                try:
+                    await (await open_web_socket(url, Security())).aclose()
+                    return
+                except RefusedError:
+                    await trio.sleep(POLL_S)
+
+
 async def asked_by_hand(membership: Membership, slice_index: int, headers: str = "") -> bytes:
     """What a node answers to whoever asks for a link, up to the end of an error."""
     host, _, port = membership.url.removeprefix("http://").partition(":")
     key = b64encode(bytes(16)).decode()
     request = (
-        f"GET /v1/slices/{slice_index}?map={membership.node_map.fingerprint('b')} HTTP/1.1\r\n"
+        f"GET /v1/slices/{slice_index}?{await query_of(membership)} HTTP/1.1\r\n"
         f"Host: {host}:{port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{headers}"
         f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
     )
@@ -272,8 +314,7 @@ async def test_what_is_no_message_ends_the_link_and_nothing_else(
     async with a_server() as server, two_nodes(server.url("b"), tmp_path) as indexers:
         membership = indexers[0].membership
         assert membership is not None
-        fingerprint = membership.node_map.fingerprint("b")
-        path = f"{membership.url}/v1/slices/0?map={fingerprint}"
+        path = f"{membership.url}/v1/slices/0?{await query_of(membership)}"
         with structlog.testing.capture_logs() as logs:
             async with aclosing(await open_web_socket(path, Security())) as stream:
                 await stream.send_all(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket
 from upr_protocol.concurrency import background
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.users import Right
+from upr_server.indexer.bucket_histories import OtherBucketError
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import WriteLostError
@@ -31,6 +32,7 @@ from upr_server.indexer.http_access import (
     TooManyLogInsError,
 )
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.link_limit import LinkLimit, TooManyLinksError
 from upr_server.indexer.membership import PATH, NotMySliceError
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.node_links import serve_link
@@ -44,6 +46,7 @@ from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
 from upr_server.indexer.slices import SliceMissingError
 from upr_server.indexer.web_socket import accept, refuse
+from upr_server.runtime import network_of
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +60,8 @@ _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (LogInNeededError, 401, "log_in_needed"),
     (NotAllowedError, 403, "not_allowed"),
     (TooManyLogInsError, 429, "too_many_log_ins"),
+    (TooManyLinksError, 429, "too_many_links"),
+    (OtherBucketError, 421, "other_bucket"),
     (DefinitionError, 400, "bad_definition"),
     (QueryError, 400, "bad_query"),
     (NoIndexError, 404, "no_index"),
@@ -270,28 +275,42 @@ class _Link:
     def __init__(self, indexer: Indexer, access: HttpAccess) -> None:
         self._indexer = indexer
         self._access = access
+        membership = indexer.membership
+        self._limit = LinkLimit(0 if membership is None else membership.links_max)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         socket = WebSocket(scope, receive, send)
-        try:
-            part = await self._part(socket)
-        except UprError as error:
-            response = _failure(error)
-            await refuse(scope, receive, send, response.status_code, bytes(response.body))
-            return
-        stream = await accept(receive, send)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._end_when_refused, socket, nursery.cancel_scope)
-            await serve_link(stream, part, self._indexer.pool)
-            nursery.cancel_scope.cancel()
+        with ExitStack() as stack:
+            try:
+                part = await self._part(socket)
+                stack.enter_context(self._limit.link_of(network_of(_peer(socket))))
+            except UprError as error:
+                response = _failure(error)
+                await refuse(scope, receive, send, response.status_code, bytes(response.body))
+                return
+            stream = await accept(receive, send)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._end_when_refused, socket, nursery.cancel_scope)
+                await serve_link(stream, part, self._indexer.pool)
+                nursery.cancel_scope.cancel()
 
     async def _check(self, socket: WebSocket) -> None:
-        host, port = socket.client or ("", 0)
+        """Checks who asks, and for what; see `_part` for the errors."""
         authorization = socket.headers.get("authorization", "")
-        await self._access.check_node(authorization, f"{host}:{port}")
+        await self._access.check_node(authorization, _peer(socket))
+        membership = self._indexer.membership
+        if membership is None:
+            raise NotMySliceError(
+                NodeMap((), len(self._indexer.holders), 0),
+                "this indexer is alone: start it with --nodes, as the others",
+            )
+        query = socket.query_params
+        index: int = socket.path_params["index"]
+        await membership.check(index, query.get("map", ""), query.get("bucket", ""))
 
     async def _end_when_refused(self, socket: WebSocket, scope: trio.CancelScope) -> None:
-        """Ends a link when its user has lost a right, or has another password."""
+        """Ends a link when its user has lost a right, or has another password, or when the server
+        turns out to have another bucket."""
         while True:
             await trio.sleep(NODE_VERDICT_S)
             try:
@@ -307,20 +326,19 @@ class _Link:
             LogInNeededError: See `HttpAccess.check_node`.
             NotAllowedError: Likewise; or a browser asks, for some page.
             NotMySliceError: It is not kept here, or the indexer is alone.
+            OtherBucketError: See `Membership.check`.
         """
         if "origin" in socket.headers:
             raise NotAllowedError("links are for nodes of the indexer, not for pages of a browser")
         await self._check(socket)
-        index: int = socket.path_params["index"]
-        if self._indexer.membership is None:
-            raise NotMySliceError(
-                NodeMap((), len(self._indexer.holders), 0),
-                "this indexer is alone: start it with --nodes, as the others",
-            )
-        self._indexer.membership.check(index, socket.query_params.get("map", ""))
-        part = self._indexer.holders[index]
+        part = self._indexer.holders[socket.path_params["index"]]
         assert isinstance(part, ReplicatedSlice)
         return part
+
+
+def _peer(socket: WebSocket) -> str:
+    host, port = socket.client or ("", 0)
+    return f"{host}:{port}"
 
 
 def _name(request: Request) -> IndexName:

@@ -136,6 +136,12 @@ EXIT_FAILED: Final = 1
     help="How many copies each slice has beside the first, 0 to 2; the same at each node.  "
     "[default: 0]",
 )
+@click.option(
+    "--links-max",
+    type=int,
+    help="How many links other nodes may have to this one, half of them from one host.  [default: "
+    "four times as many as they need]",
+)
 @click.option("--undo-mutations", type=int, help="How many mutations can be undone.")
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option("--log-format", help="console for people, json for machines.")

@@ -89,6 +89,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slices: How many slices the indexes have on all nodes together, the same at each node; 0 for
             one a node.
         replicas: How many copies each slice has beside the first, the same at each node.
+        links_max: How many links other nodes may have to this one, half of them from one host; 0
+            for four times as many as they need.
         undo_mutations: How many of the newest mutations can be undone when the server loses them;
             beyond it a partition is indexed again from nothing.
         log_level: The least severe event that is logged.
@@ -117,6 +119,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: str = ""
     slices: Annotated[int, msgspec.Meta(ge=0, le=SLICES_MAX)] = 0
     replicas: Annotated[int, msgspec.Meta(ge=0, le=REPLICAS_MAX)] = 0
+    links_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     undo_mutations: _Count = 200_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -213,6 +216,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("node", self.node),
             ("slices", self.slices),
             ("replicas", self.replicas),
+            ("links_max", self.links_max),
             ("tls_ca", self.tls_ca),
         ):
             if value:

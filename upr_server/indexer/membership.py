@@ -13,6 +13,8 @@ import trio
 from upr_protocol.client import Address, Credentials, Security, TlsSettings, read_password
 from upr_protocol.errors import UprError
 from upr_protocol.security import UNPROTECTED
+from upr_server.indexer.bucket_histories import BucketHistories
+from upr_server.indexer.link_limit import LINKS_FACTOR, LINKS_FACTOR_MIN
 from upr_server.indexer.pure.node_map import NodeMap
 from upr_server.indexer.remote_slice import LinkStream, RemoteSlice
 from upr_server.indexer.slices import SLICES_MAX, SliceId
@@ -20,7 +22,8 @@ from upr_server.indexer.web_socket import open_web_socket
 from upr_server.runtime import ConfigError, is_loopback, parse_listen
 
 PATH: Final = "/v1/slices/{index:int}"
-"""Where a node answers links to a slice. The query names the map that the other node has."""
+"""Where a node answers links to a slice. The query names the map that the other node has, and says
+which bucket it follows."""
 
 
 class NotMySliceError(UprError):
@@ -43,6 +46,8 @@ class Membership:
         node_map: Which node keeps what.
         place: This node's place in the list.
         bucket: The name of the bucket.
+        histories: Tell that bucket from others of its name.
+        links_max: How many links other nodes may have to this one, half of them from one host.
         security: Which certificates of other nodes count, and as whom to log in to them.
         open_stream: Opens a stream to a URL.
     """
@@ -50,6 +55,8 @@ class Membership:
     node_map: NodeMap
     place: int
     bucket: str
+    histories: BucketHistories
+    links_max: int
     security: Security = UNPROTECTED
     open_stream: Callable[[str, Security], Awaitable[LinkStream]] = open_web_socket
 
@@ -73,6 +80,7 @@ class Membership:
         return RemoteSlice(slice_id, url, partial(self._open_link, link_url))
 
     async def _open_link(self, url: str) -> LinkStream:
+        url = f"{url}&bucket={await self.histories.statement()}"
         # The file with the password is read at each connection.
         security, credentials = self.security, self.security.credentials
         if credentials is not None and credentials.password_file:
@@ -80,16 +88,23 @@ class Membership:
             security = attrs.evolve(security, credentials=Credentials(credentials.user, password))
         return await self.open_stream(url, security)
 
-    def check(self, index: int, fingerprint: str) -> None:
+    async def check(self, index: int, fingerprint: str, statement: str) -> None:
         """Checks what another node asks for.
 
         Args:
             index: A slice.
             fingerprint: That of the other node's map.
+            statement: What it says of its bucket; see `BucketHistories.statement`.
 
         Raises:
             NotMySliceError: It is another one's, or the other node has another map.
+            OtherBucketError: The other node follows another bucket.
+            BrokenError: The server has not answered yet, so that this cannot be told.
         """
+        self._check_slice(index, fingerprint)
+        await self.histories.check(statement, self.url)
+
+    def _check_slice(self, index: int, fingerprint: str) -> None:
         if fingerprint != self.node_map.fingerprint(self.bucket):
             raise NotMySliceError(
                 self.node_map,
@@ -128,6 +143,10 @@ class NodeSettings(Protocol):
     @property
     def replicas(self) -> int:
         """How many copies each has beside the first."""
+
+    @property
+    def links_max(self) -> int:
+        """How many links other nodes may have to this one; 0 for the default."""
 
     @property
     def workers(self) -> int:
@@ -187,7 +206,20 @@ def membership_of(config: NodeSettings, address: Address) -> Membership:
     )
     security = Security(tls if config.tls_certificate else None, address.security.credentials)
     node_map = NodeMap(nodes, slices, config.replicas)
-    return Membership(node_map, place, address.bucket, security)
+    links_max = _links_max(node_map, place, config)
+    histories = BucketHistories(address)
+    return Membership(node_map, place, address.bucket, histories, links_max, security)
+
+
+def _links_max(node_map: NodeMap, place: int, config: NodeSettings) -> int:
+    """How many links other nodes may have. Each needs one to each slice that this one keeps."""
+    needed = (len(node_map.nodes) - 1) * len(list(node_map.kept_by(place)))
+    if 0 < config.links_max < LINKS_FACTOR_MIN * needed:
+        raise ConfigError(
+            f"links_max must be at least {LINKS_FACTOR_MIN * needed}, twice as many as the other "
+            f"nodes need, not {config.links_max}"
+        )
+    return config.links_max or LINKS_FACTOR * needed
 
 
 def _url(text: str) -> str:

@@ -13,7 +13,7 @@ REPLICAS_MAX: Final = 2
 """The most copies of a slice beside the first."""
 
 
-LINK_VERSION: Final = 2
+LINK_VERSION: Final = 3
 """Raised when a message between nodes changes, so that nodes of two versions do not link."""
 
 
