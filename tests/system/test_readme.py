@@ -27,8 +27,8 @@ def test_every_command_of_the_first_five_minutes_works_and_is_in_the_picture(
     assert picture.count('class="c"') == drawn.count('class="c"'), "run docs/five_minutes.py"
 
 
-async def test_the_sixth_minute_makes_a_server_secure(tmp_path: Path) -> None:
-    section = README.read_text(encoding="utf-8").partition("### A sixth minute")[2]
+async def test_the_commands_that_make_a_server_secure(tmp_path: Path) -> None:
+    section = README.read_text(encoding="utf-8").partition("### Make it secure")[2]
     blocks = re.findall(r"^ {4}(.*)$", section.partition("\n## ")[0], re.MULTILINE)
     assert len(blocks) <= 10
     lines = "\n".join(blocks).replace("\\\n", "").splitlines()
