@@ -32,10 +32,12 @@ class UserStore:
 
     Attributes:
         digest: That of the users.
+        generation: How often the users have changed in memory.
     """
 
     def __init__(self, store: Store) -> None:
         self._users = Users()
+        self.generation = 0
         self.digest = self._users.digest
         self._rights: dict[tuple[str, str], BucketRights] = {}
         """By user and bucket. Many connections have the same, and all ask when the users change."""
@@ -56,6 +58,7 @@ class UserStore:
     @users.setter
     def users(self, users: Users) -> None:
         self._users, self.digest = users, users.digest
+        self.generation += 1
         self._rights.clear()
         self._rights_of_roles.clear()
         self._equal_rights.clear()

@@ -76,6 +76,7 @@ from upr_protocol.wire import (
 )
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.net import server as net_server
 from upr_server.net.access import NEEDED, Access
 from upr_server.net.streamer import STEP_STREAMS
 from upr_server.runtime import AuditLog
@@ -245,11 +246,11 @@ def test_nobody_may_do_what_is_not_granted(name: str) -> None:
     assert is_allowed(access_of(), message) == is_free
     stranger = access_of(*(Grant(right, EVERYTHING) for right in Right))
     stranger.user_name = None
-    stranger.refresh()
+    stranger.open_bucket(OWN)
     assert is_allowed(stranger, message) == is_free
     removed = access_of(*(Grant(right, EVERYTHING) for right in Right))
     removed.user_name = "eve"
-    removed.refresh()
+    removed.open_bucket(OWN)
     assert is_allowed(removed, message) == is_free
 
 
@@ -473,8 +474,38 @@ async def test_taking_the_right_to_read_ends_many_streams_in_steps() -> None:
         while not isinstance(answer := await peer.hear(Message), Refusal):
             assert isinstance(answer, StreamEnd)
         assert answer.status == Status.NOT_ALLOWED
-        assert [len(connection.session.streams) for _ in steps] == [STEP_STREAMS, 0, 0]
+        assert [len(connection.session.streams) for _ in steps] == [STEP_STREAMS, 0]
         assert not list(server.connections._apply_rights()), "nothing changed since"
+
+
+async def test_rights_of_many_connections_are_looked_up_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connection whose turn has not come may begin nothing more, and its streams end then."""
+    monkeypatch.setattr(net_server, "SLICE_S", -1.0)
+    server = make_server()
+    async with connected(server) as first_peer, connected(server) as peer:
+        # Before there are users, nobody has to log in.
+        for reader in (first_peer, peer):
+            await reader.open()
+            assert not (await reader.ask()).status
+        first, second = server.connections.connections
+        for connection in (first, second):
+            connection.context.access.user_name = USER
+        bob = User(USER, None, (reading(),))
+        await server.users.change(lambda users: users.with_user(ADMIN).with_user(bob))
+        server.users.users = server.users.users.revoking(USER, (reading(),))
+        steps = server.connections._apply_rights()
+        # A slice may be used up before the first connection.
+        next(steps)
+        next(steps)
+        assert (len(first.session.streams), len(second.session.streams)) == (0, 1)
+        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        assert len(second.session.streams) == 1
+        assert not list(steps)
+        assert not second.session.streams
+        assert (await peer.hear(StreamEnd)).status == Status.RIGHT_REVOKED
 
 
 async def test_taking_another_right_leaves_streams_alone() -> None:

@@ -95,27 +95,40 @@ class Access:
 
     Attributes:
         user_name: The user who logged in; None before that.
-        rights: What the client may do with the bucket that it opened.
     """
 
     __slots__ = (
         "_audit_log",
         "_bucket_name",
+        "_generation",
+        "_has_lost_a_right",
         "_last_writer",
         "_peer",
+        "_rights",
         "_users",
-        "rights",
         "user_name",
     )
 
     def __init__(self, users: UserStore, peer: str = "", audit_log: AuditLog | None = None) -> None:
         self.user_name: str | None = None
-        self.rights = NO_RIGHTS
+        self._rights = NO_RIGHTS
+        self._generation = users.generation
+        """That of the users for whom the rights were looked up."""
+        self._has_lost_a_right = False
         self._bucket_name = SERVER
         self._last_writer = b"", b""
         self._users = users
         self._peer = peer
         self._audit_log = audit_log
+
+    @property
+    def rights(self) -> BucketRights:
+        """What the client may do with the bucket that it opened. O(1), but O(grants) when the users
+        have changed: with the first message after a change the client has the new rights, also
+        while those of other clients are still being looked up."""
+        if self._generation != self._users.generation:
+            self._refresh()
+        return self._rights
 
     @property
     def is_lost(self) -> bool:
@@ -127,11 +140,22 @@ class Access:
     def open_bucket(self, name: str) -> None:
         """The client opens a bucket."""
         self._bucket_name = name
-        self.refresh()
+        self._refresh()
 
-    def refresh(self) -> None:
-        """Looks up anew what the client may do with its bucket. O(grants)."""
-        self.rights = self.rights_on(self._bucket_name)
+    def loses_rights(self) -> bool:
+        """Whether the client has lost a right on its bucket, or its user, since this was asked
+        last. O(1), where others have the same rights; else O(grants)."""
+        if self._generation != self._users.generation:
+            self._refresh()
+        has_lost_a_right, self._has_lost_a_right = self._has_lost_a_right, False
+        return has_lost_a_right or self.is_lost
+
+    def _refresh(self) -> None:
+        rights_before = self._rights.whole
+        self._rights = self.rights_on(self._bucket_name)
+        self._generation = self._users.generation
+        # Not only for the caller: a message may ask for the rights before `loses_rights` does.
+        self._has_lost_a_right |= not self._rights.whole >= rights_before
 
     def rights_on(self, bucket: str) -> BucketRights:
         """What the client may do with a bucket, or with the server. O(grants)."""

@@ -526,19 +526,12 @@ class AcceptedConnection:
             )
             session.fail(Status.IDLE, "the peer sent nothing for two idle intervals")
 
-    def refresh_rights(self) -> bool:
-        """The users have changed: the client may do from now on what they say. O(1), where others
-        have the same rights.
-
-        Returns:
-            Whether something may have to end: `end_revoked` ends it.
-        """
+    def loses_rights(self) -> bool:
+        """Whether a change of the users has taken something from the client: `end_revoked` ends
+        it. O(1), where others have the same rights."""
         if self.session.state in BEFORE_READY or self.session.state is SessionState.CLOSED:
             return False
-        access = self.context.access
-        rights_before = access.rights.whole
-        access.refresh()
-        return access.is_lost or not access.rights.whole >= rights_before
+        return self.context.access.loses_rights()
 
     def end_revoked(self) -> Iterator[None]:
         """Ends what the client may not have any more: streams, some in each step, and the session

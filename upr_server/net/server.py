@@ -17,7 +17,7 @@ from upr_protocol.transport import TlsStream
 from upr_protocol.wire import Message
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
-from upr_server.net.connection import AcceptedConnection
+from upr_server.net.connection import SLICE_S, AcceptedConnection
 from upr_server.net.credit import CreditShares
 from upr_server.net.log_in import LogInResources
 from upr_server.net.request_context import Handler
@@ -197,11 +197,14 @@ class ConnectionServer:
         self.resources.queues.remove_bucket(bucket)
 
     def _apply_rights(self) -> Iterator[None]:
-        # Nobody may begin anything more, from the first step on. What goes on ends step by step.
-        with_less = [connection for connection in self.connections if connection.refresh_rights()]
-        for connection in with_less:
-            yield from connection.end_revoked()
-            yield
+        # Nobody may begin anything more, from the first step on: see `Access.rights`.
+        began = trio.current_time()
+        for connection in list(self.connections):
+            if trio.current_time() - began > SLICE_S:
+                yield
+                began = trio.current_time()
+            if connection.loses_rights():
+                yield from connection.end_revoked()
 
     def _memory_bytes(self) -> int:
         """What the connections hold, about."""
