@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from tests.indexer.kit import BUCKET, POOL_BYTES, a_server
+from tests.indexer.test_stream import PARTS, part_of_snapshot
 from tests.kit.held_store import HeldStore
 from tests.kit.process import eventually
 from upr_protocol.chunk import Chunk, Mutation
@@ -200,6 +201,45 @@ async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: P
         assert file.entry_count() == COUNT
         assert not busy.is_paused
         file.close()
+
+
+class ManyParts:
+    """A consumer that is sent a part of a snapshot of each partition, and no end of one."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.resume_state = ResumeState(BUCKET)
+        self._parts = [part_of_snapshot(PartitionId(n), nbytes) for n in range(PARTS)]
+
+    def __aiter__(self) -> ManyParts:
+        return self
+
+    async def __anext__(self) -> Event:
+        await trio.lowlevel.checkpoint()
+        if not self._parts:
+            await trio.sleep_forever()
+        part = self._parts.pop()
+        self.resume_state.positions[part.partition] = at(ANOTHER, 1).position
+        return part
+
+
+async def test_parts_of_snapshots_that_fill_the_pool_are_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else releases what they have reserved: the rest of each waits for room."""
+
+    @asynccontextmanager
+    async def many_parts(*_args: Any, **_options: Any) -> AsyncIterator[ManyParts]:
+        await trio.lowlevel.checkpoint()
+        yield ManyParts(POOL_BYTES // 17)
+
+    monkeypatch.setattr(builder_module, "consume", many_parts)
+    builder, file = set_up(OtherStream(), tmp_path, "upr://127.0.0.1:1/b")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(builder.run)
+        # Half of the pool, and another one that begins when that is applied.
+        await eventually(lambda: file.entry_count() > PARTS // 2, "they are applied")
+        nursery.cancel_scope.cancel()
+    file.close()
 
 
 class Standing:

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import pytest
+import trio
+from trio.testing import MockClock
 
 from tests.indexer.kit import BUCKET, POOL_BYTES
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.client import Address, ReceivedKeysLimits, ResumeState, RollbackConsumer
+from upr_protocol.client import (
+    Address,
+    ChunkReceived,
+    Event,
+    ReceivedKeysLimits,
+    ResumeState,
+    RollbackConsumer,
+)
+from upr_protocol.errors import BrokenError
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo
+from upr_server.indexer import stream as stream_module
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import Pipeline, worker_thread
-from upr_server.indexer.pool import MemoryPool
+from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.slices import SliceId
 from upr_server.indexer.stream import IndexerStream
 
 
 def position(seq: int) -> Position:
     return Position(FailoverLog.of([(1, 0)]), SeqNo(seq), SeqNo(seq), None)
+
+
+PARTITION = PartitionId(0)
+PARTS = 16
+"""Parts of snapshots that fill a pool: each node sends one snapshot at a time, so they are from so
+many nodes."""
+
+
+def part_of_snapshot(partition: PartitionId, nbytes: int) -> ChunkReceived:
+    """A change of so many bytes, and the snapshot goes on."""
+    row = Mutation(Operation.SET, b"k%d" % partition, b"v" * nbytes, SeqNo(1), Cas(1))
+    return ChunkReceived(partition, Chunk.build([row]))
 
 
 class Standing:
@@ -28,17 +55,21 @@ class Standing:
         self.resume_state = ResumeState(BUCKET, positions)
 
 
-def test_a_partition_without_changes_is_as_far_as_its_consumer(tmp_path: Path) -> None:
-    """After a failover no change may come for long. An index that is built must not wait for it."""
-    pool = MemoryPool(POOL_BYTES)
-    stream = IndexerStream(
+def a_stream(folder: Path, pool: MemoryPool, pipeline: Pipeline) -> IndexerStream:
+    return IndexerStream(
         Address.parse(f"upr://127.0.0.1:1/{BUCKET}"),
-        Pipeline(pool, worker_thread()),
+        pipeline,
         pool,
-        tmp_path / "received-keys",
+        folder / "received-keys",
         ReceivedKeysLimits(),
         SliceId(),
     )
+
+
+def test_a_partition_without_changes_is_as_far_as_its_consumer(tmp_path: Path) -> None:
+    """After a failover no change may come for long. An index that is built must not wait for it."""
+    pool = MemoryPool(POOL_BYTES)
+    stream = a_stream(tmp_path, pool, Pipeline(pool, worker_thread()))
     idle, busy = PartitionId(0), PartitionId(1)
     stream.marks = {busy: Mark(position(5))}
     assert stream.reached() == stream.marks
@@ -47,3 +78,69 @@ def test_a_partition_without_changes_is_as_far_as_its_consumer(tmp_path: Path) -
     # A part of a snapshot has come, and is not put yet.
     stream._assembler.add_chunk(busy, Chunk.build([row]), Mark(position(9)))
     assert stream.reached() == {idle: Mark(position(7)), busy: Mark(position(5))}
+
+
+async def test_parts_of_snapshots_that_fill_the_pool_are_applied(tmp_path: Path) -> None:
+    """Nothing else releases what they have reserved: the rest of each waits for room."""
+    pool = MemoryPool(POOL_BYTES)
+    pipeline = Pipeline(pool, worker_thread())
+    stream = a_stream(tmp_path, pool, pipeline)
+    partitions = [PartitionId(number) for number in range(PARTS)]
+    positions = {partition: position(1) for partition in partitions}
+    consumer = cast("RollbackConsumer", Standing(positions))
+    for partition in partitions:
+        await stream._handle(consumer, part_of_snapshot(partition, POOL_BYTES // 17))
+    assert not pool.has_room(STREAM_SHARE)
+    assert not pipeline.length, "all wait for the rest of their snapshots"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        with trio.fail_after(20):
+            await stream._wait_for_room()
+        nursery.cancel_scope.cancel()
+    assert set(stream.marks) == set(partitions)
+
+
+class CutInSnapshot:
+    """A consumer whose connection breaks behind a part of a snapshot."""
+
+    def __init__(self) -> None:
+        self.resume_state = ResumeState(BUCKET, {PARTITION: position(1)})
+        self._parts = [part_of_snapshot(PARTITION, 10)]
+
+    def flush_received_keys(self) -> None:
+        """Nothing is received that could be undone."""
+
+    def __aiter__(self) -> CutInSnapshot:
+        return self
+
+    async def __anext__(self) -> Event:
+        await trio.lowlevel.checkpoint()
+        if self._parts:
+            return self._parts.pop()
+        raise BrokenError("cut")
+
+
+async def test_what_came_over_an_earlier_connection_is_applied_before_the_next_resumes(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be applied after what resumes behind it. After a failover the server may have
+    lost it, and nobody would undo it: the indexes had not got it when the stream resumed."""
+    pool = MemoryPool(POOL_BYTES)
+    pipeline = Pipeline(pool, worker_thread())
+    stream = a_stream(tmp_path, pool, pipeline)
+    waiting: list[bool] = []
+
+    @asynccontextmanager
+    async def cut_in_snapshot(*_args: Any, **_options: Any) -> AsyncIterator[CutInSnapshot]:
+        await trio.lowlevel.checkpoint()
+        waiting.append(stream._assembler.is_open(PARTITION) or pool.used > 0)
+        if len(waiting) > 1:
+            nursery.cancel_scope.cancel()
+        yield CutInSnapshot()
+
+    monkeypatch.setattr(stream_module, "consume_with_rollback", cut_in_snapshot)
+    stream._partitions = [PARTITION]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        nursery.start_soon(stream.run)
+    assert waiting == [False, False]
