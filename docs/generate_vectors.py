@@ -252,7 +252,7 @@ SAMPLES: Final[tuple[Message, ...]] = (
     Open("flights", (5, 9), **_ASK),
     Opened(64, 7, **_ASK),
     PartitionLog(PartitionState.ACTIVE, SeqNo(44), SeqNo(40), SeqNo(3), LOG_OF_TWO, **_OF),
-    Stream(PartitionState.ACTIVE, _POSITION, SEQ_MAX, 3, True, **_OF),
+    Stream(PartitionState.ACTIVE, _POSITION, SEQ_MAX, 3, True, b"user:", **_OF),
     StreamReply(SeqNo(42), "why there", LOG_OF_TWO, 7, **_OF),
     Go(),
     PartitionStart(HISTORY, SeqNo(40), SeqNo(44), SeqNo(3), SnapshotKind.DISK, True, **_OF),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 5
+REVISION: Final = 6
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         find_misplaced,
         gather,
         join_sets,
+        select_prefix,
     )
 
     BUILD: str
@@ -41,6 +42,7 @@ elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         find_misplaced,
         gather,
         join_sets,
+        select_prefix,
     )
 
     BUILD = "pure Python: UPR_PURE_PYTHON is set"
@@ -56,6 +58,7 @@ else:
             find_misplaced,
             gather,
             join_sets,
+            select_prefix,
         )
 
         BUILD = NATIVE
@@ -71,6 +74,7 @@ else:
             find_misplaced,
             gather,
             join_sets,
+            select_prefix,
         )
 
         BUILD = f"pure Python: {error}"
@@ -93,4 +97,5 @@ __all__ = [
     "find_misplaced",
     "gather",
     "join_sets",
+    "select_prefix",
 ]

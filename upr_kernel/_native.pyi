@@ -10,5 +10,6 @@ from upr_kernel.pure import check as check
 from upr_kernel.pure import find_misplaced as find_misplaced
 from upr_kernel.pure import gather as gather
 from upr_kernel.pure import join_sets as join_sets
+from upr_kernel.pure import select_prefix as select_prefix
 
 REVISION: Final[int]

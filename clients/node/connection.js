@@ -55,7 +55,7 @@ class Connection {
   open (bucket, partitions = []) { return this.request('Open', { bucket, partitions }) }
   go () { this._send('Go') }
   stream (partition, position, endSeq = wire.NEVER) {
-    return this.request('Stream', { partition, state: 1, end_seq: endSeq, lease_id: 0n, with_answers: false, position })
+    return this.request('Stream', { partition, state: 1, end_seq: endSeq, lease_id: 0n, with_answers: false, position, key_prefix: Buffer.alloc(0) })
   }
 
   barrier (cookie) {

@@ -111,6 +111,13 @@ def test_it_follows_one_partition_on_request(filled: str, tail: Tail) -> None:
     assert {line["partition"] for line in changes} == {3}
 
 
+def test_it_follows_the_keys_with_a_prefix_on_request(filled: str, run: Run, tail: Tail) -> None:
+    assert contents(tail(filled, "--prefix", "k9")).keys() == {"k9", *(f"k9{n}" for n in range(10))}
+    assert mutations(tail(filled, "--prefix", "x")) == []
+    refused = run("tail", filled, "--state", "copy", "--prefix", "k9", code=2)
+    assert "--state copies all keys; leave out --prefix" in refused.stderr
+
+
 def test_since_a_time_it_prints_the_changes_from_then_on(filled: str, run: Run, tail: Tail) -> None:
     run("set", filled, "late", "1", "--durability", "persisted")
     changes = mutations(tail(filled))

@@ -30,6 +30,7 @@ def chunks(data: bytes) -> None:
     for operations in (PUBLISHED_OPERATIONS, STORED_OPERATIONS):
         for prefix in (b"", b"k", DESIGN_PREFIX):
             agreed("check", chunk, operations, KEY_BYTES_MAX, VALUE_BYTES_MAX, prefix)
+            agreed("select_prefix", chunk, prefix)
     for low, high in ((0, count), (count // 2, count), (1, 0), (0, count + 1)):
         for partition_count in (0, 1, 3, 1024):
             agreed("find_misplaced", chunk, low, high, first, partition_count, KEY_BYTES_MAX)

@@ -142,6 +142,28 @@ def test_gathered_rows_equal_the_rows_of_the_parts(
     assert encoded == bytes(expected)
 
 
+@given(
+    st.one_of(published_chunks(), stored_chunks()),
+    st.sampled_from([b"", b"a", b"k", b"\0"]),
+    st.data(),
+)
+def test_the_rows_with_a_prefix_are_selected(
+    chunk: Chunk, prefix: bytes, data: st.DataObject
+) -> None:
+    if chunk.count and data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(chunk.keys()))
+        prefix = key[: data.draw(st.integers(0, len(key)))] + data.draw(
+            st.sampled_from([b"", b"z"])
+        )
+    answer, encoded = agreed("select_prefix", bytes(chunk), prefix)
+    assert answer == "returned"
+    rows = [row for row in chunk if row.key.startswith(prefix)]
+    if len(rows) == chunk.count:
+        assert encoded is None
+    else:
+        assert encoded == bytes(Chunk.build(rows, chunk.start, chunk.end))
+
+
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_parts_may_be_slices_of_a_frame(build: Any) -> None:
     """At any address: what is read must not have to be aligned."""

@@ -123,28 +123,46 @@ def test_a_read_returns_the_rows_of_a_consumer(spark: SparkSession, new_bucket: 
 
 
 def test_a_filter_reads_no_more_than_it_must(spark: SparkSession, new_bucket: NewBucket) -> None:
-    """Of one partition or one key the server sends one partition. Of a prefix it sends all."""
+    """Of one partition or one key the server reads one partition, of a prefix all; it sends the
+    rows with the key or the prefix, and no other. Counted at the server."""
     url = new_bucket(8)
     keys = [b"%s %d" % (kind, index) for kind in (b"bus", b"tram") for index in range(200)]
     with durable_client(url) as client:
         client.apply(Mutation(Operation.SET, key, bytes(1000)) for key in keys)
 
-        def sent_of(frame: DataFrame) -> tuple[set[bytes], int]:
-            before = client.stats(client.address.bucket)["backfill"]["bytes"]
-            keys_read = {bytes(row.key) for row in frame.select("key").collect()}
-            return keys_read, client.stats(client.address.bucket)["backfill"]["bytes"] - before
+        def figures() -> tuple[int, int, int]:
+            figures = client.stats(client.address.bucket)
+            left_out = figures["left_out"]
+            return figures["backfill"]["bytes"], left_out["bytes"], left_out["rows"]
 
-        all_rows, all_bytes = sent_of(load(spark, url))
-        assert all_rows == set(keys)
+        def sent_of(frame: DataFrame) -> tuple[set[bytes], int, int, int]:
+            """The keys, the bytes that the server read, and the bytes and rows that it sent."""
+            before = figures()
+            keys_read = {bytes(row.key) for row in frame.select("key").collect()}
+            read, left_out, rows = (b - a for a, b in zip(before, figures(), strict=True))
+            return keys_read, read, read - left_out, rows
+
+        everything, all_bytes, _, none = sent_of(load(spark, url))
+        assert (everything, none) == (set(keys), 0)
         in_3 = [key for key in keys if partition_of(key, 8) == 3]
-        keys_read, nbytes = sent_of(load(spark, url, partitions="3"))
-        assert keys_read == set(in_3)
-        assert nbytes / len(in_3) < 1.1 * all_bytes / len(keys)
-        keys_read, key_bytes = sent_of(load(spark, url, key=in_3[0].decode()))
-        assert keys_read == {in_3[0]}
-        assert key_bytes == nbytes
-        assert sent_of(load(spark, url, keyPrefix="bus ")) == (set(keys[:200]), all_bytes)
-        assert sent_of(load(spark, url, keyPrefix="train ")) == (set(), all_bytes)
+        row_bytes = all_bytes / len(keys)
+        keys_read, nbytes, sent_bytes, none = sent_of(load(spark, url, partitions="3"))
+        assert (keys_read, none) == (set(in_3), 0)
+        assert nbytes == sent_bytes < 1.1 * row_bytes * len(in_3)
+        # No other key begins as this one does.
+        key = max(in_3, key=len)
+        keys_read, nbytes, sent_bytes, left_out = sent_of(load(spark, url, key=key.decode()))
+        assert (keys_read, left_out) == ({key}, len(in_3) - 1)
+        assert nbytes < 1.1 * row_bytes * len(in_3)
+        assert sent_bytes < 1.1 * row_bytes
+        keys_read, nbytes, sent_bytes, left_out = sent_of(load(spark, url, keyPrefix="bus 1"))
+        assert keys_read == {key for key in keys if key.startswith(b"bus 1")}
+        assert left_out == len(keys) - 111
+        assert nbytes == all_bytes
+        assert sent_bytes < 1.1 * row_bytes * 111
+        keys_read, nbytes, sent_bytes, left_out = sent_of(load(spark, url, keyPrefix="train "))
+        assert (keys_read, left_out) == (set(), len(keys))
+        assert sent_bytes < row_bytes
         tasks = load(spark, url, "value STRING", keyPrefix="bus 1", deduplicate="true")
         assert tasks.count() == 111
 

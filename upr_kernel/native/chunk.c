@@ -137,15 +137,20 @@ seqs_rise(const Chunk *chunk)
     return rise && last <= chunk->end;
 }
 
+static inline bool
+begins_with(const Chunk *chunk, uint32_t row, const uint8_t *prefix, size_t length)
+{
+    uint32_t begin = load_u32(chunk->key_offsets + 4 * (size_t)row);
+    uint32_t end = load_u32(chunk->key_offsets + 4 * (size_t)row + 4);
+    return end - begin >= length && memcmp(chunk->keys + begin, prefix, length) == 0;
+}
+
 static bool
 has_prefix(const Chunk *chunk, const uint8_t *prefix, size_t length)
 {
-    for (size_t row = 0; row < chunk->count; row++) {
-        uint32_t begin = load_u32(chunk->key_offsets + 4 * row);
-        uint32_t end = load_u32(chunk->key_offsets + 4 * row + 4);
-        if (end - begin >= length && memcmp(chunk->keys + begin, prefix, length) == 0)
+    for (uint32_t row = 0; row < chunk->count; row++)
+        if (begins_with(chunk, row, prefix, length))
             return true;
-    }
     return false;
 }
 
@@ -446,5 +451,55 @@ done:
         part_release(parts + --read);
     if (parts != few)
         free(parts);
+    return result;
+}
+
+/* Selecting by key. */
+
+/* Writes a byte for each row: 1 where its key does not begin with the prefix. How many do not. */
+static uint32_t
+mark_others(const Chunk *chunk, const uint8_t *prefix, size_t length, uint8_t *skip)
+{
+    uint32_t others = 0;
+    for (uint32_t row = 0; row < chunk->count; row++) {
+        skip[row] = !begins_with(chunk, row, prefix, length);
+        others += skip[row];
+    }
+    return others;
+}
+
+PyObject *
+select_prefix(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    char *prefix;
+    Py_ssize_t length;
+    Part part = {0};
+    Sizes sizes = {0};
+    uint8_t *skip = NULL;
+    PyObject *result = NULL;
+    if (count != 2)
+        return PyErr_Format(PyExc_TypeError, "select_prefix takes 2 arguments, not %zd", count);
+    if (PyBytes_AsStringAndSize(args[1], &prefix, &length) < 0 ||
+        PyObject_GetBuffer(args[0], &part.buffer, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (!chunk_read(&part.chunk, &part.buffer))
+        goto done;
+    if (!offsets_are_sound(part.chunk.key_offsets, 0, part.chunk.count, part.chunk.key_length)) {
+        set_defect(DEFECT_OFFSETS);
+        goto done;
+    }
+    part.high = part.chunk.count;
+    part.skip = skip = malloc((size_t)part.high + 1);
+    if (skip == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (!mark_others(&part.chunk, (const uint8_t *)prefix, (size_t)length, skip))
+        result = Py_NewRef(Py_None);
+    else if (part_measure(&part, &sizes))
+        result = gathered(&part, 1, &sizes, part.chunk.start, part.chunk.end);
+done:
+    free(skip);
+    PyBuffer_Release(&part.buffer);
     return result;
 }

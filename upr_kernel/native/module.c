@@ -56,6 +56,7 @@ static PyMethodDef functions[] = {
     {"check", (PyCFunction)(void (*)(void))check, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"join_sets", (PyCFunction)(void (*)(void))join_sets, METH_FASTCALL, NULL},
+    {"select_prefix", (PyCFunction)(void (*)(void))select_prefix, METH_FASTCALL, NULL},
     {"find_misplaced", (PyCFunction)(void (*)(void))find_misplaced, METH_FASTCALL, NULL},
     {0},
 };

@@ -1,4 +1,4 @@
-"""Chunks: checking one, and gathering rows of several into a new one."""
+"""Chunks: checking one, selecting its rows by key, gathering rows of several into a new one."""
 
 from __future__ import annotations
 
@@ -209,11 +209,12 @@ class _Gathered:
 
 
 def _kept(skip: Buffer | None, count: int) -> Sequence[tuple[int, int]]:
-    """The rows [first, last) of a part that are neighbours and kept; some of them are empty."""
+    """The rows [first, last) of a part that are neighbours and kept."""
     if skip is None:
         return [(0, count)]
     omitted = list(compress(range(count), skip))
-    return list(zip([0, *[row + 1 for row in omitted]], [*omitted, count], strict=True))
+    bounds = zip([0, *[row + 1 for row in omitted]], [*omitted, count], strict=True)
+    return [(first, last) for first, last in bounds if first < last]
 
 
 _NOT: Final = (0).__eq__
@@ -249,3 +250,26 @@ def gather(parts: list[Part], start: int, end: int, /) -> bytes:
     for columns, part in zip(chunks, parts, strict=True):
         gathered.add(columns, part)
     return gathered.encoded(start, end)
+
+
+def select_prefix(chunk: Buffer, prefix: bytes, /) -> bytes | None:
+    """The rows whose keys begin with `prefix`, as an encoded chunk of the same range. O(rows), and
+    one copy of the bytes of those rows.
+
+    Args:
+        chunk: An encoded chunk.
+        prefix: What the keys begin with.
+
+    Returns:
+        The new chunk, which may have no row; None where the chunk has no other rows.
+
+    Raises:
+        ChunkDefectError: The chunk is damaged.
+    """
+    columns = Columns(chunk)
+    offsets = columns.rows(columns.key_offsets_at, columns.key_length, 0, columns.count)
+    keys = columns.column(columns.keys_at, 1, 0, columns.key_length).tobytes()
+    skip = bytes(not keys.startswith(prefix, begin, end) for begin, end in pairwise(offsets))
+    if not any(skip):
+        return None
+    return gather([(chunk, 0, columns.count, skip, None, 0)], columns.start, columns.end)

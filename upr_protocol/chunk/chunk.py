@@ -18,6 +18,7 @@ from upr_kernel import (
     check,
     find_misplaced,
     gather,
+    select_prefix,
 )
 from upr_protocol.chunk.columns import Columns
 from upr_protocol.chunk.layout import (
@@ -354,6 +355,12 @@ class Chunk(Columns):
         0 too. `slice` selects by the numbers of a stored one.
         """
         return Chunk(gather([(self._view, low, high, None, None, 0)], start, end))
+
+    def with_prefix(self, prefix: bytes) -> Chunk:
+        """The mutations whose keys begin with `prefix`, covering the same range. O(count), and a
+        copy of their bytes if there are others."""
+        selected = select_prefix(self._view, prefix)
+        return self if selected is None else Chunk(selected)
 
     def misplaced_row(
         self, low: int, high: int, partition: PartitionId, partition_count: int

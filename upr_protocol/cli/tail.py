@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -98,6 +99,12 @@ _SUMMARY_S: Final = 1.0
     metavar="NUMBER",
     help="Follow only this partition. Repeat it for several.",
 )
+@click.option(
+    "--prefix",
+    metavar="TEXT",
+    default="",
+    help="Follow only the keys that begin with this. The server leaves the others out.",
+)
 @retry_timeout_option
 def tail(
     target: Address,
@@ -108,6 +115,7 @@ def tail(
     until: str | None,
     form: str,
     partitions: Sequence[int],
+    prefix: str,
     retry_timeout: int,
 ) -> None:
     r"""Follow the changes of a bucket.
@@ -122,7 +130,7 @@ def tail(
     number.
 
     With --resume the command can be killed at any moment, and resumes from its position when it is
-    run again. It may then repeat lines, but never omits one.
+    run again. It may then repeat lines, but never omits one. Give the same --prefix again.
 
     With --state the command keeps a local copy of the bucket in DIR, an SQLite database
     (map.sqlite), and prints the changes that it applied. Killed at any moment, it resumes from its
@@ -134,6 +142,7 @@ def tail(
       upr tail upr://127.0.0.1:12000/planes
       upr tail upr://127.0.0.1:12000/planes --until caught-up --format summary
       upr tail upr://127.0.0.1:12000/planes --since 10m
+      upr tail upr://127.0.0.1:12000/planes --prefix N619
       upr tail upr://127.0.0.1:12000/planes --resume planes.state >> planes.jsonl
       upr tail upr://127.0.0.1:12000/planes --state planes.copy --format summary
     """
@@ -141,6 +150,8 @@ def tail(
         raise click.UsageError(f"{resume} cannot be written: its directory does not exist")
     if directory is not None and (resume is not None or start != "beginning"):
         raise click.UsageError("--state saves its own position; leave out --resume and --from")
+    if directory is not None and prefix:
+        raise click.UsageError("--state copies all keys; leave out --prefix")
     if since is not None and (resume or directory or start != "beginning"):
         raise click.UsageError(
             "--since says where to start; leave out --from, --resume and --state"
@@ -152,6 +163,7 @@ def tail(
         resume,
         directory,
         partitions,
+        os.fsencode(prefix),
         retry_timeout,
         until_caught_up=until is not None,
         as_lines=form == "jsonl",
@@ -173,6 +185,7 @@ class _Tail:
     resume: Path | None
     directory: Path | None
     partitions: Sequence[int]
+    key_prefix: bytes
     retry_timeout_s: int
     until_caught_up: bool = attrs.field(kw_only=True)
     as_lines: bool = attrs.field(kw_only=True)
@@ -229,6 +242,7 @@ class _Tail:
             start=self.start,
             resume=resume,
             partitions=self.partitions or None,
+            key_prefix=self.key_prefix,
             retry_timeout_s=self.retry_timeout_s,
         )
 

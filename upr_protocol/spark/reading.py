@@ -41,7 +41,7 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
         PipelineError: They cannot be read, or are not there any more.
     """
     options = options.of_bucket(task.bucket) if task.bucket else options
-    columns = RecordBatchBuilder(schema, options.key, options.key_prefix, options.address.bucket)
+    columns = RecordBatchBuilder(schema, options.key, options.address.bucket)
     with sentence_first():
         for part in task.slices:
             if part.marker is not None:
@@ -61,7 +61,7 @@ def _newest_rows(
     """The newest row of each key. All rows of a partition are in this task, in their order."""
     has_key = "key" in schema.fieldNames()
     with_key = schema if has_key else StructType([*schema.fields, StructField("key", BinaryType())])
-    columns = RecordBatchBuilder(with_key, options.key, options.key_prefix, options.address.bucket)
+    columns = RecordBatchBuilder(with_key, options.key, options.address.bucket)
     batches = list(_batches(slices, lease_id, options, columns))
     if not batches:
         return
@@ -102,6 +102,8 @@ def _batches(
             ),
             end={partition: part.end for partition, part in slices.items()},
             lease_id=lease_id,
+            # Others begin with the key, too: `columns` leaves those out.
+            key_prefix=options.key or options.key_prefix,
             identity=EXECUTOR,
             retry_timeout_s=options.timeout_s,
             idle_interval_s=idle_interval_s(options.timeout_s),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import pyarrow as pa
@@ -43,7 +43,6 @@ class RecordBatchBuilder:
     Args:
         schema: The columns.
         key: The only key of which there are rows; None for every key.
-        key_prefix: How the keys begin of which there are rows.
         bucket: The bucket that is read.
 
     Raises:
@@ -54,13 +53,11 @@ class RecordBatchBuilder:
         self,
         schema: StructType,
         key: bytes | None = None,
-        key_prefix: bytes = b"",
         bucket: str = "",
     ) -> None:
         check_schema(schema)
         self._bucket = bucket
         self._key = key
-        self._key_prefix = key_prefix
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._parser = parser_of(schema)
@@ -89,13 +86,8 @@ class RecordBatchBuilder:
             self._schema,
             {name: same[name] for name in self._names if name in same},
             self._parser,
-            self._is_selected if self._key is not None or self._key_prefix else None,
+            self._key,
         )
-
-    def _is_selected(self, keys: pa.Array) -> pa.BooleanArray:
-        if self._key is not None:
-            return pc.equal(keys, self._key)
-        return pc.starts_with(keys, self._key_prefix)
 
     def of_marker(self, partition: PartitionId, marker: RollbackMarker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
@@ -131,7 +123,7 @@ class SnapshotColumns:
         same: What they hold in every row, of those that are the same throughout. `op` and `deleted`
             are so only while every mutation is a set.
         parser: What makes structs of the values; None where these stay bytes or text.
-        is_selected: Says of each key whether its row is wanted; None where all are.
+        key: The only key of which there are rows; None for all.
     """
 
     def __init__(
@@ -139,23 +131,23 @@ class SnapshotColumns:
         schema: pa.Schema,
         same: Mapping[str, pa.Scalar],
         parser: ValueParser | None,
-        is_selected: Callable[[pa.Array], pa.BooleanArray] | None = None,
+        key: bytes | None = None,
     ) -> None:
         self._schema = schema
-        self._is_selected = is_selected
+        self._key = key
         self._parser = parser
         self._same = same
         self._repeated: dict[str, pa.Array] = {}
 
     def of_chunk(self, chunk: Chunk) -> pa.RecordBatch:
-        """A chunk's mutations, of the keys that are selected, in their order.
+        """A chunk's mutations, those of the key if there is one, in their order.
 
         Raises:
             PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
         """
         count, is_selected = chunk.count, None
-        if self._is_selected is not None:
-            is_selected = self._is_selected(_bytes(chunk.key_offsets, chunk.key_bytes, None))
+        if self._key is not None:
+            is_selected = pc.equal(_bytes(chunk.key_offsets, chunk.key_bytes, None), self._key)
             count = is_selected.true_count
             if not count:
                 return pa.RecordBatch.from_pylist([], self._schema)

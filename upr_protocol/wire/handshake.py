@@ -35,6 +35,7 @@ from upr_protocol.wire.message import (
     check_end,
 )
 
+_U16: Final = Struct("<H")
 _U64: Final = Struct("<Q")
 _STREAM: Final = Struct("<BQQ?")
 _PARTITION: Final = Struct("<BQQQ")
@@ -287,8 +288,9 @@ class Open(Message, frozen=True):
 class StreamReply(Message, frozen=True):
     """The answer to `Stream`, in its status: `OK` (the stream continues after `seq`),
     `NOT_MY_PARTITION` (it is dead here), `WRONG_STATE` (it is in another state than `Stream` asks
-    for), `BAD_ARGUMENT` (a partition in that state is not streamed), `ROLLBACK` (`seq` is the
-    ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not hold the range)."""
+    for), `BAD_ARGUMENT` (a partition in that state, or with that prefix, is not streamed),
+    `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not hold the
+    range)."""
 
     opcode = 0x86
     sender = Role.SERVER
@@ -335,6 +337,8 @@ class Stream(Message, frozen=True):
             range is read from disk, with every version in it, and then the stream ends. 0 for none.
         with_answers: Whether to send answers to publishers, too: a replica needs them, to give them
             again should it become active.
+        key_prefix: What the keys of the changes to send begin with; at most `KEY_BYTES_MAX` bytes.
+            Chunks, snapshots and positions cover the same numbers as without it. Empty for all.
     """
 
     opcode = 0x06
@@ -348,6 +352,7 @@ class Stream(Message, frozen=True):
         "lease_id" / cs.Int64ul * "the lease whose range to read; 0 for none",
         "with_answers" / cs.Flag * "whether to send answers to publishers, too",
         "position" / POSITION * "what the client has",
+        "key_prefix" / octets() * "what the keys begin with; empty for all keys",
     )
 
     state: PartitionState
@@ -355,19 +360,23 @@ class Stream(Message, frozen=True):
     end_seq: SeqNo = SEQ_MAX
     lease_id: int = 0
     with_answers: bool = False
+    key_prefix: bytes = b""
 
     def body(self) -> tuple[Buffer, ...]:
         head = _STREAM.pack(self.state, self.end_seq, self.lease_id, self.with_answers)
-        return (head + pack_position(self.position),)
+        prefix = _U16.pack(len(self.key_prefix)) + self.key_prefix
+        return (head + pack_position(self.position) + prefix,)
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
         data = bytes(body)
         state, end_seq, lease_id, with_answers = _STREAM.unpack_from(data)
-        position, end = unpack_position(data, _STREAM.size)
+        position, prefix_at = unpack_position(data, _STREAM.size)
+        (length,) = _U16.unpack_from(data, prefix_at)
+        end = prefix_at + _U16.size + length
         check_end(data, end)
         state = member_of(PartitionState, state)
-        return state, position, end_seq, lease_id, with_answers
+        return state, position, end_seq, lease_id, with_answers, data[end - length : end]
 
 
 class Go(Message, frozen=True):

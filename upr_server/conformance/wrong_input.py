@@ -29,6 +29,7 @@ from upr_protocol.ids import (
 from upr_protocol.limits import (
     BUNDLE_MUTATIONS_MAX,
     GET_KEYS_MAX,
+    KEY_BYTES_MAX,
     LEASE_OWNER_BYTES_MAX,
     LEASE_TIME_TO_LIVE_S_MAX,
 )
@@ -334,6 +335,12 @@ def _cases() -> list[WrongInput]:
         _stream(with_answers=True),
         no_stream,
         Status.WRONG_STATE,
+    )
+    case(
+        "a `key_prefix` that is longer than a key",
+        _stream(key_prefix=b"k" * (KEY_BYTES_MAX + 1)),
+        no_stream,
+        Status.BAD_ARGUMENT,
     )
     case("a lease that there is not", _stream(lease_id=7), no_stream, Status.RANGE_GONE)
     unknown = _stream(position=_position(UNKNOWN_HISTORY, 5))

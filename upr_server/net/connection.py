@@ -456,13 +456,14 @@ class AcceptedConnection:
         `_unwritten`.
 
         Returns:
-            How many bytes there were.
+            How many bytes there were, with those of the rows that were left out: reading these
+            took time, too.
         """
-        session = self.session
+        session, left_out = self.session, 0
         # What the streamer adds is bounded by itself, and holds up no request.
         self.context.backlog.begin_write()
         try:
-            self.context.streamer.step()
+            left_out = self.context.streamer.step()
         except Exception:
             log.exception("stream failed", peer=self.peer)
             session.fail(
@@ -470,7 +471,7 @@ class AcceptedConnection:
             )
         outgoing = session.take_outgoing(trio.current_time())
         if not outgoing:
-            return 0
+            return left_out
         length = sum(map(len, outgoing))
         self._bytes_out += length
         if (usage := self.context.log_in.usage) is not None:
@@ -479,7 +480,7 @@ class AcceptedConnection:
         self._unwritten = write_now(self._stream, outgoing)
         if not self._unwritten:
             self._has_sent()
-        return length
+        return length + left_out
 
     def _has_sent(self) -> None:
         self._unwritten = ()

@@ -11,6 +11,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Retry, RollBack, Start, decide_start
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import KEY_BYTES_MAX
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.session.states import StreamState
 from upr_protocol.wire import (
@@ -45,10 +46,12 @@ ANSWER_OVERHEAD_BYTES: Final = 36
 
 @attrs.define(eq=False)
 class _Stream:
+    disk: BucketDisk
     partition: Partition
     reader: PartitionReader | LeasedReader
     opaque: int
     end_seq: SeqNo
+    key_prefix: bytes = b""
     answers_from: SeqNo | None = None
     """From which number on answers to publishers are to be sent; None for none."""
     snapshot_end: SeqNo = SeqNo(0)
@@ -83,6 +86,13 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
         return _Refusal(
             Status.BAD_ARGUMENT,
             "a pending partition is streamed to replicas only; ask for an active one",
+        )
+    if request.key_prefix and request.with_answers:
+        return _Refusal(Status.BAD_ARGUMENT, "a replica streams all keys; leave out the key prefix")
+    if len(request.key_prefix) > KEY_BYTES_MAX:
+        return _Refusal(
+            Status.BAD_ARGUMENT,
+            f"a key prefix has at most {KEY_BYTES_MAX} bytes, not {len(request.key_prefix)}",
         )
     if partition.state is not request.state:
         is_dead = partition.state is PartitionState.DEAD
@@ -127,6 +137,7 @@ class Streamer:
     __slots__ = (
         "_current_stream",
         "_disk_streams",
+        "_left_out_bytes",
         "_name",
         "_session",
         "_streams",
@@ -142,6 +153,8 @@ class Streamer:
         """Streams of which something that was read from disk is being sent."""
         self._current_stream: _Stream | None = None
         """The stream whose snapshot is being sent."""
+        self._left_out_bytes = 0
+        """What the rows would have taken, in this step, that no stream asks for."""
 
     def open(
         self, disk: BucketDisk, partition: Partition, request: Stream, map_revision: int
@@ -173,7 +186,9 @@ class Streamer:
             )
             return
         reader = self._reader(disk, partition, request, decision)
-        stream = _Stream(partition, reader, request.opaque, request.end_seq)
+        stream = _Stream(
+            disk, partition, reader, request.opaque, request.end_seq, request.key_prefix
+        )
         if request.with_answers:
             # Answers count from a snapshot's end on. Of a snapshot that the replica was cut in it
             # may have got some already, but has taken in none.
@@ -253,15 +268,26 @@ class Streamer:
         self._streams.clear()
         self._current_stream = None
 
-    def step(self) -> None:
+    def step(self) -> int:
         """Puts about `BATCH_BYTES` of what there is to stream into the session, as far as the
-        consumer's window allows.
+        consumer's window allows. Rows that are left out count like those that are sent.
 
         With the window shut, what was sent whole is still ended and barriers come back; but no
         snapshot is begun, so that what arrives meanwhile is deduplicated.
+
+        Returns:
+            The bytes of the rows that were left out.
         """
+        self._left_out_bytes = 0
+        self._fill()
+        return self._left_out_bytes
+
+    def _fill(self) -> None:
         session = self._session
-        while session.state is SessionState.STREAMING and session.outgoing_bytes < BATCH_BYTES:
+        while (
+            session.state is SessionState.STREAMING
+            and session.outgoing_bytes + self._left_out_bytes < BATCH_BYTES
+        ):
             stream = self._current_stream
             if stream is None:
                 partition = session.next_partition()
@@ -275,7 +301,8 @@ class Streamer:
                 return
             if not (self._send_whole(stream) or self._advance(stream)):
                 return
-            if stream.reader.reads_disk and session.outgoing_bytes >= DISK_BATCH_BYTES:
+            nbytes = session.outgoing_bytes + self._left_out_bytes
+            if stream.reader.reads_disk and nbytes >= DISK_BATCH_BYTES:
                 return
 
     def sent(self) -> None:
@@ -302,7 +329,7 @@ class Streamer:
             return False
         if stream.answers_from is not None:
             self._send_answers(stream, stream.answers_from, chunk.end)
-        session.send_snapshot(partition.id, chunk)
+        session.send_snapshot(partition.id, self._select(stream, chunk))
         self._has_ended(stream, chunk.end)
         return True
 
@@ -322,7 +349,8 @@ class Streamer:
             # read would have its whole backfill in memory.
             self._disk_streams[stream] = None
         if isinstance(item, Chunk):
-            session.send(PartitionChunk(item, partition=partition.id, opaque=stream.opaque))
+            chunk = self._select(stream, item)
+            session.send(PartitionChunk(chunk, partition=partition.id, opaque=stream.opaque))
         elif isinstance(item, SnapshotStartItem):
             self._begin(stream, item)
         elif isinstance(item, SnapshotEndItem):
@@ -337,6 +365,18 @@ class Streamer:
         else:
             self._end_turn(stream)
         return True
+
+    def _select(self, stream: _Stream, chunk: Chunk) -> Chunk:
+        """The rows of a chunk that the stream asks for. There may be none: the chunk says how far
+        the stream is all the same."""
+        if not stream.key_prefix:
+            return chunk
+        selected = chunk.with_prefix(stream.key_prefix)
+        left_out_bytes = chunk.nbytes - selected.nbytes
+        self._left_out_bytes += left_out_bytes
+        stream.disk.rows_left_out += chunk.count - selected.count
+        stream.disk.bytes_left_out += left_out_bytes
+        return selected
 
     def _begin(self, stream: _Stream, start: SnapshotStartItem) -> None:
         partition = stream.partition

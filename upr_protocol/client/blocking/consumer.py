@@ -72,6 +72,7 @@ class BlockingConsumer:
         state: PartitionState = PartitionState.ACTIVE,
         end: End = None,
         lease_id: int = 0,
+        key_prefix: bytes = b"",
         undo: BlockingUndoCallback | None = None,
         by_map: bool = True,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
@@ -97,6 +98,7 @@ class BlockingConsumer:
             end,
             lease_id,
             has_undo=undo is not None,
+            key_prefix=key_prefix,
         )
         options = ClusterOptions(
             TrioOptions(

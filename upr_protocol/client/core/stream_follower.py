@@ -212,6 +212,7 @@ class StreamFollower:
                 state.end_of(partition),
                 subscription.lease_id,
                 subscription.with_answers,
+                subscription.key_prefix,
                 partition=partition,
                 opaque=session.new_opaque(),
             )

@@ -62,6 +62,8 @@ class Subscription:
         with_logs: Whether the application is given the log of each accepted stream.
         has_undo: Whether the application undoes a rollback itself; otherwise the partition starts
             again at 0.
+        key_prefix: What the keys of the changes begin with; empty for all. The server leaves the
+            others out.
     """
 
     partitions: tuple[PartitionId, ...] = ()
@@ -72,6 +74,7 @@ class Subscription:
     with_answers: bool = False
     with_logs: bool = False
     has_undo: bool = False
+    key_prefix: bytes = b""
 
 
 class SubscriptionState:

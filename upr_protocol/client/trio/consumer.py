@@ -406,6 +406,7 @@ async def consume(
     state: PartitionState = PartitionState.ACTIVE,
     end: End = None,
     lease_id: int = 0,
+    key_prefix: bytes = b"",
     undo: UndoCallback | None = None,
     with_logs: bool = False,
     by_map: bool = True,
@@ -436,6 +437,8 @@ async def consume(
         lease_id: A lease that holds what lies between the positions and `end`. Just that is read
             from disk, with every version in it, and so the same each time; `ServerError` with
             `RANGE_GONE` if the lease does not hold it. 0 for no lease.
+        key_prefix: What the keys of the changes begin with. The server leaves the others out; a
+            chunk may have no row. Resume from a position with the prefix that it was saved with.
         undo: Takes the application back when the server's history parted from what was received;
             by default the partition starts again at 0.
         with_logs: Whether `StreamAccepted` events come, which bring the failover logs.
@@ -462,6 +465,7 @@ async def consume(
         lease_id,
         with_logs=with_logs,
         has_undo=undo is not None,
+        key_prefix=key_prefix,
     )
     async with open_consumer(
         Consumer,

@@ -68,6 +68,8 @@ class BucketDisk:
         nursery: Where backfills run.
         backfills: How many backfills were started, ever.
         backfill_bytes: How many bytes they have read, ever.
+        rows_left_out: How many rows streams have left out that ask for other keys, ever.
+        bytes_left_out: What those would have taken.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class BucketDisk:
         self._scope = trio.CancelScope()
         self.backfills = 0
         self.backfill_bytes = 0
+        self.rows_left_out = 0
+        self.bytes_left_out = 0
         self._fetches = self._fetched = 0
         self._flushed = trio.Event()
         self._unwritten: DiskFullError | None = None
@@ -243,6 +247,7 @@ class BucketDisk:
             "flusher": self.flusher.statistics(),
             "disk": self.maintenance.statistics(),
             "backfill": {"begun": self.backfills, "bytes": self.backfill_bytes},
+            "left_out": {"rows": self.rows_left_out, "bytes": self.bytes_left_out},
             "fetch": {"batches": self._fetches, "items": self._fetched},
             "leases": self.leases.statistics(),
         }
