@@ -53,6 +53,7 @@ from upr_protocol.wire import (
     Hello,
     HelloReply,
     ListBuckets,
+    LogIn,
     Message,
     Mutate,
     Noop,
@@ -163,6 +164,7 @@ def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
     for count in (-1, used - quarter + 1):
         with pytest.raises(LocalProtocolError):
             pair.client.acknowledge(count)
+    pair.client.acknowledge(0)
     assert portrait(pair.client) == before
     pair.client.acknowledge(used - quarter)
     assert frames(taken(pair.client)) == [Ack(used - quarter)]
@@ -313,6 +315,8 @@ def test_new_opaques_come_round_and_are_free() -> None:
         opaques.append(pair.client.new_opaque())
         pair.client_says(Stats(opaque=opaques[-1]))
     assert opaques == [0xFFFF_FFFE, 1, 3, 4]
+    # Two requests may be made before the first is sent.
+    assert (pair.client.new_opaque(), pair.client.new_opaque()) == (5, 6)
 
 
 def test_nothing_else_is_open_when_a_bucket_is_opened() -> None:
@@ -396,6 +400,34 @@ def test_a_hello_that_is_answered(changes: dict[str, Any]) -> None:
 def test_a_hellos_answer_that_is_refused(changes: dict[str, Any], status: Status) -> None:
     pair = Pair.in_state(SessionState.GREETED)
     refused_by_both(pair.server, pair.client, hello_reply(**changes), status)
+
+
+def test_a_hellos_answer_may_allow_no_more_than_the_handshake_does() -> None:
+    pair = Pair.in_state(SessionState.GREETED)
+    reply = hello_reply(frame_body_bytes_max=HANDSHAKE_BODY_BYTES_MAX)
+    assert pair.server_says(reply) == [reply]
+
+
+def test_a_mechanism_that_was_not_offered_is_refused() -> None:
+    pair = Pair(mechanisms=("SCRAM-SHA-256",))
+    pair.deliver()
+    refused_by_both(pair.client, pair.server, LogIn("PLAIN", b"password"), Status.LOG_IN_FAILED)
+
+
+def test_a_frame_may_be_as_long_as_the_server_says() -> None:
+    frame = encoded(mutate(3, 1, b"x" * 5000))
+    limit = len(frame) - HEADER_BYTES
+    for allowed in (limit, limit - 1):
+        pair = Pair.in_state(SessionState.GREETED)
+        pair.server_says(hello_reply(frame_body_bytes_max=allowed))
+        pair.client_says(Open("bucket", opaque=1))
+        pair.server_says(Opened(64, 1, opaque=1), Credit(100_000))
+        if allowed == limit:
+            assert pair.client_says(mutate(3, 1, b"x" * 5000))
+        else:
+            with pytest.raises(LocalProtocolError) as caught:
+                pair.client.send(mutate(3, 1, b"x" * 5000))
+            assert caught.value.status is Status.FRAME_TOO_LONG
 
 
 def test_the_client_keeps_to_the_limits_of_the_server() -> None:
