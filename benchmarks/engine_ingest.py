@@ -16,7 +16,7 @@ from statistics import median
 from time import process_time_ns, time
 from typing import Final
 
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import NO_PARTITION, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Mutate, MutateReply, RunResult
@@ -82,9 +82,12 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
             chosen.setdefault(partition, []).append(key)
         bundle = Bundle(
             plain_chunk([key for run in chosen.values() for key in run], [VALUE] * rows),
-            [Run(PartitionId(partition), len(run), counter) for partition, run in chosen.items()],
+            [
+                BundleRun(PartitionId(partition), len(run), counter)
+                for partition, run in chosen.items()
+            ],
         )
-        bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body())))
+        bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body_buffers())))
 
     def run() -> float:
         bucket = new_bucket(partitions)
@@ -111,7 +114,7 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
             ):
                 assert numbers is not None, "each run is plain, short and new"
                 results.append(RunResult(run.partition, 0, *numbers))
-            MutateReply(0, tuple(results)).frame()
+            MutateReply(0, tuple(results)).frame_buffers()
         return (process_time_ns() - started_at) / total
 
     return run

@@ -112,7 +112,7 @@ class Recorder:
 
     async def say(self, *messages: Message) -> None:
         """Says messages, one frame after the other."""
-        frames = [b"".join(map(bytes, message.frame())) for message in messages]
+        frames = [b"".join(map(bytes, message.frame_buffers())) for message in messages]
         self._conversation.frames += [("client", frame) for frame in frames]
         await self._stream.send_all(b"".join(frames))
 
@@ -166,7 +166,7 @@ async def _first(client: Recorder) -> None:
     await client.say(Ack(HEADER_BYTES + chunk.chunk.nbytes), Barrier(b"first"))
     await client.hear(BarrierReply)
     rows = _batch(Mutation(Operation.INCREMENT, COUNTER, CounterDelta(1).encode()))
-    bundle = Bundle.of_one(P5, rows, counter=1, chain=rows.chained(0))
+    bundle = Bundle.of_one_run(P5, rows, counter=1, chain=rows.chained_crc(0))
     await client.say(Mutate(bundle, b"writer of docs!!", opaque=3))
     await client.hear(Credit, MutateReply, PartitionSnapshot, CycleEnd)
     await client.say(Close())
@@ -181,7 +181,7 @@ async def _resume(client: Recorder, log: FailoverLog) -> None:
 
 
 async def _roll_back(client: Recorder, log: FailoverLog) -> None:
-    elsewhere = FailoverLog.of([(0x0BAD_0BAD_0BAD_0BAD, 3), *log.pairs()])
+    elsewhere = FailoverLog.of_pairs([(0x0BAD_0BAD_0BAD_0BAD, 3), *log.pairs()])
     await client.stream(Position(elsewhere, SeqNo(7), SeqNo(7), None))
     await client.stream(Position(log, SeqNo(3), SeqNo(3), None), opaque=3)
     await client.say(Close())
@@ -314,7 +314,7 @@ async def _server(directory: SimulatedDirectory) -> AsyncIterator[tuple[Server, 
                     Mutation(Operation.SET, NEIGHBOUR, b"{}"),
                     Mutation(Operation.SET, KEY, b'{"dep":"EWR"}'),
                 )
-                bundle = Bundle.of_one(P5, rows)
+                bundle = Bundle.of_one_run(P5, rows)
                 await writer.say(Mutate(bundle, durability=Durability.PERSISTED, opaque=2))
                 await writer.hear(Credit, MutateReply)
         yield server, partition.failover_log

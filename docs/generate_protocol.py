@@ -725,7 +725,7 @@ def dump_frame(message: Message, frame: bytes, in_full: bool) -> str:
     used = 0
     if layout_fields(kind):
         lines.append("")
-        built = b"".join(map(bytes, message.body()))
+        built = b"".join(map(bytes, message.body_buffers()))
         lines += dump_layout(kind.layout, built, HEADER_BYTES)
         used = len(built)
     if body[used:]:

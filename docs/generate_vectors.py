@@ -27,7 +27,7 @@ from docs.generate_protocol import EXAMPLE_MAP, bare, subcons
 from docs.session_rules import session_rules
 from upr_protocol import limits
 from upr_protocol.bucket_event import BucketEvent, BucketFate, EventKind
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation
 from upr_protocol.client.core import resume_state
 from upr_protocol.errors import Status
 from upr_protocol.failover import (
@@ -128,13 +128,13 @@ FRAME_BYTES_MAX: Final = 8 * 1024
 
 HISTORY: Final = HistoryId(0x1122334455667788)
 OLDER: Final = HistoryId(0xFFEEDDCCBBAA9988)
-LOG_OF_TWO: Final = FailoverLog.of([(HISTORY, 40), (OLDER, 0)])
+LOG_OF_TWO: Final = FailoverLog.of_pairs([(HISTORY, 40), (OLDER, 0)])
 P5: Final = PartitionId(5)
 
 
 def encoded(message: Message) -> bytes:
     """A message's frame."""
-    return b"".join(map(bytes, message.frame()))
+    return b"".join(map(bytes, message.frame_buffers()))
 
 
 # --- checksums ------------------------------------------------------------------------------------
@@ -167,10 +167,10 @@ def checksums() -> Json:
         chunk = Chunk.build(row, SeqNo(0), SeqNo(0))
         if row[0].key == b"zero":
             # A new chain, whose second run would have 0.
-            chain = Chunk.build([_set(b"one", b"1")], SeqNo(0), SeqNo(0)).chained(0)
+            chain = Chunk.build([_set(b"one", b"1")], SeqNo(0), SeqNo(0)).chained_crc(0)
             runs.append({"begins_anew_with": chain})
             assert crc32c(chunk.crc.to_bytes(4, "little"), chain) == 0
-        chain = chunk.chained(chain)
+        chain = chunk.chained_crc(chain)
         runs.append({"chunk": bytes(chunk).hex(), "crc32c": chunk.crc, "chain": chain})
     return {
         "crc32c": [{"bytes": text.hex(), "crc32c": crc32c(text)} for text in texts],
@@ -185,7 +185,7 @@ def _set(key: bytes, value: bytes, seq: int = 0) -> Mutation:
 def _value_for_zero(first: Sequence[Mutation], key: bytes) -> bytes:
     """Four bytes with which a second run's chain would be 0. A CRC is affine in the bytes: the
     equations over GF(2) are solved."""
-    before = Chunk.build(first, SeqNo(0), SeqNo(0)).chained(0)
+    before = Chunk.build(first, SeqNo(0), SeqNo(0)).chained_crc(0)
 
     def chain(value: int) -> int:
         chunk = Chunk.build([_set(key, value.to_bytes(4, "little"))], SeqNo(0), SeqNo(0))
@@ -231,7 +231,7 @@ _BUNDLE: Final = Bundle(
         SeqNo(0),
         SeqNo(0),
     ),
-    (Run(P5, 2, 7, 0xCAFE), Run(PartitionId(9), 1, 8, 0xBEEF)),
+    (BundleRun(P5, 2, 7, 0xCAFE), BundleRun(PartitionId(9), 1, 8, 0xBEEF)),
 )
 _OF: Final[dict[str, Any]] = {"partition": P5, "opaque": 77}
 _ASK: Final[dict[str, Any]] = {"opaque": 78}
@@ -338,7 +338,7 @@ def messages() -> Json:
             "status": int(message.status),
             "fields": fields_of(
                 type(message).layout,
-                type(message).layout.parse(b"".join(map(bytes, message.body()))),
+                type(message).layout.parse(b"".join(map(bytes, message.body_buffers()))),
             ),
             "frame": encoded(message).hex(),
         }
@@ -551,7 +551,7 @@ def positions() -> Json:
         message = PartitionSnapshot(Chunk.build(rows, SeqNo(first), SeqNo(end)), **of)
         return step(message, resume_state.snapshot_completed(position, SeqNo(end)))
 
-    position = reply(FailoverLog.of([(HISTORY, 0)]))
+    position = reply(FailoverLog.of_pairs([(HISTORY, 0)]))
     snapshot_end = start(0, 4)
     position = chunk(0, 2)
     position = chunk(2, 4)
@@ -562,16 +562,16 @@ def positions() -> Json:
     snapshot_end = start(6, 12)
     position = chunk(6, 9)
     steps.append({"lost": "the connection; the client comes back with its position"})
-    position = reply(FailoverLog.of([(HISTORY, 0)]))
+    position = reply(FailoverLog.of_pairs([(HISTORY, 0)]))
     snapshot_end = start(9, 13)
     position = chunk(9, 13)
     steps.append({"lost": "the connection, before the snapshot's end"})
-    position = reply(FailoverLog.of([(HISTORY, 0)]))
+    position = reply(FailoverLog.of_pairs([(HISTORY, 0)]))
     refusal = StreamReply(SeqNo(8), "", LOG_OF_TWO, status=Status.ROLLBACK, **of)
     position = step(refusal, resume_state.rolled_back(position, SeqNo(6)))
     steps[-1]["rolled_back_to"] = "6"
     history = OLDER
-    log = FailoverLog.of([(OLDER, 8), (HISTORY, 0)])
+    log = FailoverLog.of_pairs([(OLDER, 8), (HISTORY, 0)])
     position = reply(log)
     snapshot_end = start(6, 9)
     position = chunk(6, 9)
@@ -588,7 +588,7 @@ def starts() -> Json:
         partial = (
             PartialSnapshot(HistoryId(log[0][0]), SeqNo(seq), SeqNo(end)) if received else None
         )
-        return Position(FailoverLog.of(log), SeqNo(seq), SeqNo(received or seq), partial)
+        return Position(FailoverLog.of_pairs(log), SeqNo(seq), SeqNo(received or seq), partial)
 
     cases = [
         ("nothing yet", unbranched, 50, 0, NOTHING_YET),
@@ -615,7 +615,7 @@ def starts() -> Json:
     ]
     rows = []
     for name, log, high, purge, client in cases:
-        decision = decide_start(FailoverLog.of(log), SeqNo(high), SeqNo(purge), client)
+        decision = decide_start(FailoverLog.of_pairs(log), SeqNo(high), SeqNo(purge), client)
         if isinstance(decision, Retry):
             status, seq = Status.SEQ_TOO_HIGH, SeqNo(high)
         elif isinstance(decision, RollBack):
@@ -625,7 +625,7 @@ def starts() -> Json:
         rows.append(
             {
                 "client": name,
-                "server_log": log_json(FailoverLog.of(log)),
+                "server_log": log_json(FailoverLog.of_pairs(log)),
                 "server_high_seq": str(high),
                 "purge_seq": str(purge),
                 "position": position_json(client),
@@ -654,9 +654,9 @@ def window() -> Json:
         ):
             frame_bytes = len(encoded(message))
             if type(message) in WINDOW_MESSAGES:
-                if not allowance.open:
+                if not allowance.is_open:
                     continue
-                allowance.use(frame_bytes)
+                allowance.note_sent(frame_bytes)
             name = type(message).__name__
             trace.append({"message": name, "frame_bytes": frame_bytes, "left": allowance.left})
     for count in (20_000, allowance.used - 20_000):

@@ -72,7 +72,7 @@ SERVER: Final = "server"
 SCRAM: Final = "SCRAM-SHA-256"
 FRAME_BYTES_SHOWN: Final = 1024
 HISTORY: Final = HistoryId(7)
-LOG: Final = FailoverLog.of([(7, 0)])
+LOG: Final = FailoverLog.of_pairs([(7, 0)])
 P0: Final = PartitionId(0)
 OF_STREAM: Final[dict[str, Any]] = {"partition": P0, "opaque": 2}
 
@@ -105,13 +105,13 @@ class Case:
                 # A client greets by itself, and a server answers that.
                 if not isinstance(message, Hello | HelloReply):
                     if isinstance(session, ServerSession) and isinstance(message, PartitionStart):
-                        session.ready(P0)
+                        session.mark_ready(P0)
                         session.next_partition()
                     session.send(message)
                 continue
             try:
                 session.receive(_frame(message), 0.0)
-                list(session.events())
+                list(session.messages())
             except RemoteProtocolError as error:
                 if not is_last:
                     raise
@@ -137,7 +137,7 @@ class Case:
 
 
 def _frame(message: Message) -> bytes:
-    return b"".join(map(bytes, message.frame()))
+    return b"".join(map(bytes, message.frame_buffers()))
 
 
 # --- messages that take many words ----------------------------------------------------------------
@@ -215,7 +215,7 @@ def _whole(start: int, end: int, value_bytes: int = 1) -> PartitionSnapshot:
 
 def _mutate(opaque: int, value_bytes: int = 1) -> Mutate:
     row = Mutation(Operation.SET, b"key", bytes(value_bytes))
-    return Mutate(Bundle.of_one(P0, Chunk.build([row])), opaque=opaque)
+    return Mutate(Bundle.of_one_run(P0, Chunk.build([row])), opaque=opaque)
 
 
 def _end(end: int) -> PartitionEnd:

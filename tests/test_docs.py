@@ -102,7 +102,7 @@ def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
         buffer.receive(b"".join(bytes.fromhex(line[6:53]) for line in lines))
         frame = buffer.next_frame()
         assert frame is not None
-        assert not buffer.mid_frame
+        assert not buffer.is_in_frame
         message = decode(*frame)
         assert type(message).__name__ == name
         assert message.sender & (Role.CLIENT if sender == "client" else Role.SERVER)

@@ -90,9 +90,9 @@ def below_zero() -> bool:
     for."""
     allowance = Allowance()
     allowance.grant(10)
-    allowance.use(25)
+    allowance.note_sent(25)
     allowance.grant(15)
-    return allowance.left == 0 and not allowance.open
+    return allowance.left == 0 and not allowance.is_open
 
 
 def is_readable(body: bytes) -> bool:
@@ -115,13 +115,13 @@ def gaps_are_new() -> bool:
 
 
 def start_at(seq: int) -> object:
-    log = FailoverLog.of([(1, 0)])
+    log = FailoverLog.of_pairs([(1, 0)])
     return decide_start(log, SeqNo(9), SeqNo(0), Position(log, SeqNo(seq), SeqNo(seq), None))
 
 
 def start_inside(last_complete: int, highest_received: int, end: int) -> object:
     """The decision about a client that was interrupted inside a snapshot."""
-    log = FailoverLog.of([(1, 0)])
+    log = FailoverLog.of_pairs([(1, 0)])
     partial = PartialSnapshot(HistoryId(1), SeqNo(last_complete), SeqNo(end))
     position = Position(log, SeqNo(last_complete), SeqNo(highest_received), partial)
     return decide_start(log, SeqNo(end), SeqNo(0), position)
@@ -188,7 +188,7 @@ def refused_header(header: bytes) -> Status | None:
 def resumes(last_complete: int, highest_received: int, start: int, end: int) -> bool:
     """Whether a client may send this position."""
     position = Position(
-        FailoverLog.of([(1, 0)]),
+        FailoverLog.of_pairs([(1, 0)]),
         SeqNo(last_complete),
         SeqNo(highest_received),
         PartialSnapshot(HistoryId(1), SeqNo(start), SeqNo(end)),
@@ -209,7 +209,7 @@ def interval_agreed(seconds: int) -> bool:
 def has_no_token(writer: bytes) -> bool:
     """Whether the runs of this writer are new each time."""
     partition = Partition(PartitionId(0), lambda: HistoryId(1))
-    bundle = Bundle.of_one(PartitionId(0), plain_chunk([b"k"], [b"v"]), counter=1)
+    bundle = Bundle.of_one_run(PartitionId(0), plain_chunk([b"k"], [b"v"]), counter=1)
     for _ in range(2):
         (batch,) = BundleBatches(bundle, writer if any(writer) else None)
         partition.mutate(batch, now=0)
@@ -415,7 +415,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     ),
     "may two entries of a failover log have the same number?": (
         "Numbers never rise from one entry to the next; no history ID occurs twice",
-        lambda: len(FailoverLog.of([(2, 5), (1, 5)])) == 2,
+        lambda: len(FailoverLog.of_pairs([(2, 5), (1, 5)])) == 2,
     ),
     "may the server's idle interval be longer than the client's?": (
         "the interval both keep: at most what `Hello` asked for",

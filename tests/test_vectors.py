@@ -43,7 +43,7 @@ def test_a_changed_limit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_samples_are_read_as_they_were_written() -> None:
     for message in SAMPLES:
         buffer = FrameBuffer(lambda header: None)
-        buffer.receive(b"".join(map(bytes, message.frame())))
+        buffer.receive(b"".join(map(bytes, message.frame_buffers())))
         frame = buffer.next_frame()
         assert frame is not None
         assert decode(*frame) == message

@@ -98,7 +98,7 @@ class Address:
             raise _wrong(url, f"a bucket's name is at most {BUCKET_NAME_BYTES_MAX} bytes")
         return cls(*first, bucket, tuple(other_nodes), security)
 
-    def each(self) -> list[Self]:
+    def each_node(self) -> list[Self]:
         """An address for each node that it names."""
         nodes = ((self.host, self.port), *self.other_nodes)
         return [self._at(*node) for node in dict.fromkeys(nodes)]

@@ -70,7 +70,7 @@ class _Holder:
 
 
 @asynccontextmanager
-async def background() -> AsyncIterator[trio.Nursery]:
+async def background_nursery() -> AsyncIterator[trio.Nursery]:
     """A nursery whose tasks are cancelled when the body ends.
 
     An exception of the body comes out as it is. A plain nursery would wrap it into a group, and
@@ -111,7 +111,7 @@ def without_traceback(error: E) -> E:
     return copy
 
 
-async def result_of(steps: Generator[None, None, T]) -> T:
+async def run_steps(steps: Generator[None, None, T]) -> T:
     """What `steps` return in the end. Others have their turn between the steps. Cancelled, the rest
     of them is not done."""
     while True:

@@ -51,12 +51,12 @@ class FailoverLog:
             raise ValueError("the failover log's numbers rise towards its older entries")
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int]]) -> FailoverLog:
+    def of_pairs(cls, pairs: Iterable[tuple[int, int]]) -> FailoverLog:
         """A log from (history ID, number) pairs, newest first."""
         return cls(tuple(FailoverEntry(HistoryId(h), SeqNo(s)) for h, s in pairs))
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The reverse of `of`."""
+        """The reverse of `of_pairs`."""
         return [(entry.history_id, entry.seq) for entry in self.entries]
 
     def __iter__(self) -> Iterator[FailoverEntry]:

@@ -160,7 +160,7 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     partitions: tuple[Assignment, ...]
 
     @classmethod
-    def of_one(
+    def of_one_node(
         cls, bucket: str, partition_count: int, node: str, address: str, *, revision: int = 1
     ) -> PartitionMap:
         """The map of a bucket that one node holds alone. With revision 0 it stands for no map, and
@@ -399,6 +399,6 @@ def _check_size(document: bytes) -> None:
         )
 
 
-def newest(maps: Iterable[PartitionMap]) -> PartitionMap | None:
+def newest_map(maps: Iterable[PartitionMap]) -> PartitionMap | None:
     """The map with the highest revision; None if there are no maps."""
     return max(maps, key=lambda partition_map: partition_map.revision, default=None)

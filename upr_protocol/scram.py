@@ -132,12 +132,12 @@ class ScramClient:
         self._bare = f"n={_escaped(self._name)},r={nonce}"
         self._signature = b""
 
-    def first(self) -> bytes:
-        """The client's first message."""
+    def client_first(self) -> bytes:
+        """The client-first-message of RFC 5802."""
         return (self._header + self._bare).encode()
 
-    def final(self, challenge: bytes) -> bytes:
-        """The client's answer to the server's first message.
+    def client_final(self, challenge: bytes) -> bytes:
+        """The client-final-message, which answers the server-first-message.
 
         Raises:
             ScramError: The server's message is not what it must be.
@@ -160,8 +160,8 @@ class ScramClient:
         self._signature = _hmac(server_key, signed)
         return f"{without_proof},p={_base64(proof)}".encode()
 
-    def check(self, outcome: bytes) -> None:
-        """Checks the server's last message.
+    def check_server_final(self, outcome: bytes) -> None:
+        """Checks the server-final-message.
 
         Raises:
             ScramError: The server does not prove that it knows the verifier of the password.
@@ -242,12 +242,12 @@ class ScramServer:
         self._binding = binding if first.header.startswith("p=") else b""
         self._challenge = f"r={self._nonce},s={_base64(verifier.salt)},i={verifier.iterations}"
 
-    def challenge(self) -> bytes:
-        """The server's first message."""
+    def server_first(self) -> bytes:
+        """The server-first-message, which challenges the client."""
         return self._challenge.encode()
 
-    def outcome(self, final: bytes) -> bytes | None:
-        """The server's last message, which proves that it knows the verifier; None if the client
+    def server_final(self, final: bytes) -> bytes | None:
+        """The server-final-message, which proves that it knows the verifier; None if the client
         does not prove that it knows the password.
 
         Raises:

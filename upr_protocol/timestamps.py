@@ -11,7 +11,7 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 _NANOSECONDS_END: Final = 1 << 64
 
 
-def nanoseconds(time: float | datetime) -> int:
+def to_nanoseconds(time: float | datetime) -> int:
     """A moment in nanoseconds since 1970.
 
     Args:
@@ -43,5 +43,5 @@ def parse_timestamp(text: str) -> datetime:
         raise ValueError(
             f"{text!r} is not a date and time; write it like 2026-01-31T12:00:00Z"
         ) from None
-    nanoseconds(time)
+    to_nanoseconds(time)
     return time

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import trio
 
-from upr_protocol.concurrency import background, first_failure
+from upr_protocol.concurrency import background_nursery, first_failure
 from upr_server.config import ServerConfig
 from upr_server.runtime import AuditLog, is_loopback, run_until_signal
 from upr_server.storage.errors import DiskFullError
@@ -40,7 +40,7 @@ async def started_server(config: ServerConfig) -> AsyncIterator[Server]:
         audit_log = AuditLog(config.audit_path(), time.time)
         async with (
             running_server(config, store, audit_log=audit_log) as server,
-            background() as nursery,
+            background_nursery() as nursery,
         ):
             nursery.start_soon(_collect_young_objects, server)
             yield server
@@ -106,7 +106,7 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
 @asynccontextmanager
 async def _daemon(config: ServerConfig) -> AsyncIterator[Server]:
     """A server that reads its certificate anew on SIGHUP."""
-    async with started_server(config) as server, background() as nursery:
+    async with started_server(config) as server, background_nursery() as nursery:
         if server.certificates is None:
             yield server
             return

@@ -18,7 +18,7 @@ from benchmarks.kit.commands import Commands
 from benchmarks.kit.pacing import paced, percentiles_us, sharpen_timers
 from benchmarks.kit.raw import RawConnection
 from benchmarks.kit.work import VALUE_BYTES, key_of
-from upr_protocol.chunk import Bundle, Run, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, plain_chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
@@ -53,7 +53,7 @@ class _Publisher:
     def send(self, dues_ns: Sequence[int]) -> None:
         connection, session = self._connection, self._connection.session
         # A server that is behind makes these late, and late counts as latency.
-        while not session.credit.open or self._sent - self.answered > _UNANSWERED_MAX:
+        while not session.credit.is_open or self._sent - self.answered > _UNANSWERED_MAX:
             self.receive()
         self._sent += 1
         rows = sorted((*next(self._keys), due_ns) for due_ns in dues_ns)
@@ -76,9 +76,9 @@ class _Publisher:
         )
         connection.flush()
 
-    def _runs(self, rows: Sequence[_Row]) -> Iterator[Run]:
+    def _runs(self, rows: Sequence[_Row]) -> Iterator[BundleRun]:
         for partition, row_count in Counter(partition for partition, _, _ in rows).items():
-            yield Run(partition, row_count, self._writer.next_counter(partition))
+            yield BundleRun(partition, row_count, self._writer.next_counter(partition))
 
     def receive(self) -> None:
         for message in self._connection.messages():

@@ -51,8 +51,8 @@ class _Pipeline:
         key = key_of(self._draw.randrange(KEYS))
         partition = partition_of(key, self.connection.partition_count)
         counter = self._writer.next_counter(partition)
-        bundle = Bundle.of_one(partition, plain_chunk([key], [value]), counter)
-        return b"".join(Mutate(bundle, self._writer.id, opaque=opaque).frame())
+        bundle = Bundle.of_one_run(partition, plain_chunk([key], [value]), counter)
+        return b"".join(Mutate(bundle, self._writer.id, opaque=opaque).frame_buffers())
 
     @property
     def is_done(self) -> bool:

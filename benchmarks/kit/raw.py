@@ -71,7 +71,7 @@ class RawConnection:
         if not data:
             raise ConnectionError("the server closed the connection")
         self.session.receive(data, time.monotonic())
-        yield from self.session.events()
+        yield from self.session.messages()
 
     def flush(self) -> None:
         """Sends what the session holds."""

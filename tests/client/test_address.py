@@ -122,7 +122,7 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
 def test_every_address_made_of_one_is_protected_as_it_is() -> None:
     security = Security(TlsSettings(ca="ca.pem"))
     address = Address.parse("uprs://a:1,b:2/bucket", security)
-    addresses = [*address.each(), address.of_node("c:3"), address.with_bucket()]
+    addresses = [*address.each_node(), address.of_node("c:3"), address.with_bucket()]
     addresses.append(Address.of_bucket("c:3", "bucket", security))
     assert [derived.security for derived in addresses] == [security] * 5
 
@@ -133,6 +133,6 @@ def test_the_nodes_are_told_as_host_and_port() -> None:
 
 def test_each_node_has_an_address_of_its_own() -> None:
     address = Address.parse("upr://a:1,b:2,a:1/bucket")
-    assert address.each() == [Address("a", 1, "bucket"), Address("b", 2, "bucket")]
+    assert address.each_node() == [Address("a", 1, "bucket"), Address("b", 2, "bucket")]
     assert address.of_node("[::1]:5") == Address("::1", 5, "bucket")
     assert str(address) == "upr://a:1,b:2,a:1/bucket"

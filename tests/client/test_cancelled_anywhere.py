@@ -573,7 +573,7 @@ async def _set_map(server: Server, folder: Path) -> None:
     current = server.partition_maps.map_of("b")
     if current is None:
         own = f"{HOST}:{server.port}"
-        await node.set_map(0, PartitionMap.of_one("b", PARTITIONS, "a", own))
+        await node.set_map(0, PartitionMap.of_one_node("b", PARTITIONS, "a", own))
     else:
         await node.set_map(current.revision, current.with_assignments({}))
 

@@ -30,7 +30,7 @@ from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap, P
 
 
 def copy(name: str, high_seq: int, *log: tuple[int, int]) -> PartitionCopy:
-    return PartitionCopy(name, FailoverLog.of(log), SeqNo(high_seq))
+    return PartitionCopy(name, FailoverLog.of_pairs(log), SeqNo(high_seq))
 
 
 def names(copies: list[PartitionCopy]) -> list[str]:
@@ -59,7 +59,7 @@ def test_the_most_complete_copy_has_what_any_has() -> None:
 
 def test_a_replica_that_is_refilled_lacks_what_it_once_acknowledged() -> None:
     """Found by the simulation: `b` began a history at 27; `c`, a replica, rolled back to 0."""
-    before = FailoverLog.of([(1, 0)])
+    before = FailoverLog.of_pairs([(1, 0)])
     floor = PartitionCopy("b", before, SeqNo(27)).point
     assert floor == HistoryPoint(HistoryId(1), SeqNo(27))
     for high_seq, has_everything in ((0, False), (26, False), (27, True), (40, True)):
@@ -70,7 +70,7 @@ def test_a_replica_that_is_refilled_lacks_what_it_once_acknowledged() -> None:
     # A copy that left this history below the floor lacks part of it, however far it is now.
     elsewhere = before.with_branch(HistoryId(3), SeqNo(20))
     assert not PartitionCopy("c", elsewhere, SeqNo(40)).contains(floor)
-    assert not PartitionCopy("c", FailoverLog.of([(4, 0)]), SeqNo(40)).contains(floor)
+    assert not PartitionCopy("c", FailoverLog.of_pairs([(4, 0)]), SeqNo(40)).contains(floor)
     beginning = PartitionCopy("b", before, SeqNo(0)).point
     for point in (None, beginning):
         assert PartitionCopy("c", FailoverLog(), SeqNo(0)).contains(point)
@@ -114,7 +114,7 @@ def test_a_failover_keeps_what_was_acknowledged(data: st.DataObject) -> None:
     needed = data.draw(st.integers(1, size - 1), "acknowledged")
     assignment = Assignment(active="n0", replicas={node.name: "" for node in nodes[1:]})
     node_of = {node.name: node for node in nodes}
-    node_of["n0"].log = FailoverLog.of([(1, 0)])
+    node_of["n0"].log = FailoverLog.of_pairs([(1, 0)])
     history, change = 1, 0
     acknowledged: list[int] = []
     for _ in range(data.draw(st.integers(1, 5), "failovers")):
@@ -173,7 +173,7 @@ def test_a_copy_continues_past_a_point_if_it_has_all_before_it_and_more(
     """Each node copies a prefix of another, and may write more: at the end of the other's history,
     or in a new one."""
     nodes = [Node("n0")]
-    nodes[0].log = FailoverLog.of([(1, 0)])
+    nodes[0].log = FailoverLog.of_pairs([(1, 0)])
     ends, change = {1: 0}, 0
     for index in range(1, data.draw(st.integers(2, 8), "nodes")):
         source = data.draw(st.sampled_from(nodes))

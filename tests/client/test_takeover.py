@@ -200,7 +200,7 @@ async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
     async with running_servers("abc") as group:
         before = logs(group, "a")
         mine = group.partition("b").failover_log
-        wrong = FailoverLog.of([(HistoryId(7), SeqNo(0))])
+        wrong = FailoverLog.of_pairs([(HistoryId(7), SeqNo(0))])
 
         def on_progress(sentence: str) -> None:
             if sentence.startswith("a: ") and "hands over" in sentence:
@@ -221,7 +221,7 @@ async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
 async def test_a_target_that_refuses_and_cannot_be_fenced_makes_the_histories_new() -> None:
     """The earlier map may still be on its way to it."""
     async with running_servers("ab") as group:
-        wrong = FailoverLog.of([(HistoryId(7), SeqNo(0))])
+        wrong = FailoverLog.of_pairs([(HistoryId(7), SeqNo(0))])
 
         def on_progress(sentence: str) -> None:
             if sentence.startswith("a: ") and "hands over" in sentence:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.engine.model import Model, check_result, contents
 from tests.engine.strategies import SIZES, SOME_KEYS, VALUES, requests
 from tests.kit.placed_keys import key_in
-from upr_protocol.chunk import Bundle, Chunk, Mutation, Run
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionId, PartitionState
 from upr_server.engine import (
@@ -65,11 +65,11 @@ class Bundles(RuleBasedStateMachine):
         self.twin = new_bucket()
         self.models = [Model() for _ in range(PARTITIONS)]
         self.counters = {writer: [0] * PARTITIONS for writer in WRITERS}
-        self.sent: list[tuple[bytes, Run, list[Mutation]]] = []
+        self.sent: list[tuple[bytes, BundleRun, list[Mutation]]] = []
         self.answers: dict[tuple[bytes, int, int], MutateResult] = {}
         self.time = 100.0
 
-    def publish(self, writer: bytes, runs: list[tuple[Run, list[Mutation]]]) -> None:
+    def publish(self, writer: bytes, runs: list[tuple[BundleRun, list[Mutation]]]) -> None:
         runs.sort()
         bundle = Bundle(
             Chunk.build(row for _, rows in runs for row in rows), [run for run, _ in runs]
@@ -103,7 +103,7 @@ class Bundles(RuleBasedStateMachine):
         return [None if run is None else MutateResult(*run) for run in runs]
 
     def check(
-        self, token: WriterToken, run: Run, rows: list[Mutation], result: MutateResult
+        self, token: WriterToken, run: BundleRun, rows: list[Mutation], result: MutateResult
     ) -> None:
         partition, model = self.bucket.partitions[run.partition], self.models[run.partition]
         first_answer = self.answers.get((token.writer, run.partition, token.counter))
@@ -131,14 +131,14 @@ class Bundles(RuleBasedStateMachine):
 
     @rule(writer=ONE_WRITER, rows_by_partition=ROWS_BY_PARTITION)
     def publish_new_runs(self, writer: bytes, rows_by_partition: dict[int, list[Mutation]]) -> None:
-        runs: list[tuple[Run, list[Mutation]]] = []
+        runs: list[tuple[BundleRun, list[Mutation]]] = []
         for partition, rows in rows_by_partition.items():
             self.counters[writer][partition] += 1
             counter = self.counters[writer][partition]
             placed_rows = [
                 msgspec.structs.replace(row, key=placed(partition, row.key)) for row in rows
             ]
-            runs.append((Run(PartitionId(partition), len(rows), counter), placed_rows))
+            runs.append((BundleRun(PartitionId(partition), len(rows), counter), placed_rows))
         self.publish(writer, runs)
 
     @precondition(lambda self: self.sent)

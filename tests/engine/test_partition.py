@@ -764,7 +764,7 @@ def run_again(partition: Partition, variants: str, attempt: int, counters: range
     chain = 0
     for counter in range(1, counters.stop):
         chunk = plain_chunk([b"k%d" % counter], [variants[counter - 1].encode()])
-        chain = chunk.chained(chain)
+        chain = chunk.chained_crc(chain)
         if counter in counters:
             token = WriterToken(bytes(16), counter)
             result = partition.mutate(batch_of(chunk, token, attempt=attempt, chain=chain), now=NOW)

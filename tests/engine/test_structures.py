@@ -228,7 +228,7 @@ def test_a_batch_is_new_just_if_it_has_no_answer(
         if is_refused:
             batches.note_refused(token(counter))
             continue
-        chain = (0, 1, chunk.chained(previous_chain))[chain_number]
+        chain = (0, 1, chunk.chained_crc(previous_chain))[chain_number]
         batch = batch_of(chunk, token(counter), attempt=attempt, chain=chain)
         is_new = batches.is_new(batch)
         answer = batches.answer_unless_new(batch, high)

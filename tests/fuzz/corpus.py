@@ -124,7 +124,7 @@ def _frames() -> Iterator[tuple[str, bytes]]:
 def _messages() -> Iterator[tuple[str, bytes]]:
     for kind, message in SAMPLES.items():
         yield kind.__name__, encoded(message)
-    log = FailoverLog.of([(9, 30), (8, 20), (7, 0)])
+    log = FailoverLog.of_pairs([(9, 30), (8, 20), (7, 0)])
     cut = Position(log, SeqNo(40), SeqNo(45), PartialSnapshot(HistoryId(9), SeqNo(40), SeqNo(50)))
     yield "Stream-cut", encoded(stream(3, 9, cut))
 
@@ -206,7 +206,7 @@ def _conversation(
 
 def _log_in() -> Iterator[tuple[str, bytes]]:
     for name, kind, message in (
-        ("first", log_in.FIRST, log_in.client().first()),
+        ("first", log_in.FIRST, log_in.client().client_first()),
         ("first-unbound", log_in.FIRST, b"n,,n=a=2Cb=3D,r=client"),
         ("final", log_in.FINAL, log_in.RIGHT_FINAL),
         ("challenge", log_in.CHALLENGE, log_in.RIGHT_CHALLENGE),

@@ -43,10 +43,10 @@ def _cut(data: Iterator[bytes], *, in_place: bool) -> tuple[list[tuple[Header, b
             buffer.receive(piece[filled:], filled)
             while (frame := buffer.next_frame()) is not None:
                 parsed_frames.append((frame[0], bytes(frame[1])))
-            assert buffer.mid_frame or not buffer.buffered
+            assert buffer.is_in_frame or not buffer.buffered
     except RemoteProtocolError as error:
         return parsed_frames, str(error)
-    return parsed_frames, "more is needed" if buffer.mid_frame else ""
+    return parsed_frames, "more is needed" if buffer.is_in_frame else ""
 
 
 def _written(header: Header, body: bytes) -> bytes:
@@ -85,7 +85,7 @@ def messages(data: bytes) -> None:
         if "parse" in vars(kind):
             assert message == _by_layout(kind, header, body)
         if message is not None:
-            written = b"".join(map(bytes, message.frame()))
+            written = b"".join(map(bytes, message.frame_buffers()))
             (again,) = framed(written)
             assert again[:4] == (opcode, status, partition, opaque)
             assert _decoded(header, again[4]) == message

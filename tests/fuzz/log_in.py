@@ -17,7 +17,7 @@ from upr_protocol.scram import (
     ScramServer,
     new_verifier,
 )
-from upr_protocol.transport.end_point import end_point
+from upr_protocol.transport.channel_binding import channel_binding
 from upr_protocol.users import NAME_BYTES_MAX, UsersError
 from upr_protocol.wire import LogInChallenge
 
@@ -37,13 +37,13 @@ def client() -> ScramClient:
 
 def server() -> ScramServer:
     """The server's side of it."""
-    first = FirstMessage.read(SCRAM_PLUS, client().first(), offers_binding=True)
+    first = FirstMessage.read(SCRAM_PLUS, client().client_first(), offers_binding=True)
     return ScramServer(first, _VERIFIER, "server", _HASH)
 
 
-RIGHT_CHALLENGE: Final = server().challenge()
-RIGHT_FINAL: Final = client().final(RIGHT_CHALLENGE)
-RIGHT_OUTCOME: Final = server().outcome(RIGHT_FINAL) or b""
+RIGHT_CHALLENGE: Final = server().server_first()
+RIGHT_FINAL: Final = client().client_final(RIGHT_CHALLENGE)
+RIGHT_OUTCOME: Final = server().server_final(RIGHT_FINAL) or b""
 
 _LAST: Final = 2
 """Bytes in base64 whose last bits nobody looks at."""
@@ -57,20 +57,20 @@ def log_in(data: bytes) -> None:
     elif kind == FINAL:
         outcome = None
         with suppress(ScramError):
-            outcome = server().outcome(message)
+            outcome = server().server_final(message)
         assert outcome is None or message[:-_LAST] == RIGHT_FINAL[:-_LAST]
     elif kind == CHALLENGE:
         if not _MANY_ITERATIONS.search(message):
             with suppress(ScramError):
-                assert client().final(message).startswith(b"c=")
+                assert client().client_final(message).startswith(b"c=")
     elif kind == OUTCOME:
         checked = client()
-        checked.final(RIGHT_CHALLENGE)
+        checked.client_final(RIGHT_CHALLENGE)
         with suppress(ScramError):
-            checked.check(message)
+            checked.check_server_final(message)
             assert message.startswith(RIGHT_OUTCOME[:-_LAST])
     else:
-        assert len(end_point(message)) in (0, 32, 48, 64)
+        assert len(channel_binding(message)) in (0, 32, 48, 64)
 
 
 def _read_first(message: bytes) -> None:
@@ -80,5 +80,5 @@ def _read_first(message: bytes) -> None:
             # NFKC makes a name at most 18 times as long.
             assert 0 < len(first.name.encode()) <= 18 * NAME_BYTES_MAX
             assert first.header == (f"p={BINDING},," if mechanism == SCRAM_PLUS else "n,,")
-            challenge = ScramServer(first, _VERIFIER, "server", _HASH).challenge()
+            challenge = ScramServer(first, _VERIFIER, "server", _HASH).server_first()
             assert len(challenge) <= LogInChallenge.body_bytes_max // 4

@@ -103,7 +103,7 @@ LOG_IN: Final = 0x80
 
 _CREDENTIALS: Final = Credentials("user", "pencil")
 _VERIFIER: Final = new_verifier("pencil", b"sixteen bytes...", SCRAM_ITERATIONS_MIN)
-_FIRST: Final = ScramClient("user", "pencil", "client").first()
+_FIRST: Final = ScramClient("user", "pencil", "client").client_first()
 _LAST: Final = 2
 """Bytes in base64 whose last bits nobody looks at."""
 
@@ -129,9 +129,9 @@ def _response() -> LogInResponse:
 
 
 FIRST: Final = LogIn(SCRAM, _FIRST)
-CHALLENGE: Final = LogInChallenge(scram_server().challenge())
+CHALLENGE: Final = LogInChallenge(scram_server().server_first())
 RESPONSE: Final = _response()
-PROOF: Final = LoggedIn(scram_server().outcome(RESPONSE.data) or b"")
+PROOF: Final = LoggedIn(scram_server().server_final(RESPONSE.data) or b"")
 
 _SERVER_LOGS_IN: Final[Sequence[Sequence[Message]]] = ((), (hello(),), (FIRST,))
 _CLIENT_LOGS_IN: Final[Sequence[Sequence[Message]]] = (
@@ -196,7 +196,7 @@ def _hear(session: Session, piece: bytes, react: Callable[[Session, Message], No
     session.receive(piece, 0.0)
     status = None
     try:
-        for message in session.events():
+        for message in session.messages():
             assert not was_over
             stranger = False
             if session.state is not SessionState.CLOSED:
@@ -228,7 +228,7 @@ def _serve(session: Session, message: Message) -> None:
     if isinstance(message, Stream):
         position = message.position
         session.send(stream_reply(message.partition, message.opaque, position.highest_received))
-        session.ready(message.partition)
+        session.mark_ready(message.partition)
     elif isinstance(message, LogIn | LogInResponse):
         _log_in(session, message)
         return
@@ -240,9 +240,9 @@ def _serve(session: Session, message: Message) -> None:
         session.send(stream_end(message.partition, message.opaque))
     elif isinstance(message, Ack):
         for partition in list(session.streams):
-            session.ready(partition)
+            session.mark_ready(partition)
     # One turn, so that others wait while more is heard.
-    if session.window.open and (turn := session.next_partition()) is not None:
+    if session.window.is_open and (turn := session.next_partition()) is not None:
         _snapshot(session, turn)
         session.end_turn()
 
@@ -251,13 +251,13 @@ def _log_in(session: ServerSession, message: LogIn | LogInResponse) -> None:
     """Nothing but the one right proof lets in."""
     try:
         if isinstance(message, LogInResponse):
-            outcome = scram_server().outcome(message.data)
+            outcome = scram_server().server_final(message.data)
             assert outcome is None or message.data[:-_LAST] == RESPONSE.data[:-_LAST]
             answer: Message | None = None if outcome is None else LoggedIn(outcome)
         elif message.mechanism == EXTERNAL:
             answer = None
         else:
-            answer = LogInChallenge(scram_server(message.data).challenge())
+            answer = LogInChallenge(scram_server(message.data).server_first())
     except (ScramError, UsersError):
         answer = None
     if answer is None:

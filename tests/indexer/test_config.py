@@ -85,7 +85,7 @@ def test_each_bucket_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_several_nodes_may_be_named() -> None:
     address = load(bucket="upr://a:1,b:2/planes").address()
-    assert [(node.host, node.port) for node in address.each()] == [("a", 1), ("b", 2)]
+    assert [(node.host, node.port) for node in address.each_node()] == [("a", 1), ("b", 2)]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from upr_server.indexer.index_file import (
 from upr_server.indexer.mark import Mark
 
 EVERYTHING = Selection()
-LOG = FailoverLog.of([(7, 0)])
+LOG = FailoverLog.of_pairs([(7, 0)])
 
 
 class Words:
@@ -207,7 +207,7 @@ def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
     apply(file, IndexBatch(PartitionId(0), before, rollback_documents={b"k": b"first"}))
     inside = part(3, 5, 8)
     apply(file, batch(0, inside, [(4, b"k", b"second"), (5, b"l", b"x")]))
-    log = FailoverLog.of([(8, 5), (7, 0)])
+    log = FailoverLog.of_pairs([(8, 5), (7, 0)])
     behind = Mark(Position(log, SeqNo(4), SeqNo(4)))
     assert apply(file, batch(0, behind, [(3, b"k", b"first"), (4, b"l", None)])) == 0
     assert scan(file, settled=False).entries == [b"\x09secondk", b"\x09xl"]
@@ -250,7 +250,7 @@ def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
 
 
 def test_a_mark_tells_whether_a_write_is_there_or_lost() -> None:
-    mark = Mark(Position(FailoverLog.of([(8, 5), (7, 0)]), SeqNo(9), SeqNo(9)))
+    mark = Mark(Position(FailoverLog.of_pairs([(8, 5), (7, 0)]), SeqNo(9), SeqNo(9)))
     assert mark.has(HistoryId(7), SeqNo(5))
     assert mark.has(HistoryId(8), SeqNo(9))
     assert not mark.has(HistoryId(8), SeqNo(10))

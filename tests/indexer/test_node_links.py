@@ -162,7 +162,7 @@ async def test_nodes_log_in(tmp_path: Path) -> None:
         lambda users: users.revoking("other", (Grant(Right.INDEX, "b"),)),
         lambda users: users.revoking("other", (Grant(Right.READ, "b"),)),
         lambda users: users.with_verifier("other", None),
-        lambda users: users.without("other"),
+        lambda users: users.without_user("other"),
     ],
     ids=["no index", "no read", "no password", "no user"],
 )

@@ -33,7 +33,7 @@ from upr_server.indexer.stream import IndexerStream
 
 
 def position(seq: int) -> Position:
-    return Position(FailoverLog.of([(1, 0)]), SeqNo(seq), SeqNo(seq), None)
+    return Position(FailoverLog.of_pairs([(1, 0)]), SeqNo(seq), SeqNo(seq), None)
 
 
 PARTITION = PartitionId(0)

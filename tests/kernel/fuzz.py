@@ -27,8 +27,8 @@ ROUND: Final = 200
 def set_frame(size: int) -> bytes:
     """A frame that publishes one plain `SET`, to the only partition."""
     mutation = Mutation(Operation.SET, b"k%d" % size, b"v" * size, expiry=size, flags=2)
-    bundle = Bundle.of_one(PartitionId(0), Chunk.build([mutation], SeqNo(0), SeqNo(0)), size)
-    return b"".join(map(bytes, Mutate(bundle, bytes(15) + b"w", opaque=size).frame()))
+    bundle = Bundle.of_one_run(PartitionId(0), Chunk.build([mutation], SeqNo(0), SeqNo(0)), size)
+    return b"".join(map(bytes, Mutate(bundle, bytes(15) + b"w", opaque=size).frame_buffers()))
 
 
 def inputs(name: str) -> Mapping[str, bytes]:

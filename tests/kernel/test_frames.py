@@ -21,8 +21,8 @@ LIMITS: Final = (250, 1000)
 def frame_of(mutation: Mutation, writer: bytes, counter: int, opaque: int) -> bytes:
     partition = PartitionId(partition_of(mutation.key, PARTITIONS))
     chunk = Chunk.build([mutation], SeqNo(0), SeqNo(0))
-    message = Mutate(Bundle.of_one(partition, chunk, counter), writer, opaque=opaque)
-    return b"".join(map(bytes, message.frame()))
+    message = Mutate(Bundle.of_one_run(partition, chunk, counter), writer, opaque=opaque)
+    return b"".join(map(bytes, message.frame_buffers()))
 
 
 U32: Final = st.integers(0, (1 << 32) - 1)

@@ -120,7 +120,7 @@ class TestCluster:
 
     def __init__(self, nodes: dict[str, Node], nursery: trio.Nursery) -> None:
         self.nodes = nodes
-        self.map = PartitionMap.of_one(BUCKET, 1, "a", "127.0.0.1:1")
+        self.map = PartitionMap.of_one_node(BUCKET, 1, "a", "127.0.0.1:1")
         self._nursery = nursery
 
     async def start(self, name: str) -> None:

@@ -39,7 +39,7 @@ class FakePartition:
     def __init__(self, partition: int, history_id: int) -> None:
         self.id = PartitionId(partition)
         self.state = PartitionState.ACTIVE
-        self.log = FailoverLog.of([(history_id, 0)])
+        self.log = FailoverLog.of_pairs([(history_id, 0)])
         self.history: list[Mutation] = []
         self.applied = 0
         self.purge_seq = SeqNo(0)

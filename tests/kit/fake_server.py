@@ -153,7 +153,7 @@ class FakeServer:
     def changed(self, partition: PartitionId) -> None:
         for server in self.peers:
             for connection in server.connections:
-                connection.session.ready(partition)
+                connection.session.mark_ready(partition)
                 connection.wake()
 
     def resume(self) -> None:
@@ -253,13 +253,13 @@ class FakeConnection:
     def receive(self, data: bytes, now: float) -> None:
         """Handles what arrived."""
         self.session.receive(data, now)
-        for message in self.session.events():
+        for message in self.session.messages():
             self._handle(message)
 
     def step(self) -> None:
         """Queues a little of what the streams have to send."""
         session = self.session
-        while session.outgoing_bytes < 4096 and session.window.open and not self._server.paused:
+        while session.outgoing_bytes < 4096 and session.window.is_open and not self._server.paused:
             if self._turn is None:
                 self._turn = session.next_partition()
                 if self._turn is None:
@@ -299,7 +299,7 @@ class FakeConnection:
             self._end(partition_id, Status.END_REACHED)
         else:
             self.session.end_turn()
-            self.session.ready(partition_id)
+            self.session.mark_ready(partition_id)
 
     def _end(self, partition: PartitionId, status: Status) -> None:
         stream = self._streams.pop(partition)
@@ -436,7 +436,7 @@ class FakeConnection:
         if message.end_seq <= decision.seq:
             self._end(partition.id, Status.END_REACHED)
         else:
-            self.session.ready(partition.id)
+            self.session.mark_ready(partition.id)
 
     def _on_closestream(self, message: Message) -> None:
         self._end(message.partition, Status.STREAM_CLOSED)
@@ -472,7 +472,7 @@ class FakeConnection:
             )
         )
         if server.pays:
-            self.session.send(Credit(sum(map(len, message.frame()))))
+            self.session.send(Credit(sum(map(len, message.frame_buffers()))))
 
     def _on_replicaack(self, message: ReplicaAck) -> None:
         self._server.reports.append(message)

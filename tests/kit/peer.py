@@ -63,7 +63,9 @@ class Peer:
 
     async def send(self, *messages: Message) -> None:
         """Sends `messages`, right or wrong."""
-        await self.send_bytes(b"".join(piece for message in messages for piece in message.frame()))
+        await self.send_bytes(
+            b"".join(piece for message in messages for piece in message.frame_buffers())
+        )
 
     async def send_bytes(self, data: bytes) -> None:
         """Sends `data`, whatever it is."""

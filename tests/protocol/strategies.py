@@ -7,7 +7,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from upr_protocol.chunk import Bundle, Chunk, Mutation, Run
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import FAILOVER_ENTRIES_MAX, KEY_BYTES_MAX
@@ -83,7 +83,7 @@ def bundles(draw: st.DrawFn, max_runs: int = 4) -> Bundle:
         draw(st.lists(mutations(stored=False), min_size=1, max_size=4)) for _ in partitions
     ]
     runs = [
-        Run(PartitionId(partition), len(rows), draw(U64), draw(U32))
+        BundleRun(PartitionId(partition), len(rows), draw(U64), draw(U32))
         for partition, rows in zip(sorted(partitions), rows_of_runs, strict=True)
     ]
     return Bundle(Chunk.build(chain.from_iterable(rows_of_runs)), runs)
@@ -96,7 +96,7 @@ def failover_logs(
     """Failover logs, empty ones too."""
     ids = draw(st.lists(HISTORY_IDS, max_size=max_size, unique=True))
     numbers = draw(st.lists(seqs, min_size=len(ids), max_size=len(ids)))
-    return FailoverLog.of(zip(ids, sorted(numbers, reverse=True), strict=True))
+    return FailoverLog.of_pairs(zip(ids, sorted(numbers, reverse=True), strict=True))
 
 
 @st.composite

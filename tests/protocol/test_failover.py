@@ -49,7 +49,7 @@ ZERO: Final = SeqNo(0)
 
 
 def log(*pairs: tuple[int, int]) -> FailoverLog:
-    return FailoverLog.of(pairs)
+    return FailoverLog.of_pairs(pairs)
 
 
 def position(
@@ -77,14 +77,14 @@ def decide(server: FailoverLog, high: int, client: Position, purge: int = 0) -> 
 
 def test_a_branch_has_what_came_before_the_next_one_began() -> None:
     first, second, third = HistoryId(1), HistoryId(2), HistoryId(3)
-    log = FailoverLog.of([(third, SeqNo(20)), (second, SeqNo(10)), (first, SeqNo(0))])
+    log = FailoverLog.of_pairs([(third, SeqNo(20)), (second, SeqNo(10)), (first, SeqNo(0))])
     assert [log.end_of(branch) for branch in (first, second, third)] == [10, 20, SEQ_MAX]
     assert log.end_of(HistoryId(4)) == 0
     assert log.contains(second, SeqNo(20))
     assert not log.contains(second, SeqNo(21))
     assert [log.branch_of(SeqNo(seq)) for seq in (1, 10, 11, 20, 21)] == [1, 1, 2, 2, 3]
     assert log.branch_of(SeqNo(0)) == 0
-    assert FailoverLog.of([(third, SeqNo(20))]).branch_of(SeqNo(20)) == 0
+    assert FailoverLog.of_pairs([(third, SeqNo(20))]).branch_of(SeqNo(20)) == 0
 
 
 def test_a_client_begins_with_nothing() -> None:
@@ -102,7 +102,7 @@ def test_a_failover_log_refuses_invalid_entries() -> None:
 
 @given(failover_logs())
 def test_a_log_is_its_pairs(value: FailoverLog) -> None:
-    assert FailoverLog.of(value.pairs()) == value
+    assert FailoverLog.of_pairs(value.pairs()) == value
     assert [(e.history_id, e.seq) for e in value] == value.pairs()
     assert len(value) == len(value.pairs())
     assert value.current == (value.pairs()[0][0] if value.pairs() else 0)
@@ -273,7 +273,7 @@ FEW_IDS: Final = st.sampled_from([A, B, C])
 def few_logs(draw: st.DrawFn) -> FailoverLog:
     ids = draw(st.lists(FEW_IDS, max_size=3, unique=True))
     seqs = sorted(draw(st.lists(FEW, min_size=len(ids), max_size=len(ids))), reverse=True)
-    return FailoverLog.of(zip(ids, seqs, strict=True))
+    return FailoverLog.of_pairs(zip(ids, seqs, strict=True))
 
 
 @st.composite

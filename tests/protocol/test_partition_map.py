@@ -18,7 +18,7 @@ from upr_protocol.partition_map import (
     HistoryPoint,
     PartitionMap,
     PartitionMapError,
-    newest,
+    newest_map,
 )
 
 NODES = {name: f"host-{name}:12000" for name in "abcd"}
@@ -269,20 +269,20 @@ def test_other_assignments_make_the_next_map() -> None:
 
 
 def test_a_bucket_on_one_node_is_a_map_of_one_node() -> None:
-    partition_map = PartitionMap.of_one("b", 3, "a", "h:1")
+    partition_map = PartitionMap.of_one_node("b", 3, "a", "h:1")
     partition_map.check()
     assert (partition_map.revision, partition_map.nodes) == (1, {"a": "h:1"})
     assert [partition_map.active_of(PartitionId(partition)) for partition in range(3)] == [
         "h:1"
     ] * 3
-    assert PartitionMap.of_one("b", 3, "a", "h:1", revision=0).revision == 0
+    assert PartitionMap.of_one_node("b", 3, "a", "h:1", revision=0).revision == 0
 
 
 def test_the_newest_map_has_the_highest_revision() -> None:
     maps = [map_of(Assignment(), revision=revision) for revision in (2, 9, 4)]
-    assert newest(maps) is maps[1]
-    assert newest(iter(maps)) is maps[1]
-    assert newest([]) is None
+    assert newest_map(maps) is maps[1]
+    assert newest_map(iter(maps)) is maps[1]
+    assert newest_map([]) is None
 
 
 @pytest.mark.parametrize("opening", ["[", '{"nodes":'])

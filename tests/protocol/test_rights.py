@@ -89,12 +89,12 @@ def test_grants_of_a_user_and_of_its_roles_allow_what_each_does(
                 for key in keys:
                     expected = allows_key(together, right, bucket, key)
                     assert allowed(rights, right, key) == expected, (bucket, right, key)
-        assert rights.whole <= rights.some
+        assert rights.whole <= rights.on_some_keys
         for right, prefixes in zip(
             OF_KEYS, (rights.read_prefixes, rights.write_prefixes), strict=True
         ):
             assert not (prefixes and right in rights.whole)
-            assert (right in rights.some) == bool(prefixes or right in rights.whole)
+            assert (right in rights.on_some_keys) == bool(prefixes or right in rights.whole)
             assert list(prefixes) == sorted(set(prefixes))
 
 

@@ -32,22 +32,22 @@ def test_the_example_of_rfc_7677() -> None:
 
     client = ScramClient("user", "pencil", "rOprNGfwEbeRWgbNEkqO")
     assert client.mechanism == SCRAM
-    assert client.first() == b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO"
+    assert client.client_first() == b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO"
     verifier = new_verifier("pencil", a2b_base64("W22ZaJ0SNY7soEsUEjb6gQ=="), 4096)
-    first = FirstMessage.read(SCRAM, client.first(), offers_binding=False)
+    first = FirstMessage.read(SCRAM, client.client_first(), offers_binding=False)
     server = ScramServer(first, verifier, "%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0")
-    challenge = server.challenge()
+    challenge = server.server_first()
     assert challenge == (
         b"r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,s=W22ZaJ0SNY7soEsUEjb6gQ==,i=4096"
     )
-    final = client.final(challenge)
+    final = client.client_final(challenge)
     assert final == (
         b"c=biws,r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,"
         b"p=dHzbZapWIk4jUhN+Ute9ytag9zjfMHgsqmmiz7AndVQ="
     )
-    outcome = server.outcome(final)
+    outcome = server.server_final(final)
     assert outcome == b"v=6rriTRBi23WpRR/wtup+mMhUZUn/dB5nLTJRsjl95G4="
-    client.check(outcome)
+    client.check_server_final(outcome)
 
 
 def log_in(
@@ -59,12 +59,12 @@ def log_in(
 ) -> bool:
     """Whether the server lets the client in; then the client has checked the server, too."""
     offers = bool(server_binding) if offers_binding is None else offers_binding
-    first = FirstMessage.read(client.mechanism, client.first(), offers_binding=offers)
+    first = FirstMessage.read(client.mechanism, client.client_first(), offers_binding=offers)
     server = ScramServer(first, verifier, "server", server_binding)
-    outcome = server.outcome(client.final(server.challenge()))
+    outcome = server.server_final(client.client_final(server.server_first()))
     if outcome is None:
         return False
-    client.check(outcome)
+    client.check_server_final(outcome)
     return True
 
 
@@ -110,19 +110,19 @@ def test_an_offer_that_somebody_removed_is_noticed() -> None:
 
 def test_a_header_that_was_changed_on_the_way_is_noticed() -> None:
     client = ScramClient("user", "pencil", "nonce", BINDING, server_offers_binding=False)
-    changed = client.first().replace(b"y,,", b"n,,")
+    changed = client.client_first().replace(b"y,,", b"n,,")
     first = FirstMessage.read(SCRAM, changed, offers_binding=True)
     server = ScramServer(first, VERIFIER, "server", BINDING)
-    assert server.outcome(client.final(server.challenge())) is None
+    assert server.server_final(client.client_final(server.server_first())) is None
 
 
 def test_a_server_without_the_verifier_is_noticed() -> None:
     client = ScramClient("user", "pencil", "nonce")
     with pytest.raises(ScramError, match="does not prove"):
-        client.check(b"v=AAAA")
-    client.final(b"r=nonceserver,s=AAAA,i=4096")
+        client.check_server_final(b"v=AAAA")
+    client.client_final(b"r=nonceserver,s=AAAA,i=4096")
     with pytest.raises(ScramError, match="does not prove"):
-        client.check(b"v=AAAA")
+        client.check_server_final(b"v=AAAA")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_server_without_the_verifier_is_noticed() -> None:
 )
 def test_what_a_client_refuses(challenge: bytes, sentence: str) -> None:
     with pytest.raises(ScramError, match=sentence):
-        ScramClient("user", "pencil", "nonce").final(challenge)
+        ScramClient("user", "pencil", "nonce").client_final(challenge)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +181,14 @@ def test_what_a_server_refuses_first(mechanism: str, message: bytes, sentence: s
 def test_what_a_server_refuses_last(final: bytes, sentence: str) -> None:
     first = FirstMessage.read(SCRAM, b"n,,n=user,r=nonce", offers_binding=False)
     with pytest.raises(ScramError, match=sentence):
-        ScramServer(first, VERIFIER, "server").outcome(final)
+        ScramServer(first, VERIFIER, "server").server_final(final)
 
 
 @pytest.mark.parametrize("proof", [b"AAAA", b"A" * 43 + b"=", b"A" * 64])
 def test_a_proof_of_any_length_proves_nothing(proof: bytes) -> None:
     first = FirstMessage.read(SCRAM, b"n,,n=user,r=nonce", offers_binding=False)
     server = ScramServer(first, VERIFIER, "server")
-    assert server.outcome(b"c=biws,r=nonceserver,p=" + proof) is None
+    assert server.server_final(b"c=biws,r=nonceserver,p=" + proof) is None
 
 
 @given(st.text(min_size=1, max_size=30))
@@ -197,7 +197,7 @@ def test_a_name_arrives_as_it_was_meant(name: str) -> None:
         client = ScramClient(name, "pencil", "nonce")
     except UsersError:
         return
-    first = FirstMessage.read(SCRAM, client.first(), offers_binding=False)
+    first = FirstMessage.read(SCRAM, client.client_first(), offers_binding=False)
     assert first.name == client._name
 
 
@@ -212,7 +212,9 @@ def test_names_and_passwords_are_compared_in_one_form() -> None:
     # "ä" as one character, and as an "a" with two dots; an "A" of full width.
     verifier = new_verifier("gr\u00e4n", SALT, ITERATIONS)
     assert log_in(ScramClient("\uff21nna", "gra\u0308n", "nonce"), verifier)
-    first = FirstMessage.read(SCRAM, ScramClient("\uff21", "x", "n").first(), offers_binding=False)
+    first = FirstMessage.read(
+        SCRAM, ScramClient("\uff21", "x", "n").client_first(), offers_binding=False
+    )
     assert first.name == "A"
 
 

@@ -108,7 +108,7 @@ def test_each_change_makes_the_next_revision() -> None:
     assert (users.revision, users.users["bob"].grants) == (4, ())
     users = users.with_verifier("bob", VERIFIER)
     assert users.users["bob"].verifier == VERIFIER
-    users = users.without("bob")
+    users = users.without_user("bob")
     assert (users.revision, list(users.users)) == (6, ["ada"])
 
 
@@ -121,7 +121,7 @@ def test_grants_are_sorted_and_counted_once() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda users: users.without("ada"),
+        lambda users: users.without_user("ada"),
         lambda users: users.revoking("ada", (Grant(Right.SECURE, EVERYTHING),)),
     ],
     ids=["remove", "revoke"],
@@ -139,7 +139,7 @@ def test_a_change_looks_at_the_user_alone_that_it_changes(monkeypatch: pytest.Mo
     users = with_reader("a")
     checked: list[str] = []
     monkeypatch.setattr(User, "check", lambda user: checked.append(user.name))
-    users.granting("bob", (Grant(Right.READ, "b"),)).with_user(User("eve")).without("eve")
+    users.granting("bob", (Grant(Right.READ, "b"),)).with_user(User("eve")).without_user("eve")
     assert checked == ["bob", "eve"]
     Users.from_json(users.to_json())
     assert checked[2:] == list(users.users)
@@ -202,7 +202,7 @@ def test_the_first_user_may_change_users() -> None:
         (lambda users: users.with_user(User("ﬁ")), "not in the form NFKC"),
         (lambda users: users.with_user(User("b" * 129)), "1 to 128 bytes"),
         (lambda users: users.with_verifier("eve", None), "there is no user eve"),
-        (lambda users: users.without("eve"), "there is no user eve"),
+        (lambda users: users.without_user("eve"), "there is no user eve"),
         (lambda users: users.granting("eve", ()), "there is no user eve"),
         (lambda users: users.granting("bob", (Grant(Right.READ, ""),)), "write * for every"),
         (lambda users: users.granting("bob", (Grant(Right.READ, "b" * 101),)), "1 to 100 bytes"),
@@ -305,7 +305,7 @@ def test_there_are_so_many_roles_and_no_more() -> None:
         lambda users: users.withdrawing("ada", ("admins",)),
         lambda users: users.without_role("admins"),
         lambda users: users.revoking_from_role("admins", (Grant(Right.SECURE, EVERYTHING),)),
-        lambda users: users.without("ada"),
+        lambda users: users.without_user("ada"),
     ],
     ids=["withdraw", "remove the role", "revoke", "remove the user"],
 )
@@ -353,7 +353,7 @@ def test_a_revision_is_a_number_that_every_reader_of_json_knows() -> None:
     users = Users(2**53 - 2, {ADMIN.name: ADMIN}).with_user(User("bob"))
     assert Users.from_json(users.to_json()).revision == 2**53 - 1
     with pytest.raises(UsersError, match="a revision is 0 to 9007199254740991"):
-        users.without("bob")
+        users.without_user("bob")
 
 
 def test_json_and_back() -> None:

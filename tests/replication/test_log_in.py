@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tests.kit.certificates import Certificates
 from tests.kit.process import eventually
 from upr_protocol.client import Address, NodeClient, connect, consume_as_replica
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import background_nursery
 from upr_protocol.errors import ServerError, UprError
 from upr_protocol.ids import PartitionState
 from upr_protocol.limits import SCRAM_ITERATIONS_MIN
@@ -162,7 +162,7 @@ async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certif
             await b.users.change(lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT)))
             exchange = UserExchange(a.users, a.partition_maps)
             refusals = exchange._refusals
-            async with background() as nursery:
+            async with background_nursery() as nursery:
                 nursery.start_soon(exchange.run)
                 if is_believed:
                     await eventually(lambda: a.users.users == b.users.users, "it is believed")
@@ -197,7 +197,7 @@ async def test_a_node_takes_users_by_password_only_if_the_proof_is_bound(
         await give_map(a, b, Security(certificates.security().tls, OPERATOR))
         await b.users.change(lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT)))
         exchange = UserExchange(a.users, a.partition_maps)
-        async with background() as nursery:
+        async with background_nursery() as nursery:
             nursery.start_soon(exchange.run)
             if is_bound:
                 await eventually(lambda: a.users.users == b.users.users, "it is believed")

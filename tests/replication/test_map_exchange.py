@@ -137,7 +137,7 @@ async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothin
     connections: NodeConnections, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     """Or whoever may have a node ask for one bucket could have it take any other from there."""
-    hostile = PartitionMap.of_one("secret", 2, "y", f"{HOST}:{PORT + 1}")
+    hostile = PartitionMap.of_one_node("secret", 2, "y", f"{HOST}:{PORT + 1}")
     async with (
         node("y", "b", "secret", port=PORT + 1) as attacked,
         node("z", "b", port=PORT) as attacker,

@@ -11,7 +11,7 @@ from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 
 HISTORY = HistoryId(7)
-LOG = FailoverLog.of([(7, 0)])
+LOG = FailoverLog.of_pairs([(7, 0)])
 
 
 def chunk(*seqs: int) -> Chunk:

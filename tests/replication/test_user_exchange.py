@@ -114,7 +114,7 @@ async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
                 await changed.wait()
                 assert trio.current_time() - began < WITHIN_S
                 assert there.users.users == here.users.users
-        await second.users.change(lambda users: users.without("bob"))
+        await second.users.change(lambda users: users.without_user("bob"))
         await trio.sleep(WITHIN_S)
         with pytest.raises(ServerError):
             async with connect(as_bob(first)):
@@ -125,7 +125,7 @@ async def test_a_change_of_a_role_counts_on_the_other_node_within_a_second(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
     """Also for a stream that lived by it."""
-    users = USERS.without("bob").with_user(User("bob", VERIFIER))
+    users = USERS.without_user("bob").with_user(User("bob", VERIFIER))
     users = users.with_role(UserRole("readers", (READ,))).assigning("bob", ("readers",))
     async with two_nodes(password_file, users) as (first, second):
         await trio.sleep(10)

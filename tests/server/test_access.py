@@ -157,7 +157,9 @@ def sample(name: str, bucket: str) -> Message:
         "DeleteBucket": DeleteBucket(bucket, opaque=1),
         "Stats": Stats(bucket, opaque=1),
         "Join": Join(bucket, "host:1", opaque=1),
-        "SetMap": SetMap(0, PartitionMap.of_one(bucket, 1, "node", "host:1").encode(), opaque=1),
+        "SetMap": SetMap(
+            0, PartitionMap.of_one_node(bucket, 1, "node", "host:1").encode(), opaque=1
+        ),
     }
     kind, _, variant = name.partition("/")
     if kind in by_name:
@@ -282,7 +284,7 @@ def test_every_logged_in_user_may_ask_for_the_name_of_the_node() -> None:
 def test_a_map_that_names_two_buckets_needs_the_right_on_the_one_that_counts(
     name: str, is_first: bool
 ) -> None:
-    document = PartitionMap.of_one(OWN, 1, "node", "host:1").encode()
+    document = PartitionMap.of_one_node(OWN, 1, "node", "host:1").encode()
     other_entry = f'"{name}":"{OTHER}"'
     document = f"{{{other_entry},{document[1:]}" if is_first else f"{document[:-1]},{other_entry}}}"
     bucket = PartitionMap.decode(document).bucket
@@ -355,7 +357,7 @@ async def test_a_reader_reads_and_does_not_write() -> None:
         # Once alone, and once as several that are joined.
         for count in (1, 3):
             requests = [
-                Mutate(Bundle.of_one(P0, sets(b"k%d" % number)), opaque=peer.opaque())
+                Mutate(Bundle.of_one_run(P0, sets(b"k%d" % number)), opaque=peer.opaque())
                 for number in range(count)
             ]
             await peer.say(*requests)
@@ -386,7 +388,7 @@ async def test_design_documents_have_a_right_of_their_own(
 ) -> None:
     async with logged_in(*(Grant(Right(right), "b") for right in rights)) as (server, peer):
         await peer.open()
-        bundle = Bundle.of_one(P0, sets(*keys))
+        bundle = Bundle.of_one_run(P0, sets(*keys))
         await peer.say(Mutate(bundle, opaque=peer.opaque()))
         if is_allowed:
             assert not (await peer.hear(MutateReply)).failures
@@ -450,7 +452,7 @@ async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it() -> N
         # The connection goes on with the right that is left.
         assert not (await peer.mutate(sets(b"k2"))).status
         await revoke(server, writing())
-        await peer.say(Mutate(Bundle.of_one(P0, sets(b"k3")), opaque=peer.opaque()))
+        await peer.say(Mutate(Bundle.of_one_run(P0, sets(b"k3")), opaque=peer.opaque()))
         assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
 
 
@@ -531,7 +533,7 @@ async def test_a_right_that_is_granted_counts_at_once() -> None:
 async def test_the_connections_of_a_removed_user_end() -> None:
     async with logged_in(reading()) as (server, peer):
         await peer.open()
-        await server.users.change(lambda users: users.without(USER))
+        await server.users.change(lambda users: users.without_user(USER))
         error = await peer.hear(Error)
         assert error.status == Status.NOT_ALLOWED
         assert await peer.hangs_up()

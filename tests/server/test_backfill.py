@@ -707,7 +707,7 @@ async def ask_for(peer: Peer, key: bytes) -> None:
 
 
 async def mutate(peer: Peer, chunk: Chunk) -> None:
-    await peer.say(Mutate(Bundle.of_one(P0, chunk), opaque=peer.opaque()))
+    await peer.say(Mutate(Bundle.of_one_run(P0, chunk), opaque=peer.opaque()))
 
 
 async def test_partitions_whose_index_is_behind_are_all_answered(

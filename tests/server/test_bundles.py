@@ -22,7 +22,7 @@ from tests.server.test_durability import (
     speaking,
     value_of,
 )
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, Run
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
@@ -42,9 +42,9 @@ pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
 def bundle_of(*parts: tuple[PartitionId, Chunk], counter: int = 0) -> Bundle:
-    return Bundle.joined(
+    return Bundle.of_chunks(
         [chunk for _, chunk in parts],
-        [Run(partition, chunk.count, counter) for partition, chunk in parts],
+        [BundleRun(partition, chunk.count, counter) for partition, chunk in parts],
     )
 
 
@@ -81,7 +81,7 @@ async def test_a_bad_key_or_value_fails_alone_also_when_it_is_sent_again() -> No
 
 async def test_each_run_has_its_numbers_and_failures_are_named_by_rows_of_the_bundle() -> None:
     async with serving(SimulatedStore()) as server, speaking(server) as peer:
-        await publish(peer, Bundle.of_one(P1, sets(b"there")))
+        await publish(peer, Bundle.of_one_run(P1, sets(b"there")))
         adds = Chunk.build(
             [Mutation(Operation.ADD, key, b"v") for key in (b"there", b"new", b"there")]
         )
@@ -282,7 +282,7 @@ async def test_a_key_in_the_wrong_partition_refuses_its_run_alone() -> None:
         assert [run.status for run in reply.runs] == [Status.OK, Status.BAD_ARGUMENT]
         assert await value_of(peer, A0) == b"v"
         assert await value_of(peer, B1, P1) is None
-        refusal = await answer_to(peer, await say(peer, Bundle.of_one(P1, sets(B1, A0))))
+        refusal = await answer_to(peer, await say(peer, Bundle.of_one_run(P1, sets(B1, A0))))
         assert isinstance(refusal, Refusal)
         assert refusal.status == Status.BAD_ARGUMENT
         assert refusal.sentence == f"key {A0.decode()!r} belongs to partition 0, not 1"

@@ -576,7 +576,7 @@ def _map(server: Server) -> PartitionMap:
     current = server.partition_maps.map_of("b")
     if current is not None:
         return current.with_assignments({})
-    return PartitionMap.of_one("b", PARTITIONS, "a", f"{HOST}:{server.port}")
+    return PartitionMap.of_one_node("b", PARTITIONS, "a", f"{HOST}:{server.port}")
 
 
 async def _give(server: Server) -> None:

@@ -131,12 +131,12 @@ class Peer:
             data = await self.stream.receive_some(65536)
             assert data, f"the server hung up; expected {kind.__name__}"
             self.session.receive(bytes(data), trio.current_time())
-            self.heard += self.session.events()
+            self.heard += self.session.messages()
 
     async def hangs_up(self) -> bool:
         while data := await self.stream.receive_some(65536):
             self.session.receive(bytes(data), trio.current_time())
-            self.heard += self.session.events()
+            self.heard += self.session.messages()
         return True
 
     def opaque(self) -> int:
@@ -150,7 +150,7 @@ class Peer:
         await self.hear(Credit)
 
     async def mutate(self, chunk: Chunk, partition: PartitionId = P0) -> MutateReply:
-        await self.say(Mutate(Bundle.of_one(partition, chunk), opaque=self.opaque()))
+        await self.say(Mutate(Bundle.of_one_run(partition, chunk), opaque=self.opaque()))
         return await self.hear(MutateReply)
 
     async def ask(
@@ -315,7 +315,7 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
             (P0, replicated, Status.TOO_FEW_REPLICAS),
             (PartitionId(9), memory, Status.NOT_MY_PARTITION),
         ):
-            bundle = Bundle.of_one(partition, sets(b"k"))
+            bundle = Bundle.of_one_run(partition, sets(b"k"))
             await peer.say(Mutate(bundle, durability=durability, opaque=peer.opaque()))
             assert (await peer.hear(Refusal)).status == status
         await peer.say(waiting(ours, 1, memory))
@@ -424,10 +424,10 @@ async def test_a_client_that_sends_everything_at_once_has_greeted_too(
     """The bucket is open before the greeting was answered: no `Hello` is missed later."""
     async with connected(make_server(), idle_interval_s=3600) as peer:
         hello = b"".join(peer.session.take_outgoing(trio.current_time()))
-        opens = b"".join(Open("b", (), opaque=1).frame())
+        opens = b"".join(Open("b", (), opaque=1).frame_buffers())
         await peer.stream.send_all(hello + opens)
         await trio.sleep(2 * HANDSHAKE_TIMEOUT_S)
-        await peer.stream.send_all(b"".join(ListBuckets(opaque=2).frame()))
+        await peer.stream.send_all(b"".join(ListBuckets(opaque=2).frame_buffers()))
         frames = FrameBuffer(lambda header: None)
         names: list[str] = []
         while "ListBucketsReply" not in names:
@@ -479,7 +479,7 @@ async def test_a_new_history_or_purge_number_is_announced_by_a_start() -> None:
             return [name for name in names if name.startswith("Partition")]
 
         async def change(key: bytes) -> None:
-            await peer.say(Mutate(Bundle.of_one(P0, sets(key)), opaque=peer.opaque()))
+            await peer.say(Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()))
 
         assert await snapshot() == ["PartitionStart", "PartitionChunk", "PartitionEnd"]
         await change(b"b")
@@ -502,7 +502,7 @@ async def test_a_replica_gets_a_small_snapshot_whole_behind_its_answers() -> Non
         await peer.open()
 
         async def change(counter: int) -> None:
-            bundle = Bundle.of_one(P0, sets(b"k"), counter)
+            bundle = Bundle.of_one_run(P0, sets(b"k"), counter)
             await peer.say(Mutate(bundle, bytes([7] * 16), opaque=peer.opaque()))
 
         async def messages() -> list[Message]:
@@ -539,7 +539,7 @@ async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
         assert (await peer.hear(PartitionEnd)).end == 3
         assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
         # One that is there already ends at once.
-        log = FailoverLog.of([(1, 0)])
+        log = FailoverLog.of_pairs([(1, 0)])
         await peer.ask(Position(log, SeqNo(3), SeqNo(3)), end_seq=SeqNo(3))
         assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
 
@@ -548,7 +548,7 @@ async def test_a_consumer_cut_inside_a_snapshot_continues_there() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(*(b"%d" % index for index in range(9))))
-        log = FailoverLog.of([(1, 0)])
+        log = FailoverLog.of_pairs([(1, 0)])
         position = Position(
             log, SeqNo(0), SeqNo(4), PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
         )
@@ -577,7 +577,7 @@ async def test_a_consumer_cut_inside_a_snapshot_gets_no_end_before_that_snapshot
         manager.register("another", SeqNo(0)).cursor.next()  # closes the snapshot at 3
         await peer.mutate(sets(*(b"%d" % index for index in range(6))))
         cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
-        await peer.ask(Position(FailoverLog.of([(1, 0)]), SeqNo(0), SeqNo(2), cut))
+        await peer.ask(Position(FailoverLog.of_pairs([(1, 0)]), SeqNo(0), SeqNo(2), cut))
         await peer.say(Go())
         start = await peer.hear(PartitionStart)
         assert (start.start, start.end) == (2, 9)
@@ -590,7 +590,7 @@ async def test_an_end_inside_a_snapshot_that_was_cut_is_reached_at_its_end() -> 
         await peer.open()
         await peer.mutate(sets(*(b"%d" % index for index in range(9))))
         cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
-        await peer.ask(Position(FailoverLog.of([(1, 0)]), SeqNo(0), SeqNo(4), cut), SeqNo(2))
+        await peer.ask(Position(FailoverLog.of_pairs([(1, 0)]), SeqNo(0), SeqNo(4), cut), SeqNo(2))
         await peer.say(Go())
         assert (await peer.hear(PartitionEnd)).end == 9
         assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
@@ -600,11 +600,11 @@ async def test_a_consumer_of_another_history_is_rolled_back() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(b"a"))
-        position = Position(FailoverLog.of([(99, 0)]), SeqNo(5), SeqNo(5))
+        position = Position(FailoverLog.of_pairs([(99, 0)]), SeqNo(5), SeqNo(5))
         reply = await peer.ask(position)
         assert (reply.status, reply.seq) == (Status.ROLLBACK, 0)
         assert "no history in common" in reply.reason
-        ahead = Position(FailoverLog.of([(1, 0)]), SeqNo(5), SeqNo(5))
+        ahead = Position(FailoverLog.of_pairs([(1, 0)]), SeqNo(5), SeqNo(5))
         assert (await peer.ask(ahead)).status == Status.SEQ_TOO_HIGH
 
 
@@ -622,7 +622,7 @@ async def test_the_window_holds_the_stream_until_it_is_acknowledged(
         await peer.say(Noop())
         with trio.move_on_after(1):
             await peer.hear(PartitionEnd)
-        assert not peer.session.window.open, "only one frame may overshoot the window"
+        assert not peer.session.window.is_open, "only one frame may overshoot the window"
         chunk_count = chunk.chunk.count
         peer.session.acknowledge(24 + chunk.chunk.nbytes)
         await peer.say()
@@ -646,7 +646,7 @@ async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
         await peer.ask()
         await peer.say(Go(), Barrier(b"all"))
         chunk = await peer.hear(PartitionChunk)
-        assert not peer.session.window.open
+        assert not peer.session.window.is_open
         await peer.hear(PartitionEnd)
         await peer.hear(BarrierReply)
         for _ in range(3):
@@ -746,7 +746,7 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
         await peer.open("small")
         assert peer.session.credit.left == CREDIT_BYTES_MIN
         sent_bytes = 0
-        while peer.session.credit.open:
+        while peer.session.credit.is_open:
             await peer.mutate(sets(b"k%d" % sent_bytes, value=bytes(100_000)))
             sent_bytes += 1
             assert sent_bytes < 200, "credit never ran out"
@@ -858,12 +858,12 @@ async def test_opening_a_bucket_of_many_partitions_lets_others_have_their_turn()
         await peer.say(Open("wide", opaque=peer.opaque()))
         await peer.hear(Opened)
         nursery.cancel_scope.cancel()
-    log_bytes = len(b"".join(PartitionLog(*_LOG, partition=P0, opaque=1).frame()))
+    log_bytes = len(b"".join(PartitionLog(*_LOG, partition=P0, opaque=1).frame_buffers()))
     # How many slices wait at a time depends on the order in which Trio runs reader and writer.
     assert 0 < max(outgoing_bytes) <= 4 * SLICE_PARTITIONS * log_bytes < 1024 * log_bytes
 
 
-_LOG: Final = (PartitionState.ACTIVE, SeqNo(0), SeqNo(0), SeqNo(0), FailoverLog.of([(1, 0)]))
+_LOG: Final = (PartitionState.ACTIVE, SeqNo(0), SeqNo(0), SeqNo(0), FailoverLog.of_pairs([(1, 0)]))
 
 
 async def test_a_partition_named_twice_is_refused() -> None:
@@ -882,7 +882,7 @@ async def test_a_partition_named_twice_is_refused() -> None:
 async def test_statistics_tell_of_so_many_connections_and_say_how_many_are_left_out() -> None:
     server = make_server()
     other_count = 7000
-    longest = b"".join(Hello("\\" * 200, (VERSION,), 0, 1 << 20, 20).frame())
+    longest = b"".join(Hello("\\" * 200, (VERSION,), 0, 1 << 20, 20).frame_buffers())
     async with connected(server) as peer:
         await peer.say()
         await peer.hear(HelloReply)
@@ -890,7 +890,7 @@ async def test_statistics_tell_of_so_many_connections_and_say_how_many_are_left_
         for _ in range(other_count):
             connection = server.connections.new_connection(stream, "192.0.2.123:12345")
             connection.session.receive(longest, 0.0)
-            assert list(connection.session.events())
+            assert list(connection.session.messages())
             server.connections.connections[connection] = None
         await peer.say(Stats(opaque=1))
         figures = json.loads((await peer.hear(StatsReply)).json)

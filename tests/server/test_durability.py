@@ -108,7 +108,7 @@ async def send(
     writer = WRITER if counter else bytes(16)
     await peer.say(
         Mutate(
-            Bundle.of_one(partition, chunk, counter),
+            Bundle.of_one_run(partition, chunk, counter),
             durability=durability,
             writer=writer,
             opaque=opaque,

@@ -28,7 +28,7 @@ from tests.server.test_access import (
 from tests.server.test_connection import Peer, connected, make_server, sets
 from tests.server.test_log_in import USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.bucket_event import BucketEvent, BucketFate
-from upr_protocol.chunk import Bundle, CounterDelta, Run, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, CounterDelta, plain_chunk
 from upr_protocol.client import Address, Credentials, PublishError, publisher
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
@@ -97,7 +97,7 @@ def test_a_bundle_is_allowed_if_each_of_its_keys_is(
         may_index if key.startswith(b"_design/") else allows_key(grants, Right.WRITE, "ab", key)
         for key in keys
     )
-    message = Mutate(Bundle.of_one(P0, sets(*keys)), opaque=1)
+    message = Mutate(Bundle.of_one_run(P0, sets(*keys)), opaque=1)
     assert (not refusal_of(access, message)) == expected
 
 
@@ -107,7 +107,7 @@ def test_a_refusal_names_the_first_key_that_is_not_allowed() -> None:
     assert refusal_of(access, get) == (
         "user bob may not do this: Get needs the right read on key 'b\\n' of bucket own"
     )
-    mutate = Mutate(Bundle.of_one(P0, sets(b"a/1", b"_design/a")), opaque=1)
+    mutate = Mutate(Bundle.of_one_run(P0, sets(b"a/1", b"_design/a")), opaque=1)
     assert "Mutate needs the right index on key '_design/a'" in refusal_of(access, mutate)
 
 
@@ -145,7 +145,7 @@ async def written(peer: Peer, operation: Operation, *keys: bytes) -> bool:
     if operation in (Operation.INCREMENT, Operation.DECREMENT):
         value = CounterDelta(1, 0, True).encode()
     chunk = plain_chunk(keys, [value] * len(keys), bytes([operation]) * len(keys))
-    await peer.say(Mutate(Bundle.of_one(P0, chunk), opaque=peer.opaque()))
+    await peer.say(Mutate(Bundle.of_one_run(P0, chunk), opaque=peer.opaque()))
     answer = await peer.hear(Message)
     while not isinstance(answer, Refusal | MutateReply):
         answer = await peer.hear(Message)
@@ -174,7 +174,7 @@ async def test_single_sets_that_come_together_are_looked_at() -> None:
     async with logged_in(WRITE_A) as (server, peer):
         await peer.open()
         keys = (b"a/1", b"b", b"a/2", b"_design/a", b"a/3")
-        requests = [Mutate(Bundle.of_one(P0, sets(key)), opaque=peer.opaque()) for key in keys]
+        requests = [Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()) for key in keys]
         await peer.say(*requests)
         answers: dict[int, bool] = {}
         while len(answers) < len(requests):
@@ -225,8 +225,8 @@ async def _stored(keys: list[bytes], damage: list[tuple[int, int]]) -> set[bytes
     """The keys that the partition has after a bundle of some `SET`s with damaged bytes."""
     async with logged_in(WRITE_A) as (server, peer):
         await peer.open()
-        message = Mutate(Bundle.of_one(P0, sets(*keys)), opaque=peer.opaque())
-        frame = bytearray(b"".join(bytes(piece) for piece in message.frame()))
+        message = Mutate(Bundle.of_one_run(P0, sets(*keys)), opaque=peer.opaque())
+        frame = bytearray(b"".join(bytes(piece) for piece in message.frame_buffers()))
         for position, byte in damage:
             frame[HEADER_BYTES + position % (len(frame) - HEADER_BYTES)] = byte
         await peer.stream.send_all(mended_frames(bytes(frame)))
@@ -256,7 +256,7 @@ def batch(peer: Peer, counter: int, *keys: bytes, attempt: int = 0, joined: bool
     value = b"v" if joined else CounterDelta(1, 0, True).encode()
     operation = Operation.SET if joined else Operation.INCREMENT
     chunk = plain_chunk(keys, [value] * len(keys), bytes([operation]) * len(keys))
-    bundle = Bundle(chunk, (Run(P0, len(keys), counter, 0),))
+    bundle = Bundle(chunk, (BundleRun(P0, len(keys), counter, 0),))
     return Mutate(bundle, WRITER, attempt=attempt, opaque=peer.opaque())
 
 

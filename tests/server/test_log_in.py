@@ -162,7 +162,7 @@ async def test_who_listens_in_between_learns_no_password() -> None:
 async def test_a_certificate_without_a_binding_is_not_that_of_a_server_that_binds(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("upr_protocol.transport.tls_link.end_point", lambda _: b"")
+    monkeypatch.setattr("upr_protocol.transport.tls_link.channel_binding", lambda _: b"")
     async with server_with_users(**certificates.server_settings()) as server:
         tls = certificates.security_of(certificates.client).tls
         for _, message in await both_refused(Address.parse(server.url("b"), Security(tls, BOB))):
@@ -186,7 +186,7 @@ async def test_passwords_are_bound_to_the_certificate_that_a_connection_began_wi
             await client.set("k", "v")
         (connection, *_) = server.connections.connections
         assert isinstance(connection._stream, TlsStream)
-        assert early.link.end_point == connection._stream.link.end_point
+        assert early.link.channel_binding == connection._stream.link.channel_binding
         await trio.aclose_forcefully(early)
 
 
@@ -305,7 +305,7 @@ async def stranger(server: Server) -> AsyncIterator[Peer]:
 
 async def challenged(peer: Peer, name: str, password: str = "x") -> tuple[ScramClient, bytes]:
     client = ScramClient(name, password, "nonce")
-    await peer.send(LogIn(SCRAM, client.first()))
+    await peer.send(LogIn(SCRAM, client.client_first()))
     return client, (await peer.expect(LogInChallenge)).data
 
 
@@ -334,7 +334,7 @@ async def test_a_stranger_does_not_learn_who_exists() -> None:
                 client, challenge = await challenged(peer, name)
                 parts = dict(part.split(b"=", 1) for part in challenge.split(b","))
                 salts[name].add(parts[b"s"])
-                await peer.send(LogInResponse(client.final(challenge)))
+                await peer.send(LogInResponse(client.client_final(challenge)))
                 error = await peer.expect_error(Status.LOG_IN_FAILED)
                 lengths = {key.decode(): len(value) for key, value in parts.items()}
                 lengths["iterations"] = int(parts[b"i"])
@@ -378,7 +378,7 @@ async def test_a_user_who_is_removed_during_the_log_in() -> None:
     async with server_with_users() as server, stranger(server) as peer:
         client, challenge = await challenged(peer, "bob", "pencil")
         server.users.users = Users(2, {"x": User("x")})
-        await peer.send(LogInResponse(client.final(challenge)))
+        await peer.send(LogInResponse(client.client_final(challenge)))
         await peer.expect_error(Status.LOG_IN_FAILED)
 
 
@@ -392,7 +392,7 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
                 return await answer(peer, client, challenge)
 
         async def answer(peer: Peer, client: ScramClient, challenge: bytes) -> Error | LoggedIn:
-            await peer.send(LogInResponse(client.final(challenge)))
+            await peer.send(LogInResponse(client.client_final(challenge)))
             message = await peer.receive()
             assert isinstance(message, Error | LoggedIn)
             return message
@@ -432,7 +432,7 @@ async def test_nothing_behind_a_log_in_that_fails_tells_of_it_early(
             async with stranger(server) as peer:
                 client, challenge = await challenged(peer, "bob", "pen")
                 began = trio.current_time()
-                await peer.send(LogInResponse(client.final(challenge)), message)
+                await peer.send(LogInResponse(client.client_final(challenge)), message)
                 await peer.expect_error(Status.LOG_IN_FAILED)
                 assert trio.current_time() - began >= FAILURE_DELAY_S
 
@@ -448,7 +448,7 @@ async def test_what_comes_with_the_log_in_waits_for_what_the_user_owes(
             client, challenge = await challenged(peer, "bob", "pencil")
             usage.pause_after_reading(30 * BYTES_A_SECOND_MIN, trio.current_time())
             began = trio.current_time()
-            await peer.send(LogInResponse(client.final(challenge)), ListBuckets(opaque=1))
+            await peer.send(LogInResponse(client.client_final(challenge)), ListBuckets(opaque=1))
             await peer.expect(LoggedIn)
             assert trio.current_time() - began < 1
             await peer.expect(ListBucketsReply)
@@ -462,11 +462,13 @@ async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
     users = USERS.with_limits("bob", Limits(bytes_in=BYTES_A_SECOND_MIN))
     async with server_with_users(users) as server, stranger(server) as peer:
         client, challenge = await challenged(peer, "bob", "pencil")
-        await peer.send(LogInResponse(client.final(challenge)))
+        await peer.send(LogInResponse(client.client_final(challenge)))
         await peer.expect(LoggedIn)
         await peer.open("b")
-        bundle = Bundle.of_one(partition_of(b"k", 4), sets([(b"k", b"v" * 1000)]))
-        frame = b"".join(bytes(piece) for piece in Mutate(bundle, opaque=peer.opaque()).frame())
+        bundle = Bundle.of_one_run(partition_of(b"k", 4), sets([(b"k", b"v" * 1000)]))
+        frame = b"".join(
+            bytes(piece) for piece in Mutate(bundle, opaque=peer.opaque()).frame_buffers()
+        )
         usage = server.connections.resources.log_ins.usages.of("bob")
         usage.pause_after_reading(50 * BYTES_A_SECOND_MIN, trio.current_time())
         began = trio.current_time()
@@ -486,7 +488,7 @@ async def test_it_is_noted_which_host_must_wait() -> None:
             server.connections.resources.log_ins.failures.count("127.0.0.1", trio.current_time())
         (connection,) = server.connections.connections
         connection.context.access._audit_log = log
-        await peer.send(LogIn(SCRAM, ScramClient("bob", "pencil", "nonce").first()))
+        await peer.send(LogIn(SCRAM, ScramClient("bob", "pencil", "nonce").client_first()))
         await peer.expect_error(Status.TOO_MANY)
     assert log.notes == [("log-in limited", {"host": "127.0.0.1"})]
 

@@ -107,7 +107,7 @@ async def test_a_connection_with_many_queued_bytes_is_not_read(
         await ask(peer, 1)
         with trio.move_on_after(1):
             for _ in range(100):
-                while not peer.session.credit.open:
+                while not peer.session.credit.is_open:
                     await peer.hear(Credit)
                 opaques.append(await send(peer, batch, MEMORY))
         assert len(opaques) < 50

@@ -84,7 +84,7 @@ async def end(peer: Peer, how: str) -> None:
     if how == "sends garbage":
         await peer.stream.send_all(bytes(100))
     elif how == "is out of turn":
-        await peer.stream.send_all(b"".join(Go().frame()))
+        await peer.stream.send_all(b"".join(Go().frame_buffers()))
     elif how == "stops inside a frame":
         await peer.stream.send_all(pack_header(Mutate.opcode, 0, 0, 99, 1000, 0) + bytes(500))
     elif how == "closes its side":
@@ -176,7 +176,7 @@ async def test_nothing_of_a_bundle_is_left_once_it_is_answered(
             peer = Peer(ours)
             await peer.open()
             with no_collections():
-                request = Mutate(Bundle.of_one(PartitionId(0), sets(key)), opaque=peer.opaque())
+                request = Mutate(Bundle.of_one_run(PartitionId(0), sets(key)), opaque=peer.opaque())
                 await peer.say(request)
                 await peer.hear(MutateReply if key == KEY else Refusal)
                 assert not alive(("_BundleRequest", "MutationBatch", "CheckedChunk"))

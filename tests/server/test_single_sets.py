@@ -86,7 +86,7 @@ def message_of(request: Request, opaque: int) -> Message:
         partition = (partition + 1) % PARTITIONS
     chunk = Chunk.build([MUTATIONS[kind](name)], SeqNo(0), SeqNo(0))
     durability = Durability.PERSISTED if kind == "persisted" else Durability.MEMORY
-    bundle = Bundle.of_one(PartitionId(partition), chunk, counter)
+    bundle = Bundle.of_one_run(PartitionId(partition), chunk, counter)
     return Mutate(bundle, WRITERS[writer], durability, opaque=opaque)
 
 

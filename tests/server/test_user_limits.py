@@ -226,7 +226,7 @@ async def test_a_removed_user_who_waits_to_be_written_to_ends_at_once(
         usage.pause_after_writing(30 * MIB, trio.current_time())
         await client.set("k", "v")
         await trio.sleep(1)
-        await server.users.change(lambda users: users.without("bob"))
+        await server.users.change(lambda users: users.without_user("bob"))
         await trio.sleep(5)
         assert not server.connections.connections
 

@@ -251,7 +251,7 @@ async def test_rights_are_kept_until_the_users_change() -> None:
         assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
     assert len(store._rights) <= RIGHTS_MAX
     assert store.rights_of("bob", "b1") is store.rights_of("bob", "b2"), "equal ones are kept once"
-    await store.adopt(store.users.without("bob"))
+    await store.adopt(store.users.without_user("bob"))
     assert not store._equal_rights
     assert store.rights_of("bob", "b") == NO_RIGHTS
 

@@ -36,8 +36,8 @@ from upr_protocol.ids import HistoryId, Operation, PartitionId, PartitionState, 
 
 P = PartitionId(0)
 FIRST, SECOND = HistoryId(1), HistoryId(2)
-LOG = FailoverLog.of([(1, 0)])
-LATER = FailoverLog.of([(2, 1), (1, 0)])
+LOG = FailoverLog.of_pairs([(1, 0)])
+LATER = FailoverLog.of_pairs([(2, 1), (1, 0)])
 
 
 def row(seq: int, key: bytes, value: bytes | None) -> Row:

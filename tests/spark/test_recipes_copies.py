@@ -264,7 +264,7 @@ def test_whether_an_increment_may_follow(
         SeqNo(high),
         SeqNo(high),
         SeqNo(purge),
-        FailoverLog.of(log),
+        FailoverLog.of_pairs(log),
     )
     if code is None:
         assert _starts(last, {partition: info}) == {partition: 10}

@@ -522,7 +522,7 @@ def test_ends_of_batches_are_few_and_far_apart_where_they_are_old() -> None:
 
 SEQS = st.integers(0, 2**64 - 1).map(SeqNo)
 LOGS = st.dictionaries(SEQS, st.integers(1, 2**64 - 1), max_size=3).map(
-    lambda by_seq: FailoverLog.of(
+    lambda by_seq: FailoverLog.of_pairs(
         (history, seq)
         for seq, history in sorted(by_seq.items(), reverse=True)
         if list(by_seq.values()).count(history) == 1
@@ -553,7 +553,7 @@ def test_an_offset_is_read_as_it_was_written(offset: Offset) -> None:
 
 
 def test_an_offset_is_short() -> None:
-    log = FailoverLog.of([(2**63 + 1, 0)])
+    log = FailoverLog.of_pairs([(2**63 + 1, 0)])
     at_end = PartitionOffset(log, SeqNo(20_000), SeqNo(20_000), SeqNo(20_000))
     partitions = {PartitionId(partition): at_end for partition in range(64)}
     assert len(json.dumps(Offset("b", partitions, 7).to_json())) < 2500

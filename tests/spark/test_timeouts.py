@@ -55,7 +55,7 @@ def test_a_worker_says_how_long_silence_may_last(work: Callable[[dict[str, str]]
             session = ServerSession("test", now=0)
             while session.hello is None:
                 session.receive(line.recv(4096), 0)
-                list(session.events())
+                list(session.messages())
             intervals.append(session.hello.idle_interval_s)
 
     listener = socket.create_server(("127.0.0.1", 0))

@@ -64,7 +64,7 @@ Attack = Callable[[Target], Awaitable[None]]
 
 
 def _mutate(asking: Peer, rows: Sequence[Mutation]) -> Mutate:
-    return Mutate(Bundle.of_one(P0, Chunk.build(rows)), opaque=asking.opaque())
+    return Mutate(Bundle.of_one_run(P0, Chunk.build(rows)), opaque=asking.opaque())
 
 
 async def _drain(asking: Peer) -> None:

@@ -165,7 +165,7 @@ async def test_random_bytes() -> None:
 
 async def test_damaged_frames() -> None:
     """Every byte of a frame but the magic is covered by one of its checksums."""
-    frame = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame())
+    frame = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame_buffers())
     async with attacked() as server:
         for offset in range(2, len(frame)):
             async with peer(server.host, server.port, greeted=False) as bad:
@@ -262,7 +262,7 @@ OUT_OF_TURN: Final[dict[str, tuple[bool, Message]]] = {
     "a read before a bucket is open": (True, Get((b"key",), partition=P0, opaque=1)),
     "a write before a bucket is open": (
         True,
-        Mutate(Bundle.of_one(P0, sets([(b"key", b"value")])), opaque=1),
+        Mutate(Bundle.of_one_run(P0, sets([(b"key", b"value")])), opaque=1),
     ),
     "a barrier before Go": (True, Barrier(b"cookie")),
     "an acknowledgement before Go": (True, Ack(8)),
@@ -385,7 +385,7 @@ async def test_a_peer_that_falls_silent() -> None:
 
 
 async def test_peers_that_never_send_hello() -> None:
-    hello = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame())
+    hello = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame_buffers())
     async with attacked() as server, trio.open_nursery() as nursery:
 
         async def say(data: bytes) -> None:
@@ -427,7 +427,7 @@ async def test_floods_of_requests_from_peers_that_do_not_read(
 ) -> None:
     """Eight peers ask, at once and on and on, and leave the answers lying. They are let go once
     they have taken nothing for too long."""
-    frame = b"".join(question.frame())
+    frame = b"".join(question.frame_buffers())
     questions = frame * (256 * 1024 // len(frame) + 1)
     async with attacked(
         grows_at_most=grows_at_most,
@@ -509,7 +509,7 @@ async def test_a_consumer_that_acknowledges_nothing() -> None:
 
 def _batch(opaque: int, value_bytes: int) -> Message:
     chunk = sets([(b"key-%d" % opaque, bytes(value_bytes))])
-    return Mutate(Bundle.of_one(P0, chunk), opaque=opaque)
+    return Mutate(Bundle.of_one_run(P0, chunk), opaque=opaque)
 
 
 async def _create_small(server: ServerProcess) -> None:
@@ -556,7 +556,7 @@ async def test_publishers_fill_a_bucket_and_no_more() -> None:
             for good in peers:
                 if good.credit > 0:
                     batch = _batch(next(numbers), batch_bytes)
-                    good.credit -= sum(map(len, batch.frame()))
+                    good.credit -= sum(map(len, batch.frame_buffers()))
                     await good.send(batch)
                     assert (await good.expect(MutateReply)).failures == ()
             memory = (await client.stats("small"))["memory"]

@@ -25,7 +25,7 @@ are ordered by partition, and those of one partition are a **run**.
 
 from upr_protocol.chunk.arrow import to_arrow
 from upr_protocol.chunk.builder import ChunkBuilder
-from upr_protocol.chunk.bundle import Bundle, Run
+from upr_protocol.chunk.bundle import Bundle, BundleRun
 from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, LARGE_BYTES, Buffer, encoded_bytes
 from upr_protocol.chunk.mutation import COUNTER_DELTA_BYTES, CounterDelta, Mutation
@@ -38,13 +38,13 @@ __all__ = [
     "LARGE_BYTES",
     "Buffer",
     "Bundle",
+    "BundleRun",
     "Chunk",
     "ChunkBuilder",
     "ChunkPieces",
     "CounterDelta",
     "LargeRow",
     "Mutation",
-    "Run",
     "WidenedChunk",
     "encoded_bytes",
     "plain_chunk",

@@ -194,7 +194,7 @@ class ChunkBuilder:
         """For keys and for values: the builder's bytes and offsets, the chunk's bytes and offsets,
         and the length that all of the chunk's have, or 0."""
         keys, values = chunk.key_offsets, chunk.value_offsets
-        key_length, value_length = chunk.one_lengths()
+        key_length, value_length = chunk.uniform_lengths()
         return (
             (self.key_bytes, self.key_offsets, chunk.key_bytes, keys, key_length),
             (self.value_bytes, self.value_offsets, chunk.value_bytes, values, value_length),

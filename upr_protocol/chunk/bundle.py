@@ -16,7 +16,7 @@ from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
 
 
-class Run(NamedTuple):
+class BundleRun(NamedTuple):
     """The rows of a bundle that are for one partition: one batch of a publisher.
 
     Attributes:
@@ -58,7 +58,7 @@ class Bundle:
 
     __slots__ = ("bounds", "chunk", "runs")
 
-    def __init__(self, chunk: Chunk, runs: Iterable[Run]) -> None:
+    def __init__(self, chunk: Chunk, runs: Iterable[BundleRun]) -> None:
         runs = tuple(runs)
         if not 1 <= len(runs) <= BUNDLE_RUNS_MAX:
             raise ChunkError(f"a bundle has 1 to {BUNDLE_RUNS_MAX} runs, not {len(runs)}")
@@ -82,14 +82,14 @@ class Bundle:
         self.bounds = bounds
 
     @classmethod
-    def of_one(
+    def of_one_run(
         cls, partition: PartitionId, chunk: Chunk, counter: int = 0, chain: int = 0
     ) -> Bundle:
         """A bundle of one run, over the same bytes."""
-        return cls(chunk, (Run(partition, chunk.count, counter, chain),))
+        return cls(chunk, (BundleRun(partition, chunk.count, counter, chain),))
 
     @classmethod
-    def joined(cls, parts: Sequence[Chunk | ChunkBuilder], runs: Iterable[Run]) -> Bundle:
+    def of_chunks(cls, parts: Sequence[Chunk | ChunkBuilder], runs: Iterable[BundleRun]) -> Bundle:
         """A bundle of runs whose operations lie in chunks of their own. Two copies of the bytes,
         and little work an operation.
 

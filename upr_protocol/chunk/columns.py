@@ -163,7 +163,7 @@ class Columns:
         offsets = self._view[offsets_at + 4 : offsets_at + 4 * count + 4].tobytes()
         return length if offsets == even_offsets(0, length, count) else 0
 
-    def one_lengths(self) -> tuple[int, int]:
+    def uniform_lengths(self) -> tuple[int, int]:
         """The length of every key, and of every value; 0 where they differ, or are too many or too
         long to tell. At memory speed."""
         return (
@@ -185,7 +185,7 @@ class Columns:
             self._crc = crc32c(self._view)
         return self._crc
 
-    def chained(self, previous: int) -> int:
+    def chained_crc(self, previous: int) -> int:
         """CRC32C over this chunk's CRC, continued from that over the chunks before it: one number
         that vouches for all of them, in their order. Never 0, which stands for no chain."""
         return crc32c(self.crc.to_bytes(4, "little"), previous) or 1

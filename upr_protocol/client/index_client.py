@@ -18,7 +18,7 @@ from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.credentials import with_password
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.security import UNPROTECTED, Credentials, Security, TlsSettings
-from upr_protocol.transport import client_context, explained
+from upr_protocol.transport import client_context, explained_tls_error
 
 T = TypeVar("T")
 
@@ -499,7 +499,7 @@ class IndexClient:
                 "see its setting tls_version_min"
             )
         if isinstance(error, ssl.SSLError):
-            failure = explained(error, is_server=False)
+            failure = explained_tls_error(error, is_server=False)
             return type(failure)(f"the indexer at {self.url}: {failure}")
         return BrokenError(f"the indexer at {self.url} does not answer: {error!s}")
 

@@ -1,6 +1,6 @@
 """Both ends of a conversation as state machines: bytes in, messages out, and no I/O.
 
-A session is fed with `receive` and asked for `events`; what it is told to `send` comes out of
+A session is fed with `receive` and asked for `messages`; what it is told to `send` comes out of
 `take_outgoing` as bytes. Every message, in either direction and on either side, is checked by the
 same code against the same tables (`states`), so that what one side refuses to send the other
 refuses to take.

@@ -24,12 +24,12 @@ class Allowance:
         self.used = 0
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether another frame may be sent."""
         return self.left > 0
 
-    def use(self, count: int) -> None:
-        """A frame of `count` bytes was sent, while the allowance was `open`."""
+    def note_sent(self, count: int) -> None:
+        """A frame of `count` bytes was sent, while the allowance was open."""
         assert self.left > 0
         self.left -= count
         self.used += count

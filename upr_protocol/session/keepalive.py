@@ -21,24 +21,24 @@ class KeepAlive:
         self._sent_at = now
         self._received_at = now
 
-    def sent(self, now: float) -> None:
+    def note_sent(self, now: float) -> None:
         """Something was sent."""
         self._sent_at = now
 
-    def received(self, now: float) -> None:
+    def note_received(self, now: float) -> None:
         """Something was received."""
         self._received_at = now
 
-    def noop_due(self, now: float) -> bool:
+    def is_noop_due(self, now: float) -> bool:
         """Whether this side was silent for the interval."""
         return now >= self._sent_at + self._interval_s
 
-    def dead(self, now: float) -> bool:
+    def is_peer_dead(self, now: float) -> bool:
         """Whether the peer was silent for too long."""
         return now >= self._received_at + DEAD_AFTER_INTERVALS * self._interval_s
 
     def next_check(self) -> float:
-        """The earliest time at which `noop_due` or `dead` can turn true."""
+        """The earliest time at which `is_noop_due` or `is_peer_dead` can turn true."""
         return min(
             self._sent_at + self._interval_s,
             self._received_at + DEAD_AFTER_INTERVALS * self._interval_s,

@@ -30,9 +30,9 @@ CyclePosition = tuple[int, int]
 class PartitionCycle:
     """Whose turn it is.
 
-    `advance` tells the next partition to stream a snapshot of, `begin` says that the snapshot has
-    begun, and `finish` that it was streamed, or that there was none after all. Between the first
-    and the last the partition is `current`.
+    `next_turn` gives the next partition to stream a snapshot of, `begin_snapshot` notes that the
+    snapshot has begun, and `finish_turn` that it was streamed, or that there was none after all.
+    Between `next_turn` and `finish_turn` the partition is `current`.
 
     Attributes:
         completed: Cycles completed.
@@ -71,9 +71,9 @@ class PartitionCycle:
         """`partition` is not streamed any more; its turn, if it has it, is over."""
         self._ready &= ~(1 << partition)
         if self.current == partition:
-            self.finish()
+            self.finish_turn()
 
-    def advance(self) -> PartitionId | CycleCompleted | None:
+    def next_turn(self) -> PartitionId | CycleCompleted | None:
         """The next turn: a partition, the end of a cycle that sent anything or was the first, or
         None when nothing is ready."""
         assert self.current is None, "the previous partition's turn has not ended"
@@ -95,7 +95,7 @@ class PartitionCycle:
         self.next_partition = partition
         return partition
 
-    def begin(self) -> None:
+    def begin_snapshot(self) -> None:
         """A snapshot of the current partition begins."""
         assert self.current is not None, "the cycle is at no partition"
         self._announced = True
@@ -105,7 +105,7 @@ class PartitionCycle:
         self.completed += 1
         self.next_partition = 0
 
-    def finish(self) -> None:
+    def finish_turn(self) -> None:
         """The current partition's snapshot is complete, or it has none."""
         assert self.current is not None, "the cycle is at no partition"
         self.next_partition = self.current + 1

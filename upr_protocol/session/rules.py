@@ -129,14 +129,14 @@ def _check_stream(_context: SessionContext, message: Stream) -> None:
 
 
 def _check_mutate(context: SessionContext, _message: Mutate) -> None:
-    if not context.credit.open:
+    if not context.credit.is_open:
         raise ProtocolError(
             "Mutate: the client has used up its credit; wait for Credit", Status.FLOW_CONTROL
         )
 
 
 def _check_chunk(context: SessionContext, _message: PartitionChunk) -> None:
-    if not context.window.open:
+    if not context.window.is_open:
         raise ProtocolError(
             "the server has used up the client's window; wait for Ack", Status.FLOW_CONTROL
         )
@@ -228,11 +228,11 @@ def _agree(context: SessionContext, message: HelloReply, _frame_bytes: int) -> N
 
 
 def _use_credit(context: SessionContext, _message: Mutate, frame_bytes: int) -> None:
-    context.credit.use(frame_bytes)
+    context.credit.note_sent(frame_bytes)
 
 
 def _use_window(context: SessionContext, _message: PartitionChunk, frame_bytes: int) -> None:
-    context.window.use(frame_bytes)
+    context.window.note_sent(frame_bytes)
 
 
 def _acknowledge(context: SessionContext, message: Ack, _frame_bytes: int) -> None:

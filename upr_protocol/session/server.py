@@ -42,7 +42,7 @@ _DATA_STATES: Final = frozenset(Mutate.states)
 
 
 @attrs.frozen
-class Statistics:
+class SessionStatistics:
     """What a server session can tell about itself.
 
     Attributes:
@@ -122,7 +122,7 @@ class ServerSession(Session):
         if not (
             self.state is SessionState.STREAMING
             and partition == self._cycle.current
-            and self.window.open
+            and self.window.is_open
             and record.takes_whole(chunk)
             and length <= FRAME_BODY_BYTES_MAX
         ):
@@ -132,8 +132,8 @@ class ServerSession(Session):
         record.seq = record.end = record.complete = chunk.end
         self._outgoing += snapshot_frame(chunk, partition, record.opaque)
         self.outgoing_bytes += HEADER_BYTES + length
-        self.window.use(HEADER_BYTES + length)
-        self._cycle.begin()
+        self.window.note_sent(HEADER_BYTES + length)
+        self._cycle.begin_snapshot()
 
     # Single operations, many at a time.
 
@@ -142,7 +142,7 @@ class ServerSession(Session):
         now; None otherwise. No more of them than may come now, one answered after the other.
 
         Nothing changes. Answer some of them, from the first on, with `answer_sets`; what is not
-        answered comes out of `events`.
+        answered comes out of `messages`.
 
         Args:
             partition_count: How many partitions the bucket has.
@@ -150,11 +150,11 @@ class ServerSession(Session):
         requests = self._requests
         if (
             self.state not in _DATA_STATES
-            or not self.credit.open
+            or not self.credit.is_open
             or len(requests) >= self.agreed.requests_open_max
         ):
             return None
-        sets = read_sets(*self._frames.received(), partition_count)
+        sets = read_sets(*self._frames.received_bytes(), partition_count)
         if sets is None:
             return None
         count = len(sets.frames)
@@ -175,8 +175,8 @@ class ServerSession(Session):
             results: What became of the frames, in their order; at least one.
         """
         nbytes = sets.nbytes(len(results))
-        self._frames.skip(nbytes)
-        self.credit.use(nbytes)
+        self._frames.skip_frames(nbytes)
+        self.credit.note_sent(nbytes)
         replies = encode_set_replies(results)
         self._outgoing.append(replies)
         self.outgoing_bytes += len(replies)
@@ -187,7 +187,7 @@ class ServerSession(Session):
         """The opaque of `partition`'s stream."""
         return self.streams[partition].opaque
 
-    def ready(self, partition: PartitionId) -> None:
+    def mark_ready(self, partition: PartitionId) -> None:
         """`partition` has something to send. Ignored when it is not streamed."""
         record = self.streams.get(partition)
         if record is not None and record.state in (StreamState.BETWEEN, StreamState.INSIDE):
@@ -207,7 +207,7 @@ class ServerSession(Session):
         if self.state is not SessionState.STREAMING:
             return None
         while True:
-            turn = self._cycle.advance()
+            turn = self._cycle.next_turn()
             if turn is None:
                 # Every stream has reached its newest number, so every barrier has been reached too.
                 self._return_barriers(self._barrier_queue.take_all())
@@ -232,7 +232,7 @@ class ServerSession(Session):
                 f"partition {partition} keeps its turn until its snapshot ends",
                 Status.OUT_OF_TURN,
             )
-        self._cycle.finish()
+        self._cycle.finish_turn()
         self._return_due()
 
     @property
@@ -260,7 +260,7 @@ class ServerSession(Session):
     def _sent(self, message: Message) -> None:
         kind = type(message)
         if kind is PartitionSnapshot or kind is PartitionStart:
-            self._cycle.begin()
+            self._cycle.begin_snapshot()
         elif kind is StreamEnd:
             self._leave(message.partition)
 
@@ -291,9 +291,9 @@ class ServerSession(Session):
             )
         )
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> SessionStatistics:
         """What the session can tell about itself."""
-        return Statistics(
+        return SessionStatistics(
             self.state,
             len(self.streams),
             self.window.used,

@@ -21,7 +21,7 @@ from upr_protocol.ids import PartitionId
 from upr_protocol.session.context import SessionContext
 from upr_protocol.session.rules import RULES
 from upr_protocol.session.states import SESSION, SNAPSHOT_MESSAGES, StreamState, state_after_hello
-from upr_protocol.session.stream import StreamRecord, out_of_turn
+from upr_protocol.session.stream import StreamRecord, out_of_turn_error
 from upr_protocol.wire import (
     BEFORE_READY,
     HEADER_BYTES,
@@ -51,7 +51,7 @@ _SENTENCE_MAX: Final = 900
 class Session(SessionContext):
     """One end of a conversation. `ClientSession` and `ServerSession` are the two there are.
 
-    Feed it with `receive` and go through `events`, handling each before taking the next; queue
+    Feed it with `receive` and go through `messages`, handling each before taking the next; queue
     messages with `send`; write what `take_outgoing` returns to the peer. Time comes in as `now`,
     seconds of any monotonic clock.
 
@@ -101,7 +101,7 @@ class Session(SessionContext):
         outgoing, self._outgoing = self._outgoing, []
         self.outgoing_bytes = 0
         if outgoing:
-            self.keep_alive.sent(now)
+            self.keep_alive.note_sent(now)
         return outgoing
 
     # Inwards.
@@ -112,13 +112,13 @@ class Session(SessionContext):
 
     def receive(self, data: bytes, now: float, filled: int = 0) -> None:
         """Receives bytes from the peer: `filled` that were put into `receive_buffer`, and `data`
-        after them. Go through all of `events` before calling it again."""
+        after them. Go through all of `messages` before calling it again."""
         self.now = now
         if self.state is not SessionState.CLOSED:
-            self.keep_alive.received(now)
+            self.keep_alive.note_received(now)
             self._frames.receive(data, filled)
 
-    def events(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[Message]:
         """The messages that are complete, in order. The session's state is the one after the
         message just yielded.
 
@@ -186,10 +186,10 @@ class Session(SessionContext):
         """
         if self.state in BEFORE_READY or self.state is SessionState.CLOSED:
             return True
-        if self.keep_alive.dead(now):
+        if self.keep_alive.is_peer_dead(now):
             return False
-        if self.keep_alive.noop_due(now):
-            self.keep_alive.sent(now)
+        if self.keep_alive.is_noop_due(now):
+            self.keep_alive.note_sent(now)
             if not self._outgoing:
                 self.send(Noop())
         return True
@@ -277,7 +277,7 @@ class Session(SessionContext):
         record = self.streams.get(partition)
         if record is None:
             if not isinstance(message, Stream):
-                raise out_of_turn(message, StreamState.ABSENT)
+                raise out_of_turn_error(message, StreamState.ABSENT)
             self.streams[partition] = StreamRecord(message)
             return
         record.apply(message)
@@ -309,6 +309,6 @@ class Session(SessionContext):
 
 def _frame_of(message: Message) -> list[Buffer]:
     try:
-        return message.frame()
+        return message.frame_buffers()
     except (ConstructError, StructError, ValueError, OverflowError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be written: {error}") from error

@@ -65,7 +65,7 @@ class StreamRecord:
         assert happened is not None
         state = STREAM[self.state].get(happened)
         if state is None:
-            raise out_of_turn(message, self.state)
+            raise out_of_turn_error(message, self.state)
         if message.opaque != self.opaque:
             raise ProtocolError(
                 f"{type(message).__name__} for partition {self.partition} has opaque "
@@ -149,7 +149,7 @@ class StreamRecord:
     }
 
 
-def out_of_turn(message: Message, state: StreamState) -> ProtocolError:
+def out_of_turn_error(message: Message, state: StreamState) -> ProtocolError:
     """The error for a message that a stream in `state` does not allow."""
     return ProtocolError(
         f"{type(message).__name__} for partition {message.partition} is out of turn: {state.value}",

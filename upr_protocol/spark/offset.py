@@ -89,7 +89,9 @@ class PartitionOffset:
         batch_ends = match["batch_ends"]
         entries = [entry.split("@") for entry in log.split(",")] if log else []
         return cls(
-            FailoverLog.of((int(history, 16), _number(int(first))) for history, first in entries),
+            FailoverLog.of_pairs(
+                (int(history, 16), _number(int(first))) for history, first in entries
+            ),
             seq,
             seq if start is None else _number(int(start)),
             seq if end is None else _number(int(end)),
@@ -103,7 +105,7 @@ class PartitionOffset:
         start, end = document["snapshot"]
         came_from = document.get("came_from")
         return cls(
-            FailoverLog.of((int(text, 16), _number(seq)) for text, seq in document["log"]),
+            FailoverLog.of_pairs((int(text, 16), _number(seq)) for text, seq in document["log"]),
             _number(document["seq"]),
             _number(start),
             _number(end),

@@ -4,7 +4,7 @@ The client's and the server's connections both stand on this. Nothing here knows
 means.
 """
 
-from upr_protocol.transport.end_point import end_point_of_file
+from upr_protocol.transport.channel_binding import channel_binding_of_file
 from upr_protocol.transport.frame_memory import FrameMemory, new_memory
 from upr_protocol.transport.socket_io import (
     SCRATCH_BYTES,
@@ -22,7 +22,7 @@ from upr_protocol.transport.tls_context import (
     load_certificate,
     server_context,
 )
-from upr_protocol.transport.tls_errors import explained
+from upr_protocol.transport.tls_errors import explained_tls_error
 from upr_protocol.transport.tls_link import SERVER_READ_BYTES, NotTlsError, TlsLink, new_tls_scratch
 from upr_protocol.transport.tls_socket import TlsSocket
 from upr_protocol.transport.trio_stream import (
@@ -48,12 +48,12 @@ __all__ = [
     "TlsLink",
     "TlsSocket",
     "TlsStream",
+    "channel_binding_of_file",
     "client_context",
     "dial_socket",
     "dial_tcp",
     "encrypted_to_server",
-    "end_point_of_file",
-    "explained",
+    "explained_tls_error",
     "file_stamp",
     "load_authorities",
     "load_certificate",

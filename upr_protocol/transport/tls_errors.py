@@ -78,7 +78,7 @@ _REFUSALS: Final = ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE", "ALERT_ACCESS_
 """How other alerts begin that are about a certificate, behind their version of TLS."""
 
 
-def explained(error: ssl.SSLError, *, is_server: bool) -> UprError:
+def explained_tls_error(error: ssl.SSLError, *, is_server: bool) -> UprError:
     """What is raised for an error of OpenSSL.
 
     Args:

@@ -14,9 +14,9 @@ from typing import Any, Final, cast
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import TlsError
 from upr_protocol.session import Session
-from upr_protocol.transport.end_point import end_point
+from upr_protocol.transport.channel_binding import channel_binding
 from upr_protocol.transport.socket_io import read_spaces, unsent
-from upr_protocol.transport.tls_errors import explained
+from upr_protocol.transport.tls_errors import explained_tls_error
 
 HANDSHAKE_BYTES_MAX: Final = 64 * 1024
 """What a peer may send before its handshake is done: several times the longest chain of
@@ -65,7 +65,8 @@ class TlsLink:
     Args:
         context: OpenSSL's settings.
         server_name: Whom the certificate of the other side must name; None on the server's side.
-        own_end_point: On the server's side, the hash of its certificate; see `end_point`.
+        own_channel_binding: On the server's side, the hash of its certificate; see
+            `channel_binding`.
 
     Attributes:
         is_established: Whether the handshake is done.
@@ -74,9 +75,9 @@ class TlsLink:
     """
 
     def __init__(
-        self, context: ssl.SSLContext, server_name: str | None, own_end_point: bytes = b""
+        self, context: ssl.SSLContext, server_name: str | None, own_channel_binding: bytes = b""
     ) -> None:
-        self._own_end_point = own_end_point
+        self._own_channel_binding = own_channel_binding
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._is_server = server_name is None
         self._object = context.wrap_bio(
@@ -115,7 +116,7 @@ class TlsLink:
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLError as error:
-            raise explained(error, is_server=self._is_server) from error
+            raise explained_tls_error(error, is_server=self._is_server) from error
         self.is_established = self.has_undecrypted = True
         return True
 
@@ -152,10 +153,12 @@ class TlsLink:
         return next((str(value) for kind, value in alternatives if kind == "DNS"), "")
 
     @property
-    def end_point(self) -> bytes:
+    def channel_binding(self) -> bytes:
         """The hash of the server's certificate, for channel binding: the same on both sides, unless
         somebody is in between. Empty if there is none for this certificate."""
-        return self._own_end_point if self._is_server else end_point(self.peer_certificate)
+        return (
+            self._own_channel_binding if self._is_server else channel_binding(self.peer_certificate)
+        )
 
     @property
     def version(self) -> str:
@@ -227,7 +230,7 @@ class TlsLink:
         except ssl.SSLZeroReturnError:
             self.has_undecrypted, self.is_ended = False, True
         except ssl.SSLError as error:
-            raise explained(error, is_server=self._is_server) from error
+            raise explained_tls_error(error, is_server=self._is_server) from error
         return count
 
     # Writing.
@@ -245,22 +248,22 @@ class TlsLink:
             What is left. The next call must begin with it: some of it may be encrypted already.
         """
         while buffers:
-            ciphertext = send(self.encrypted(buffers))
+            ciphertext = send(self.encrypt(buffers))
             if ciphertext:
                 self._ciphertext = ciphertext
                 return buffers
-            buffers = self.sent(buffers)
+            buffers = self.note_sent(buffers)
         return buffers
 
-    def encrypted(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+    def encrypt(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """The encrypted form of the first `WRITE_BYTES` of `buffers`; or what is left of that form
-        if it was not sent as a whole. Call `sent` when all of it is."""
+        if it was not sent as a whole. Call `note_sent` when all of it is."""
         if not self._ciphertext:
             self._ciphertext = self._encrypt(buffers)
         return self._ciphertext
 
-    def sent(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
-        """What `encrypted` gave was sent; returns what is left of the buffers that it was given."""
+    def note_sent(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """What `encrypt` gave was sent; returns what is left of the buffers that it was given."""
         self._ciphertext = ()
         return unsent(buffers, self._encrypted_bytes)
 
@@ -286,7 +289,7 @@ class TlsLink:
         """Whether something was encrypted that the socket has not taken yet."""
         return bool(self._ciphertext)
 
-    def end(self) -> bytes:
+    def close_notify(self) -> bytes:
         """Says that nothing more will be sent; gives the bytes that say so."""
         with suppress(ssl.SSLError):  # the other side has not ended: nobody waits for it
             self._object.unwrap()

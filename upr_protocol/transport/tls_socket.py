@@ -101,8 +101,8 @@ class TlsSocket:
         self.sent_bytes += sum(map(len, ciphertext)) - sum(map(len, remainder))
         return remainder
 
-    def end(self) -> None:
+    def send_close_notify(self) -> None:
         """Says that nothing more will be sent, if the socket takes that at once."""
         if self.link.is_established and not self.link.has_unsent:
             with suppress(OSError):
-                self._send([self.link.end()])
+                self._send([self.link.close_notify()])

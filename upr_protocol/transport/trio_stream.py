@@ -324,8 +324,8 @@ class TlsStream(trio.abc.HalfCloseableStream):
         """As the function `write_rest`."""
         self._check_writable()
         while buffers:
-            await write_rest(self.transport, self.link.encrypted(buffers), timeout_s)
-            buffers = self.link.sent(buffers)
+            await write_rest(self.transport, self.link.encrypt(buffers), timeout_s)
+            buffers = self.link.note_sent(buffers)
 
     def _check_writable(self) -> None:
         if self._has_ended:
@@ -347,7 +347,7 @@ class TlsStream(trio.abc.HalfCloseableStream):
         if not self._has_ended:
             self._has_ended = True
             if self.link.is_established:
-                await write_all(self.transport, [self.link.end()])
+                await write_all(self.transport, [self.link.close_notify()])
             await self._end_transport()
 
     async def _end_transport(self) -> None:
@@ -360,7 +360,7 @@ class TlsStream(trio.abc.HalfCloseableStream):
         if not self._has_ended and self.link.is_established and not self.link.has_unsent:
             self._has_ended = True
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                write_now(self.transport, [self.link.end()])
+                write_now(self.transport, [self.link.close_notify()])
         await self.transport.aclose()
 
 

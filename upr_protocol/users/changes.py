@@ -109,7 +109,7 @@ class RemoveUser(UserChange, frozen=True):
 
     def apply(self, users: Users) -> Users:
         """Without the user."""
-        return users.without(self.name)
+        return users.without_user(self.name)
 
 
 class AssignRoles(UserChange, frozen=True):

@@ -47,7 +47,7 @@ def normalised_name(text: str, kind: str) -> str:
             shown: two names must not look the same.
     """
     form = normalised(text, kind)
-    if has_unseen(form):
+    if has_invisible_characters(form):
         raise UsersError(f"{kind} has a format character, or an end of a line")
     return form
 
@@ -63,7 +63,7 @@ def check_name(name: str, kind: str) -> None:
         raise UsersError(f"{kind} has 1 to {NAME_BYTES_MAX} bytes in UTF-8")
 
 
-def has_unseen(text: str) -> bool:
+def has_invisible_characters(text: str) -> bool:
     """Whether a text has a character that nobody sees, or that changes how others are shown."""
     return _has_any(text, _UNSEEN)
 

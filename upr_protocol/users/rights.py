@@ -12,7 +12,7 @@ import msgspec
 from upr_protocol.errors import quoted_key
 from upr_protocol.ids import DESIGN_PREFIX
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, KEY_BYTES_MAX
-from upr_protocol.users.names import UsersError, has_unseen
+from upr_protocol.users.names import UsersError, has_invisible_characters
 
 GRANTS_MAX: Final = 64
 """Grants of one user, or of one role: a decision may look at each of them."""
@@ -88,7 +88,7 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     def check(self) -> None:
         """Raises `UsersError` if there can be no such grant."""
-        if has_unseen(self.pattern):
+        if has_invisible_characters(self.pattern):
             raise UsersError(
                 "a pattern of buckets has no control or format characters and no other ends of "
                 "lines: nobody would see what it grants"
@@ -139,7 +139,7 @@ class BucketRights(msgspec.Struct, frozen=True):
     write_prefixes: tuple[bytes, ...] = ()
 
     @property
-    def some(self) -> frozenset[Right]:
+    def on_some_keys(self) -> frozenset[Right]:
         """The rights on all of it, or on some of its keys."""
         if self.read_prefixes or self.write_prefixes:
             of_keys = zip(_OF_KEYS, (self.read_prefixes, self.write_prefixes), strict=True)

@@ -180,7 +180,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         fewer = tuple(role for role in user.roles if role not in roles)
         return self._with_user(msgspec.structs.replace(user, roles=fewer))
 
-    def without(self, name: str) -> Users:
+    def without_user(self, name: str) -> Users:
         """Without a user.
 
         Raises:

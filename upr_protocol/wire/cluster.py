@@ -54,7 +54,7 @@ class MapReply(Message, frozen=True):
 
     # Nodes and clients ask for maps again and again, and more so while something is wrong.
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         document = self.document.encode()
         head = _MAP.pack(self.revision, len(document))
         return (head + document + pack_text(self.node),)
@@ -83,7 +83,7 @@ class GetMap(Message, frozen=True):
 
     bucket: str
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         return (pack_text(self.bucket),)
 
     @classmethod
@@ -152,7 +152,7 @@ class PartitionAnswers(Message, frozen=True):
 
     # There may be as many as there are batches in a snapshot.
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         pieces = [_U32.pack(len(self.rows))]
         for writer, counter, seq, answer in self.rows:
             if len(writer) != 16:
@@ -204,7 +204,7 @@ class ReplicaAck(Message, frozen=True):
 
     # They come for nearly every change.
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         return (_U16.pack(len(self.rows)) + b"".join([_ENDS.pack(*row) for row in self.rows]),)
 
     @classmethod

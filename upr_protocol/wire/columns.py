@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import construct as cs
 
-from upr_protocol.chunk import Bundle, Chunk, Run
+from upr_protocol.chunk import Bundle, BundleRun, Chunk
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.limits import FAILOVER_ENTRIES_MAX
@@ -137,7 +137,7 @@ BUNDLE: Final = cs.ExprAdapter(
         * "which rows of the chunk are for which partition",
         "chunk" / CHUNK * "a published chunk, ordered by partition",
     ),
-    lambda parsed, _: Bundle(parsed.chunk, map(Run._make, parsed.runs)),
+    lambda parsed, _: Bundle(parsed.chunk, map(BundleRun._make, parsed.runs)),
     lambda bundle, _: {"runs": bundle.runs, "chunk": bundle.chunk},
 )
 """A bundle that fills the rest of a body."""
@@ -147,7 +147,7 @@ def _decode_log(pairs: tuple[tuple[int, int], ...], _: Any) -> FailoverLog:
     if len(pairs) > FAILOVER_ENTRIES_MAX:
         raise LayoutError(f"a failover log of {len(pairs)} entries; at most {FAILOVER_ENTRIES_MAX}")
     try:
-        return FailoverLog.of(pairs)
+        return FailoverLog.of_pairs(pairs)
     except ValueError as error:
         raise LayoutError(str(error)) from None
 

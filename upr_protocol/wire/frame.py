@@ -176,7 +176,7 @@ class FrameBuffer:
         return self._header.length if self._header is not None else 0
 
     @property
-    def mid_frame(self) -> bool:
+    def is_in_frame(self) -> bool:
         """Whether a frame has begun and not ended."""
         return self._header is not None or self.buffered > 0
 
@@ -224,13 +224,13 @@ class FrameBuffer:
             self._body_crc = crc32c(new_bytes, self._body_crc)
             self._body_crc_end = self._body_filled
 
-    def received(self) -> tuple[bytes, int]:
+    def received_bytes(self) -> tuple[bytes, int]:
         """What has come of the next frames, and where the first of them begins. It is at the end
         when nothing has come, or the next frame's header was taken already."""
         return self._data, len(self._data) if self._header is not None else self._offset
 
-    def skip(self, nbytes: int) -> None:
-        """Takes whole frames of so many bytes, which the caller has read in `received`."""
+    def skip_frames(self, nbytes: int) -> None:
+        """Takes whole frames of so many bytes, which the caller has read in `received_bytes`."""
         self._offset += nbytes
 
     def clear(self) -> None:

@@ -73,7 +73,7 @@ class Hello(Message, frozen=True):
 
     # A client that looks for a node that answers connects again and again.
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         versions = bytes((len(self.versions), *self.versions))
         terms = _TERMS.pack(self.features, self.window_bytes, self.idle_interval_s)
         return (versions + terms + pack_text(self.identity),)
@@ -116,7 +116,7 @@ class HelloReply(Message, frozen=True):
     identity: str
     mechanisms: tuple[str, ...] = ()
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         agreed = _AGREED.pack(
             self.version, self.features, self.idle_interval_s, self.frame_body_bytes_max,
             self.open_barriers_max, self.requests_open_max,
@@ -240,7 +240,7 @@ class PartitionLog(Message, frozen=True):
 
     # `Open` is answered with one for each partition.
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         head = _PARTITION.pack(self.state, self.high_seq, self.persisted_seq, self.purge_seq)
         return (head + pack_log(self.log),)
 
@@ -309,7 +309,7 @@ class StreamReply(Message, frozen=True):
     log: FailoverLog
     map_revision: int = 0
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         head = _U64.pack(self.seq) + pack_text(self.reason)
         return (head + _U64.pack(self.map_revision) + pack_log(self.log),)
 
@@ -362,7 +362,7 @@ class Stream(Message, frozen=True):
     with_answers: bool = False
     key_prefix: bytes = b""
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         head = _STREAM.pack(self.state, self.end_seq, self.lease_id, self.with_answers)
         prefix = _U16.pack(len(self.key_prefix)) + self.key_prefix
         return (head + pack_position(self.position) + prefix,)

@@ -44,7 +44,7 @@ class GetReply(Message, frozen=True):
 
     # A value of 20 MiB is copied twice by the layout, and not at all by this.
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         return (_GET_REPLY.pack(self.history_id, self.next_index), *self.chunk.pieces())
 
     @classmethod
@@ -76,7 +76,7 @@ class Get(Message, frozen=True):
 
     # By the layout, 4,096 keys hold the loop for 20 ms.
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         head = _GET.pack(self.history_id, len(self.keys))
         return (b"".join([head, *[bytes((len(key),)) + key for key in self.keys]]),)
 

@@ -156,7 +156,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     opaque: int = 0
     status: int = 0
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         """The body's bytes without padding, as pieces; all but the last are multiples of 8."""
         stream = BytesIO()
         fields = {name: getattr(self, name) for name in layout_fields(type(self))}
@@ -188,9 +188,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             raise RemoteProtocolError(f"{cls.__name__}: {_reason(error)}") from error
         return message
 
-    def frame(self) -> list[Buffer]:
+    def frame_buffers(self) -> list[Buffer]:
         """The whole frame, as pieces to be sent one after the other."""
-        pieces = self.body()
+        pieces = self.body_buffers()
         if len(pieces) == 1 and len(pieces[0]) <= SMALL_BYTES:
             body = bytes(pieces[0]) + padding(len(pieces[0]))
             crc, length = crc32c(body), len(body)
@@ -262,7 +262,7 @@ def layout_fields(kind: type[Message]) -> tuple[str, ...]:
 class U64Message(Message, frozen=True):
     """A message whose body is one u64."""
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         return (_U64.pack(getattr(self, self.__struct_fields__[0])),)
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import construct as cs
 
-from upr_protocol.chunk import Buffer, Bundle, Chunk, Run
+from upr_protocol.chunk import Buffer, Bundle, BundleRun, Chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_RUNS_MAX, FRAME_BODY_BYTES_MAX
@@ -95,7 +95,7 @@ class MutateReply(Message, frozen=True):
     failures: tuple[tuple[int, int], ...] = ()
     counters: tuple[tuple[int, int], ...] = ()
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         runs, failures, counters = self.runs, self.failures, self.counters
         if len(runs) == 1 and not failures and not counters:
             # The answer to a single operation that was done, or refused as a run.
@@ -165,7 +165,7 @@ class Mutate(Message, frozen=True):
     copies: int = 0
     attempt: int = 0
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         runs = self.bundle.runs
         head = _MUTATE.pack(self.writer, self.attempt, self.durability, self.copies, len(runs))
         directory = _structs("IIQI4x", len(runs)).pack(*chain.from_iterable(runs))
@@ -179,7 +179,7 @@ class Mutate(Message, frozen=True):
         view = memoryview(body)
         chunk_at = _MUTATE.size + _RUN.size * run_count
         # A tuple at once: CPython 3.11 crashes when its garbage collector finds such an iterator.
-        runs = tuple(map(Run._make, _RUN.iter_unpack(view[_MUTATE.size : chunk_at])))
+        runs = tuple(map(BundleRun._make, _RUN.iter_unpack(view[_MUTATE.size : chunk_at])))
         bundle = Bundle(Chunk(view[chunk_at:]), runs)
         return bundle, writer, member_of(Durability, durability), copies, attempt
 

@@ -59,7 +59,7 @@ class PartitionStart(Message, frozen=True):
     kind: SnapshotKind
     may_repeat: bool
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         return (
             _START.pack(
                 self.history_id, self.start, self.end, self.purge_seq, self.kind, self.may_repeat
@@ -86,10 +86,10 @@ class PartitionChunk(Message, frozen=True):
 
     chunk: Chunk
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         return (self.chunk.encode(),)
 
-    def frame(self) -> list[Buffer]:
+    def frame_buffers(self) -> list[Buffer]:
         # The chunk remembers its CRC: it is computed once, however many consumers there are.
         chunk = self.chunk
         header = pack_header(
@@ -157,7 +157,7 @@ class BarrierReply(Message, frozen=True):
     cookie: bytes
     ends: tuple[tuple[PartitionId, SeqNo], ...]
 
-    def body(self) -> tuple[Buffer, ...]:
+    def body_buffers(self) -> tuple[Buffer, ...]:
         flat = [value for pair in self.ends for value in pair]
         return (
             b"".join(

@@ -224,7 +224,7 @@ async def _play_rollback(accept: Accept) -> None:
     script = await accept()
     await script.open()
     request = await script.hear(Stream)
-    foreign_log = FailoverLog.of([(HISTORY, 4), (7, 0)])
+    foreign_log = FailoverLog.of_pairs([(HISTORY, 4), (7, 0)])
     await script.say(
         StreamReply(
             SeqNo(4), "conformance", foreign_log,
@@ -307,7 +307,7 @@ async def _play_damaged(accept: Accept) -> None:
     await script.start(0, 2)
     chunk = Chunk.build(rows_of(1, 2), SeqNo(0), SeqNo(2))
     message = PartitionChunk(chunk, partition=P5, opaque=script.session.opaque_of(P5))
-    frame = bytearray(b"".join(map(bytes, message.frame())))
+    frame = bytearray(b"".join(map(bytes, message.frame_buffers())))
     frame[-8] ^= 1
     await script.say_bytes(bytes(frame))
     reply = await script.hear_any()
@@ -589,7 +589,7 @@ _TASK_OF_GET: Final = {
     "keys": ["one", "missing", "damaged", "two"],
 }
 _AT_9: Final = {str(P5): _position(2, highest=9, end=9)}
-_OTHER_LOG: Final = FailoverLog.of([(HistoryId(9), 4), (HISTORY, 0)])
+_OTHER_LOG: Final = FailoverLog.of_pairs([(HistoryId(9), 4), (HISTORY, 0)])
 
 # With the characters that SCRAM writes otherwise.
 _USER: Final = "us=er,1"

@@ -61,7 +61,7 @@ class PlainClient:
 
     async def send(self, *messages: Message) -> None:
         """Sends messages, at once."""
-        pieces = [bytes(piece) for message in messages for piece in message.frame()]
+        pieces = [bytes(piece) for message in messages for piece in message.frame_buffers()]
         await self.send_bytes(b"".join(pieces))
 
     async def send_bytes(self, data: bytes) -> None:

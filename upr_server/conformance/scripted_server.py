@@ -52,7 +52,7 @@ M = TypeVar("M", bound=Message)
 
 HEAR_TIMEOUT_S: Final = 20.0
 HISTORY: Final = HistoryId(0x1122334455667788)
-LOG: Final = FailoverLog.of([(HISTORY, 0)])
+LOG: Final = FailoverLog.of_pairs([(HISTORY, 0)])
 P5: Final = PartitionId(5)
 PARTITION_COUNT: Final = 8
 
@@ -115,7 +115,7 @@ class ScriptedServer:
     def _read_events(self) -> str:
         """Takes what has come from the session; says which rule the client broke, if any."""
         try:
-            for message in self.session.events():
+            for message in self.session.messages():
                 # `Hello` the session has answered by itself.
                 if not isinstance(message, Hello):
                     self._heard.append(message)
@@ -176,8 +176,8 @@ class ScriptedServer:
         try:
             first = FirstMessage.read(request.mechanism, request.data, offers_binding=False)
             exchange = ScramServer(first, verifier, "conformance", b"")
-            await self.say(LogInChallenge(exchange.challenge()))
-            outcome = exchange.outcome((await self.hear(LogInResponse)).data)
+            await self.say(LogInChallenge(exchange.server_first()))
+            outcome = exchange.server_final((await self.hear(LogInResponse)).data)
         except (ScramError, UsersError) as error:
             raise ConformanceError(f"the log-in is malformed: {error}") from error
         if first.name != user or outcome is None:
@@ -211,7 +211,7 @@ class ScriptedServer:
 
     def _turn(self) -> None:
         """Gives partition 5 the turn, unless it has it."""
-        self.session.ready(P5)
+        self.session.mark_ready(P5)
         self.session.next_partition()
 
     async def start(
@@ -246,7 +246,7 @@ class ScriptedServer:
 
     async def whole(self, start: int, end: int, rows: Sequence[Mutation]) -> None:
         """A snapshot in one frame, once the window is open."""
-        while not self.session.window.open:
+        while not self.session.window.is_open:
             message = await self.hear_any()
             if not isinstance(message, Noop | Ack):
                 raise ConformanceError(

@@ -120,7 +120,7 @@ async def publish(
     durability: Durability = Durability.MEMORY,
 ) -> MutateReply:
     """Publishes rows as one run, and hears the result."""
-    bundle = Bundle.of_one(partition, Chunk.build(rows, SeqNo(0), SeqNo(0)), counter)
+    bundle = Bundle.of_one_run(partition, Chunk.build(rows, SeqNo(0), SeqNo(0)), counter)
     await client.send(Mutate(bundle, writer, durability, opaque=client.opaque()))
     return await client.expect(MutateReply)
 
@@ -232,15 +232,15 @@ async def roll_back(server: ServerUnderTest) -> None:
     than a common number to that number."""
     async with plain_client(server.host, server.port, BUCKET) as client:
         history, seq = client.logs[0].log.current, client.logs[0].high_seq
-        unknown = FailoverLog.of([(UNKNOWN_HISTORY, 0)])
+        unknown = FailoverLog.of_pairs([(UNKNOWN_HISTORY, 0)])
         reply = await stream(client, Position(unknown, SeqNo(9), SeqNo(9), None))
         expected = (Status.ROLLBACK, 0)
         check((reply.status, reply.seq) == expected, f"unknown: {reply.status} at {reply.seq}")
-        branched = FailoverLog.of([(UNKNOWN_HISTORY, seq), (history, 0)])
+        branched = FailoverLog.of_pairs([(UNKNOWN_HISTORY, seq), (history, 0)])
         reply = await stream(client, Position(branched, SeqNo(9), SeqNo(9), None))
         expected = (Status.ROLLBACK, seq)
         check((reply.status, reply.seq) == expected, f"branched: {reply.status} at {reply.seq}")
-        ahead = FailoverLog.of([(history, 0)])
+        ahead = FailoverLog.of_pairs([(history, 0)])
         reply = await stream(client, Position(ahead, SeqNo(9), SeqNo(9), None))
         check(reply.status in (Status.SEQ_TOO_HIGH, Status.ROLLBACK), f"ahead: {reply.status}")
 

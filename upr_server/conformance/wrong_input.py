@@ -135,7 +135,7 @@ TEXT_KEY: Final = key_in(0, "text")
 
 def encoded(*messages: Message) -> bytes:
     """The frames of messages."""
-    return b"".join(bytes(piece) for message in messages for piece in message.frame())
+    return b"".join(bytes(piece) for message in messages for piece in message.frame_buffers())
 
 
 def frame_of(
@@ -175,7 +175,7 @@ def _mutate(*rows: Mutation, partition: PartitionId = P0, **fields: Any) -> Muta
     chunk = Chunk.build(rows, SeqNo(0), SeqNo(0))
     counter, chain = fields.pop("counter", 0), fields.pop("chain", 0)
     fields.setdefault("opaque", OPAQUE)
-    return Mutate(Bundle.of_one(partition, chunk, counter, chain), **fields)
+    return Mutate(Bundle.of_one_run(partition, chunk, counter, chain), **fields)
 
 
 def _set(key: bytes = KEY, value: bytes = b"v") -> Mutation:
@@ -228,7 +228,7 @@ def _runs_of_one_writer() -> bytes:
 
 
 def _position(history: HistoryId, seq: int) -> Position:
-    return Position(FailoverLog.of([(history, 0)]), SeqNo(seq), SeqNo(seq), None)
+    return Position(FailoverLog.of_pairs([(history, 0)]), SeqNo(seq), SeqNo(seq), None)
 
 
 def _cases() -> list[WrongInput]:
@@ -262,7 +262,7 @@ def _cases() -> list[WrongInput]:
     case = topic("a frame's body", Progress.CONNECTED)
     damaged = hello[:-8] + bytes((hello[-8] ^ 1,)) + hello[-7:]
     case("its checksum", damaged, closed, Status.BAD_CHECKSUM)
-    body = b"".join(map(bytes, _HELLO.body()))
+    body = b"".join(map(bytes, _HELLO.body_buffers()))
     case("it ends inside a field", frame_of(Hello, body[:16], opaque=0), closed, Status.MALFORMED)
     case("8 bytes after the fields", frame_of(Hello, body + bytes(8)), closed, Status.MALFORMED)
     case("padding that is not zeros", frame_of(Hello, body + b"x"), closed, Status.MALFORMED)
@@ -410,7 +410,7 @@ def _add_publishing(topic: Topic) -> None:
     later = _mutate(_set(), writer=_WRITER, counter=1, attempt=2, opaque=OPAQUE + 1)
     earlier = _mutate(_set(), writer=_WRITER, counter=2, attempt=1)
     case("an older attempt", encoded(later, earlier), refused, Status.SUPERSEDED)
-    first = _mutate(_set(), writer=_WRITER, counter=1, chain=_ONE.chained(0), opaque=OPAQUE + 1)
+    first = _mutate(_set(), writer=_WRITER, counter=1, chain=_ONE.chained_crc(0), opaque=OPAQUE + 1)
     other_chain = _mutate(_set(value=b"w"), writer=_WRITER, counter=1, chain=1)
     case(
         "the token of a run with another chain",
@@ -463,7 +463,7 @@ def _row(operation: Operation) -> Mutation:
 
 
 def _wrong_durability() -> bytes:
-    body = bytearray(b"".join(map(bytes, _mutate(_set()).body())))
+    body = bytearray(b"".join(map(bytes, _mutate(_set()).body_buffers())))
     body[24] = 9
     return frame_of(Mutate, bytes(body))
 
@@ -562,7 +562,7 @@ def _add_requests(topic: Topic) -> None:
 
 
 def _wrong_kinds() -> bytes:
-    body = bytearray(b"".join(map(bytes, NextEvents("c").body())))
+    body = bytearray(b"".join(map(bytes, NextEvents("c").body_buffers())))
     body[16] = 16
     return frame_of(NextEvents, bytes(body))
 

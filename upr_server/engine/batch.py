@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from upr_kernel import HAS_PREFIX, MAY_EXPIRE, UNCONDITIONAL
-from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, Chunk, CounterDelta, Run
+from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, BundleRun, Chunk, CounterDelta
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import DESIGN_PREFIX, SeqNo
 from upr_server.engine.operations import COUNTS
@@ -207,7 +207,7 @@ class BundleBatches:
     def __iter__(self) -> Iterator[MutationBatch]:
         return (self[index] for index in range(len(self)))
 
-    def token(self, run: Run) -> WriterToken | None:
+    def token(self, run: BundleRun) -> WriterToken | None:
         """The name of the batch that is a run of the bundle."""
         return None if self._writer is None else WriterToken(self._writer, run.counter)
 

@@ -108,7 +108,7 @@ class RepeatedBatches:
         if newest is None or newest[0].counter + 1 != token.counter:
             return True
         previous_chain = unpack(newest[1]).chain
-        return not previous_chain or batch.chunk.chained(previous_chain) == batch.chain
+        return not previous_chain or batch.chunk.chained_crc(previous_chain) == batch.chain
 
     def _supersede_older(self, writer: bytes, attempt: int, high: SeqNo) -> None:
         """Refuses older attempts from now on, though this one has sent nothing new yet: the newest

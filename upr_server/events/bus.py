@@ -11,7 +11,7 @@ import structlog
 import trio
 
 from upr_protocol.bucket_event import BucketEvent, EventFilter
-from upr_protocol.concurrency import Notifier, background
+from upr_protocol.concurrency import Notifier, background_nursery
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.events.producer import Producer
@@ -83,7 +83,7 @@ class EventBus:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Tells consumers, and clears the dead ones, for as long as the context."""
-        async with background() as nursery:
+        async with background_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._check_health)
             yield

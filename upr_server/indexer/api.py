@@ -17,7 +17,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import background_nursery
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.users import Right
 from upr_server.indexer.bucket_histories import OtherBucketError
@@ -223,7 +223,7 @@ class _Scan:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise QueryError("body", str(error)) from error
         with trio.CancelScope() as scope:
-            async with background() as nursery:
+            async with background_nursery() as nursery:
                 nursery.start_soon(_cancel_when_gone, receive, scope)
                 if LINES in request.headers.get("accept", ""):
                     await self._stream(_name(request), query, send)

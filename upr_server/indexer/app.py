@@ -17,7 +17,7 @@ import structlog
 import trio
 from hypercorn.trio import serve as serve_http
 
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import background_nursery
 from upr_server.indexer.api import application
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.http_access import HttpAccess
@@ -138,7 +138,7 @@ async def _running(config: IndexerConfig) -> AsyncIterator[str]:
             certificates,
             asks_users=not config.insecure_no_authentication,
         ) as url,
-        background() as nursery,
+        background_nursery() as nursery,
     ):
         if certificates is None:
             yield url

@@ -273,7 +273,7 @@ class HttpAccess:
 
     async def _ask_wants_log_in(self) -> bool:
         failure: UprError = BrokenError(f"{self._address} did not answer")
-        for node in self._address.each():
+        for node in self._address.each_node():
             try:
                 return await NodeClient(node, "upr-indexer", ASK_TIMEOUT_S).wants_log_in()
             except UprError as error:

@@ -11,7 +11,7 @@ import attrs
 import msgspec
 import trio
 
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import background_nursery
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.definitions import NoIndexError
@@ -263,7 +263,7 @@ class ReplicatedSlice:
             UprError: What it raises.
         """
         with trio.CancelScope() as scope:
-            async with background() as nursery:
+            async with background_nursery() as nursery:
                 nursery.start_soon(self._cancel_when_silent, copy, scope)
                 return await ask()
         raise SliceMissingError(self.slice_id, "does not answer")

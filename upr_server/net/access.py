@@ -163,7 +163,7 @@ class Access:
 
     def may_use(self, bucket: str) -> bool:
         """Whether the client may know of a bucket. O(grants)."""
-        return not USE.isdisjoint(self.rights_on(bucket).some)
+        return not USE.isdisjoint(self.rights_on(bucket).on_some_keys)
 
     def visible(self, event: BucketEvent) -> BucketEvent | None:
         """What the client may know of an event; None for nothing. Design documents belong to the
@@ -255,7 +255,7 @@ class Access:
     @staticmethod
     def _has(needed: Rights, rights: BucketRights, message: Message) -> bool:
         return not needed.isdisjoint(rights.whole) or (
-            type(message) in OF_SOME_KEYS and not needed.isdisjoint(rights.some)
+            type(message) in OF_SOME_KEYS and not needed.isdisjoint(rights.on_some_keys)
         )
 
     @property
@@ -311,7 +311,7 @@ class Access:
             where = "any bucket"
         elif key is not None:
             where = f"key {quoted_key(key[:KEY_BYTES_SHOWN])} of {where}"
-        elif not needed.isdisjoint(self.rights_on(bucket).some):
+        elif not needed.isdisjoint(self.rights_on(bucket).on_some_keys):
             where = f"the whole {where}"
         return ServerError(
             Status.NOT_ALLOWED,

@@ -244,7 +244,7 @@ class AcceptedConnection:
 
     async def _handle_frames(self) -> bool:
         """Handles every whole frame that has come; whether there was any."""
-        handled_before, events = self._handled_count, self.session.events()
+        handled_before, events = self._handled_count, self.session.messages()
         try:
             while (continuation := self._handle_in_step(events)) is not None:
                 self._note_ready()
@@ -512,7 +512,7 @@ class AcceptedConnection:
         session = self.session
         now = trio.current_time()
         if self._is_unread:
-            session.keep_alive.received(now)
+            session.keep_alive.note_received(now)
         if session.tick(now):
             self._is_silent = False
         elif not self._is_silent:

@@ -79,7 +79,7 @@ def _certificate_name(stream: trio.abc.Stream) -> str:
 
 
 def _binding(stream: trio.abc.Stream) -> bytes:
-    return stream.link.end_point if isinstance(stream, TlsStream) else b""
+    return stream.link.channel_binding if isinstance(stream, TlsStream) else b""
 
 
 class LogInExchange:
@@ -164,7 +164,7 @@ class LogInExchange:
         verifier = made_up if user is None or user.verifier is None else user.verifier
         exchange = ScramServer(first, verifier, secrets.token_urlsafe(NONCE_BYTES), binding)
         self._exchange = first.name, verifier, exchange
-        self._session.send(LogInChallenge(exchange.challenge()))
+        self._session.send(LogInChallenge(exchange.server_first()))
 
     def go_on(self, response: LogInResponse) -> None:
         """The client answers the challenge."""
@@ -174,7 +174,7 @@ class LogInExchange:
         if self._is_limited():
             return
         try:
-            outcome = exchange.outcome(response.data)
+            outcome = exchange.server_final(response.data)
         except ScramError as error:
             self._session.fail(Status.MALFORMED, f"LogInResponse: {error}")
             return

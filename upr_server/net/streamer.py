@@ -195,7 +195,7 @@ class Streamer:
             stream.answers_from = request.position.last_complete
         self._streams[partition.id] = stream
         if reader.poll():
-            self._session.ready(partition.id)
+            self._session.mark_ready(partition.id)
 
     def _reader(
         self, disk: BucketDisk, partition: Partition, request: Stream, decision: Start
@@ -206,7 +206,7 @@ class Streamer:
             )
 
         def on_ready() -> None:
-            self._session.ready(partition.id)
+            self._session.mark_ready(partition.id)
             self._wake()
 
         return PartitionReader(
@@ -296,7 +296,7 @@ class Streamer:
                 stream = self._current_stream = self._streams[partition]
                 # Fixed here: a partition that is written without pause must not keep the turn.
                 stream.turn_end = stream.partition.high_seq
-            if not session.window.open and not stream.only_end_is_missing:
+            if not session.window.is_open and not stream.only_end_is_missing:
                 # This partition keeps its turn, so the cycle continues in order.
                 return
             if not (self._send_whole(stream) or self._advance(stream)):
@@ -319,7 +319,7 @@ class Streamer:
             # One frame for the whole snapshot has neither of the two: the client takes them from
             # the stream's last `PartitionStart`.
             stream.last_start != (partition.failover_log.current, partition.purge_seq)
-            or not session.window.open
+            or not session.window.is_open
             # What takes the place of a snapshot that was cut has a start of its own.
             or session.streams[partition.id].state is not StreamState.BETWEEN
         ):
@@ -427,4 +427,4 @@ class Streamer:
         # After the turn's end: a partition that has more comes again in the next cycle, behind the
         # others, and the barriers of this cycle do not wait for it.
         if stream.reader.poll():
-            self._session.ready(stream.partition.id)
+            self._session.mark_ready(stream.partition.id)

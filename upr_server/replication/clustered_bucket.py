@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 import trio
 
-from upr_protocol.concurrency import result_of
+from upr_protocol.concurrency import run_steps
 from upr_protocol.errors import Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState
@@ -88,7 +88,7 @@ class ClusteredBucket:
         """Replicates from the nodes that the map names. Call it with `lock` held."""
         await trio.lowlevel.checkpoint()
         sources = await self._sources(self.map)
-        await result_of(self.replicators.prepare(sources))
+        await run_steps(self.replicators.prepare(sources))
         nursery = self._nursery()
         # Others have had their turn: the bucket may be deleted, or the server about to stop.
         if nursery is not None and self._server.disk_of(self.map.bucket) is self.disk:
@@ -180,7 +180,7 @@ class ClusteredBucket:
             records.append((change.partition.id, _record_of(change)))
             if len(records) % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
-        document = await result_of(new_map.encode_in_steps())
+        document = await run_steps(new_map.encode_in_steps())
         await self.disk.store.ask(PutPartitionMap(new_map.bucket, document, records))
         return changes
 
@@ -231,7 +231,7 @@ class ClusteredBucket:
 
     async def _sources(self, partition_map: PartitionMap) -> dict[str, ReplicationSource]:
         partitions = (PartitionId(number) for number in range(len(partition_map.partitions)))
-        return await result_of(roles.sources_in(partition_map, self._node, partitions))
+        return await run_steps(roles.sources_in(partition_map, self._node, partitions))
 
     def _warn_of_suspects(
         self, new_map: PartitionMap, states: dict[Partition, PartitionState]

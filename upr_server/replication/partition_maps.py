@@ -10,7 +10,7 @@ import structlog
 import trio
 
 from upr_protocol.client import Address, NodeClient
-from upr_protocol.concurrency import result_of
+from upr_protocol.concurrency import run_steps
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap, PartitionMapError
@@ -207,7 +207,7 @@ class PartitionMaps:
                 of which this node does not have everything.
         """
         try:
-            new_map = await result_of(PartitionMap.decode_in_steps(document))
+            new_map = await run_steps(PartitionMap.decode_in_steps(document))
         except PartitionMapError as error:
             raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
         with trio.CancelScope(shield=True):

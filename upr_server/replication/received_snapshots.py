@@ -77,7 +77,7 @@ class ReceivedSnapshots:
     @classmethod
     def from_record(cls, record: PartitionRecord) -> ReceivedSnapshots:
         """What is on disk, and no more."""
-        failover_log = FailoverLog.of(record.failover_log)
+        failover_log = FailoverLog.of_pairs(record.failover_log)
         return cls(failover_log, record.high, Cas(record.last_cas), record.partial)
 
     @property

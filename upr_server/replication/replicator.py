@@ -342,7 +342,7 @@ class Replicator:
         """Has the partitions in memory stand where the disk stands now, in steps."""
         # Logs that came since are written and taken over by the next commit: who is told of a
         # history must find it here after a crash.
-        logs = [FailoverLog.of(write.record.failover_log) for write in writes]
+        logs = [FailoverLog.of_pairs(write.record.failover_log) for write in writes]
         partitions = [self._partition(PartitionId(write.partition)) for write in writes]
         changing = [
             partition

@@ -16,7 +16,7 @@ from upr_protocol.transport import (
     FileStamp,
     TlsLink,
     TlsStream,
-    end_point_of_file,
+    channel_binding_of_file,
     file_stamp,
     load_authorities,
     load_certificate,
@@ -130,13 +130,13 @@ class Certificates:
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
         self._stamps = files.stamps()
-        self._end_point = end_point_of_file(files.certificate)
+        self._channel_binding = channel_binding_of_file(files.certificate)
         self.context = files.context()
         self._scratch = new_tls_scratch(SERVER_READ_BYTES)
 
     def encrypted(self, stream: trio.abc.HalfCloseableStream) -> TlsStream:
         """An accepted connection; its first read makes the handshake."""
-        return TlsStream(stream, TlsLink(self.context, None, self._end_point), self._scratch)
+        return TlsStream(stream, TlsLink(self.context, None, self._channel_binding), self._scratch)
 
     def context_for_renewals(self) -> ssl.SSLContext:
         """A context for a library that keeps it: each connection shows the certificate that is the
@@ -154,9 +154,9 @@ class Certificates:
         self._stamps = self._files.stamps()
         try:
             # If the file changes just now, its stamp is another at the next look.
-            new_end_point = end_point_of_file(self._files.certificate)
+            new_channel_binding = channel_binding_of_file(self._files.certificate)
             self.context = self._files.context()
-            self._end_point = new_end_point
+            self._channel_binding = new_channel_binding
         except TlsError as error:
             log.error(
                 "the certificate stays as it was; the new files are of no use", error=str(error)

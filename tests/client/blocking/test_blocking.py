@@ -233,7 +233,7 @@ def test_only_the_writer_of_a_task_chains_its_batches(fake: ThreadedFake) -> Non
         kv.publish_all([batch], writer=WriterIdentity.of_task(bytes(15) + b"1", 5))
     assert [(message.attempt, message.bundle.runs[0].chain) for message in batches] == [
         (0, 0),
-        (5, batch[1].chained(0)),
+        (5, batch[1].chained_crc(0)),
     ]
 
 

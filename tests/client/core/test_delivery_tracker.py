@@ -18,7 +18,7 @@ from upr_protocol.ids import PartitionId, SeqNo
 
 LIMITS = SaveLimits(complete_interval_s=2.0, interval_s=10.0, nbytes=1000)
 P = PartitionId(1)
-POSITION = Position(FailoverLog.of([(7, 0)]), SeqNo(5), SeqNo(5), None)
+POSITION = Position(FailoverLog.of_pairs([(7, 0)]), SeqNo(5), SeqNo(5), None)
 MOVE = (P, POSITION)
 NEVER = float("inf")
 

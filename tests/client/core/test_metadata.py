@@ -44,7 +44,7 @@ def test_between_a_revision_and_its_map_no_node_holds_anything() -> None:
     assert metadata.is_stale
     assert not metadata.is_single_node
     assert metadata.holders(P0, PartitionState.ACTIVE) == []
-    assert metadata.known_nodes() == ADDRESS.each()
+    assert metadata.known_nodes() == ADDRESS.each_node()
 
 
 def test_holders_follow_the_map() -> None:
@@ -58,7 +58,7 @@ def test_holders_follow_the_map() -> None:
     assert "no node is active for partition 1" in metadata.explain_no_holder(
         P1, PartitionState.ACTIVE
     )
-    assert metadata.known_nodes() == [*ADDRESS.each(), node("c")]
+    assert metadata.known_nodes() == [*ADDRESS.each_node(), node("c")]
 
 
 def test_an_older_map_changes_nothing_and_a_newer_revision_makes_it_stale() -> None:

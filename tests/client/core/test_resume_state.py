@@ -91,7 +91,7 @@ def test_a_position_covers_exactly_what_was_received(steps: list[tuple[str, int,
     for step, history_number, seq in steps:
         if step == "begin":
             history = HistoryId(history_number)
-            log = FailoverLog.of([(history_number, 0)])
+            log = FailoverLog.of_pairs([(history_number, 0)])
             position = Position(log, SeqNo(seq), SeqNo(seq), None)
             ends, highest = [seq], seq
         elif step == "chunk":
@@ -117,7 +117,7 @@ def test_a_position_covers_exactly_what_was_received(steps: list[tuple[str, int,
 
 
 def test_a_snapshot_that_lacked_only_its_end_is_complete_once_the_stream_is_accepted() -> None:
-    log = FailoverLog.of([(7, 0)])
+    log = FailoverLog.of_pairs([(7, 0)])
     position = Position(
         log, SeqNo(5), SeqNo(10), PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
     )
@@ -126,7 +126,7 @@ def test_a_snapshot_that_lacked_only_its_end_is_complete_once_the_stream_is_acce
 
 def test_a_repeated_chunk_moves_no_position() -> None:
     partial = PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
-    position = Position(FailoverLog.of([(7, 0)]), SeqNo(5), SeqNo(8), partial)
+    position = Position(FailoverLog.of_pairs([(7, 0)]), SeqNo(5), SeqNo(8), partial)
     assert rules.chunk_received(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
     assert rules.snapshot_completed(position, SeqNo(7)) == position
     further = rules.chunk_received(position, HistoryId(7), SeqNo(12), SeqNo(9))
@@ -140,7 +140,7 @@ def test_a_repeated_chunk_moves_no_position() -> None:
 def positions(draw: st.DrawFn) -> Position:
     seqs = sorted(draw(st.lists(SEQS, min_size=3, max_size=6, unique=True)))
     ids = draw(st.lists(HISTORY_IDS, min_size=1, max_size=3, unique=True))
-    log = FailoverLog.of(list(zip(ids, reversed(seqs[: len(ids)]), strict=True)))
+    log = FailoverLog.of_pairs(list(zip(ids, reversed(seqs[: len(ids)]), strict=True)))
     complete, highest, end = seqs[-3:]
     if draw(st.booleans()):
         return Position(log, complete, complete, None)
@@ -184,7 +184,7 @@ def test_every_server_orders_a_pending_rollback_again(
 
 def test_a_pending_rollback_into_a_cut_snapshot_gives_up_all_of_it() -> None:
     """Otherwise the server would let the stream continue inside the snapshot."""
-    log = FailoverLog.of([(1, 0)])
+    log = FailoverLog.of_pairs([(1, 0)])
     cut = PartialSnapshot(HistoryId(1), SeqNo(5), SeqNo(10))
     position = Position(log, SeqNo(5), SeqNo(8), cut)
     decision = decide_start(log, SeqNo(20), SeqNo(0), rules.rollback_pending(position, SeqNo(7)))

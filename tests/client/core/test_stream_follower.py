@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
         self.connection.step()
         data = b"".join(self.connection.session.take_outgoing(NOW))[:bytes_max]
         self.session.receive(data, NOW)
-        return list(self.session.events())
+        return list(self.session.messages())
 
     @precondition(lambda self: self.connection is not None)
     @rule(rounds=st.integers(1, 5))

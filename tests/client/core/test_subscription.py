@@ -21,7 +21,7 @@ from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, PartitionState, Se
 from upr_protocol.wire import Opened, PartitionLog
 
 P = PartitionId(0)
-LOG = FailoverLog.of([(7, 0)])
+LOG = FailoverLog.of_pairs([(7, 0)])
 
 
 def handshake(
@@ -112,7 +112,7 @@ def test_an_end_of_now_counts_only_in_the_history_that_it_was_read_in() -> None:
     state.decide_bounds(P, handshake())
     assert state.confirm_end(P, HistoryId(7))
     assert not state.confirm_end(P, HistoryId(8))
-    later = FailoverLog.of([(8, 3), (7, 0)])
+    later = FailoverLog.of_pairs([(8, 3), (7, 0)])
     assert state.decide_bounds(P, handshake(log=later, high_seq=4))
     assert state.end_of(P) == 4
     assert state.confirm_end(P, HistoryId(8))

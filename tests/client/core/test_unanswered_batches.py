@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
         assert client is not None
         while client.outgoing_bytes or self.server.outgoing_bytes:
             self.server.receive(b"".join(client.take_outgoing(0.0)), 0.0)
-            for message in self.server.events():
+            for message in self.server.messages():
                 if isinstance(message, Mutate):
                     self.check_bundle(message)
                     self.arrived.append(message)
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
                 else:
                     assert isinstance(message, Hello)
             client.receive(b"".join(self.server.take_outgoing(0.0)), 0.0)
-            for answer in client.events():
+            for answer in client.messages():
                 results = self.node.receive(answer, self.now)
                 self.answered += results
 
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
         for index, run in enumerate(bundle.runs):
             chain = 0
             for batch in self.added[run.partition][: run.counter]:
-                chain = batch.chunk.chained(chain)
+                chain = batch.chunk.chained_crc(chain)
             assert run.chain == chain
             assert bundle.run_chunk(index) == self.added[run.partition][run.counter - 1].chunk
 
@@ -228,7 +228,7 @@ class Machine(RuleBasedStateMachine):
     def starving_is_noticed(self) -> None:
         if self.node.out_of_credit_since is not None:
             assert self.client is not None
-            assert not self.client.credit.open
+            assert not self.client.credit.is_open
 
     def teardown(self) -> None:
         """With a good connection everything is answered, and had one effect each, in order."""
@@ -241,7 +241,7 @@ class Machine(RuleBasedStateMachine):
         self.inactive.clear()
         for _ in range(200):
             self.now += 10.0
-            if self.client is not None and not self.client.credit.open:
+            if self.client is not None and not self.client.credit.is_open:
                 self.server.send(Credit(1_000_000))
                 self.carry()
             self.pump()
@@ -288,14 +288,14 @@ class Publishing:
         client, server = self.client, self.server
         while client.outgoing_bytes or server.outgoing_bytes:
             server.receive(b"".join(client.take_outgoing(0.0)), 0.0)
-            for message in server.events():
+            for message in server.messages():
                 if isinstance(message, Open):
                     server.send(Opened(64, 1, opaque=message.opaque))
                     server.send(Credit(1 << 30))
                 elif isinstance(message, Mutate):
                     self.bundles.append(message)
             client.receive(b"".join(server.take_outgoing(0.0)), 0.0)
-            for message in client.events():
+            for message in client.messages():
                 self.node.receive(message, 0.0)
 
     def add(self, partition: int, rows: int) -> None:

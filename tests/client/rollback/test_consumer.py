@@ -465,7 +465,7 @@ async def test_a_key_that_is_missing_now_was_deleted_at_any_number_up_to_the_hig
     file = ReceivedKeysFile(tmp_path / "keys", "b")
     planner = RollbackPlanner(file, read_newest)
     await file.receive(partition, [(b"a", SeqNo(12), HistoryId(1))])
-    log = FailoverLog.of([(2, 10), (1, 0)])
+    log = FailoverLog.of_pairs([(2, 10), (1, 0)])
     plan = await planner.compare(StreamAccepted(partition, log), SeqNo(10))
     assert plan is not None
     assert plan.event.documents == {b"a": None}
@@ -485,7 +485,7 @@ async def test_no_key_is_dropped_while_its_partition_is_about_to_roll_back(tmp_p
         await trio.lowlevel.checkpoint()
         raise AssertionError(f"{keys} of {partition} are foreign to {history_id}")
 
-    partition, log = PartitionId(0), FailoverLog.of([(1, 0)])
+    partition, log = PartitionId(0), FailoverLog.of_pairs([(1, 0)])
     file = ReceivedKeysFile(tmp_path / "keys", "b", ReceivedKeysLimits(entries=1))
     planner = RollbackPlanner(file, read_newest)
     await file.receive(partition, [(b"a", SeqNo(9), HistoryId(1)), (b"b", SeqNo(10), HistoryId(1))])

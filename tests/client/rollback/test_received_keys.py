@@ -24,7 +24,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 P = PartitionId(0)
-LOG = FailoverLog.of([(2, 10), (1, 0)])
+LOG = FailoverLog.of_pairs([(2, 10), (1, 0)])
 KEYS = st.binary(min_size=1, max_size=1)
 Row = tuple[bytes, int, int]
 ROWS = st.lists(st.tuples(KEYS, st.integers(1, 30), st.sampled_from([1, 2, 3])), max_size=6)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.protocol.strategies import U32, U64, bundles, mutations
-from upr_protocol.chunk import Bundle, Chunk, ChunkBuilder, Mutation, Run, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, ChunkBuilder, Mutation, plain_chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PARTITIONS_END, Cas, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
@@ -16,8 +16,8 @@ ROWS = st.lists(mutations(stored=False), min_size=1, max_size=6)
 RUNS = st.dictionaries(st.integers(0, PARTITIONS_END - 1), ROWS, min_size=1, max_size=5)
 
 
-def run_of(partition: int, rows: int, counter: int = 0) -> Run:
-    return Run(PartitionId(partition), rows, counter)
+def run_of(partition: int, rows: int, counter: int = 0) -> BundleRun:
+    return BundleRun(PartitionId(partition), rows, counter)
 
 
 def plain(count: int) -> Chunk:
@@ -37,13 +37,13 @@ def test_a_bundle_has_the_rows_of_its_runs_one_run_behind_the_other(
 ) -> None:
     rows_of_runs = [rows for _, rows in sorted(rows_by_partition.items())]
     runs = [
-        Run(PartitionId(partition), len(rows), data.draw(U64), data.draw(U32))
+        BundleRun(PartitionId(partition), len(rows), data.draw(U64), data.draw(U32))
         for partition, rows in sorted(rows_by_partition.items())
     ]
     parts: list[Chunk | ChunkBuilder] = [
         built_of(rows) if data.draw(st.booleans()) else Chunk.build(rows) for rows in rows_of_runs
     ]
-    bundle = Bundle.joined(parts, runs)
+    bundle = Bundle.of_chunks(parts, runs)
     assert list(bundle.runs) == runs
     assert list(bundle.chunk) == [row for rows in rows_of_runs for row in rows]
     assert bundle.run_chunks() == [Chunk.build(rows) for rows in rows_of_runs]
@@ -57,7 +57,7 @@ def test_a_bundle_has_the_rows_of_its_runs_one_run_behind_the_other(
 def test_a_bundle_of_some_runs_of_another_has_their_rows(bundle: Bundle) -> None:
     """What a publisher does when it sends refused runs again."""
     chosen = range(0, len(bundle.runs), 2)
-    again = Bundle.joined(
+    again = Bundle.of_chunks(
         [bundle.run_chunk(index) for index in chosen], [bundle.runs[index] for index in chosen]
     )
     assert again.run_chunks() == [bundle.run_chunk(index) for index in chosen]
@@ -66,10 +66,10 @@ def test_a_bundle_of_some_runs_of_another_has_their_rows(bundle: Bundle) -> None
 
 def test_a_bundle_of_one_run_is_over_the_same_bytes() -> None:
     chunk = plain(3)
-    bundle = Bundle.of_one(PartitionId(5), chunk, counter=7, chain=9)
-    assert bundle.runs == (Run(PartitionId(5), 3, 7, 9),)
+    bundle = Bundle.of_one_run(PartitionId(5), chunk, counter=7, chain=9)
+    assert bundle.runs == (BundleRun(PartitionId(5), 3, 7, 9),)
     assert bundle.chunk is bundle.run_chunk(0) is chunk
-    assert Bundle.joined([chunk], bundle.runs).chunk is chunk
+    assert Bundle.of_chunks([chunk], bundle.runs).chunk is chunk
 
 
 def test_the_largest_number_of_runs_is_allowed() -> None:
@@ -93,7 +93,7 @@ def test_the_largest_number_of_runs_is_allowed() -> None:
     ],
 )
 def test_runs_that_do_not_divide_the_rows_are_refused(
-    runs: list[Run], rows: int, reason: str
+    runs: list[BundleRun], rows: int, reason: str
 ) -> None:
     with pytest.raises(ChunkError, match=reason):
         Bundle(plain(rows), runs)
@@ -101,7 +101,7 @@ def test_runs_that_do_not_divide_the_rows_are_refused(
 
 def test_numbers_in_a_part_are_not_published() -> None:
     numbered = plain(2).numbered(SeqNo(5), Cas(7), SeqNo(4), SeqNo(6))
-    bundle = Bundle.joined([numbered, plain(1)], [run_of(1, 2), run_of(2, 1)])
+    bundle = Bundle.of_chunks([numbered, plain(1)], [run_of(1, 2), run_of(2, 1)])
     assert (bundle.chunk.start, bundle.chunk.end) == (0, 0)
     assert bundle.chunk.seqs.tolist() == [0, 0, 0]
     assert bundle.chunk.cas.tolist() == [7, 8, 0]
@@ -112,9 +112,9 @@ def test_damaged_parts_are_refused() -> None:
     # The second of the key offsets, which follow the numbers, expiry times and flags.
     damaged[116:120] = (1000).to_bytes(4, "little")
     with pytest.raises(ChunkError, match="offsets of a part"):
-        Bundle.joined([Chunk(damaged), plain(1)], [run_of(1, 3), run_of(2, 1)])
+        Bundle.of_chunks([Chunk(damaged), plain(1)], [run_of(1, 3), run_of(2, 1)])
 
 
 def test_parts_that_have_other_rows_than_the_runs_are_refused() -> None:
     with pytest.raises(ChunkError, match="other rows than its parts"):
-        Bundle.joined([plain(1), plain(3)], [run_of(1, 2), run_of(2, 2)])
+        Bundle.of_chunks([plain(1), plain(3)], [run_of(1, 2), run_of(2, 2)])

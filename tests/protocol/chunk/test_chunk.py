@@ -625,10 +625,10 @@ def test_an_offset_that_is_wrong_among_keys_of_one_length_is_noticed(
 def test_a_chain_tells_chunks_and_their_order() -> None:
     first_chunk, second_chunk = plain_chunk([b"a"], [b"1"]), plain_chunk([b"a"], [b"2"])
     ends = {
-        first_chunk.chained(0),
-        second_chunk.chained(0),
-        first_chunk.chained(second_chunk.chained(0)),
-        second_chunk.chained(first_chunk.chained(0)),
+        first_chunk.chained_crc(0),
+        second_chunk.chained_crc(0),
+        first_chunk.chained_crc(second_chunk.chained_crc(0)),
+        second_chunk.chained_crc(first_chunk.chained_crc(0)),
     }
     assert len(ends) == 4
-    assert first_chunk.chained(0) == crc32c(first_chunk.crc.to_bytes(4, "little"))
+    assert first_chunk.chained_crc(0) == crc32c(first_chunk.crc.to_bytes(4, "little"))

@@ -92,7 +92,7 @@ from upr_protocol.wire import (
 )
 
 HISTORY: Final = HistoryId(7)
-LOG: Final = FailoverLog.of([(7, 0)])
+LOG: Final = FailoverLog.of_pairs([(7, 0)])
 BEGINNING: Final = Position()
 
 Cut = Callable[[bytes], Iterable[bytes]]
@@ -128,7 +128,7 @@ def published(value: bytes = b"v") -> Chunk:
 
 def mutate(partition: int, opaque: int, value: bytes = b"v") -> Mutate:
     """A bundle of one mutation."""
-    return Mutate(Bundle.of_one(PartitionId(partition), published(value)), opaque=opaque)
+    return Mutate(Bundle.of_one_run(PartitionId(partition), published(value)), opaque=opaque)
 
 
 def mutate_reply(partition: int, opaque: int, seq: int = 1) -> MutateReply:
@@ -296,7 +296,7 @@ SAMPLES: Final[dict[type[Message], Message]] = {
 
 def encoded(*messages: Message) -> bytes:
     """The frames of `messages`."""
-    return b"".join(bytes(piece) for message in messages for piece in message.frame())
+    return b"".join(bytes(piece) for message in messages for piece in message.frame_buffers())
 
 
 def frames(data: bytes) -> list[Message]:
@@ -306,7 +306,7 @@ def frames(data: bytes) -> list[Message]:
     messages = []
     while (frame := buffer.next_frame()) is not None:
         messages.append(decode(*frame))
-    assert not buffer.mid_frame
+    assert not buffer.is_in_frame
     return messages
 
 
@@ -366,7 +366,7 @@ class Pair:
         self.said += [(name, message) for message in frames(data)]
         for piece in self._cut(data):
             receiver.receive(piece, self.now)
-            messages += receiver.events()
+            messages += receiver.messages()
         self.heard += [(name, message) for message in messages]
         return messages
 
@@ -385,7 +385,7 @@ class Pair:
 
     def turn(self, partition: int) -> None:
         """Makes it `partition`'s turn."""
-        self.server.ready(PartitionId(partition))
+        self.server.mark_ready(PartitionId(partition))
         assert self.server.next_partition() == partition
         self.to_client()
 
@@ -515,7 +515,7 @@ def assert_refused(session: Session, status: Status) -> str:
         What it says.
     """
     with pytest.raises(RemoteProtocolError) as caught:
-        list(session.events())
+        list(session.messages())
     assert caught.value.status is status, caught.value
     (error,) = frames(taken(session))
     assert isinstance(error, Error)
@@ -523,7 +523,7 @@ def assert_refused(session: Session, status: Status) -> str:
     assert error.sentence == str(caught.value)
     assert session.state is SessionState.CLOSED
     session.receive(encoded(*SAMPLES.values()), 0.0)
-    assert list(session.events()) == []
+    assert list(session.messages()) == []
     session.fail(Status.INTERNAL, "again")
     assert session.tick(1e9)
     assert taken(session) == b""

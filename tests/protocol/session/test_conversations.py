@@ -110,7 +110,7 @@ def streaming(pair: Pair) -> None:
     pair.client_says(stream(2, 13, Position(LOG, SeqNo(10), SeqNo(10))), Go(), Barrier(b"one"))
     pair.server_says(stream_reply(2, 13, 10))
     for partition in (1, 0):
-        pair.server.ready(PartitionId(partition))
+        pair.server.mark_ready(PartitionId(partition))
     assert _next(pair) == 0
     _sends(pair, 0, 3, 7)
     assert _next(pair) == 1
@@ -120,13 +120,13 @@ def streaming(pair: Pair) -> None:
     _sends(pair, 1, 25)
     pair.to_client()
     pair.client_says(Ack(pair.client.window.used), Barrier(b"two"), Noop())
-    pair.server.ready(PartitionId(2))
+    pair.server.mark_ready(PartitionId(2))
     assert _next(pair) == 2
     _sends(pair, 2, 11)
     assert _next(pair) is None
     pair.to_client()
     # Two streams end: one is closed while it is being sent, and one for a reason of the server's.
-    pair.server.ready(PartitionId(0))
+    pair.server.mark_ready(PartitionId(0))
     assert _next(pair) == 0
     pair.server.send(start(0, 10, 7, 9))
     pair.client.send(close_stream(0, 10))
@@ -141,7 +141,7 @@ def streaming(pair: Pair) -> None:
     pair.to_client()
     pair.client_says(stream(0, 10, Position(LOG, SeqNo(7), SeqNo(7))))
     pair.server_says(stream_reply(0, 10, 7))
-    pair.server.ready(PartitionId(0))
+    pair.server.mark_ready(PartitionId(0))
     assert _next(pair) == 0
     _sends(pair, 0, 9)
     assert _next(pair) is None
@@ -160,7 +160,7 @@ def publishing(pair: Pair) -> None:
         Get((b"key",), partition=about, opaque=2),
         Seqnos(opaque=3),
     )
-    assert not pair.client.credit.open
+    assert not pair.client.credit.is_open
     pair.server_says(
         SeqnosReply(((2, 7, 1, 0, 0),), opaque=3),
         mutate_reply(about, 1),
@@ -315,13 +315,13 @@ def test_messages_behind_one_that_is_refused_are_not_heard() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.client.send(Noop())
     data = b"".join(map(bytes, pair.client.take_outgoing(0.0)))
-    bad = b"".join(map(bytes, SAMPLES[HelloReply].frame()))
+    bad = b"".join(map(bytes, SAMPLES[HelloReply].frame_buffers()))
     pair.server.receive(data + bad + data, 0.0)
-    events = pair.server.events()
+    events = pair.server.messages()
     assert next(events) == Noop()
     with pytest.raises(RemoteProtocolError):
         next(events)
-    assert list(pair.server.events()) == []
+    assert list(pair.server.messages()) == []
 
 
 def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
@@ -330,7 +330,7 @@ def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
     pair.turn(3)
     pair.server.send(start(3, 9, 0, 1000))
     seq = sent_bytes = 0
-    while pair.server.window.open:
+    while pair.server.window.is_open:
         message = chunk(3, 9, seq, seq + 10, b"x" * 100)
         pair.server.send(message)
         seq += 10

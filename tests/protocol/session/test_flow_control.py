@@ -104,14 +104,14 @@ def test_the_window_is_overshot_by_one_frame_at_most() -> None:
     pair = _inside()
     sent_bytes = 0
     for seq in range(3):
-        assert pair.server.window.open
+        assert pair.server.window.is_open
         message = chunk(3, 9, seq, seq + 1, b"x" * 30_000)
         pair.server_says(message)
         sent_bytes += HEADER_BYTES + message.chunk.nbytes
         assert pair.client.window.used == pair.server.window.used == sent_bytes
         assert pair.client.window.left == pair.server.window.left == WINDOW_BYTES_MIN - sent_bytes
     assert sent_bytes > WINDOW_BYTES_MIN
-    assert not pair.server.window.open
+    assert not pair.server.window.is_open
     refused_by_both(pair.server, pair.client, chunk(3, 9, 3, 4, b"x"), Status.FLOW_CONTROL)
 
 
@@ -127,7 +127,7 @@ def test_a_window_that_is_just_used_up_is_closed() -> None:
 def test_messages_other_than_chunks_pass_a_closed_window() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
-    assert not pair.server.window.open
+    assert not pair.server.window.is_open
     pair.server_says(end(3, 9, 100), Noop())
     pair.client_says(Barrier(b"b"))
     assert pair.server.next_partition() is None
@@ -375,7 +375,7 @@ def test_a_hello_that_is_answered(changes: dict[str, Any]) -> None:
     server = ServerSession("test:server", now=0.0)
     message = hello(**changes)
     server.receive(encoded(message), 0.0)
-    assert list(server.events()) == [message]
+    assert list(server.messages()) == [message]
     reply = hello_reply(idle_interval_s=message.idle_interval_s)
     assert frames(taken(server)) == [reply]
     assert server.client_identity == message.identity
@@ -512,7 +512,7 @@ def test_every_message_has_its_limit_and_its_header_is_enough_to_see_it() -> Non
         assert HANDSHAKE_BODY_BYTES_MAX <= limit <= FRAME_BODY_BYTES_MAX
         session.receive(pack_header(kind.opcode, 0, 3, 9, limit + 8, 0), 0.0)
         with pytest.raises(RemoteProtocolError) as caught:
-            list(session.events())
+            list(session.messages())
         assert caught.value.status is (Status.FRAME_TOO_LONG if is_allowed else Status.OUT_OF_TURN)
 
 
@@ -520,10 +520,10 @@ def test_a_frame_of_the_longest_kind_is_taken_in_and_not_refused() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     header = pack_header(Mutate.opcode, 0, 3, 9, FRAME_BODY_BYTES_MAX, 0)
     pair.server.receive(header, 0.0)
-    assert list(pair.server.events()) == []
+    assert list(pair.server.messages()) == []
     for _ in range(10):
         pair.server.receive(bytes(100), 0.0)
-        assert list(pair.server.events()) == []
+        assert list(pair.server.messages()) == []
     assert pair.server.buffered == 1000
 
 
@@ -547,14 +547,14 @@ def test_a_side_that_is_silent_says_noop(side: str) -> None:
     session: Session = pair.client if side == "client" else pair.server
     assert session.keep_alive.next_check() == INTERVAL
     session.receive(encoded(Noop()), 15.0)
-    assert list(session.events()) == [Noop()]
+    assert list(session.messages()) == [Noop()]
     assert session.tick(19.9)
     assert taken(session, 19.9) == b""
     assert session.tick(20.0)
     assert frames(taken(session, 20.0)) == [Noop()]
     assert session.keep_alive.next_check() == 40.0
     session.receive(encoded(Noop()), 30.0)
-    list(session.events())
+    list(session.messages())
     assert session.tick(39.9)
     assert taken(session, 39.9) == b""
     assert session.tick(40.0)
@@ -584,7 +584,7 @@ def test_a_peer_that_is_silent_for_two_intervals_is_dead(side: str) -> None:
     assert not session.tick(40.0)
     # A byte is a sign of life, even if it is no message yet.
     session.receive(encoded(Noop())[:1], 41.0)
-    list(session.events())
+    list(session.messages())
     assert session.tick(80.9)
     assert not session.tick(81.0)
 
@@ -598,7 +598,7 @@ def test_a_blocked_writer_does_not_gather_noops() -> None:
     pair = Pair.in_state(SessionState.OPEN, interval_s=INTERVAL)
     for now in range(0, 400, 10):
         pair.server.receive(encoded(Noop()), now)
-        list(pair.server.events())
+        list(pair.server.messages())
         assert pair.server.tick(now)
         assert pair.server.keep_alive.next_check() > now
     assert frames(taken(pair.server, 400.0)) == [Noop()]

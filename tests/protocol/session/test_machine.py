@@ -95,7 +95,7 @@ class Conversation(RuleBasedStateMachine):
             self.to_client += taken(self.server)
             data, self.to_client = self.to_client[:length], self.to_client[length:]
         session.receive(data, 0.0)
-        for message in session.events():
+        for message in session.messages():
             if session is self.server:
                 self.at_server(message)
             else:
@@ -220,7 +220,7 @@ class Conversation(RuleBasedStateMachine):
         if self.to_acknowledge:
             self.client.acknowledge(self.to_acknowledge.pop(0))
 
-    @precondition(lambda self: self.client.credit.open)
+    @precondition(lambda self: self.client.credit.is_open)
     @rule(size=st.integers(1, 3000))
     def publish(self, size: int) -> None:
         self.client.send(mutate(3, self.client.new_opaque(), b"x" * size))
@@ -249,7 +249,7 @@ class Conversation(RuleBasedStateMachine):
             status = Status.ROLLBACK if refuse else Status.OK
             self.server.send(stream_reply(partition, opaque, seq, status))
             if not refuse and (self.high[partition] > seq or request.position.partial):
-                self.server.ready(partition)
+                self.server.mark_ready(partition)
         elif isinstance(request, CloseStream):
             self.server.send(stream_end(partition, opaque, Status.STREAM_CLOSED))
         elif refuse:
@@ -266,7 +266,7 @@ class Conversation(RuleBasedStateMachine):
     @rule(partition=PARTITIONS)
     def mutate(self, partition: PartitionId) -> None:
         self.high[partition] += 1
-        self.server.ready(partition)
+        self.server.mark_ready(partition)
 
     @rule(partition=PARTITIONS)
     def end_a_stream(self, partition: PartitionId) -> None:
@@ -299,14 +299,14 @@ class Conversation(RuleBasedStateMachine):
             self.turn = None
             server.end_turn()
         elif record.state is StreamState.BETWEEN and record.history_id and whole:
-            if not server.window.open:
+            if not server.window.is_open:
                 return False
             server.send(snapshot(partition, opaque, seq, until, VALUE))
         elif record.state is StreamState.BETWEEN or (drop and seq < record.end):
             server.send(start(partition, opaque, seq, until))
         elif seq == record.end:
             server.send(end(partition, opaque, seq))
-        elif server.window.open:
+        elif server.window.is_open:
             server.send(chunk(partition, opaque, seq, seq + 1, VALUE))
         else:
             return False

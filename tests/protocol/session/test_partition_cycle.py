@@ -109,7 +109,7 @@ class Quick:
 
     def go_on(self) -> None:
         while True:
-            turn = self.cycle.advance()
+            turn = self.cycle.next_turn()
             if turn is None:
                 self._tell(self.queue.take_all())
                 return
@@ -120,10 +120,10 @@ class Quick:
             self.told.append(("completed", turn.cycle))
 
     def begin(self) -> None:
-        self.cycle.begin()
+        self.cycle.begin_snapshot()
 
     def finish(self) -> None:
-        self.cycle.finish()
+        self.cycle.finish_turn()
         self._tell(self.queue.take_due(self.cycle.passed_position))
 
     def _tell(self, cookies: list[bytes]) -> None:
@@ -247,13 +247,13 @@ def test_a_partition_that_leaves_gives_up_its_turn() -> None:
     cycle = PartitionCycle()
     for partition in (1, 2, 3):
         cycle.mark_ready(PartitionId(partition))
-    assert cycle.advance() == 1
+    assert cycle.next_turn() == 1
     cycle.mark_ready(PartitionId(1))
     cycle.remove(PartitionId(2))
     cycle.remove(PartitionId(1))
     assert cycle.current is None
     assert cycle.barrier_position == (0, 2)
-    assert cycle.advance() == 3
+    assert cycle.next_turn() == 3
     cycle.remove(PartitionId(2))
     assert cycle.current == 3
 
@@ -261,13 +261,13 @@ def test_a_partition_that_leaves_gives_up_its_turn() -> None:
 def test_each_turn_is_finished_before_the_next() -> None:
     cycle = PartitionCycle()
     with pytest.raises(AssertionError):
-        cycle.finish()
+        cycle.finish_turn()
     with pytest.raises(AssertionError):
-        cycle.begin()
+        cycle.begin_snapshot()
     cycle.mark_ready(PartitionId(1))
-    cycle.advance()
+    cycle.next_turn()
     with pytest.raises(AssertionError):
-        cycle.advance()
+        cycle.next_turn()
 
 
 def test_a_cycle_in_which_nothing_was_sent_is_not_announced() -> None:
@@ -286,7 +286,7 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
     messages: list[Any] = []
     for partition in (7, 2, 5):
         pair.accept(partition, 100 + partition)
-        pair.server.ready(PartitionId(partition))
+        pair.server.mark_ready(PartitionId(partition))
     pair.client.send(Go())
     pair.client.send(Barrier(b"first"))
     pair.to_server()
@@ -302,7 +302,7 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
         standing[turn] += 1
         if turn == 5 and rounds < 1:
             rounds += 1
-            pair.server.ready(PartitionId(2))
+            pair.server.mark_ready(PartitionId(2))
             pair.client_says(Barrier(b"second"))
     for message in pair.to_client():
         if isinstance(message, CycleEnd):
@@ -349,7 +349,7 @@ def _busy_pair(registered: int, ready: int) -> Pair:
         pair.client_says(stream(partition, partition + 1))
         pair.server_says(stream_reply(partition, partition + 1))
     for partition in range(ready):
-        pair.server.ready(PartitionId(partition))
+        pair.server.mark_ready(PartitionId(partition))
     return pair
 
 
@@ -364,7 +364,7 @@ def _some_turns(pair: Pair) -> Callable[[], None]:
             pair.server.send(end(partition, opaque, 1))
             pair.server.end_turn()
             if turn_count == 0:
-                pair.server.ready(partition)
+                pair.server.mark_ready(partition)
 
     return run
 
@@ -385,7 +385,7 @@ def test_a_turn_costs_little_more_however_many_partitions_are_ready() -> None:
 def test_no_partition_has_a_turn_before_the_client_sends_go() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.accept(3, 9)
-    pair.server.ready(PartitionId(3))
+    pair.server.mark_ready(PartitionId(3))
     assert pair.server.next_partition() is None
     pair.client_says(Go())
     assert pair.server.next_partition() == 3

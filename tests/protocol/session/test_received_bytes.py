@@ -40,7 +40,7 @@ def test_a_session_tells_what_has_come_of_a_frame(values: list[int], lengths: li
     for length in [*lengths, *[70] * (len(data) // 70 + 1)]:
         _feed(session, data[position : position + length], 0.0)
         position = min(position + length, len(data))
-        received += session.events()
+        received += session.messages()
         whole = 0
         while whole < len(frames) and sum(map(len, frames[: whole + 1])) <= position:
             whole += 1
@@ -59,7 +59,7 @@ def test_a_session_tells_what_has_come_of_a_frame(values: list[int], lengths: li
 def test_a_session_that_is_over_holds_nothing_of_a_frame(end: str, length: int) -> None:
     session = _open_server()
     session.receive(encoded(mutate(3, 1, b"x" * 1000))[:length], 0.0)
-    assert list(session.events()) == []
+    assert list(session.messages()) == []
     assert session.buffered
     if end == "fail":
         session.fail(Status.INTERNAL, "enough")
@@ -80,7 +80,7 @@ def test_what_is_to_be_written_is_counted() -> None:
 def test_silence_is_counted_from_the_moment_of_the_greeting() -> None:
     session = ServerSession("test:server", now=0.0)
     session.receive(encoded(hello(idle_interval_s=20)), 100.0)
-    assert len(list(session.events())) == 1
+    assert len(list(session.messages())) == 1
     assert session.keep_alive.next_check() == 120.0
     session.receive(encoded(Stats(opaque=1)), 110.0)
     assert session.tick(149.9)

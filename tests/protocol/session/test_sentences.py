@@ -30,7 +30,7 @@ def damaged(body: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", MESSAGES.values(), ids=lambda kind: kind.__name__)
 def test_an_error_about_a_body_names_no_python_type(kind: type[Message]) -> None:
-    for body in damaged(b"".join(map(bytes, SAMPLES[kind].body()))):
+    for body in damaged(b"".join(map(bytes, SAMPLES[kind].body_buffers()))):
         try:
             kind.parse(body, PartitionId(0), 0, 0)
         except RemoteProtocolError as error:

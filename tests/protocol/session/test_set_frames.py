@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kit.placed_keys import key_in
 from tests.protocol.session.kit import encoded, frames, hello, portrait, taken
-from upr_protocol.chunk import Bundle, Chunk, Mutation, Run, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation, plain_chunk
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import REQUESTS_OPEN_MAX
@@ -38,7 +38,7 @@ KEYS: Final = [key_in(partition, PARTITIONS) for partition in range(PARTITIONS)]
 def single(partition: int, opaque: int, counter: int, mutation: Mutation | None = None) -> Mutate:
     mutation = mutation or Mutation(Operation.SET, KEYS[partition], b"v")
     chunk = Chunk.build([mutation], SeqNo(0), SeqNo(0))
-    return Mutate(Bundle.of_one(PartitionId(partition), chunk, counter), WRITER, opaque=opaque)
+    return Mutate(Bundle.of_one_run(PartitionId(partition), chunk, counter), WRITER, opaque=opaque)
 
 
 def is_plain(message: Message) -> bool:
@@ -74,10 +74,12 @@ def requests(draw: st.DrawFn) -> Message:
         Mutate(plain.bundle, WRITER, attempt=1, opaque=opaque),
         Mutate(plain.bundle, WRITER, Durability.PERSISTED, opaque=opaque),
         Mutate(plain.bundle, WRITER, copies=1, opaque=opaque),
-        Mutate(Bundle.of_one(PartitionId(partition), chunk, 1, chain=9), WRITER, opaque=opaque),
-        Mutate(Bundle.of_one(PartitionId(partition), plain_chunk([key] * 2, [b""] * 2))),
+        Mutate(Bundle.of_one_run(PartitionId(partition), chunk, 1, chain=9), WRITER, opaque=opaque),
+        Mutate(Bundle.of_one_run(PartitionId(partition), plain_chunk([key] * 2, [b""] * 2))),
         Mutate(
-            Bundle(plain_chunk([b"a", b"b"], [b""] * 2), [Run(PartitionId(n), 1) for n in (0, 1)])
+            Bundle(
+                plain_chunk([b"a", b"b"], [b""] * 2), [BundleRun(PartitionId(n), 1) for n in (0, 1)]
+            )
         ),
         single((partition + 1) % PARTITIONS, opaque, 1, Mutation(Operation.SET, key, b"v")),
         single(partition, opaque, 1, Mutation(Operation.ADD, key, b"v")),
@@ -97,12 +99,12 @@ def opened(*, credit: int, in_use: list[int]) -> ServerSession:
     """A session with a bucket open, and requests under way."""
     session = ServerSession("test:server", now=0.0)
     session.receive(encoded(hello(), Open("b", opaque=99)), 0.0)
-    assert len(list(session.events())) == 2
+    assert len(list(session.messages())) == 2
     session.send(Opened(PARTITIONS, 0, opaque=99))
     session.send(Credit(1_000_000))
     for opaque in in_use:
         session.receive(encoded(single(0, opaque, 1)), 0.0)
-        assert len(list(session.events())) == 1
+        assert len(list(session.messages())) == 1
     session.credit.left = credit
     taken(session)
     return session
@@ -119,7 +121,7 @@ Seen = list[tuple[Message, bytes]]
 
 
 def one_by_one(session: ServerSession, answers: list[bool], log: Seen) -> None:
-    for message in session.events():
+    for message in session.messages():
         if is_plain(message) and answers[len(log)]:
             assert isinstance(message, Mutate)
             session.send(reply(message, len(log)))
@@ -127,7 +129,7 @@ def one_by_one(session: ServerSession, answers: list[bool], log: Seen) -> None:
 
 
 def many_at_a_time(session: ServerSession, answers: list[bool], log: Seen) -> None:
-    events = session.events()
+    events = session.messages()
     while True:
         sets = session.read_sets(PARTITIONS)
         count = 0
@@ -203,7 +205,7 @@ def test_no_set_is_read_where_none_may_come() -> None:
     session = opened(credit=1_000_000, in_use=[])
     session.receive(encoded(Go(), single(0, 1, 1)), 0.0)
     assert session.read_sets(PARTITIONS) is None
-    assert isinstance(next(session.events()), Go)
+    assert isinstance(next(session.messages()), Go)
     assert session.read_sets(PARTITIONS) is not None
     session._requests = dict.fromkeys(range(10, 10 + REQUESTS_OPEN_MAX), Seqnos)
     assert session.read_sets(PARTITIONS) is None

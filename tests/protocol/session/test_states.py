@@ -175,7 +175,7 @@ def test_a_side_accepts_exactly_the_messages_that_the_state_allows(
         if follows is None:
             assert_refused(session, Status.OUT_OF_TURN)
             continue
-        assert list(session.events()) == [SAMPLES[kind]]
+        assert list(session.messages()) == [SAMPLES[kind]]
         if follows is SessionState.GREETED:  # the server answers at once
             assert [type(message) for message in frames(taken(session))] == [HelloReply]
             follows = SessionState.READY
@@ -193,7 +193,7 @@ def test_a_closed_session_sends_nothing_and_ignores_everything(side: str) -> Non
         with pytest.raises(LocalProtocolError):
             session.send(sample)
         session.receive(encoded(sample) + b"garbage", 0.0)
-        assert list(session.events()) == []
+        assert list(session.messages()) == []
         assert session.buffered == 0
         assert portrait(session) == before
 
@@ -216,7 +216,7 @@ def test_a_length_costs_no_memory(length: int) -> None:
             for session in (pair.client, pair.server):
                 session.receive(pack_header(message.opcode, 0, 3, 9, length, 0) + bytes(100), 0.0)
                 with suppress(RemoteProtocolError):
-                    list(session.events())
+                    list(session.messages())
                 assert session.buffered <= HEADER_BYTES + 100
 
 
@@ -248,7 +248,7 @@ def test_an_error_ends_the_session_without_an_error_in_return() -> None:
         for session in (pair.client, pair.server):
             error = Error("no more", "", status=Status.INTERNAL)
             session.receive(encoded(error), 0.0)
-            assert list(session.events()) == [error]
+            assert list(session.messages()) == [error]
             assert session.state is SessionState.CLOSED
             assert taken(session) == b""
 

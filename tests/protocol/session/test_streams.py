@@ -152,13 +152,13 @@ def test_heard(side: str, happened: str, state: str, cell: str) -> None:
     if (state, happened) == ("ABSENT", "CloseStream"):
         # It may have been said before our StreamEnd was heard.
         before = portrait(session)
-        assert list(session.events()) == []
+        assert list(session.messages()) == []
         assert portrait(session) == before
     elif cell == "[CLOSING]":
-        assert list(session.events()) == []
+        assert list(session.messages()) == []
         assert _state_of(session) == "CLOSING"
     elif cell != ".":
-        assert list(session.events()) == [message]
+        assert list(session.messages()) == [message]
         assert _state_of(session) == cell
     else:
         # An answer to a request that is not open is no answer; the rest is out of turn.
@@ -269,7 +269,7 @@ def _without_turn() -> Pair:
 
 def _window_used_up() -> Pair:
     pair = _stand("BETWEEN")
-    pair.server.window.use(pair.server.window.left)
+    pair.server.window.note_sent(pair.server.window.left)
     return pair
 
 
@@ -372,7 +372,7 @@ def test_a_chunk_may_end_before_the_next_number_and_hold_nothing() -> None:
 
 def _position(complete: int, received: int, *, begin: int = 0, until: int = 0) -> Position:
     partial = PartialSnapshot(HISTORY, SeqNo(begin), SeqNo(until)) if until else None
-    return Position(FailoverLog.of([(7, 0)]), SeqNo(complete), SeqNo(received), partial)
+    return Position(FailoverLog.of_pairs([(7, 0)]), SeqNo(complete), SeqNo(received), partial)
 
 
 def _resume(position: Position, seq: int) -> Pair:
@@ -498,7 +498,7 @@ def test_a_whole_snapshot_of_a_closed_stream_reaches_the_end_announced(
     if is_refused:
         assert_refused(pair.client, Status.MALFORMED)
     else:
-        assert list(pair.client.events()) == []
+        assert list(pair.client.messages()) == []
 
 
 def test_closing_and_ending_may_cross() -> None:
@@ -576,7 +576,7 @@ def test_a_stream_that_ends_in_its_turn_lets_due_barriers_go() -> None:
     for ends_it in ("client", "server"):
         pair = _pair("BETWEEN", crossing=False)
         pair.client_says(Barrier(b"now"))
-        pair.server.ready(PartitionId(3))
+        pair.server.mark_ready(PartitionId(3))
         pair.server.end_turn()
         assert pair.server.next_partition() == 3
         message = close_stream(3, 9)
@@ -617,7 +617,7 @@ def test_a_turn_ends_with_its_stream() -> None:
     for ends_it in ("client", "server"):
         pair = _stand("SOME")
         pair.accept(4, 10)
-        pair.server.ready(PartitionId(4))
+        pair.server.mark_ready(PartitionId(4))
         if ends_it == "client":
             pair.client_says(close_stream(3, 9))
             pair.server.end_turn()
@@ -628,7 +628,7 @@ def test_a_turn_ends_with_its_stream() -> None:
 def test_a_partition_that_is_not_streamed_is_never_ready() -> None:
     for state in ("ABSENT", "REQUESTED", "CLOSING"):
         pair = _pair(state, crossing=False)
-        pair.server.ready(PartitionId(3))
+        pair.server.mark_ready(PartitionId(3))
         assert pair.server.next_partition() is None
 
 
@@ -637,7 +637,7 @@ def test_a_turn_of_several_snapshots_holds_barriers_until_it_ends() -> None:
     pair = _pair("BETWEEN", crossing=False)
     pair.server.end_turn()
     pair.turn(3)
-    pair.server.ready(PartitionId(3))
+    pair.server.mark_ready(PartitionId(3))
     pair.client_says(Barrier(b"now"))
     pair.server.end_turn()
     assert pair.server.next_partition() == 3

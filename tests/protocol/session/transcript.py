@@ -44,7 +44,7 @@ DIRECTORY: Final = Path(__file__).with_name("transcripts")
 def have(complete: int, received: int | None = None, of: int = 0, history: int = 7) -> Position:
     """What a client has: all up to `complete`, and up to `received` of a snapshot that ends at
     `of`."""
-    log = FailoverLog.of([(history, 0)])
+    log = FailoverLog.of_pairs([(history, 0)])
     if received is None:
         return Position(log, SeqNo(complete), SeqNo(complete))
     partial = PartialSnapshot(HISTORY, SeqNo(complete), SeqNo(of))
@@ -185,7 +185,7 @@ class Stage:
     def _receive(self, receiver: Session, name: str, data: bytes) -> Iterator[str]:
         receiver.receive(data, self.pair.now)
         try:
-            for message in receiver.events():
+            for message in receiver.messages():
                 yield f"{name} hears {show(message)}"
                 if isinstance(message, wire.PartitionChunk):
                     self.to_acknowledge += wire.HEADER_BYTES + message.chunk.nbytes
@@ -193,7 +193,7 @@ class Stage:
             yield f"{name} refuses, {error.status.name}: {error}"
 
     def do_ready(self, text: str) -> Iterator[str]:
-        self.pair.server.ready(PartitionId(int(text)))
+        self.pair.server.mark_ready(PartitionId(int(text)))
         yield from ()
 
     def do_next(self, _: str) -> Iterator[str]:

@@ -20,8 +20,8 @@ from upr_protocol.transport import (
     NotTlsError,
     TlsLink,
     TlsStream,
+    channel_binding_of_file,
     client_context,
-    end_point_of_file,
     load_certificate,
     new_scratch,
     new_tls_scratch,
@@ -47,7 +47,7 @@ def linked(certificates: Certificates) -> tuple[TlsLink, TlsLink]:
     """A client and a server whose handshake is done."""
     client_side, server_side = contexts(certificates)
     client = TlsLink(client_side, "localhost")
-    server = TlsLink(server_side, None, end_point_of_file(str(certificates.server.cert)))
+    server = TlsLink(server_side, None, channel_binding_of_file(str(certificates.server.cert)))
     while not (client.is_established and server.is_established):
         for link, peer in ((client, server), (server, client)):
             if not link.is_established:
@@ -79,7 +79,7 @@ def test_a_socket_may_take_any_part_at_any_time(
     remainder: Sequence[Buffer] = buffers
     while remainder := client.write(remainder, send):
         assert client.has_unsent
-    wire.extend(client.end())
+    wire.extend(client.close_notify())
     received = bytearray()
     while wire:
         count = data.draw(st.integers(1, len(wire)))
@@ -116,7 +116,7 @@ def server_feed(server: TlsLink) -> Callable[[Sequence[Buffer]], Sequence[Buffer
 
 def test_a_changed_byte_is_noticed(certificates: Certificates) -> None:
     client, server = linked(certificates)
-    ciphertext = bytearray(b"".join(client.encrypted([bytes(1000)])))
+    ciphertext = bytearray(b"".join(client.encrypt([bytes(1000)])))
     ciphertext[500] ^= 1
     server.feed(bytes(ciphertext))
     with pytest.raises(BrokenError, match="TLS failed"):
@@ -232,7 +232,7 @@ async def test_a_session_over_a_socket_and_over_any_other_stream(
 
             async def serve(server: TlsStream = server, session: ServerSession = session) -> None:
                 assert await read_some(server, session, new_scratch()) > 0
-                assert [type(message) for message in session.events()] == [Hello]
+                assert [type(message) for message in session.messages()] == [Hello]
                 await server.send_all(bytes(1_000_000))
                 assert await read_some(server, session, new_scratch()) == 0
                 await server.send_eof()

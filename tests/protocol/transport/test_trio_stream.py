@@ -66,7 +66,7 @@ async def test_a_session_gets_what_comes_from_a_socket_and_from_any_other_stream
             session = ServerSession("test:server", now=0.0)
             await write_all(near, hello())
             assert await read_some(far, session, new_scratch()) > 0
-            assert [type(message) for message in session.events()] == [Hello]
+            assert [type(message) for message in session.messages()] == [Hello]
             assert session.state is SessionState.READY
             assert read_rest(far, session, new_scratch()) == 0
             await near.send_eof()
@@ -85,7 +85,7 @@ async def test_reading_waits_for_the_first_byte_and_may_be_cancelled(
             # It has taken nothing.
             await write_all(near, hello())
             await read_some(far, session, new_scratch())
-            assert [type(message) for message in session.events()] == [Hello]
+            assert [type(message) for message in session.messages()] == [Hello]
 
 
 async def test_a_peer_that_reads_nothing_times_out(autojump_clock: MockClock) -> None:

@@ -55,7 +55,7 @@ def feed(pieces: list[bytes]) -> list[tuple[Header, bytes]]:
     for piece in pieces:
         buffer.receive(piece)
         frames += drain(buffer)
-    assert not buffer.mid_frame
+    assert not buffer.is_in_frame
     assert buffer.buffered == 0
     return frames
 
@@ -165,7 +165,7 @@ def test_however_the_bytes_come_the_frames_are_the_same(
 def test_messages_come_through_whole_bytewise_and_split(
     messages: list[Message], data: st.DataObject
 ) -> None:
-    stream = b"".join(bytes(piece) for message in messages for piece in message.frame())
+    stream = b"".join(bytes(piece) for message in messages for piece in message.frame_buffers())
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8))
     for pieces in ([stream], [bytes([byte]) for byte in stream], split(stream, cuts)):
         assert [decode(header, body) for header, body in feed(pieces)] == messages
@@ -252,11 +252,11 @@ def test_the_judge_sees_each_header_once() -> None:
 def test_it_knows_whether_a_frame_has_begun() -> None:
     frame = frame_of(b"12345678")
     buffer = FrameBuffer(admit)
-    assert not buffer.mid_frame
+    assert not buffer.is_in_frame
     for count, byte in enumerate(frame, 1):
         buffer.receive(bytes([byte]))
         next_frame = buffer.next_frame()
-        assert (next_frame is None) == (count < len(frame)) == buffer.mid_frame
+        assert (next_frame is None) == (count < len(frame)) == buffer.is_in_frame
         # The header's 24 bytes are read and done with.
         buffered_bytes = count if count < HEADER_BYTES else count - HEADER_BYTES
         assert buffer.buffered == (buffered_bytes if next_frame is None else 0)
@@ -264,7 +264,7 @@ def test_it_knows_whether_a_frame_has_begun() -> None:
 
 def test_a_frame_without_a_body_needs_no_byte_more() -> None:
     buffer = FrameBuffer(admit)
-    buffer.receive(b"".join(map(bytes, Noop().frame())))
+    buffer.receive(b"".join(map(bytes, Noop().frame_buffers())))
     assert buffer.next_frame() is not None
     assert buffer.next_frame() is None
 
@@ -358,7 +358,7 @@ def test_bytes_put_into_the_receive_buffer_count_like_bytes_received(
         frames += drain(buffer)
         assert buffer.buffered <= offset
     assert [body for _, body in frames] == [body + padding(len(body)) for body in bodies]
-    assert not buffer.mid_frame
+    assert not buffer.is_in_frame
 
 
 def test_the_receive_buffer_is_empty_between_frames() -> None:

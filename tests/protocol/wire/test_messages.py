@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.kit.effort import effort
 from tests.protocol.wire.strategies import FIELDS, MESSAGES_OF_ANY_KIND, messages_of
-from upr_protocol.chunk import Buffer, Bundle, Chunk, Mutation, Run, plain_chunk
+from upr_protocol.chunk import Buffer, Bundle, BundleRun, Chunk, Mutation, plain_chunk
 from upr_protocol.errors import ChunkError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -70,7 +70,7 @@ KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.opcode)
 HOT = [
     kind
     for kind in KINDS
-    if kind.body is not Message.body
+    if kind.body_buffers is not Message.body_buffers
     or cast("Any", kind.unpack_body).__func__ is not cast("Any", Message.unpack_body).__func__
 ]
 
@@ -79,7 +79,7 @@ hot_kinds = pytest.mark.parametrize("kind", HOT, ids=lambda kind: kind.__name__)
 
 
 def body_of(message: Message) -> bytes:
-    return b"".join(map(bytes, message.body()))
+    return b"".join(map(bytes, message.body_buffers()))
 
 
 def padded_body_of(message: Message) -> bytes:
@@ -174,7 +174,7 @@ def test_a_message_comes_back_as_it_was(message: Message) -> None:
 @given(MESSAGES_OF_ANY_KIND)
 @settings(max_examples=500)
 def test_a_frame_is_its_header_its_body_and_padding(message: Message) -> None:
-    frame = message.frame()
+    frame = message.frame_buffers()
     whole = b"".join(map(bytes, frame))
     assert unpack_header(whole[:HEADER_BYTES]).length == len(whole) - HEADER_BYTES
     assert whole[HEADER_BYTES:] == padded_body_of(message)
@@ -318,7 +318,7 @@ def test_a_position_is_read() -> None:
     message = parse(Stream, stream_body(6, 7, (8, 5, 9), log))
     assert isinstance(message, Stream)
     assert message.position == Position(
-        FailoverLog.of([(8, 6), (7, 0)]),
+        FailoverLog.of_pairs([(8, 6), (7, 0)]),
         SeqNo(6),
         SeqNo(7),
         PartialSnapshot(HistoryId(8), SeqNo(5), SeqNo(9)),
@@ -376,10 +376,10 @@ ALL_PARTITIONS = [PartitionId(partition) for partition in range(PARTITIONS_MAX)]
                     [KEY] * BUNDLE_RUNS_MAX,
                     [bytes(28 * 1024)] * BUNDLE_RUNS_MAX,
                 ),
-                [Run(partition, 1) for partition in ALL_PARTITIONS],
+                [BundleRun(partition, 1) for partition in ALL_PARTITIONS],
             )
         ),
-        Mutate(Bundle.of_one(PartitionId(3), LARGEST_CHUNK)),
+        Mutate(Bundle.of_one_run(PartitionId(3), LARGEST_CHUNK)),
         PartitionChunk(
             Chunk.build([Mutation(Operation.SET, KEY, bytes(VALUE_BYTES_MAX), SeqNo(1), Cas(1))])
         ),
@@ -404,8 +404,8 @@ def test_a_message_about_no_partition_says_so() -> None:
 
 def test_a_chunk_keeps_its_checksum_for_the_next_consumer() -> None:
     chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", SeqNo(1))])
-    first_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=1).frame()
-    second_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=2).frame()
+    first_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=1).frame_buffers()
+    second_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=2).frame_buffers()
     assert first_frame[1] is second_frame[1]
     assert first_frame[0] != second_frame[0]
 
@@ -421,7 +421,9 @@ def test_a_flag_is_set_by_any_byte_but_zero(flag: int) -> None:
 
 def test_the_memory_of_a_parsed_frame_needs_no_garbage_collection() -> None:
     """Else many large frames would pile up before the collector comes by."""
-    body = b"".join(Lease(LeaseAction.ACQUIRE, 1, 60, "owner", ((0, 1, 2),)).frame())[HEADER_BYTES:]
+    body = b"".join(Lease(LeaseAction.ACQUIRE, 1, 60, "owner", ((0, 1, 2),)).frame_buffers())[
+        HEADER_BYTES:
+    ]
     gc.collect()
     gc.disable()
     try:

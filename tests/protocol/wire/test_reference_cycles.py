@@ -15,6 +15,6 @@ from upr_protocol.wire import Message
 def test_a_message_that_is_made_and_read_is_in_no_cycle(kind: type[Message]) -> None:
     message = SAMPLES[kind]
     with no_collections():
-        body = b"".join(map(bytes, message.body()))
+        body = b"".join(map(bytes, message.body_buffers()))
         kind.parse(body, message.partition, message.opaque, message.status)
         assert gc.collect() == 0

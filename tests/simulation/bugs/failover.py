@@ -164,7 +164,7 @@ def trust_first_node() -> Iterator[None]:
     simulation found this fault."""
 
     async def entry_report(self: Operator) -> NodeReport:
-        for address in self.address.each():
+        for address in self.address.each_node():
             report = await self.node_report(address)
             if not report.failure:
                 return report

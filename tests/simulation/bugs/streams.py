@@ -138,7 +138,7 @@ def end_at_any_copy() -> Iterator[None]:
 
     def decide_by_any_node(self: SubscriptionState, partition: PartitionId, handshake: Any) -> bool:
         partition_log = handshake.logs[partition]
-        log = partition_log.log if partition_log.log.entries else FailoverLog.of([(1, 0)])
+        log = partition_log.log if partition_log.log.entries else FailoverLog.of_pairs([(1, 0)])
         believed = msgspec.structs.replace(
             partition_log, state=self.subscription.state, status=0, log=log
         )

@@ -49,7 +49,7 @@ from upr_protocol.client.trio.publisher import publisher as trio_publisher
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
-from upr_protocol.timestamps import nanoseconds
+from upr_protocol.timestamps import to_nanoseconds
 from upr_protocol.transport import SocketDial, dial_socket
 from upr_protocol.users import UserChange, UserListing
 from upr_protocol.wire import LeaseAction
@@ -248,7 +248,7 @@ class BlockingClient(KeyOperations[WriteResult]):
     def seqnos_at(self, time: float | datetime, partitions: Iterable[int] = ()) -> list[SeqnoAt]:
         """Where partitions stood at a time; see `Client.seqnos_at`."""
         return self._dispatcher.ask_about(
-            tuple(partitions), partial(calls.seqnos_at, nanoseconds(time))
+            tuple(partitions), partial(calls.seqnos_at, to_nanoseconds(time))
         )
 
     def resume_state_at(

@@ -100,7 +100,7 @@ class BlockingConnection:
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
         self.session = options.session(self._clock())
-        binding = None if self._tls is None else self._tls.link.end_point
+        binding = None if self._tls is None else self._tls.link.channel_binding
         log_in = ClientLogIn(credentials, new_nonce(), binding)
         self.handshake = Handshake(self.session, address.bucket, log_in=log_in)
         try:
@@ -153,7 +153,7 @@ class BlockingConnection:
             raise self.failure
         # A caller is back. Without a caller nothing was read: for the idle timeout, only silence
         # during a read counts.
-        self.session.keep_alive.received(self._clock() - self._silent_s)
+        self.session.keep_alive.note_received(self._clock() - self._silent_s)
         try:
             while not self._poll_once(deadline):
                 pass
@@ -200,7 +200,7 @@ class BlockingConnection:
             return
         if not count:
             self._fail(BrokenError("the server closed the connection"))
-        for message in self.session.events():
+        for message in self.session.messages():
             if isinstance(message, Error):
                 self._fail(ServerError(status_of(message.status), message.sentence))
             elif self.handshake.done:
@@ -265,6 +265,6 @@ class BlockingConnection:
                 poll.register(self.socket, select.POLLOUT)
                 poll.poll(left_s * 1000)
         if self._tls is not None:
-            self._tls.end()
+            self._tls.send_close_notify()
         with suppress(ClosedError):
             self._fail(ClosedError("the connection was closed here"))

@@ -69,11 +69,11 @@ class BlockingConnectionPool:
         Raises:
             UprError: It could not be reached; why the last attempt failed.
         """
-        for host in address.each():
+        for host in address.each_node():
             connection = self._connections.get(host)
             if connection is not None and connection.failure is None:
                 return connection
-        return self._connect_first(address.each())
+        return self._connect_first(address.each_node())
 
     def _connect_first(self, hosts: Iterable[Address]) -> BlockingConnection:
         error: UprError = BrokenError("no node is known")

@@ -167,7 +167,7 @@ class BlockingDispatcher:
 
     def _await_credit(self, connection: BlockingConnection) -> None:
         deadline = time.monotonic() + self._credit_timeout_s
-        while not connection.session.credit.open:
+        while not connection.session.credit.is_open:
             if connection.receive(deadline) is None:
                 raise calls.over_quota(self.connections.metadata.address, self._credit_timeout_s)
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import attrs
 
-from upr_protocol.chunk import Bundle, Chunk, ChunkBuilder, Run
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, ChunkBuilder
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS, check_sizes
 from upr_protocol.client.core.calls import Call
 from upr_protocol.client.core.key_lookup import Text, to_bytes
@@ -128,7 +128,7 @@ class ChangeBundle:
         return Bundle(
             chunk,
             [
-                Run(partition, bounds[index + 1] - bounds[index])
+                BundleRun(partition, bounds[index + 1] - bounds[index])
                 for index, partition in enumerate(self._partitions)
             ],
         )

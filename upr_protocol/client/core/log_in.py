@@ -73,7 +73,7 @@ class ClientLogIn:
                 Status.LOG_IN_NEEDED,
                 f"the server takes no passwords by {SCRAM}; it takes {', '.join(mechanisms)}",
             )
-        return LogIn(self._scram.mechanism, self._scram.first())
+        return LogIn(self._scram.mechanism, self._scram.client_first())
 
     def respond(self, challenge: LogInChallenge) -> LogInResponse:
         """The answer to the server's challenge. It takes some 20 ms the first time for
@@ -89,7 +89,7 @@ class ClientLogIn:
             raise RemoteProtocolError("LogInChallenge: a log-in has one challenge")
         self._has_responded = True
         try:
-            return LogInResponse(self._scram.final(challenge.data))
+            return LogInResponse(self._scram.client_final(challenge.data))
         except ScramError as error:
             raise RemoteProtocolError(f"LogInChallenge: {error}") from error
 
@@ -101,6 +101,6 @@ class ClientLogIn:
         """
         if self._scram is not None:
             try:
-                self._scram.check(outcome.data)
+                self._scram.check_server_final(outcome.data)
             except ScramError as error:
                 raise RemoteProtocolError(f"LoggedIn: {error}") from error

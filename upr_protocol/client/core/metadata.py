@@ -90,7 +90,7 @@ class ClusterMetadata:
 
     def known_nodes(self) -> list[Address]:
         """Every node that may know the map; the nodes that the user named come first."""
-        addresses = self.address.each()
+        addresses = self.address.each_node()
         if self.map is not None:
             addresses += [self.address.of_node(node) for node in self.map.nodes.values()]
         return list(dict.fromkeys(addresses))

@@ -188,7 +188,7 @@ def _encode(position: Position) -> dict[str, Any]:
 
 
 def _decode(fields: Mapping[str, Any]) -> Position:
-    log = FailoverLog.of((_history(text), _uint64(seq)) for text, seq in fields["log"])
+    log = FailoverLog.of_pairs((_history(text), _uint64(seq)) for text, seq in fields["log"])
     last_complete = _uint64(fields["last_complete"])
     highest = _uint64(fields["highest_received"])
     partial_fields = fields["partial"]

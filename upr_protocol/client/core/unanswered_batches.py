@@ -19,7 +19,7 @@ from typing import Final
 
 import attrs
 
-from upr_protocol.chunk import Bundle, Chunk, Run
+from upr_protocol.chunk import Bundle, BundleRun, Chunk
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
 from upr_protocol.client.core.results import (
     BatchResult,
@@ -436,7 +436,7 @@ class NodeBatches:
             has_sent = True
         else:
             self._unsent_since = None
-        if not self._sendable or session.credit.open:
+        if not self._sendable or session.credit.is_open:
             self.out_of_credit_since = None
         elif has_sent or self.out_of_credit_since is None:
             self.out_of_credit_since = now
@@ -445,7 +445,7 @@ class NodeBatches:
     def _may_send(self, session: ClientSession) -> bool:
         return (
             bool(self._sendable)
-            and session.credit.open
+            and session.credit.is_open
             and len(self._bundles) < _REQUESTS_MAX
             and session.outgoing_bytes < OUTGOING_BYTES_MAX
         )
@@ -486,10 +486,10 @@ class NodeBatches:
                 break
             batches.append(queue.waiting[0])
         batches.sort(key=_partition_of)
-        bundle = Bundle.joined(
+        bundle = Bundle.of_chunks(
             [batch.chunk for batch in batches],
             [
-                Run(batch.partition, batch.chunk.count, batch.counter, batch.chain)
+                BundleRun(batch.partition, batch.chunk.count, batch.counter, batch.chain)
                 for batch in batches
             ],
         )

@@ -65,5 +65,5 @@ class WriterIdentity:
         writer of a task."""
         if self._chains is None:
             return 0
-        chain = self._chains[partition] = chunk.chained(self._chains.get(partition, 0))
+        chain = self._chains[partition] = chunk.chained_crc(self._chains.get(partition, 0))
         return chain

@@ -135,7 +135,7 @@ def _first_map(survey: Survey, address: str, own_address: str) -> PartitionMap:
             "reach it"
         )
     count = len(survey.map.partitions)
-    first_map = PartitionMap.of_one(survey.bucket, count, survey.entry, own)
+    first_map = PartitionMap.of_one_node(survey.bucket, count, survey.entry, own)
     try:
         first_map.check()
     except PartitionMapError as error:

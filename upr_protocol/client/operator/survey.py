@@ -18,7 +18,7 @@ from upr_protocol.client.trio.client import Client, connect
 from upr_protocol.client.trio.node_client import NodeClient, NodeStatus
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
-from upr_protocol.partition_map import PartitionMap, newest
+from upr_protocol.partition_map import PartitionMap, newest_map
 from upr_protocol.transport import Dial, dial_tcp
 
 NODE_ANSWER_TIMEOUT_S: Final = 2.0
@@ -218,7 +218,7 @@ class Operator:
             BrokenError: No node answers.
         """
         failures, without_bucket = [], []
-        for address in self.address.each():
+        for address in self.address.each_node():
             report = await self.node_report(address)
             if report.failure:
                 failures.append(report.failure)
@@ -244,7 +244,9 @@ class Operator:
         reports = {entry.name: entry}
         addresses = {name: self.address_at(where) for name, where in (more_addresses or {}).items()}
         while True:
-            newest_map = newest(report.map for report in reports.values() if report.map is not None)
+            newest_map = newest_map(
+                report.map for report in reports.values() if report.map is not None
+            )
             if newest_map is not None:
                 for name, where in newest_map.nodes.items():
                     addresses[name] = self.address_at(where)
@@ -257,7 +259,7 @@ class Operator:
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {bucket!r}")
         if newest_map is None:
             count = len(entry.partitions)
-            newest_map = PartitionMap.of_one(
+            newest_map = PartitionMap.of_one_node(
                 bucket, count, entry.name, entry.address.host_ports, revision=0
             )
         return Survey(bucket, entry.name, newest_map, reports)

@@ -39,10 +39,10 @@ from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import background_nursery
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import GET_REPLY_KEYS_MAX
-from upr_protocol.timestamps import nanoseconds
+from upr_protocol.timestamps import to_nanoseconds
 from upr_protocol.users import UserChange, UserListing
 from upr_protocol.wire import LeaseAction
 
@@ -229,7 +229,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             ValueError: The time has no time zone, or is before 1970 or after 2554.
         """
         return await self._dispatcher.ask_about(
-            tuple(map(PartitionId, partitions)), partial(calls.seqnos_at, nanoseconds(time))
+            tuple(map(PartitionId, partitions)), partial(calls.seqnos_at, to_nanoseconds(time))
         )
 
     async def resume_state_at(
@@ -346,7 +346,7 @@ async def connect(
         address, ClusterOptions(connection, retry_timeout_s, by_map), credit_timeout_s
     )
     try:
-        async with background() as nursery:
+        async with background_nursery() as nursery:
             nursery.start_soon(dispatcher.run)
             await dispatcher.has_opened.wait()
             if dispatcher.error is None:

@@ -18,7 +18,7 @@ from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.credentials import with_password
 from upr_protocol.client.options import ConnectionOptions, new_nonce
-from upr_protocol.concurrency import Notifier, background, without_traceback
+from upr_protocol.concurrency import Notifier, background_nursery, without_traceback
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -207,7 +207,7 @@ class TrioConnection:
                     return
                 bytes_left = _READ_BYTES_AT_ONCE
                 while count:
-                    for message in session.events():
+                    for message in session.messages():
                         self._received(message)
                     bytes_left -= count
                     count = read_rest(stream, session, scratch) if bytes_left > 0 else 0
@@ -262,7 +262,7 @@ class TrioConnection:
             now = trio.current_time()
             if self._is_paused:
                 # Nobody reads: the silence is ours, not the server's.
-                session.keep_alive.received(now)
+                session.keep_alive.note_received(now)
             if session.tick(now):
                 silent = False
             elif silent:
@@ -316,12 +316,12 @@ async def open_connection(
     deadline = trio.current_time() + options.connect_timeout_s
     stream = await _dial(address, options, deadline)
     session = options.session(trio.current_time())
-    binding = stream.link.end_point if isinstance(stream, TlsStream) else None
+    binding = stream.link.channel_binding if isinstance(stream, TlsStream) else None
     log_in = ClientLogIn(credentials, new_nonce(), binding)
     handshake = Handshake(session, address.bucket, partitions, log_in)
     connection = TrioConnection(address, stream, session, handshake, handler)
     try:
-        async with background() as nursery:
+        async with background_nursery() as nursery:
             nursery.start_soon(connection.read)
             nursery.start_soon(connection.write)
             nursery.start_soon(connection.keep_alive)

@@ -238,7 +238,7 @@ class ConnectionPool(Generic[H]):
     async def _keep_connected(self, node: _Node[H]) -> None:
         attempts = 0
         while True:
-            hosts = node.address.each()
+            hosts = node.address.each_node()
             error = await self._connect_once(node, hosts[attempts % len(hosts)])
             was_up, node.connection, node.is_down = node.connection is not None, None, True
             if self._owner.is_finished:

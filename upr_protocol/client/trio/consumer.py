@@ -30,7 +30,7 @@ from upr_protocol.client.resume_files import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
 from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.streams import ConsumerStreams, EndOfStreamsError
-from upr_protocol.concurrency import background
+from upr_protocol.concurrency import background_nursery
 from upr_protocol.errors import ClosedError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
@@ -384,7 +384,7 @@ async def open_consumer(
     streams = ConsumerStreams(address, options, SubscriptionState(subscription, state.copy()))
     consumer = consumer_class(address, streams, state, store, save_limits or SaveLimits(), undo)
     try:
-        async with background() as nursery:
+        async with background_nursery() as nursery:
             await consumer._start(nursery)  # noqa: SLF001
             try:
                 yield consumer

@@ -30,7 +30,7 @@ from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions, open_connection
 from upr_protocol.client.trio.node_client import status_call
 from upr_protocol.client.trio.request_channel import RequestChannel
-from upr_protocol.concurrency import Notifier, background
+from upr_protocol.concurrency import Notifier, background_nursery
 from upr_protocol.errors import ClosedError, ServerError, UprError
 from upr_protocol.wire import EventsReply
 
@@ -69,7 +69,7 @@ class EventFeed:
         new_request: Callable[[int], calls.Call[EventsReply]],
         event_filter: EventFilter,
     ) -> None:
-        self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each())
+        self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each_node())
         self._options = options
         self._retry = retry
         self._new_request = new_request
@@ -288,7 +288,7 @@ async def follow_events(
     retry = RetryState(retry_timeout_s, connection.draw)
     event_filter = EventFilter(kinds, pattern)
     feed = EventFeed(address, connection, retry, new_request, event_filter)
-    async with background() as nursery:
+    async with background_nursery() as nursery:
         nursery.start_soon(feed.run)
         await trio.lowlevel.checkpoint()
         yield feed

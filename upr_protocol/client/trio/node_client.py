@@ -16,7 +16,7 @@ from upr_protocol.client.core.metadata import partition_map_of
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.trio.connection import TrioOptions, open_connection
 from upr_protocol.client.trio.request_channel import RequestChannel
-from upr_protocol.concurrency import result_of
+from upr_protocol.concurrency import run_steps
 from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import Dial, dial_tcp
@@ -230,7 +230,7 @@ class NodeConnection:
         if not document:
             return None
         try:
-            return await result_of(Users.from_json_in_steps(document))
+            return await run_steps(Users.from_json_in_steps(document))
         except UsersError as error:
             raise RemoteProtocolError(str(error)) from error
 

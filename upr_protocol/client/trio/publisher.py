@@ -29,7 +29,7 @@ from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.client import Client
 from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.publisher_nodes import PublisherNodes
-from upr_protocol.concurrency import Notifier, background
+from upr_protocol.concurrency import Notifier, background_nursery
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 
@@ -440,7 +440,7 @@ async def publisher(
     batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
     sink = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)
     try:
-        async with background() as nursery:
+        async with background_nursery() as nursery:
             await sink._start(nursery)  # noqa: SLF001
             yield sink
             await sink._finish()  # noqa: SLF001

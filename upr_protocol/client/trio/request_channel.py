@@ -147,7 +147,7 @@ class RequestChannel(ConnectionHandler):
     def writable(self) -> None:
         """Sends the changes that have gathered while the writer was busy."""
         self._changed.notify()
-        while self._unsent and self.connection.session.credit.open and self._has_room:
+        while self._unsent and self.connection.session.credit.is_open and self._has_room:
             self._send_changes()
 
     def _send_changes(self) -> None:
@@ -202,7 +202,7 @@ class RequestChannel(ConnectionHandler):
         try:
             with trio.move_on_after(self._credit_timeout_s):
                 return await pending.wait()
-            if not pending.is_sent and not connection.session.credit.open:
+            if not pending.is_sent and not connection.session.credit.is_open:
                 raise over_quota(self._address, self._credit_timeout_s)
             return await pending.wait()
         finally:

@@ -41,7 +41,7 @@ class PartitionPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def position(self) -> Position:
         """The end, as a place where a stream may go on."""
-        log = FailoverLog.of((int(text, 16), seq) for text, seq in self.failover_log)
+        log = FailoverLog.of_pairs((int(text, 16), seq) for text, seq in self.failover_log)
         return Position(log, SeqNo(self.end), SeqNo(self.end))
 
 

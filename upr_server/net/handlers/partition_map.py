@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from upr_protocol.concurrency import result_of
+from upr_protocol.concurrency import run_steps
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
 from upr_server.net.request_context import RequestContext, others_after_first
@@ -23,7 +23,7 @@ def set_map(context: RequestContext, request: SetMap) -> None:
 
     async def apply() -> None:
         new_map = await context.partition_maps.set_map(request.expected_revision, request.document)
-        await result_of(_reply(context, request, new_map))
+        await run_steps(_reply(context, request, new_map))
 
     context.reply_in_order(request, apply, len(request.document))
 
@@ -33,7 +33,7 @@ def join(context: RequestContext, request: Join) -> None:
 
     async def apply() -> None:
         new_map = await context.partition_maps.join(request.bucket, request.address)
-        await result_of(_reply(context, request, new_map))
+        await run_steps(_reply(context, request, new_map))
 
     context.reply_in_order(request, apply)
 

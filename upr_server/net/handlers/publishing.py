@@ -12,7 +12,7 @@ from typing import Final, cast
 
 import trio
 
-from upr_protocol.chunk import Run
+from upr_protocol.chunk import BundleRun
 from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionState, SeqNo
@@ -219,7 +219,7 @@ class _BundleRequest(OrderedReply):
                 call_when_durable(call, partition, self._flusher, numbers[2], target)
         return run_indexes
 
-    def _target_at_once(self, bucket: Bucket, run: Run) -> DurabilityTarget | None:
+    def _target_at_once(self, bucket: Bucket, run: BundleRun) -> DurabilityTarget | None:
         """How durable a plain run must be; None where its partition has to decide what becomes of
         it, or it is to be refused."""
         context, request = self._context, self._request

@@ -89,7 +89,7 @@ def read_partition_record(transaction: ReadTransaction, partition: int) -> Parti
 def _check_partition_record(transaction: ReadTransaction, partition: int) -> int:
     """Returns the high number. Raises `ValueError` if the record contradicts itself."""
     record = read_partition_record(transaction, partition)
-    log = FailoverLog.of(record.failover_log)
+    log = FailoverLog.of_pairs(record.failover_log)
     partial = record.partial
     if partial is not None and not record.high < partial.received <= partial.end:
         raise ValueError(f"it cannot have {partial} after {record.high}")

@@ -104,7 +104,7 @@ def _empty(storage: BucketStorage, partition_id: int, partition: StoredPartition
     while storage.delete_index_entries(partition_id):
         pass
     record = partition.record
-    failover_log = FailoverLog.of(record.failover_log).up_to(SeqNo(0))
+    failover_log = FailoverLog.of_pairs(record.failover_log).up_to(SeqNo(0))
     storage.truncate(
         partition_id,
         msgspec.structs.replace(

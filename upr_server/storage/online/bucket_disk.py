@@ -277,7 +277,7 @@ def recover_partitions(
     changed: list[tuple[int, PartitionRecord]] = []
     for partition_id, partition in enumerate(stored.partitions):
         record = partition.record
-        failover_log = FailoverLog.of(record.failover_log)
+        failover_log = FailoverLog.of_pairs(record.failover_log)
         has_map = bool(stored.partition_map)
         if not has_map and not stored.is_clean and record.state == PartitionState.ACTIVE:
             failover_log = failover_log.with_branch(new_history_id(), record.high)

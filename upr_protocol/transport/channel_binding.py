@@ -35,7 +35,7 @@ _HASHES: Final = {
 defines no binding."""
 
 
-def end_point(certificate: bytes) -> bytes:
+def channel_binding(certificate: bytes) -> bytes:
     """The hash of a server's certificate in DER form; empty if the standard defines none for it."""
     try:
         algorithm = _signature_algorithm(certificate)
@@ -45,15 +45,15 @@ def end_point(certificate: bytes) -> bytes:
     return hashlib.new(name, certificate).digest() if name is not None else b""
 
 
-def end_point_of_file(path: str) -> bytes:
+def channel_binding_of_file(path: str) -> bytes:
     """The hash of the first certificate in a PEM file; empty if there is none, or see
-    `end_point`."""
+    `channel_binding`."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             text = file.read()
         begin = text.index(_BEGIN)
         certificate = text[begin : text.index(_END, begin) + len(_END)]
-        return end_point(ssl.PEM_cert_to_DER_cert(certificate))
+        return channel_binding(ssl.PEM_cert_to_DER_cert(certificate))
     except (OSError, ValueError):
         return b""
 

@@ -10,14 +10,14 @@ import pytest
 
 from tests.kit.certificates import Certificates, openssl
 from tests.protocol.transport.test_tls import linked
-from upr_protocol.transport.end_point import end_point, end_point_of_file
+from upr_protocol.transport.channel_binding import channel_binding, channel_binding_of_file
 
 
 def test_both_sides_see_the_same(certificates: Certificates) -> None:
     client, server = linked(certificates)
     der = ssl.PEM_cert_to_DER_cert(certificates.server.cert.read_text())
-    assert client.end_point == server.end_point == hashlib.sha256(der).digest()
-    assert end_point_of_file(str(certificates.unknown.cert)) != server.end_point
+    assert client.channel_binding == server.channel_binding == hashlib.sha256(der).digest()
+    assert channel_binding_of_file(str(certificates.unknown.cert)) != server.channel_binding
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_the_hash_is_that_of_the_signature(tmp_path: Path, arguments: str, name:
     )
     der = ssl.PEM_cert_to_DER_cert(path.read_text())
     expected = hashlib.new(name, der).digest() if name else b""
-    assert end_point(der) == end_point_of_file(str(path)) == expected
+    assert channel_binding(der) == channel_binding_of_file(str(path)) == expected
 
 
 def test_what_is_no_certificate_has_no_hash(tmp_path: Path, certificates: Certificates) -> None:
     der = ssl.PEM_cert_to_DER_cert(certificates.server.cert.read_text())
     # The signature comes behind its algorithm: without the end of it there is no certificate.
     for length in range(len(der)):
-        assert end_point(der[:length]) == b""
-    assert end_point_of_file(str(tmp_path / "missing")) == b""
-    assert end_point_of_file(str(certificates.server.key)) == b""
+        assert channel_binding(der[:length]) == b""
+    assert channel_binding_of_file(str(tmp_path / "missing")) == b""
+    assert channel_binding_of_file(str(certificates.server.key)) == b""
