@@ -364,6 +364,18 @@ async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> N
     async with trio.open_nursery() as nursery:
         await designs._reconcile(nursery)
         nursery.cancel_scope.cancel()
+    # They may have yet to read the document: a folder may be empty.
+    designs._whole_at[0] = 0
+    with pytest.raises(SliceMissingError, match="slice 1 of 2 has yet to say whether there are m"):
+        designs.find(name_of("d/city"))
+    designs._whole_at[1] = 0
+    async with trio.open_nursery() as nursery:
+        await designs._reconcile(nursery)
+        nursery.cancel_scope.cancel()
+    with pytest.raises(NoIndexError):
+        designs.find(name_of("d/city"))
+    # A rollback loses no definition that was there.
+    designs.report(1, CatalogReport({}, 1))
     with pytest.raises(NoIndexError):
         designs.find(name_of("d/city"))
 

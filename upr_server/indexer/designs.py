@@ -55,6 +55,8 @@ class Designs:
         self._announcements = Announcements(address, consumer, self._streamed, self._overlay)
         self._definitions: dict[IndexName, IndexDefinition] = {}
         self._is_known = False
+        self._was_whole = False
+        """Whether all catalogs were known to be whole since the start."""
         self._mistakes: dict[str, str] = {}
         self._is_redefined = False
         self._redefined = Notifier()
@@ -87,11 +89,18 @@ class Designs:
 
         Raises:
             NoIndexError: No index has this name.
-            SliceMissingError: That is not known yet: not every slice has said which there are.
+            SliceMissingError: That is not known yet: not every slice has said which there are, or
+                a slice has yet to catch up since the start, and may lack design documents.
         """
         definition = self._definitions.get(name)
         if definition is None:
             self.check_known()
+            if not self._was_whole:
+                partial_slices = (h for h in self._holders if not self._is_whole(h.slice_id.index))
+                holder = next(partial_slices, self._holders[0])
+                raise SliceMissingError(
+                    holder.title, "has yet to say whether there are more indexes"
+                )
             raise NoIndexError(f"there is no index {name}; `upr index list` names all")
         return definition
 
@@ -204,9 +213,7 @@ class Designs:
         # that are still there. So an index is dropped for its absence from the catalogs only once a
         # barrier after the last rollback has come back. The overlay needs no such care: it was read
         # from the server.
-        is_whole = all(
-            self._whole_at.get(index) == report.rollbacks for index, report in self._reports.items()
-        )
+        is_whole = all(map(self._is_whole, self._reports))
         # Not in the loop: compiling long expressions takes seconds.
         definitions, self._mistakes = await trio.to_thread.run_sync(
             _parse_all, {name: text for name, text in texts.items() if text is not None}
@@ -221,6 +228,7 @@ class Designs:
         is_changed = merged_definitions != self._definitions
         self._definitions = merged_definitions
         self._is_known = True
+        self._was_whole = self._was_whole or is_whole
         new_slices, self._new_slices = self._new_slices, set()
         for holder in self._holders:
             if is_changed or holder.slice_id.index in new_slices:
@@ -228,6 +236,10 @@ class Designs:
         if not is_whole and not self._is_confirming:
             self._is_confirming = True
             nursery.start_soon(self._confirm_catalogs)
+
+    def _is_whole(self, index: int) -> bool:
+        """Whether the report of a slice lacks no design document."""
+        return self._whole_at.get(index) == self._reports[index].rollbacks
 
     async def _confirm_catalogs(self) -> None:
         await self.confirm()
