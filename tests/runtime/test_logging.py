@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -22,10 +23,22 @@ log.debug("ours, small")
 log.info("ours", port=1)
 """
 
+FAILING_PROGRAM = """
+import structlog, sys
+from upr_server.runtime import set_up_logging
+set_up_logging(*sys.argv[1:])
+def log_in(password):
+    raise ValueError("a fault of ours")
+try:
+    log_in("-".join(["geheimes", "passwort"]))
+except ValueError:
+    structlog.get_logger("upr_server.app").exception("connection failed")
+"""
 
-def logged(level: str, form: str) -> list[str]:
+
+def logged(level: str, form: str, program: str = PROGRAM) -> list[str]:
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, level, form],
+        [sys.executable, "-c", program, level, form],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -54,3 +67,13 @@ def test_the_console_form_is_not_json() -> None:
     trouble, ours = logged("info", "console")
     assert "a library's trouble" in trouble
     assert "port=1" in ours
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_a_traceback_does_not_show_the_values_of_variables(form: str) -> None:
+    # With this package, which import-linter brings, structlog would show them by default.
+    assert find_spec("rich") is not None
+    text = "\n".join(logged("info", form, FAILING_PROGRAM))
+    assert "a fault of ours" in text
+    assert "Traceback" in text
+    assert "geheimes-passwort" not in text
