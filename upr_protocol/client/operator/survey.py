@@ -244,11 +244,11 @@ class Operator:
         reports = {entry.name: entry}
         addresses = {name: self.address_at(where) for name, where in (more_addresses or {}).items()}
         while True:
-            newest_map = newest_map(
+            partition_map = newest_map(
                 report.map for report in reports.values() if report.map is not None
             )
-            if newest_map is not None:
-                for name, where in newest_map.nodes.items():
+            if partition_map is not None:
+                for name, where in partition_map.nodes.items():
                     addresses[name] = self.address_at(where)
             unasked = {name: addresses[name] for name in addresses if name not in reports}
             if not unasked:
@@ -257,12 +257,12 @@ class Operator:
         bucket = self.address.bucket
         if not any(report.partitions for report in reports.values()):
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {bucket!r}")
-        if newest_map is None:
+        if partition_map is None:
             count = len(entry.partitions)
-            newest_map = PartitionMap.of_one_node(
+            partition_map = PartitionMap.of_one_node(
                 bucket, count, entry.name, entry.address.host_ports, revision=0
             )
-        return Survey(bucket, entry.name, newest_map, reports)
+        return Survey(bucket, entry.name, partition_map, reports)
 
 
 def _require_name(status: NodeStatus, address: Address) -> NodeStatus:
