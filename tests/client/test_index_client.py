@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import attrs
+import msgspec
 import pytest
 
 from upr_protocol.client import Credentials, IndexClient, IndexerError, Security, index_client
@@ -70,3 +73,161 @@ def test_a_refused_log_in_reads_the_password_anew(url: str, tmp_path: Path) -> N
             client.status()
         file.write_text("new")
         assert client.status() == {}
+
+
+@attrs.define
+class Node:
+    """A node of an indexer that answers as it is told.
+
+    Attributes:
+        answers: For each request to come: a status and what to answer, or None to close the
+            connection; the last one counts for all that follow.
+        url: Where it listens.
+        paths: What it was asked for.
+    """
+
+    answers: list[tuple[int, bytes] | None]
+    url: str = ""
+    paths: list[str] = attrs.field(factory=list)
+
+
+@contextmanager
+def a_node(*answers: tuple[int, bytes] | None) -> Iterator[Node]:
+    node = Node(list(answers))
+
+    class Handler(Answers):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            node.paths.append(self.path)
+            answer = node.answers.pop(0) if len(node.answers) > 1 else node.answers[0]
+            self.close_connection = True
+            if answer is not None:
+                self.send_response(answer[0])
+                self.send_header("Content-Length", str(len(answer[1])))
+                self.end_headers()
+                self.wfile.write(answer[1])
+
+        do_GET = do_POST = do_DELETE = _answer  # noqa: N815  the base class calls them so
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        node.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield node
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def refusal(code: str, **fields: object) -> bytes:
+    return msgspec.json.encode({"error": {"code": code, "message": f"it is {code}"}, **fields})
+
+
+NOBODY = "http://127.0.0.1:1"
+PAGE = b'{"entries":[{"key":[1],"id":"a"}]}'
+MISSING = (503, refusal("slice_missing"))
+
+
+@pytest.mark.parametrize("answer", [None, MISSING], ids=["lost", "a slice is missing"])
+def test_another_node_is_asked(answer: tuple[int, bytes] | None) -> None:
+    with a_node(answer) as first, a_node((200, PAGE)) as second:
+        with IndexClient(f"{NOBODY},{first.url}, {second.url}") as client:
+            for _ in range(3):
+                assert client.scan("d/i").entries[0].id == "a"
+        # From then on, the node that answered is asked first.
+        assert (len(first.paths), len(second.paths)) == (1, 3)
+
+
+def test_a_node_that_is_silent_costs_the_timeout_and_the_slack(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_client, "NODE_SLACK_S", 0.1)
+    with a_node((200, PAGE)) as second, IndexClient(f"{url},{second.url}") as client:
+        assert client.scan("d/i", timeout_s=0.1).entries[0].id == "a"
+
+
+def test_an_error_that_other_nodes_would_have_is_raised_at_once() -> None:
+    with a_node((404, refusal("no_index"))) as first, a_node((200, PAGE)) as second:
+        with (
+            IndexClient(f"{first.url},{second.url}") as client,
+            pytest.raises(IndexerError, match="it is no_index"),
+        ):
+            client.scan("d/i")
+        assert not second.paths
+
+
+def test_where_no_node_can_answer_the_one_that_speaks_is_quoted() -> None:
+    with a_node(MISSING) as node, IndexClient(f"{NOBODY},{node.url}") as client:
+        with pytest.raises(IndexerError, match="it is slice_missing"):
+            client.scan("d/i")
+        assert len(node.paths) == 1
+    with (
+        IndexClient(f"{NOBODY},http://127.0.0.1:2") as client,
+        pytest.raises(BrokenError, match=r"127.0.0.1:1 does not.*127.0.0.1:2 does not"),
+    ):
+        client.scan("d/i")
+
+
+def test_the_nodes_of_the_map_are_asked() -> None:
+    with a_node((200, PAGE)) as second:
+        node_map = {"nodes": [NOBODY, "nonsense", second.url], "slices": 2, "replicas": 0}
+        not_my_slice = (421, refusal("not_my_slice", map=node_map))
+        with a_node(not_my_slice) as first, IndexClient(first.url) as client:
+            assert client.scan("d/i").entries[0].id == "a"
+
+
+def test_a_design_that_the_lost_request_has_dropped_is_dropped() -> None:
+    gone = (404, refusal("no_index"))
+    with (
+        a_node(None) as first,
+        a_node(gone) as second,
+        IndexClient(f"{first.url},{second.url}") as client,
+    ):
+        client.drop("d")
+        with pytest.raises(IndexerError, match="no_index"):
+            client.drop("d")
+
+
+LINES = b'{"key":[1],"id":"a"}\n{"key":[2],"id":"b","included":[3]}\n'
+
+
+def test_entries_come_as_lines() -> None:
+    end = b'{"end":{"continuation":"c","timestamps":{"0":["0a",7]}}}\n'
+    with a_node((200, LINES + end)) as node, IndexClient(f"{NOBODY},{node.url}") as client:
+        entries = client.stream("d/i", limit=2, timestamps=True)
+        assert [(entry.id, entry.included) for entry in entries] == [("a", None), ("b", [3])]
+        assert entries.end is not None
+        assert (entries.end.continuation, entries.end.timestamps) == ("c", {0: ("0a", 7)})
+        assert next(entries, None) is None
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "message"),
+    [
+        (b"", BrokenError, "was cut"),
+        (b'{"key":[3]', BrokenError, "was cut"),
+        (b'{"end"', BrokenError, "was cut"),
+        (refusal("slice_missing") + b"\n", IndexerError, "it is slice_missing"),
+        (b"nonsense\n", IndexerError, "not an indexer's answer"),
+    ],
+)
+def test_lines_without_an_end_are_an_error(
+    end: bytes, error: type[Exception], message: str
+) -> None:
+    with a_node((200, LINES + end)) as node, IndexClient(node.url) as client:
+        entries = client.stream("d/i")
+        assert [next(entries).id, next(entries).id] == ["a", "b"]
+        with pytest.raises(error, match=message):
+            next(entries)
+
+
+def test_lines_that_are_refused_are_an_error_at_once() -> None:
+    with a_node((400, refusal("bad_query"))) as node, IndexClient(node.url) as client:
+        with pytest.raises(IndexerError, match="it is bad_query"):
+            client.stream("d/i")
+        node.answers[:] = [(200, LINES)]
+        with client.stream("d/i") as entries:
+            assert next(entries).id == "a"
+        # Other questions go on beside it, and after it.
+        assert len(node.paths) == 2

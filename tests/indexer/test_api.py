@@ -407,7 +407,7 @@ async def test_an_address_in_use_is_an_error(site: Site) -> None:
 async def test_a_scan_may_wait_longer_than_the_request_before_it(site: Site) -> None:
     await site.ask(site.asking.status)
     await site.ask(site.asking.scan, "d/city", timeout_s=200)
-    sock = site.asking._connection.sock
+    sock = site.asking._nodes[0]._connection.sock
     assert sock is not None
     assert (sock.gettimeout() or 0) > 200
 

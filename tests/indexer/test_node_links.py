@@ -24,7 +24,7 @@ from tests.kit.certificates import Certificates
 from tests.kit.process import POLL_S
 from tests.server.test_log_in import VERIFIER, server_with_users
 from tests.server.test_tls import tls_server
-from upr_protocol.client import Address, Client, Credentials, Security, connect
+from upr_protocol.client import Address, Client, Credentials, IndexClient, Security, connect
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.users import Grant, Right, User, Users
 from upr_server.indexer import api, http_access
@@ -98,6 +98,17 @@ async def test_nodes_in_the_clear(tmp_path: Path) -> None:
         membership = indexers[0].membership
         assert membership is not None
         nodes = membership.node_map.nodes
+
+        def all_keys() -> list[list[Any]]:
+            with IndexClient(f"http://127.0.0.1:1,{nodes[1]}") as asking:
+                entries = asking.stream("d/city", prefix=["b"], consistency="now", timestamps=True)
+                keys = [entry.key for entry in entries]
+                assert entries.end is not None
+                assert entries.end.timestamps
+                return keys
+
+        keys = await trio.to_thread.run_sync(all_keys)
+        assert keys == [["b", n] for n in range(1, 200, 3)]
         listed = await upr_index("list", "--indexer", nodes[1])
         assert listed.exit_code == 0, listed.output
         assert "2 of 2" in listed.output

@@ -54,7 +54,8 @@ _indexer_option: Final = click.option(
     "url",
     metavar="URL",
     default=lambda: os.environ.get(INDEXER_URL_VARIABLE, URL_DEFAULT),
-    help=f"The indexer's URL.  [default: {INDEXER_URL_VARIABLE}, or {URL_DEFAULT}]",
+    help="The indexer's URL; several nodes with commas between.  "
+    f"[default: {INDEXER_URL_VARIABLE}, or {URL_DEFAULT}]",
 )
 
 

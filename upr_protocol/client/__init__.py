@@ -57,13 +57,12 @@ from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.client.credentials import read_password
 from upr_protocol.client.index_client import (
     IndexClient,
-    IndexEntry,
-    IndexerError,
-    IndexPage,
     IndexRange,
     IndexSummary,
     ScanOptions,
 )
+from upr_protocol.client.index_lines import IndexEntry, IndexLines, IndexPage
+from upr_protocol.client.index_node import IndexerError
 from upr_protocol.client.local_copy.database import (
     LocalCopyError,
     LocalCopyReader,
@@ -118,6 +117,7 @@ __all__ = [
     "HeldLease",
     "IndexClient",
     "IndexEntry",
+    "IndexLines",
     "IndexPage",
     "IndexRange",
     "IndexSummary",

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import http.client
-import ssl
-from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from http import HTTPStatus
-from ipaddress import ip_address
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
 from upr_protocol.client.core.results import WriteResult
-from upr_protocol.client.credentials import with_password
+from upr_protocol.client.index_lines import IndexEntry, IndexLines, IndexPage
+from upr_protocol.client.index_node import IndexerError, IndexNode
 from upr_protocol.errors import BrokenError, UprError
-from upr_protocol.security import UNPROTECTED, Credentials, Security, TlsSettings
-from upr_protocol.transport import client_context, explained_tls_error
+from upr_protocol.security import UNPROTECTED, Security
 
 T = TypeVar("T")
-
-PORT_DEFAULT: Final = 12080
-"""Where an indexer listens unless it is told otherwise."""
 
 INDEXER_TIMEOUT_S: Final = 10.0
 """How long a scan may wait by default for the index to be as fresh as asked."""
@@ -34,30 +26,17 @@ HOLD_S_DEFAULT: Final = 60.0
 ANSWER_SLACK_S: Final = 30.0
 """How much longer an answer may take before the connection counts as lost."""
 
+NODE_SLACK_S: Final = 5.0
+"""How much longer, where another node can be asked then."""
+
+_ELSEWHERE: Final = frozenset({"slice_missing", "not_my_slice"})
+"""Codes of errors that another node may not have."""
+
 Key = Sequence[Any]
 """The parts of a key: null, booleans, numbers, strings, and lists of these."""
 
 Bound = Key | tuple[Key, bool]
 """An end of a range: a key, or its first parts. A pair with False excludes what begins with it."""
-
-
-class IndexerError(UprError):
-    """The indexer refused or failed.
-
-    Attributes:
-        code: The reason as a word: `log_in_needed`, `not_allowed`, `too_many_log_ins`,
-            `bad_definition`, `bad_query`, `no_index`, `building`,
-            `overloaded`, `not_fresh`, `write_lost`, `moment_gone`, `slice_missing`, `failed`,
-            `server_failed`.
-        place: Where the mistake is in the request; empty if there is none.
-        retry_after_s: After how long to ask again; 0 if that does not help.
-    """
-
-    def __init__(self, code: str, message: str, place: str = "", retry_after_s: float = 0) -> None:
-        self.code = code
-        self.place = place
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
 
 
 class IndexRange(TypedDict, total=False):
@@ -100,39 +79,6 @@ class ScanOptions(IndexRange, total=False):
     moment: str
 
 
-class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A document in an index, or with `distinct` the beginning of keys.
-
-    Attributes:
-        key: Its key in the index, part by part.
-        id: The document's key; in base64 if it is not UTF-8. Empty with `distinct`.
-        id_encoding: `base64` then; otherwise empty.
-        included: The values that the index includes. None if it includes none, or if they take more
-            than 4,096 bytes: read the document then.
-    """
-
-    key: list[Any]
-    id: str = ""
-    id_encoding: str = ""
-    included: list[Any] | None = None
-
-
-class IndexPage(msgspec.Struct, frozen=True):
-    """The result of a scan, all of one moment.
-
-    Attributes:
-        entries: The entries, in order.
-        continuation: Pass it to `scan` to continue after the entries; empty at the end.
-        timestamps: By partition its history and sequence number then, if asked for.
-        moment: Names the moment, if it is held: pass it to `scan` for pages of the same moment.
-    """
-
-    entries: list[IndexEntry] = []
-    continuation: str = ""
-    timestamps: dict[int, tuple[str, int]] = {}
-    moment: str = ""
-
-
 class IndexSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     """What `IndexClient.summarize` was asked about entries, all of one moment.
 
@@ -168,25 +114,19 @@ class _Designs(msgspec.Struct, frozen=True):
     starting: str = ""
 
 
-class _Failure(msgspec.Struct, frozen=True):
-    code: str
-    message: str
-    place: str = ""
-    retry_after_s: float = 0.0
-
-
-class _Failures(msgspec.Struct, frozen=True):
-    error: _Failure
-
-
 class IndexClient:
     """A client of an indexer. For one thread.
 
     It connects with the first request, and again after a lost connection. Use it as a context, or
     call `close`.
 
+    Of an indexer of several nodes it asks the one that answered last. If that node does not answer
+    within the timeout and `NODE_SLACK_S`, or lacks a slice (`slice_missing`), it asks the others,
+    each once. Further pages of a moment may come from any of them.
+
     Args:
-        url: For instance `http://127.0.0.1:12080`, or `https://…`.
+        url: For instance `http://127.0.0.1:12080`, or `https://…`; several nodes with commas
+            between.
         security: For `https://`, which certificates count; by default those whose authorities the
             system trusts. Its credentials are sent with each request; a file with the password is
             read at each new connection, and after a refused log-in.
@@ -198,39 +138,10 @@ class IndexClient:
     """
 
     def __init__(self, url: str, security: Security = UNPROTECTED) -> None:
-        parts = urlsplit(url)
-        if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or parts.path not in ("", "/")
-        ):
-            raise ValueError(
-                f"{url!r} is not an indexer's URL; write http://HOST:PORT or https://HOST:PORT"
-            )
-        if parts.scheme == "http" and security.tls is not None:
-            raise ValueError(
-                f"{url!r} is not encrypted: an indexer that shows a certificate has a URL that "
-                "begins with https://"
-            )
-        credentials = security.credentials
-        if credentials is not None and parts.scheme == "http" and not _is_loopback(parts.hostname):
-            raise ValueError(
-                f"{url!r} is not encrypted, and whoever listens would read the password: give the "
-                "indexer a certificate, and write https://"
-            )
-        if credentials is not None and ":" in credentials.user:
-            raise ValueError(f"HTTP has no users with a colon in their name: {credentials.user!r}")
         self.url = url
-        self._credentials = credentials
-        self._headers: dict[str, str] = {}
-        host, port = parts.hostname, parts.port or PORT_DEFAULT
-        self._connection = (
-            http.client.HTTPConnection(host, port)
-            if parts.scheme == "http"
-            else http.client.HTTPSConnection(
-                host, port, context=client_context(security.tls or TlsSettings())
-            )
-        )
+        self._security = security
+        self._nodes = [IndexNode(part.strip(), security) for part in url.split(",")]
+        """The one that answered last comes first."""
 
     def __enter__(self) -> Self:
         return self
@@ -239,8 +150,9 @@ class IndexClient:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection."""
-        self._connection.close()
+        """Closes the connections."""
+        for node in self._nodes:
+            node.close()
 
     # Indexes.
 
@@ -263,7 +175,8 @@ class IndexClient:
         Raises:
             IndexerError: `no_index`: there is no such document.
         """
-        self._request("DELETE", f"/v1/designs/{_quoted(design)}")
+        # If the connection was lost at the first attempt, the document may be gone already.
+        self._request("DELETE", f"/v1/designs/{_quoted(design)}", done_code="no_index")
 
     def indexes(self) -> list[dict[str, Any]]:
         """Every index with its status."""
@@ -356,6 +269,48 @@ class IndexClient:
                 with suppress(UprError):
                     self.release(page.moment)
 
+    def stream(
+        self,
+        name: str,
+        *,
+        descending: bool = False,
+        limit: int | None = None,
+        continuation: str = "",
+        timestamps: bool = False,
+        **options: Unpack[ScanOptions],
+    ) -> IndexLines:
+        """All entries, of one moment of the index, as lines of one answer. The indexer reads them
+        as this iterator is read, and holds the moment meanwhile. It has a connection of its own, so
+        the client can ask other things beside it.
+
+        Args:
+            name: The index.
+            descending: Whether the highest comes first.
+            limit: The most entries; all by default.
+            continuation: See `scan`.
+            timestamps: Whether to give how far each partition was, as `end.timestamps`.
+            **options: Which entries, and how fresh.
+
+        Raises:
+            IndexerError: The indexer refused or failed; the code says why. While it is read, too.
+            BrokenError: The indexer cannot be reached, or did not answer. While it is read, the
+                answer was cut: begin again, at any node.
+        """
+        timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
+        query = {
+            "descending": descending,
+            "limit": limit,
+            "continuation": continuation,
+            "timestamps": timestamps,
+        }
+        body = self._query(query, options)
+        path = _path(name) + "/scan"
+
+        def begin(node: IndexNode, slack_s: float) -> IndexLines:
+            return IndexLines(node.lines(path, body, timeout_s + slack_s))
+
+        return self._at_a_node(begin)
+
     def release(self, moment: str) -> None:
         """Lets a moment go that the indexer holds.
 
@@ -443,6 +398,11 @@ class IndexClient:
 
     def _scan(self, name: str, query: dict[str, Any], options: ScanOptions, kind: type[T]) -> T:
         timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
+        body = self._query(query, options)
+        return _decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
+
+    def _query(self, query: dict[str, Any], options: ScanOptions) -> bytes:
+        """A query, as it is sent."""
         query |= {
             **_range(options),
             "distinct": options.get("distinct", 0),
@@ -455,83 +415,79 @@ class IndexClient:
                 }
                 for result in options.get("written", ())
             ],
-            "timeout_s": timeout_s,
+            "timeout_s": options.get("timeout_s", INDEXER_TIMEOUT_S),
             "hold_s": options.get("hold_s", 0.0),
             "moment": options.get("moment", ""),
         }
         if "ranges" in options:
             query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
-        body = msgspec.json.encode(query)
-        return _decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
+        return msgspec.json.encode(query)
 
-    # The connection.
+    # The nodes.
 
     def _request(
-        self, method: str, path: str, body: bytes = b"", timeout_s: float = INDEXER_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        timeout_s: float = INDEXER_TIMEOUT_S,
+        done_code: str = "",
     ) -> bytes:
-        connection = self._connection
-        # The connection gives this to sockets that it makes; a socket that it has keeps its own.
-        connection.timeout = timeout_s + ANSWER_SLACK_S
-        reused = connection.sock is not None
-        if connection.sock is not None:
-            connection.sock.settimeout(connection.timeout)
-        try:
+        """What the indexer answers.
+
+        Args:
+            method: HTTP's method.
+            path: What to ask.
+            body: What to send.
+            timeout_s: How long the indexer may take.
+            done_code: The code of an error which says, after a lost connection, that the request
+                has been carried out.
+        """
+        was_lost = False
+
+        def ask(node: IndexNode, slack_s: float) -> bytes:
+            nonlocal was_lost
             try:
-                return self._exchange(method, path, body)
-            except ConnectionError:
-                # The indexer closes idle connections, perhaps while this request was on its way.
-                connection.close()
-                if not reused:
+                return node.request(method, path, body, timeout_s + slack_s)
+            except BrokenError:
+                was_lost = True
+                raise
+            except IndexerError as error:
+                if was_lost and error.code == done_code:
+                    return b""
+                raise
+
+        return self._at_a_node(ask)
+
+    def _at_a_node(self, ask: Callable[[IndexNode, float], T]) -> T:
+        """What the first node gives that can."""
+        failures: list[BrokenError | IndexerError] = []
+        asked: set[str] = set()
+        while (node := next((n for n in self._nodes if n.url not in asked), None)) is not None:
+            asked.add(node.url)
+            is_last = len(asked) == len(self._nodes)
+            try:
+                answer = ask(node, ANSWER_SLACK_S if is_last else NODE_SLACK_S)
+            except BrokenError as error:
+                failures.append(error)
+            except IndexerError as error:
+                if error.code not in _ELSEWHERE:
                     raise
-                return self._exchange(method, path, body)
-        except (OSError, UnicodeError, http.client.HTTPException) as error:
-            # UnicodeError comes from the codec for host names.
-            connection.close()
-            raise self._explained(error) from error
+                failures.append(error)
+                self._learn(error.nodes)
+            else:
+                self._nodes.sort(key=lambda other: other is not node)
+                return answer
+        raise _failure_of(failures)
 
-    def _explained(self, error: Exception) -> UprError:
-        is_encrypted = isinstance(self._connection, http.client.HTTPSConnection)
-        if is_encrypted and isinstance(error, ssl.SSLEOFError | http.client.RemoteDisconnected):
-            # An indexer that does not accept the client's certificate says nothing.
-            return BrokenError(
-                f"the indexer at {self.url} closed the connection: if its setting tls_client_ca "
-                "asks for a certificate, name one with the options cert and cert-key; otherwise "
-                "see its setting tls_version_min"
-            )
-        if isinstance(error, ssl.SSLError):
-            failure = explained_tls_error(error, is_server=False)
-            return type(failure)(f"the indexer at {self.url}: {failure}")
-        return BrokenError(f"the indexer at {self.url} does not answer: {error!s}")
-
-    def _exchange(self, method: str, path: str, body: bytes) -> bytes:
-        connection = self._connection
-        if connection.sock is None:
-            self._headers = _authorization(with_password(self._credentials))
-        headers = {"Content-Type": "application/json"} if body else {}
-        headers |= self._headers
-        connection.request(method, path, body or None, headers)
-        response = connection.getresponse()
-        data = response.read()
-        if response.status == HTTPStatus.UNAUTHORIZED:
-            # The next request makes a new connection, and reads the password's file for it.
-            connection.close()
-        if response.status >= 400:
-            raise _failure(response.status, data)
-        return data
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _authorization(credentials: Credentials | None) -> dict[str, str]:
-    if credentials is None:
-        return {}
-    pair = f"{credentials.user}:{credentials.password}".encode()
-    return {"Authorization": f"Basic {b64encode(pair).decode()}"}
+    def _learn(self, urls: Iterable[str]) -> None:
+        """Takes the nodes into account that a node names which is asked for what it lacks."""
+        known = {node.url for node in self._nodes}
+        for url in urls:
+            if url not in known:
+                # A node whose password would go over the wire in the clear is left out.
+                with suppress(ValueError):
+                    self._nodes.append(IndexNode(url, self._security))
 
 
 def _path(name: str) -> str:
@@ -568,9 +524,9 @@ def _decoded(data: bytes, kind: type[T]) -> T:
         raise IndexerError("server_failed", f"not an indexer's answer: {error}") from error
 
 
-def _failure(status: int, data: bytes) -> IndexerError:
-    try:
-        failure = msgspec.json.decode(data, type=_Failures).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return IndexerError("server_failed", f"not an indexer's answer: HTTP {status}")
-    return IndexerError(failure.code, failure.message, failure.place, failure.retry_after_s)
+def _failure_of(failures: Sequence[BrokenError | IndexerError]) -> BrokenError | IndexerError:
+    """The error where no node can answer: that of a node which said something, if there is one."""
+    refusals = [failure for failure in failures if isinstance(failure, IndexerError)]
+    if refusals or len(failures) == 1:
+        return (refusals or failures)[0]
+    return BrokenError("; ".join(map(str, failures)))

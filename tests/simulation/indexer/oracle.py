@@ -26,6 +26,7 @@ class Oracle:
         self._taken = 0
         self._rows: defaultdict[tuple[int, int], list[Row]] = defaultdict(list)
         self._logs: dict[tuple[int, int], FailoverLog] = {}
+        self._newest_logs: dict[int, FailoverLog] = {}
         self._acknowledged: dict[int, tuple[HistoryId, SeqNo]] = {}
 
     def acknowledged(self, result: WriteResult) -> None:
@@ -40,7 +41,7 @@ class Oracle:
         """Takes note of the histories that there are. Call it in each life of the server."""
         for partition in self._held():
             log = partition.failover_log
-            self._logs[partition.id, log.current] = log
+            self._logs[partition.id, log.current] = self._newest_logs[partition.id] = log
         events = self._history.events
         for _, event in events[self._taken :]:
             if isinstance(event, Accepted):
@@ -86,10 +87,16 @@ class Oracle:
         Raises:
             StaleError: It lacks a change.
         """
+        self.look()
         for partition, (history_id, seq) in newest.items():
+            if not self._newest_logs[partition].contains(history_id, seq):
+                continue
             history, through = timestamps.get(PartitionId(partition), ("0", 0))
-            if int(history, 16) in (0, history_id) and through < seq:
-                raise StaleError(f"partition {partition} is at {through}, {seq} was acknowledged")
+            if through < seq:
+                raise StaleError(
+                    f"partition {partition} is at {through} of {history}, and {seq} of "
+                    f"{history_id:016x} was acknowledged"
+                )
 
 
 class StaleError(AssertionError):

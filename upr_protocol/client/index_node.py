@@ -1,0 +1,249 @@
+"""One node of an indexer, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from base64 import b64encode
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from http import HTTPStatus
+from ipaddress import ip_address
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from upr_protocol.client.credentials import with_password
+from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.security import Credentials, Security, TlsSettings
+from upr_protocol.transport import client_context, explained_tls_error
+
+PORT_DEFAULT: Final = 12080
+"""Where an indexer listens unless it is told otherwise."""
+
+LINES: Final = "application/x-ndjson"
+"""How a client asks for the entries as lines."""
+
+
+class IndexerError(UprError):
+    """The indexer refused or failed.
+
+    Attributes:
+        code: The reason as a word: `log_in_needed`, `not_allowed`, `too_many_log_ins`,
+            `bad_definition`, `bad_query`, `no_index`, `building`,
+            `overloaded`, `not_fresh`, `write_lost`, `moment_gone`, `slice_missing`, `not_my_slice`,
+            `failed`, `server_failed`.
+        place: Where the mistake is in the request; empty if there is none.
+        retry_after_s: After how long to ask again; 0 if that does not help.
+        nodes: The URLs of the indexer's nodes, where a node names them (`not_my_slice`).
+    """
+
+    nodes: tuple[str, ...] = ()
+
+    def __init__(self, code: str, message: str, place: str = "", retry_after_s: float = 0) -> None:
+        self.code = code
+        self.place = place
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    place: str = ""
+    retry_after_s: float = 0.0
+
+
+class _Map(msgspec.Struct, frozen=True):
+    nodes: tuple[str, ...] = ()
+
+
+class _Failures(msgspec.Struct, frozen=True):
+    error: _Failure
+    map: _Map = _Map()
+
+
+class IndexNode:
+    """A connection to a node, which is made with the first request, and again after it was lost.
+
+    Args:
+        url: For instance `http://127.0.0.1:12080`, or `https://…`.
+        security: See `IndexClient`.
+
+    Attributes:
+        url: See above.
+
+    Raises:
+        ValueError: See `IndexClient`.
+        TlsError: A file that `security` names cannot be used.
+    """
+
+    def __init__(self, url: str, security: Security) -> None:
+        parts = urlsplit(url)
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.path not in ("", "/")
+        ):
+            raise ValueError(
+                f"{url!r} is not an indexer's URL; write http://HOST:PORT or https://HOST:PORT"
+            )
+        if parts.scheme == "http" and security.tls is not None:
+            raise ValueError(
+                f"{url!r} is not encrypted: an indexer that shows a certificate has a URL that "
+                "begins with https://"
+            )
+        credentials = security.credentials
+        if credentials is not None and parts.scheme == "http" and not _is_loopback(parts.hostname):
+            raise ValueError(
+                f"{url!r} is not encrypted, and whoever listens would read the password: give the "
+                "indexer a certificate, and write https://"
+            )
+        if credentials is not None and ":" in credentials.user:
+            raise ValueError(f"HTTP has no users with a colon in their name: {credentials.user!r}")
+        self.url = url
+        self._credentials = credentials
+        self._headers: dict[str, str] = {}
+        host, port = parts.hostname, parts.port or PORT_DEFAULT
+        self._security = security
+        self._connection = (
+            http.client.HTTPConnection(host, port)
+            if parts.scheme == "http"
+            else http.client.HTTPSConnection(
+                host, port, context=client_context(security.tls or TlsSettings())
+            )
+        )
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
+
+    def request(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
+        """What the node answers.
+
+        Args:
+            method: HTTP's method.
+            path: What to ask.
+            body: What to send; may be empty.
+            timeout_s: How long the node may be silent.
+
+        Raises:
+            IndexerError: The indexer refused or failed.
+            BrokenError: It cannot be reached, or did not answer.
+            CredentialsError: The password is not to be had.
+        """
+        connection = self._connection
+        # The connection gives this to sockets that it makes; a socket that it has keeps its own.
+        connection.timeout = timeout_s
+        reused = connection.sock is not None
+        if connection.sock is not None:
+            connection.sock.settimeout(connection.timeout)
+        with self._translated():
+            try:
+                return self._exchange(method, path, body)
+            except ConnectionError:
+                # The indexer closes idle connections, perhaps while this request was on its way.
+                connection.close()
+                if not reused:
+                    raise
+                return self._exchange(method, path, body)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
+            # UnicodeError comes from the codec for host names.
+            self.close()
+            raise self._explained(error) from error
+
+    def lines(self, path: str, body: bytes, timeout_s: float) -> Generator[bytes, None, None]:
+        """The lines of an answer, over a connection of their own, which ends with them. The answer
+        has begun when this returns.
+
+        Args:
+            path: What to ask.
+            body: What to send.
+            timeout_s: How long the node may be silent.
+
+        Raises:
+            IndexerError: See `request`.
+            BrokenError: Likewise; or the connection is lost while they are read.
+        """
+        node = IndexNode(self.url, self._security)
+        lines = node._lines(path, body, timeout_s)
+        next(lines)
+        return lines
+
+    def _lines(self, path: str, body: bytes, timeout_s: float) -> Generator[bytes, None, None]:
+        """Gives an empty line when the answer begins."""
+        with closing(self), self._translated():
+            self._connection.timeout = timeout_s
+            response = self._begin("POST", path, body, {"Accept": LINES})
+            if response.status >= HTTPStatus.BAD_REQUEST:
+                raise failure_in(response.status, response.read())
+            yield b""
+            while line := response.readline():
+                yield line
+
+    def _explained(self, error: Exception) -> UprError:
+        is_encrypted = isinstance(self._connection, http.client.HTTPSConnection)
+        if is_encrypted and isinstance(error, ssl.SSLEOFError | http.client.RemoteDisconnected):
+            # An indexer that does not accept the client's certificate says nothing.
+            return BrokenError(
+                f"the indexer at {self.url} closed the connection: if its setting tls_client_ca "
+                "asks for a certificate, name one with the options cert and cert-key; otherwise "
+                "see its setting tls_version_min"
+            )
+        if isinstance(error, ssl.SSLError):
+            failure = explained_tls_error(error, is_server=False)
+            return type(failure)(f"the indexer at {self.url}: {failure}")
+        return BrokenError(f"the indexer at {self.url} does not answer: {error!s}")
+
+    def _begin(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> http.client.HTTPResponse:
+        connection = self._connection
+        if connection.sock is None:
+            self._headers = _authorization(with_password(self._credentials))
+        if body:
+            headers |= {"Content-Type": "application/json"}
+        connection.request(method, path, body or None, headers | self._headers)
+        return connection.getresponse()
+
+    def _exchange(self, method: str, path: str, body: bytes) -> bytes:
+        response = self._begin(method, path, body, {})
+        data = response.read()
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            # The next request makes a new connection, and reads the password's file for it.
+            self.close()
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            raise failure_in(response.status, data)
+        return data
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _authorization(credentials: Credentials | None) -> dict[str, str]:
+    if credentials is None:
+        return {}
+    pair = f"{credentials.user}:{credentials.password}".encode()
+    return {"Authorization": f"Basic {b64encode(pair).decode()}"}
+
+
+def failure_in(status: int, data: bytes) -> IndexerError:
+    """The error in an answer."""
+    try:
+        failures = msgspec.json.decode(data, type=_Failures)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return IndexerError("server_failed", f"not an indexer's answer: HTTP {status}")
+    failure = failures.error
+    error = IndexerError(failure.code, failure.message, failure.place, failure.retry_after_s)
+    error.nodes = failures.map.nodes
+    return error
