@@ -19,7 +19,7 @@ from tests.kit.effort import effort
 from tests.kit.peer import Peer, peer
 from tests.kit.placed_keys import key_in
 from tests.kit.process import ServerProcess, many_descriptors, server_process
-from tests.system.beside_attacks import ATTACKS, NARROW, Attack, Target, appends, increments
+from tests.system.attacks import ATTACKS, NARROW, WIDE, Attack, Target, increments, touches
 from upr_protocol.client import connect, publisher
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import Durability, PartitionId, PartitionState
@@ -28,11 +28,12 @@ from upr_protocol.wire import Go, Seqnos, SeqnosReply, Stats, StatsReply, Stream
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
-BUCKET: Final = "wide"
+BUCKET: Final = WIDE
 LONGEST_STEP_S: Final = 0.03
 """On a machine with four times as much work as it can do, steps of up to 12 ms were measured."""
 
-ATTACKED: Final = effort((appends, increments), ATTACKS)
+ALL_ATTACKS: Final = tuple(attack for attacks in ATTACKS.values() for attack in attacks)
+ATTACKED: Final = effort((touches, increments), ALL_ATTACKS)
 """The others have tests of their own, in part."""
 
 MIB: Final = 1024 * 1024
