@@ -15,7 +15,7 @@ from tests.engine.helpers import NOW, get_item, new_partition, put, request, sen
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
 from tests.kit.reference_cycles import no_collections
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import LARGE_BYTES, Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_server.engine import Bucket, CheckedChunk, Evaluation, MutationBatch, Partition, batch_of
@@ -242,8 +242,9 @@ def test_many_changes_of_a_large_value_copy_it_once(op: Operation) -> None:
 
 
 def test_a_touch_of_a_value_that_is_in_memory_refers_to_it() -> None:
+    """Unless it is so large that the stored chunk, which is a copy, is better made in slices."""
     partition = new_partition()
-    put(partition, b"k", value=bytes(LARGE))
+    put(partition, b"k", value=bytes(LARGE_BYTES))
     before = get_item(partition, b"k", NOW)
     send(partition, request(Operation.TOUCH, b"k", expiry=int(NOW) + 100))
     open_snapshot = partition.snapshots.open

@@ -47,7 +47,9 @@ class IndexMachine(RuleBasedStateMachine):
         for seq, (key, expiry) in enumerate(zip(keys, expiries, strict=True), self.seq + 1):
             self.table.put(key, seq)
             self.items[key] = (expiry, seq)
-        self.index.add_all(expiries, self.seq + 1, keys)
+        self.index.add_all(
+            zip(expiries, range(self.seq + 1, self.seq + 1 + len(keys)), keys, strict=True)
+        )
         self.seq += len(keys)
 
     @rule(key=st.sampled_from(KEYS))
@@ -178,7 +180,8 @@ def test_a_long_run_looks_at_few_entries_while_the_index_is_being_cleaned() -> N
     counting, index = _stored(MANY, MANY // 2)
     index.begin_cleaning()
     keys = [b"new %d" % number for number in range(4096)]
-    looks = counting.looks(lambda: index.add_all([9] * len(keys), MANY + 1, keys))
+    entries = [(9, seq, key) for seq, key in enumerate(keys, MANY + 1)]
+    looks = counting.looks(lambda: index.add_all(entries))
     assert 0 < looks <= RUN_CLEAN_MAX
     while index.clean(100):
         pass

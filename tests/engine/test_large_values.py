@@ -112,6 +112,24 @@ def test_they_are_what_was_written_wherever_they_are(
     partition.check_invariants()
 
 
+def test_a_touched_value_is_copied_in_pieces_before_it_is_stored() -> None:
+    """A reader that closes the snapshot copies nothing more."""
+    partition = new_partition()
+    apply(partition, Mutation(Operation.SET, b"k", bytes(LARGE)), UNLIMITED_COST)
+    batch = batch_of(writable(Mutation(Operation.TOUCH, b"k", b"", expiry=int(NOW) + 9)))
+    evaluation = partition.evaluate(batch, now=NOW)
+    assert evaluation is not None
+    step_count = 0
+    while not evaluation.is_done:
+        evaluation.step(cost_max=1)
+        step_count += 1
+    assert step_count > LARGE // 40_000
+    partition.mutate(batch, now=NOW, evaluation=evaluation)
+    published = evaluation.result.published[b"k"].encode().obj
+    (chunk,) = [item for item in items(cursor_at(partition)) if isinstance(item, Chunk)]
+    assert chunk.encode().obj is published
+
+
 def test_a_received_chunk_becomes_the_stored_one_without_a_copy() -> None:
     partition = new_partition()
     memory = bytearray(bytes(Chunk.build([Mutation(Operation.SET, b"k", bytes(LARGE))])))

@@ -108,7 +108,8 @@ class MutateReply(Message, frozen=True):
                     _U64.pack(len(failures)),
                     array("I", chain.from_iterable(failures)).tobytes(),
                     _U64.pack(len(counters)),
-                    Struct("<" + "I4xQ" * len(counters)).pack(*chain.from_iterable(counters)),
+                    # A row's index and what pads it are one number.
+                    array("Q", chain.from_iterable(counters)).tobytes(),
                 )
             ),
         )

@@ -32,17 +32,23 @@ from upr_server.engine.lookup import (
     is_plain_set,
 )
 from upr_server.engine.operations import JoinedValue, StoredItem, outcome
+from upr_server.engine.snapshots import (
+    ARRAY_BYTES_MAX,
+    ARRAY_MUTATIONS_MAX,
+    LARGE_VALUE_BYTES,
+    EvaluatedArray,
+)
 
 UNLIMITED_COST: Final = 1 << 62
 
-CUT_COST: Final = 1
+CUT_COST: Final = 2
 """What it costs to make a row of one operation, in rows of a plain batch: some 0.5 µs each."""
 
 MISSING_COST: Final = 3
 """What it costs to find out whether an operation needs the disk."""
 
-OUTCOME_COST: Final = 6
-"""What an operation costs."""
+OUTCOME_COST: Final = 12
+"""What an operation costs: up to 6 µs where its item is found in a closed snapshot."""
 
 BLOCK_ROWS: Final = 64
 """Operations after which the cost is looked at, where none of them copies a value."""
@@ -52,6 +58,16 @@ BYTES_PER_COST: Final = 1024
 
 JOINED_BYTES: Final = 1024 * 1024
 """Bytes of a large value that are joined before the cost is looked at."""
+
+BULK_ROWS_MIN: Final = 64
+"""Rows of a batch from which on they are stored in arrays: that costs 0.7 µs each instead of 2,
+beside what an array itself costs. The arrays are made before the batch is stored, in slices."""
+
+ARRAY_ROWS_MIN: Final = 8
+"""Fewer rows between two large ones are stored one by one."""
+
+ARRAY_COST: Final = 2
+"""What a row costs that becomes a row of an array."""
 
 CUT_ROWS: Final = 256
 CUT_BYTES: Final = 256 * 1024
@@ -115,12 +131,15 @@ class EvaluationResult:
         counters: As in `MutateResult`.
         rows: What is to be stored, one mutation a key, by rising number; each with whether it is a
             counter.
-        published: Rows with large values that were joined, as published chunks of their own, by
-            key.
+        published: Rows with large values, as published chunks of their own, by key.
+        arrays: The rows that are no counters, in arrays; None for a short batch.
+        counter_rows: The others of a long batch.
     """
 
     __slots__ = (
+        "arrays",
         "copied_bytes",
+        "counter_rows",
         "counters",
         "failures",
         "first_cas",
@@ -142,15 +161,8 @@ class EvaluationResult:
         self.counters: list[tuple[int, int]] = []
         self.rows: list[tuple[Mutation, bool]] = []
         self.published: dict[bytes, Chunk] = {}
-
-    @property
-    def stores_only_sets(self) -> bool:
-        """Whether every success is to be stored, and is a `SET` and no counter: their numbers
-        follow on. O(rows)."""
-        rows = self.rows
-        return len(rows) == self.last_seq + 1 - self.first_seq and all(
-            row.op == Operation.SET and not is_counter for row, is_counter in rows
-        )
+        self.arrays: list[EvaluatedArray] | None = None
+        self.counter_rows: list[Mutation] = []
 
 
 class Evaluation:
@@ -279,6 +291,8 @@ class _Work:
             if (yield from self._find_outcomes()):
                 break
         yield from self._join()
+        if len(self._result.rows) >= BULK_ROWS_MIN:
+            yield from self._make_arrays()
         if 2 * self.left < self.cost_max:
             # To store it takes about half of a slice, and cannot be divided.
             yield []
@@ -388,14 +402,17 @@ class _Work:
         """Makes the rows that are to be stored."""
         rows = self._result.rows = []
         self._result.published = {}
+        self._result.arrays = None
+        self._result.counter_rows = []
         for key, item in self._pending.items():
             value = item.value
-            if isinstance(value, JoinedValue):
-                if len(value) > LARGE_BYTES:
-                    value = yield from self._join_large(key, item, value)
-                else:
-                    value = value.join()
-                    self._has_copied(len(value))
+            if len(value) > LARGE_BYTES:
+                # Also one that only a touch stores again: where it becomes a stored chunk, the copy
+                # could not be divided.
+                value = yield from self._join_large(key, item, value)
+            elif isinstance(value, JoinedValue):
+                value = value.join()
+                self._has_copied(len(value))
             rows.append(
                 (
                     Mutation(item.op, key, value, item.seq, item.cas, item.flags, item.expiry),
@@ -408,11 +425,13 @@ class _Work:
         self._pending = {}
 
     def _join_large(
-        self, key: bytes, item: _PendingItem, value: JoinedValue
+        self, key: bytes, item: _PendingItem, value: bytes | JoinedValue
     ) -> Generator[list[FetchRequest], None, bytes]:
         """Joins a large value, in slices, where it is to be stored: new memory costs more than the
         copy."""
         row = LargeRow(key, len(value), item.flags, item.expiry)
+        if not isinstance(value, JoinedValue):
+            value = JoinedValue(value)
         for piece in value.pieces(JOINED_BYTES):
             row.add(piece)
             self._has_copied(len(piece))
@@ -420,6 +439,37 @@ class _Work:
                 yield []
         chunk = self._result.published[key] = row.chunk()
         return chunk.shared_mutation(0).value
+
+    def _make_arrays(self) -> Iterator[list[FetchRequest]]:
+        """Makes arrays of the rows of a long batch."""
+        result = self._result
+        arrays = result.arrays = []
+        documents, nbytes = list[Mutation](), 0
+        for row, is_counter in result.rows:
+            if is_counter:
+                result.counter_rows.append(row)
+                continue
+            is_large = len(row.value) > LARGE_VALUE_BYTES
+            if documents and (
+                is_large or nbytes > ARRAY_BYTES_MAX or len(documents) == ARRAY_MUTATIONS_MAX
+            ):
+                arrays.append(self._array_of(documents, nbytes))
+                documents, nbytes = [], 0
+                if self.left <= 0:
+                    yield []
+            if is_large:
+                arrays.append(EvaluatedArray((row,), None, result.published.get(row.key)))
+            else:
+                documents.append(row)
+                nbytes += len(row.key) + len(row.value)
+        if documents:
+            arrays.append(self._array_of(documents, nbytes))
+
+    def _array_of(self, rows: list[Mutation], nbytes: int) -> EvaluatedArray:
+        self.left -= ARRAY_COST * len(rows) + nbytes // BYTES_PER_COST
+        if len(rows) < ARRAY_ROWS_MIN:
+            return EvaluatedArray(rows)
+        return EvaluatedArray(rows, Chunk.build(rows, SeqNo(rows[0].seq - 1), rows[-1].seq))
 
     def _has_copied(self, nbytes: int) -> None:
         self._result.copied_bytes += nbytes

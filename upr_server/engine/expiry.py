@@ -12,7 +12,7 @@ the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Final
 
@@ -29,9 +29,9 @@ CLEAN_STEP: Final = 2
 """Entries that an addition looks at while the heap is being cleaned. So cleaning ends before the
 new heap is half as long as the old one was."""
 
-RUN_CLEAN_MAX: Final = 1024
-"""Entries that a run of additions looks at, however long it is: 1 ms. For a run of 4,096 it would
-else be more than all else that it costs. The rest is cleaned once a second."""
+RUN_CLEAN_MAX: Final = 512
+"""Entries that a run of additions looks at, however long it is: half a millisecond. For a run of
+4,096 it would else be more than all else that it costs. The rest is cleaned once a second."""
 
 STALE_MAX: Final = 64
 """Stale entries that one question removes: at 1 to 2 µs each."""
@@ -67,12 +67,13 @@ class ExpiryIndex:
         heappush(self._heap, (expiry, seq, key))
         self._has_added(1)
 
-    def add_all(self, expiries: Sequence[int], first: int, keys: Sequence[bytes]) -> None:
-        """Enters a run of items, those with an expiry time of 0 excepted. O(items log entries)."""
+    def add_all(self, entries: Iterable[tuple[int, int, bytes]]) -> None:
+        """Enters items: the expiry time, the number and the key of each. Those with an expiry time
+        of 0 are passed over. O(items log entries)."""
         heap, count_before = self._heap, len(self._heap)
-        for seq, (expiry, key) in enumerate(zip(expiries, keys, strict=True), first):
-            if expiry:
-                heappush(heap, (expiry, seq, key))
+        for entry in entries:
+            if entry[0]:
+                heappush(heap, entry)
         self._has_added(len(heap) - count_before)
 
     def _has_added(self, count: int) -> None:

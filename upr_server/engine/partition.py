@@ -22,7 +22,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_server.engine.batch import CheckedChunk, MutationBatch, is_design_key
-from upr_server.engine.evaluation import Evaluation, PartitionPosition
+from upr_server.engine.evaluation import BULK_ROWS_MIN, Evaluation, PartitionPosition
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
@@ -44,16 +44,16 @@ from upr_server.engine.snapshots import (
     ARRAY_BYTES_MAX,
     ARRAY_MUTATIONS_MAX,
     ARRAY_SPAN_MAX,
+    EvaluatedArray,
     MutationManager,
 )
 
-EXPIRE_MAX: Final = 512
-"""Items that one call of `expire` deletes, or entries of superseded items that it passes; at 4 µs
-each it holds the loop for 2 ms."""
+EXPIRE_MAX: Final = 256
+"""Items that one call of `expire` deletes, or entries of superseded items that it passes; at 3 µs
+each it holds the loop for a millisecond."""
 
-BULK_ROWS_MIN: Final = 64
-"""Rows of an evaluated batch from which on they are stored as a chunk: that costs 1 µs each instead
-of 2, beside what the chunk itself costs."""
+EXPIRE_BEFORE_RUN_MAX: Final = 64
+"""The same before a plain run, which is taken in in the same step."""
 
 GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 """What one reply to a `GET` holds; the rest of the frame is for its head."""
@@ -268,7 +268,8 @@ class Partition:
     def note_expiries(self, columns: CheckedChunk, low: int, high: int, first_seq: SeqNo) -> None:
         """Notes when the rows [`low`, `high`) of a chunk, which were taken in, expire. O(rows)."""
         expiries = columns.chunk.expiries[low:high].tolist()
-        self._expiries.add_all(expiries, first_seq, columns.keys[low:high])
+        seqs = range(first_seq, first_seq + high - low)
+        self._expiries.add_all(zip(expiries, seqs, columns.keys[low:high], strict=True))
 
     def finish_run(
         self, token: WriterToken | None, attempt: int, first_seq: int, count: int, first_cas: int
@@ -322,7 +323,7 @@ class Partition:
         # than one call deletes: the rest reads as missing, and is deleted later.
         high_before = self.snapshots.open.high
         if self._expiries.is_due(now):
-            self._expire_due(now)
+            self._expire_due(now, EXPIRE_BEFORE_RUN_MAX)
         snapshot = self.snapshots.open
         first_seq, first_cas = SeqNo(snapshot.high + 1), self.next_cas(now)
         columns, low, high = batch.columns, batch.low, batch.high
@@ -343,13 +344,9 @@ class Partition:
         assert result.position == self.position, "the partition must not have changed since"
         first_seq, last_seq = result.first_seq, result.last_seq
         first_cas, rows = result.first_cas, result.rows
-        # A chunk's rows have numbers without a gap, and counters have a list of their own. So one
-        # deletion, one counter, or one key that the batch changed twice, makes it go row by row.
-        if len(rows) >= BULK_ROWS_MIN and not result.published and result.stores_only_sets:
-            chunk = Chunk.build([row for row, _ in rows])
-            self.snapshots.open.add_rows(chunk, 0, len(rows), first_seq, first_cas, self.table)
-            if chunk.may_expire:
-                self._expiries.add_all(chunk.expiries.tolist(), first_seq, chunk.keys())
+        if result.arrays is not None:
+            self.snapshots.open.add_evaluated(result.arrays, result.counter_rows, self.table)
+            self._expiries.add_all([(row.expiry, row.seq, row.key) for row, _ in rows])
         else:
             for row, is_counter in rows:
                 published = result.published.get(row.key)
@@ -459,10 +456,13 @@ class Partition:
             self._expire_due(now)
             self.snapshots.wake()
 
-    def _expire_due(self, now: float) -> int:
-        keys = self._expiries.take(now, EXPIRE_MAX)
-        for key in keys:
-            self._store_expiry(key, now)
+    def _expire_due(self, now: float, entries_max: int = EXPIRE_MAX) -> int:
+        keys = self._expiries.take(now, entries_max)
+        if len(keys) < BULK_ROWS_MIN:
+            for key in keys:
+                self._store_expiry(key, now)
+        else:
+            self._store_expiries(keys, now)
         self._notify_expired(keys)
         return len(keys)
 
@@ -496,6 +496,17 @@ class Partition:
         seq, cas = SeqNo(self.snapshots.high + 1), self.next_cas(now)
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
         self.rows.last_cas = cas
+
+    def _store_expiries(self, keys: Sequence[bytes], now: float) -> None:
+        """The same for many different keys."""
+        first_seq, first_cas = self.snapshots.high + 1, self.next_cas(now)
+        rows = [
+            Mutation(Operation.EXPIRE, key, b"", SeqNo(first_seq + index), Cas(first_cas + index))
+            for index, key in enumerate(keys)
+        ]
+        array = EvaluatedArray(rows, Chunk.build(rows, SeqNo(first_seq - 1), rows[-1].seq))
+        self.snapshots.open.add_evaluated((array,), (), self.table)
+        self.rows.last_cas = rows[-1].cas
 
     # What this node is for it.
 

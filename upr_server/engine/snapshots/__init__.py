@@ -13,19 +13,26 @@ from upr_server.engine.snapshots.document_arrays import (
     ARRAY_MUTATIONS_MAX,
     ARRAY_SPAN_MAX,
 )
-from upr_server.engine.snapshots.document_list import PUBLISHED_BYTES_MIN, PUBLISHED_MUTATIONS_MIN
+from upr_server.engine.snapshots.document_list import (
+    LARGE_VALUE_BYTES,
+    PUBLISHED_BYTES_MIN,
+    PUBLISHED_MUTATIONS_MIN,
+)
 from upr_server.engine.snapshots.manager import MutationManager, Registration
+from upr_server.engine.snapshots.open_snapshot import EvaluatedArray
 from upr_server.engine.snapshots.snapshot_list import NotInMemory, SnapshotList
 
 __all__ = [
     "ARRAY_BYTES_MAX",
     "ARRAY_MUTATIONS_MAX",
     "ARRAY_SPAN_MAX",
+    "LARGE_VALUE_BYTES",
     "PUBLISHED_BYTES_MIN",
     "PUBLISHED_MUTATIONS_MIN",
     "BackfillNeeded",
     "Cursor",
     "CursorItem",
+    "EvaluatedArray",
     "MutationManager",
     "NotInMemory",
     "PersistenceCursor",

@@ -7,6 +7,7 @@ already, and both operations cost O(1): docs/adr/0004-counters-in-insertion-orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -40,6 +41,13 @@ class Counters:
         """Adds an event whose number is above all others. O(1)."""
         self._by_seq[counter.seq] = counter
         nbytes = counter_bytes(counter)
+        self.nbytes += nbytes
+        self._memory.counters += nbytes
+
+    def extend(self, counters: Sequence[Mutation]) -> None:
+        """Adds events by rising number, all above the others. O(events)."""
+        self._by_seq.update((counter.seq, counter) for counter in counters)
+        nbytes = sum([counter_bytes(counter) for counter in counters])
         self.nbytes += nbytes
         self._memory.counters += nbytes
 

@@ -23,6 +23,7 @@ from upr_protocol.ids import SEQ_MAX, Cas, Operation, SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.document_arrays import (
     ARRAY_BYTES_MAX,
+    ROW_BYTES,
     DocumentArray,
     NumberedArray,
     PublishedArray,
@@ -124,6 +125,19 @@ class DocumentList:
             self._append(PublishedArray(piece, first_seq, first_cas))
             first_seq = SeqNo(first_seq + piece.count)
             first_cas = Cas(first_cas + piece.count)
+
+    def add_array(self, chunk: Chunk) -> None:
+        """Takes in documents that are not large, with numbers above all so far: a stored chunk. The
+        skip flags need not cover it."""
+        self.seal()
+        array, skip_flags = NumberedArray(chunk), self.skip_flags
+        if skip_flags:
+            covered_count = skip_flags.extend_through(array.last)
+        else:
+            covered_count = array.last + 1 - array.first
+            skip_flags.extend(array.first, covered_count)
+        self._append(array)
+        self.count(ROW_BYTES * (covered_count - array.count))
 
     def add(self, row: Mutation) -> None:
         """Takes in one document that is not large. O(1)."""

@@ -345,7 +345,9 @@ class _BundleRequest(OrderedReply):
         if result.failures:
             self._failures += [(low + row, reason) for row, reason in result.failures]
         if result.counters:
-            self._counters += [(low + row, value) for row, value in result.counters]
+            self._counters += (
+                [(low + row, value) for row, value in result.counters] if low else result.counters
+            )
         has_succeeded = result.last_seq >= result.first_seq
         self._set_result(
             index,
