@@ -14,7 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from tests.kit.audit_notes import AuditNotes
-from tests.kit.certificates import Authority, Certificates
+from tests.kit.certificates import Authority, Certificate, Certificates
 from tests.kit.peer import Peer, sets
 from tests.kit.proxy import proxy_to
 from tests.protocol.session.kit import encoded, frames, hello
@@ -374,10 +374,19 @@ async def test_a_first_message_without_sense(mechanism: str, data: bytes, status
         await peer.expect_error(status)
 
 
-async def test_a_user_who_is_removed_during_the_log_in() -> None:
+@pytest.mark.parametrize(
+    "users",
+    [
+        {"x": User("x")},
+        {"bob": User("bob", new_verifier("crayon", b"sixteen bytes...", 4096))},
+        {"bob": User("bob")},
+    ],
+    ids=["removed", "another password", "no password any more"],
+)
+async def test_a_user_who_changes_during_the_log_in(users: dict[str, User]) -> None:
     async with server_with_users() as server, stranger(server) as peer:
         client, challenge = await challenged(peer, "bob", "pencil")
-        server.users.users = Users(2, {"x": User("x")})
+        server.users.users = Users(2, users)
         await peer.send(LogInResponse(client.client_final(challenge)))
         await peer.expect_error(Status.LOG_IN_FAILED)
 
@@ -479,6 +488,47 @@ async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
         await peer.expect(MutateReply)
         assert trio.current_time() - began > 45
         assert server.connections.resources.frame_budget.dropped == 0
+
+
+async def test_it_is_noted_who_logs_in_and_who_tries(certificates: Certificates) -> None:
+    log = AuditNotes()
+    settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
+    limited = User("carol", VERIFIER, RIGHTS, Limits(connections=1))
+    users = USERS.with_user(limited)
+    async with server_with_users(users, **certificates.server_settings(), **settings) as server:
+        server.connections.resources.audit_log = log
+
+        def address(certificate: Certificate, credentials: Credentials | None = None) -> Address:
+            tls = certificates.security_of(certificate).tls
+            return Address.parse(server.url("b"), Security(tls, credentials))
+
+        async def refused(certificate: Certificate, credentials: Credentials | None = None) -> None:
+            with pytest.raises(ServerError):
+                async with connect(address(certificate, credentials), retry_timeout_s=0):
+                    pass
+
+        alice = certificates.client
+        async with connect(address(alice)), connect(address(alice, BOB)):
+            pass
+        await refused(certificates.server)
+        await refused(alice, Credentials("bob", "pen"))
+        await refused(alice, Credentials("eve", "pen"))
+        carol = Credentials("carol", "pencil")
+        async with connect(address(alice, carol)):
+            await refused(alice, carol)
+    assert {event for event, _ in log.notes} == {"log-in"}
+    assert all(str(fields["peer"]).startswith("127.0.0.1:") for _, fields in log.notes)
+    assert [
+        (fields["user"], fields["mechanism"], fields["allowed"]) for _, fields in log.notes
+    ] == [
+        ("alice", EXTERNAL, True),
+        ("bob", SCRAM, True),
+        ("localhost", EXTERNAL, False),
+        ("bob", SCRAM, False),
+        ("eve", SCRAM, False),
+        ("carol", SCRAM, True),
+        ("carol", SCRAM, False),
+    ]
 
 
 async def test_it_is_noted_which_host_must_wait() -> None:
