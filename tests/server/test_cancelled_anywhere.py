@@ -48,8 +48,8 @@ from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
-from upr_server.net.partition_request_queue import LongRequestTurns
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
+from upr_server.net.turns import Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -438,11 +438,11 @@ async def test_writers_that_are_woken_some_in_each_turn() -> None:
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*WAKING)
 
 
-TURNS: Final = tries(LongRequestTurns.next_turn)
+TURNS: Final = tries(Turns.next_turn)
 
 
 async def test_a_long_request_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
-    turns = LongRequestTurns()
+    turns = Turns()
 
     async def work() -> None:
         async with trio.open_nursery() as nursery:

@@ -30,6 +30,10 @@ async def _create(server: ServerProcess) -> None:
         await client.create_bucket(BUCKET, 2)
 
 
+LONGEST_TURN_S: Final = 0.2
+"""In seconds of the processor. A turn serves 600 peers, and frees what some of them sent."""
+
+
 async def _begin_frame(bad: Peer, length: int, count: int) -> None:
     await bad.send_bytes(pack_header(Mutate.opcode, 0, 0, 99, length, 0))
     with suppress(trio.BrokenResourceError):
@@ -85,4 +89,8 @@ async def test_frames_that_end_just_before_their_ends_are_bounded() -> None:
             # The budget times its factor, and what a body's growth and the allocator take for it.
             assert server.peak_bytes - before < 512 * MIB
             await good.more_rounds()
+            async with connect(server.url()) as client:
+                longest_turn_s = (await client.stats())["server"]["longest_turn_s"]
             nursery.cancel_scope.cancel()
+            # Their reads take turns: all in one turn of the loop took half a second.
+            assert longest_turn_s < LONGEST_TURN_S, f"{1000 * longest_turn_s:.0f} ms"

@@ -48,8 +48,20 @@ async def dial_tcp(address: Address) -> trio.abc.Stream:
         raise OSError(f"{address.host!r} is not a valid host name") from error
 
 
-async def read_some(stream: trio.abc.ReceiveStream, session: Session, scratch: memoryview) -> int:
+async def read_some(
+    stream: trio.abc.ReceiveStream,
+    session: Session,
+    scratch: memoryview,
+    wait_for_turn: Callable[[], Awaitable[None]] | None = None,
+) -> int:
     """Waits until something comes, and gives it to the session.
+
+    Args:
+        stream: The stream.
+        session: The session.
+        scratch: What is read into beside a body that is under way.
+        wait_for_turn: Called when something has come on a socket, before more than `scratch` takes
+            is read; None where nobody else is held up by that.
 
     Returns:
         How many bytes came; 0 at the stream's end.
@@ -70,6 +82,10 @@ async def read_some(stream: trio.abc.ReceiveStream, session: Session, scratch: m
             raise trio.ClosedResourceError("the connection was closed here")
         # Waiting comes before the first read: mostly nothing has come yet.
         await trio.lowlevel.wait_readable(socket)
+        if wait_for_turn is not None and len(session.receive_buffer()) > len(scratch):
+            await wait_for_turn()
+            if socket.fileno() < 0:
+                raise trio.ClosedResourceError("the connection was closed here")
         try:
             return read_available(socket.fileno(), session, scratch, trio.current_time())
         except BlockingIOError:

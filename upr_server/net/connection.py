@@ -224,7 +224,9 @@ class AcceptedConnection:
     async def _read(self, scope: trio.CancelScope) -> None:
         session = self.session
         while True:
-            count = await read_some(self._stream, session, self._resources.scratch)
+            count = await read_some(
+                self._stream, session, self._resources.scratch, self._wait_for_read_turn
+            )
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
                 scope.cancel()
@@ -314,6 +316,12 @@ class AcceptedConnection:
             self._is_unread = True
             await self._frame.pause(pause_s)
             self._is_unread = False
+
+    async def _wait_for_read_turn(self) -> None:
+        # A read of a MiB takes about a millisecond. Hundreds of peers that send at the same time
+        # would else hold the loop for hundreds.
+        self._frame.stop_waiting(trio.current_time())
+        await self._resources.read_turns.next_turn()
 
     async def _wait_for_frame_memory(self) -> None:
         self._is_unread = True

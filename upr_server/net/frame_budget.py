@@ -93,6 +93,12 @@ class UnfinishedFrame:
         self._is_reading = nbytes > 0
         self._budget.change(self, nbytes, is_new=is_new)
 
+    def stop_waiting(self, now: float) -> None:
+        """Something came at `now`, and the server does not read it yet: from here on the peer is
+        not the slower for it, until `read`."""
+        self._lag_s = self.lag_s(now)
+        self._is_reading = False
+
     async def wait_for_turn(self) -> None:
         """Waits while others come first. On cancellation it is as before."""
         self._is_reading = False

@@ -23,6 +23,7 @@ from upr_server.engine import (
     is_damaged,
 )
 from upr_server.net.backlog import ConnectionBacklog
+from upr_server.net.turns import Turns
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -76,21 +77,6 @@ class QueuedClient(Protocol):
         """Runs `task`, which must not raise, until the connection's end cancels it."""
 
 
-class LongRequestTurns:
-    """The turns of requests that take more than one. Of all partitions and connections one has its
-    turn in a step of the loop, so that together they hold up others no longer than one does."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = trio.StrictFIFOLock()
-
-    async def next_turn(self) -> None:
-        """Waits for a turn, behind those that wait already. It lasts until the next checkpoint."""
-        async with self._lock:
-            await trio.lowlevel.checkpoint()
-
-
 class PartitionRequestQueue:
     """The requests that wait for one partition.
 
@@ -111,7 +97,7 @@ class PartitionRequestQueue:
 
     __slots__ = ("_answer_lock", "_disk", "_partition", "_queues", "_turns")
 
-    def __init__(self, disk: BucketDisk, partition: Partition, turns: LongRequestTurns) -> None:
+    def __init__(self, disk: BucketDisk, partition: Partition, turns: Turns) -> None:
         self._disk = disk
         self._partition = partition
         self._turns = turns
@@ -211,7 +197,7 @@ class PartitionRequestQueues:
 
     def __init__(self) -> None:
         self._queues: dict[Partition, PartitionRequestQueue] = {}
-        self._turns = LongRequestTurns()
+        self._turns = Turns()
 
     def of(self, disk: BucketDisk, partition: Partition) -> PartitionRequestQueue:
         """The queue of a partition."""

@@ -19,6 +19,7 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
+from upr_server.net.turns import Turns
 from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
 from upr_server.user_store import UserStore
 
@@ -106,6 +107,7 @@ class ServerResources:
         step_writes: Connections to write to at the end of a step.
         streams_may_begin: Notified when streams may begin of partitions of which none could.
         scratch: What sockets are read into.
+        read_turns: The turns of reads of large bodies.
     """
 
     identity: str
@@ -127,3 +129,4 @@ class ServerResources:
     step_writes: StepWrites = attrs.field(factory=StepWrites)
     streams_may_begin: Notifier = attrs.field(factory=Notifier)
     scratch: memoryview = attrs.field(factory=new_scratch)
+    read_turns: Turns = attrs.field(factory=Turns)

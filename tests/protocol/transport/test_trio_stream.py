@@ -73,6 +73,44 @@ async def test_a_session_gets_what_comes_from_a_socket_and_from_any_other_stream
             assert await read_some(far, session, new_scratch()) == 0
 
 
+class BodyUnderWay(ServerSession):
+    """A session that receives a body, of which so many bytes are missing."""
+
+    missing_bytes = 0
+
+    def receive_buffer(self) -> memoryview:
+        return memoryview(bytearray(self.missing_bytes))
+
+    def receive(self, data: bytes, now: float, filled: int = 0) -> None:
+        self.missing_bytes -= filled
+
+
+async def test_only_the_read_of_a_large_body_waits_for_its_turn() -> None:
+    near, far = socket_pair()
+    scratch = new_scratch()
+    turns: list[int] = []
+    session = BodyUnderWay("test:server", now=0.0)
+
+    async def wait_for_turn() -> None:
+        turns.append(session.missing_bytes)
+        await trio.lowlevel.checkpoint()
+
+    async with near, far:
+        for missing_bytes in (0, len(scratch), len(scratch) + 1):
+            session.missing_bytes = missing_bytes
+            await write_all(near, [bytes(8)])
+            await read_some(far, session, scratch, wait_for_turn)
+        assert turns == [len(scratch) + 1]
+
+        async def close() -> None:
+            await far.aclose()
+
+        session.missing_bytes = len(scratch) + 1
+        await write_all(near, [bytes(8)])
+        with pytest.raises(trio.ClosedResourceError):
+            await read_some(far, session, scratch, close)
+
+
 async def test_reading_waits_for_the_first_byte_and_may_be_cancelled(
     autojump_clock: MockClock,
 ) -> None:
