@@ -3,7 +3,8 @@
 Each of the 336,776 flights that left New York in 2013 is a document of its own. Two indexes (by
 origin, and by origin and scheduled hour) are built from one half of them; a third (by carrier) is
 added while the other half is written. In the end every index is compared with the file. Server and
-indexer are processes of their own. Options go to the indexer: `--workers 2`.
+indexer are processes of their own. SQLite writes the same documents with the same indexes. Options
+go to the indexer: `--workers 2`.
 """
 
 from __future__ import annotations
@@ -12,36 +13,40 @@ import csv
 import importlib.util
 import io
 import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.kit.indexers import (
+    INDEXER,
+    POLL_S,
+    SERVER,
+    processor_s,
+    quantiles,
+    resident,
+    sqlite_rate,
+    started,
+    stream_rate,
+    until_ready,
+)
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, IndexClient, WriteResult
 from upr_protocol.ids import Operation
 
-SERVER: Final = "from upr_server.cli import main; main()"
-INDEXER: Final = "from upr_server.indexer.cli import main; main()"
 PARTITIONS: Final = 64
 BATCH: Final = 5000
 SCANS: Final = 300
-POLL_S: Final = 0.05
-"""The pause between two questions whether the indexer is done: answers take its time, too."""
-
 FIRST: Final = {
     "indexes": {"origin": {"key": ["origin"]}, "hour": {"key": ["origin", "time_hour"]}}
 }
+SQLITE: Final = (("$.origin",), ("$.origin", "$.time_hour"), ("$.carrier",))
 ADDED: Final = {"indexes": {"carrier": {"key": ["carrier"]}}}
 
 
@@ -56,19 +61,6 @@ def flights() -> list[tuple[bytes, bytes, dict[str, str]]]:
     return [(b"flight-%06d" % n, json.dumps(row).encode(), row) for n, row in enumerate(rows)]
 
 
-@contextmanager
-def started(program: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and where it says that it listens."""
-    with subprocess.Popen(
-        (sys.executable, "-c", program, *options), stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield process, process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
-
-
 def publish(url: str, rows: Sequence[tuple[bytes, bytes, dict[str, str]]]) -> float:
     """Writes flights; how many seconds it took."""
     began = time.monotonic()
@@ -77,14 +69,6 @@ def publish(url: str, rows: Sequence[tuple[bytes, bytes, dict[str, str]]]) -> fl
             client.apply(
                 Mutation(Operation.SET, key, value) for key, value, _ in rows[start : start + BATCH]
             )
-    return time.monotonic() - began
-
-
-def until_ready(asking: IndexClient, names: set[str]) -> float:
-    """Waits until indexes are built; how many seconds it took."""
-    began = time.monotonic()
-    while not names <= {row["name"] for row in asking.indexes() if row["state"] == "ready"}:
-        threading.Event().wait(POLL_S)
     return time.monotonic() - began
 
 
@@ -110,37 +94,7 @@ def scans(asking: IndexClient, client: BlockingClient, goes_on: Callable[[], boo
             scan()
             times[name].append((time.perf_counter() - began) * 1000)
     for name, times_ms in times.items():
-        quantiles = statistics.quantiles(times_ms, n=100)
-        print(
-            f"  {name}: p50 {quantiles[49]:.1f} ms, p99 {quantiles[98]:.1f} ms, of {len(times_ms)}"
-        )
-
-
-def family(process: subprocess.Popen[str]) -> list[Path]:
-    """The folders in `/proc` of a process and its workers."""
-    own = Path(f"/proc/{process.pid}")
-    # Each thread has its own children.
-    children = [path.read_text().split() for path in own.glob("task/*/children")]
-    return [own, *(Path(f"/proc/{child}") for child in chain.from_iterable(children))]
-
-
-def resident(process: subprocess.Popen[str]) -> int:
-    """MiB of memory of their own that a process and its workers have now."""
-    return sum(
-        int(line.split()[1]) // 1024
-        for folder in family(process)
-        for line in (folder / "status").read_text().splitlines()
-        if line.startswith("RssAnon:")
-    )
-
-
-def processor_s(process: subprocess.Popen[str]) -> float:
-    """The processor time that a process and its workers have used, in seconds."""
-    ticks = 0
-    for folder in family(process):
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        print(f"  {name}: {quantiles(times_ms)}")
 
 
 def main() -> None:
@@ -157,6 +111,12 @@ def main() -> None:
         with BlockingClient(f"upr://{address}/") as client:
             client.create_bucket("flights", PARTITIONS)
         print(f"first half written: {half / publish(url, rows[:half]):,.0f} documents/s")
+        print(f"the bare stream: {stream_rate(url):,.0f} mutations/s")
+        rate, used_us = sqlite_rate(data, ((key, value) for key, value, _ in rows), SQLITE)
+        print(
+            f"SQLite, with the same three indexes: {rate:,.0f} documents/s, {used_us:.1f} µs of a "
+            "processor a document"
+        )
         options = ("--data-dir", str(data / "indexer"), "--log-level", "warning")
         indexer, where = stack.enter_context(
             started(INDEXER, url, "--listen", "127.0.0.1:0", *options, *sys.argv[1:])

@@ -1,0 +1,326 @@
+"""The indexer and generated documents of 1 kB: `python -m benchmarks.indexer_documents`.
+
+It tells, in one run: documents a second that three indexes are built with, beside the bare stream's
+mutations and SQLite with the same indexes; what scans take at each consistency while a writer goes
+at full rate; and what the running indexes, a live consumer and scans notice while one index more is
+built. Further options go to the indexer: `--workers 2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from ctypes import c_double, c_longlong
+from itertools import islice
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from benchmarks.kit.indexers import (
+    INDEXER,
+    SERVER,
+    processor_s,
+    quantiles,
+    resident,
+    sqlite_rate,
+    started,
+    stream_rate,
+    until_ready,
+)
+from upr_protocol.chunk import Mutation
+from upr_protocol.client import BlockingClient, BlockingConsumer, ChunkReceived, IndexClient
+from upr_protocol.ids import Operation
+
+PARTITIONS: Final = 64
+BATCH: Final = 2000
+DOCUMENT_BYTES: Final = 1000
+CITIES: Final = 1000
+MAKERS: Final = 100_000
+FIRST: Final = {
+    "indexes": {
+        "city": {"key": ["city"]},
+        "city_n": {"key": ["city", "n"]},
+        "maker": {"key": ["maker.name"]},
+    }
+}
+ADDED: Final = {"indexes": {"n": {"key": ["n"]}}}
+SQLITE: Final = (("$.city",), ("$.city", "$.n"), ("$.maker.name",))
+NAMES: Final = {"first/city", "first/city_n", "first/maker"}
+SPAWN: Final = multiprocessing.get_context("spawn")
+
+
+def document(number: int, version: int = 0) -> tuple[bytes, bytes]:
+    """Key and value of a document. Each version of it stands elsewhere in every index."""
+    # A multiplier that is prime: neighbours have other cities and makers.
+    drawn = (number * 2_654_435_761 + version * 40_503) % (1 << 32)
+    head = (
+        f'{{"city":"city-{drawn % CITIES:04}","n":{drawn % 999_983},"maker":{{"name":"maker-'
+        f'{drawn % MAKERS:06}","country":"x"}},"at":{time.time():.6f},"text":"'
+    )
+    return b"document-%08d" % number, (head.ljust(DOCUMENT_BYTES - 2, "t") + '"}').encode()
+
+
+def documents(count: int, version: int = 0) -> Iterator[tuple[bytes, bytes]]:
+    """So many documents."""
+    return (document(number, version) for number in range(count))
+
+
+def publish(url: str, rows: Iterator[tuple[bytes, bytes]], on_batch: Callable[[int], bool]) -> None:
+    """Writes documents, until they end or `on_batch`, called with the size of each batch, says
+    no."""
+    with BlockingClient(url) as client:
+        while batch := [Mutation(Operation.SET, *row) for row in islice(rows, BATCH)]:
+            client.apply(batch)
+            if not on_batch(len(batch)):
+                return
+
+
+@attrs.frozen
+class Counters:
+    """What the writer and the live consumer have done; shared with their processes.
+
+    Attributes:
+        written: Documents written.
+        received: Documents that the consumer has received.
+        late_s: The sum over chunks of how late their last document came.
+        chunks: How many chunks came.
+        latest_s: The latest of them.
+        is_over: Not 0 when both are to end.
+    """
+
+    written: Synchronized[int] = attrs.field(factory=lambda: SPAWN.Value(c_longlong, 0))
+    received: Synchronized[int] = attrs.field(factory=lambda: SPAWN.Value(c_longlong, 0))
+    late_s: Synchronized[float] = attrs.field(factory=lambda: SPAWN.Value(c_double, 0.0))
+    chunks: Synchronized[int] = attrs.field(factory=lambda: SPAWN.Value(c_longlong, 0))
+    latest_s: Synchronized[float] = attrs.field(factory=lambda: SPAWN.Value(c_double, 0.0))
+    is_over: Synchronized[int] = attrs.field(factory=lambda: SPAWN.Value(c_longlong, 0))
+
+
+def keep_writing(url: str, count: int, counters: Counters) -> None:
+    """Writes the documents again and again, as fast as it can."""
+
+    def on_batch(size: int) -> bool:
+        counters.written.value += size
+        return not counters.is_over.value
+
+    version = 0
+    while not counters.is_over.value:
+        version += 1
+        publish(url, documents(count, version), on_batch)
+
+
+def keep_receiving(url: str, counters: Counters) -> None:
+    """Reads what is written from now on."""
+    with BlockingConsumer(url, start="now") as consumer:
+        consumer.connect()
+        while not counters.is_over.value:
+            event = consumer.next_event(timeout_s=0.5)
+            if isinstance(event, ChunkReceived):
+                counters.received.value += len(event.chunk)
+                last = json.loads(bytes(event.chunk.values()[-1]))
+                if "at" not in last:
+                    # The scans' own document.
+                    continue
+                late_s = time.time() - last["at"]
+                counters.late_s.value += late_s
+                counters.chunks.value += 1
+                counters.latest_s.value = max(counters.latest_s.value, late_s)
+
+
+@contextmanager
+def beside(url: str, count: int) -> Iterator[Counters]:
+    """A writer at full rate and a live consumer, as processes, for as long as the context."""
+    counters = Counters()
+    processes = [
+        SPAWN.Process(target=keep_receiving, args=(url, counters)),
+        SPAWN.Process(target=keep_writing, args=(url, count, counters)),
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while not counters.received.value:
+            threading.Event().wait(0.05)
+        yield counters
+    finally:
+        counters.is_over.value = 1
+        for process in processes:
+            process.join()
+
+
+class Phase:
+    """What happens in a phase of the run, and its report.
+
+    Args:
+        asking: The indexer.
+        url: The bucket.
+        counters: The writer's and the consumer's.
+    """
+
+    def __init__(self, asking: IndexClient, url: str, counters: Counters) -> None:
+        self._asking = asking
+        self._url = url
+        self._counters = counters
+
+    def run(self, title: str, goes_on: Callable[[], bool]) -> None:
+        """Scans at each consistency in turn, and prints what it took and what else went on."""
+        counters = self._counters
+        counters.latest_s.value = 0.0
+        began, before = time.monotonic(), self._figures()
+        times = self._scans(goes_on)
+        took_s, after = time.monotonic() - began, self._figures()
+        written, received, applied, late_s, chunks = (
+            new - old for new, old in zip(after, before, strict=True)
+        )
+        print(f"{title}, {took_s:.0f} s:")
+        print(f"  written {written / took_s:,.0f} documents/s, and a client's own by scans")
+        print(f"  running indexes applied {applied / took_s:,.0f} documents/s")
+        print(
+            f"  a live consumer received {received / took_s:,.0f} documents/s, "
+            f"{late_s / max(1, chunks) * 1000:.0f} ms after they were made on average, the last "
+            f"of them {counters.latest_s.value * 1000:.0f} ms"
+        )
+        for name, times_ms in times.items():
+            print(f"  scans of 100, {name}: {quantiles(times_ms)}")
+
+    def _figures(self) -> tuple[float, ...]:
+        counters = self._counters
+        return (
+            counters.written.value,
+            counters.received.value,
+            self._asking.status()["applied"],
+            counters.late_s.value,
+            counters.chunks.value,
+        )
+
+    def _scans(self, goes_on: Callable[[], bool]) -> dict[str, list[float]]:
+        options: dict[str, Any] = {"prefix": ["city-0007"], "limit": 100, "timeout_s": 120}
+        times: dict[str, list[float]] = {"any": [], "now": [], "at_least": []}
+        with BlockingClient(self._url) as client:
+
+            def read_own_write() -> None:
+                written = client.set("own", '{"city": "own"}')
+                began_at[0] = time.perf_counter()
+                options_with = {**options, "consistency": "at_least", "written": [written]}
+                self._asking.scan("first/city", **options_with)
+
+            began_at = [0.0]
+            kinds: dict[str, Callable[[], object]] = {
+                "any": lambda: self._asking.scan("first/city", **options),
+                "now": lambda: self._asking.scan("first/city", consistency="now", **options),
+                "at_least": read_own_write,
+            }
+            while goes_on() or len(times["at_least"]) < 2:
+                for name, scan in kinds.items():
+                    began_at[0] = time.perf_counter()
+                    scan()
+                    times[name].append((time.perf_counter() - began_at[0]) * 1000)
+        return times
+
+
+def for_seconds(seconds: float) -> Callable[[], bool]:
+    """Holds for so long from the first call."""
+    ends_at: list[float] = []
+
+    def goes_on() -> bool:
+        if not ends_at:
+            ends_at.append(time.monotonic() + seconds)
+        return time.monotonic() < ends_at[0]
+
+    return goes_on
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=5_000_000)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of writing before the build")
+    parser.add_argument("--data-dir", type=Path, help="where to keep everything meanwhile")
+    parser.add_argument("--no-sqlite", action="store_true")
+    options, indexer_options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(dir=options.data_dir, ignore_cleanup_errors=True) as folder:
+        _measure(Path(folder), options, indexer_options)
+
+
+def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]) -> None:
+    count = options.documents
+    with ExitStack() as stack:
+        quiet = ("--log-level", "warning")
+        _, address = stack.enter_context(
+            started(
+                SERVER,
+                *("serve", "--listen", "127.0.0.1:0", "--data-dir", str(data / "server"), *quiet),
+            )
+        )
+        url = f"upr://{address}/documents"
+        with BlockingClient(f"upr://{address}/") as client:
+            client.create_bucket("documents", PARTITIONS)
+        began = time.monotonic()
+        publish(url, documents(count), lambda _size: True)
+        print(f"{count:,} documents written: {count / (time.monotonic() - began):,.0f}/s")
+        print(f"the bare stream: {stream_rate(url):,.0f} mutations/s")
+        if not options.no_sqlite:
+            rate, used_us = sqlite_rate(data, documents(count), SQLITE)
+            print(
+                f"SQLite with the same three indexes: {rate:,.0f} documents/s, {used_us:.1f} µs of "
+                "a processor a document"
+            )
+        indexer, where = stack.enter_context(
+            started(
+                INDEXER,
+                *(url, "--listen", "127.0.0.1:0", "--data-dir", str(data / "indexer"), *quiet),
+                *indexer_options,
+            )
+        )
+        asking = stack.enter_context(IndexClient(where))
+        asking.create("first", FIRST)
+        used_s, took_s = processor_s(indexer), until_ready(asking, NAMES)
+        used_s = processor_s(indexer) - used_s
+        print(
+            f"three indexes built: {count / took_s:,.0f} documents/s, {took_s:.0f} s; "
+            f"{used_s / count * 1e6:.1f} µs of the processors a document"
+        )
+        _measure_load(url, count, asking, options.seconds)
+        disk_bytes = sum(row["disk_bytes"] for row in asking.indexes())
+        print(
+            f"memory of the indexer: {resident(indexer)} MiB; its four indexes: "
+            f"{disk_bytes / 2**30:.1f} GiB"
+        )
+        for name in ("first/city", "added/n"):
+            # One of them is the scans' own.
+            entries = asking.count(name, consistency="now", timeout_s=300)
+            if entries not in (count, count + 1):
+                raise SystemExit(f"{name} has {entries} entries, not {count}")
+        print("compared: every index has an entry for each document")
+
+
+def _measure_load(url: str, count: int, asking: IndexClient, seconds: float) -> None:
+    def is_building() -> bool:
+        return any(row["state"] != "ready" for row in asking.indexes())
+
+    with beside(url, count) as counters:
+        phase = Phase(asking, url, counters)
+        phase.run("while a writer goes at full rate", for_seconds(seconds))
+        began = time.monotonic()
+        asking.create("added", ADDED)
+        until_known(asking, "added/n")
+        phase.run("while one index more is built beside that", is_building)
+        took_s = time.monotonic() - began
+        print(f"one index built beside that: {count / took_s:,.0f} documents/s, {took_s:.0f} s")
+
+
+def until_known(asking: IndexClient, name: str) -> None:
+    """Waits until the indexer has heard of an index."""
+    while all(row["name"] != name for row in asking.indexes()):
+        threading.Event().wait(0.05)
+
+
+if __name__ == "__main__":
+    main()
