@@ -19,7 +19,7 @@ from typing import Final
 from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import NO_PARTITION, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.wire import Mutate, MutateReply, RunResult
+from upr_protocol.wire import Mutate, encode_reply
 from upr_server.engine import Bucket, BundleBatches, Partition, batch_of, set_runs
 
 KEYS: Final = 100_000
@@ -91,30 +91,15 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
 
     def run() -> float:
         bucket = new_bucket(partitions)
-        members = bucket.partitions
         now = time()
         frames = [bytes(bytearray(body)) for body in bodies]
         started_at = process_time_ns()
         for frame in frames:
             message = Mutate.parse(frame, NO_PARTITION, 1, 0)
             bundle, batches = message.bundle, BundleBatches(message.bundle, message.writer)
-            results: list[RunResult] = []
-            for run, numbers in zip(
-                bundle.runs,
-                set_runs(
-                    bucket,
-                    batches.columns,
-                    bundle.bounds,
-                    [members[run.partition] for run in bundle.runs],
-                    [batches.token(run) for run in bundle.runs],
-                    0,
-                    now,
-                ),
-                strict=True,
-            ):
-                assert numbers is not None, "each run is plain, short and new"
-                results.append(RunResult(run.partition, 0, *numbers))
-            MutateReply(0, tuple(results)).frame_buffers()
+            runs = set_runs(bucket, batches.columns, bundle.directory, batches.writer, 0, now)
+            assert not runs.left, "each run is plain, short and new"
+            encode_reply(message.opaque, runs.lines)
         return (process_time_ns() - started_at) / total
 
     return run

@@ -211,7 +211,7 @@ def has_no_token(writer: bytes) -> bool:
     partition = Partition(PartitionId(0), lambda: HistoryId(1))
     bundle = Bundle.of_one_run(PartitionId(0), plain_chunk([b"k"], [b"v"]), counter=1)
     for _ in range(2):
-        (batch,) = BundleBatches(bundle, writer if any(writer) else None)
+        (batch,) = BundleBatches(bundle, writer)
         partition.mutate(batch, now=0)
     return partition.high_seq == 2
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 6
+REVISION: Final = 7
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         OpenRows,
         add_runs,
         check,
+        encode_replies,
         find_misplaced,
         gather,
         join_sets,
@@ -39,6 +40,7 @@ elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         OpenRows,
         add_runs,
         check,
+        encode_replies,
         find_misplaced,
         gather,
         join_sets,
@@ -55,6 +57,7 @@ else:
             OpenRows,
             add_runs,
             check,
+            encode_replies,
             find_misplaced,
             gather,
             join_sets,
@@ -71,6 +74,7 @@ else:
             OpenRows,
             add_runs,
             check,
+            encode_replies,
             find_misplaced,
             gather,
             join_sets,
@@ -94,6 +98,7 @@ __all__ = [
     "OpenRows",
     "add_runs",
     "check",
+    "encode_replies",
     "find_misplaced",
     "gather",
     "join_sets",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import count
-from operator import and_
 from typing import Final
 
 import msgspec
@@ -18,6 +17,7 @@ from tests.kit.placed_keys import key_in
 from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionId, PartitionState
+from upr_protocol.wire import decode_results
 from upr_server.engine import (
     LONG_RUN_ROWS,
     Bucket,
@@ -90,17 +90,21 @@ class Bundles(RuleBasedStateMachine):
         if not batches.columns.is_unconditional:
             return [None] * len(batches)
         partitions = [self.bucket.partitions[run.partition] for run in bundle.runs]
-        are_new = [
-            partition.takes_at_once(batches.token(run), 0, self.time)
+        are_at_once = [
+            partition.state is PartitionState.ACTIVE
+            and partition.repeated_batches.is_certainly_new(batches.token(run), 0)
+            and not partition.has_expired(self.time)
+            and run.row_count < LONG_RUN_ROWS
             for partition, run in zip(partitions, bundle.runs, strict=True)
         ]
-        tokens = [batches.token(run) for run in bundle.runs]
         runs = set_runs(
-            self.bucket, batches.columns, bundle.bounds, partitions, tokens, 0, self.time
+            self.bucket, batches.columns, bundle.directory, batches.writer, 0, self.time
         )
-        short = [run.row_count < LONG_RUN_ROWS for run in bundle.runs]
-        assert [run is not None for run in runs] == list(map(and_, are_new, short))
-        return [None if run is None else MutateResult(*run) for run in runs]
+        assert list(runs.left) == [at for at, is_taken in enumerate(are_at_once) if not is_taken]
+        return [
+            MutateResult(*result[2:]) if result.history_id else None
+            for result in decode_results(runs.lines)
+        ]
 
     def check(
         self, token: WriterToken, run: BundleRun, rows: list[Mutation], result: MutateResult

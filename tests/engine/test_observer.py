@@ -9,9 +9,17 @@ import pytest
 
 from tests.engine.helpers import NOW, put, request, send
 from tests.kit.placed_keys import key_in
-from upr_protocol.chunk import Chunk, plain_chunk
+from upr_protocol.chunk import RUN_BYTES, BundleRun, Chunk, encode_runs, plain_chunk
 from upr_protocol.errors import Status
-from upr_protocol.ids import DESIGN_PREFIX, HistoryId, Operation, PartitionState, SeqNo
+from upr_protocol.ids import (
+    DESIGN_PREFIX,
+    NO_WRITER,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
 from upr_server.engine import Bucket, Buckets, CheckedChunk, Partition, set_runs
 
 DESIGN = DESIGN_PREFIX + b"one"
@@ -66,12 +74,14 @@ def test_runs_that_are_taken_in_together_are_told_of_together(
     bucket = buckets.create("b", 2)
     keys = [key_in(0, 2, DESIGN), key_in(1, 2, b"a"), key_in(1, 2, b"b")]
     columns = CheckedChunk(plain_chunk(keys, [b"v"] * 3))
-    partitions = [bucket.partitions[0], bucket.partitions[1], None]
+    directory = encode_runs([BundleRun(PartitionId(partition), 1) for partition in (0, 1, 2)])
     observer.news()
-    set_runs(bucket, columns, (0, 1, 2, 3), partitions, [None] * 3, 0, NOW)
+    runs = set_runs(bucket, columns, directory, NO_WRITER, 0, NOW)
     assert (observer.news(), observer.batch_counts) == ([[keys[0]]], [2])
     bucket.check_invariants()
-    set_runs(bucket, columns, (2, 3), [None], [None], 0, NOW)
+    left = directory[RUN_BYTES * 2 :]
+    assert runs.left == [2], "there is no such partition"
+    set_runs(bucket, columns, left, NO_WRITER, 0, NOW, first_row=2)
     assert not observer.news(), "nothing was taken in"
 
 

@@ -41,7 +41,7 @@ def inputs(name: str) -> Mapping[str, bytes]:
             f"frames of {count} sets": b"\x80" + b"".join(map(set_frame, range(1, count + 1)))
             for count in (1, 3, 20)
         }
-    return {f"{steps} steps": random.randbytes(2 * steps) for steps in (5, 30, 60)}
+    return {f"{steps} steps": random.randbytes(3 * steps) for steps in (5, 30, 60)}
 
 
 def mutated(name: str, seed: int, count: int) -> Iterator[bytes]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from operator import sub
+from struct import Struct
+from typing import Any, Final, NamedTuple
 
 from tests.kernel.builds import BUILDS, Outcome, outcome
 from upr_protocol.chunk import Chunk, Mutation
@@ -17,7 +19,25 @@ SPAN_MAX: Final = 90
 RUN_ROWS_MAX: Final = 12
 RUN_BYTES_MAX: Final = 700
 
+ANSWER_LIMITS: Final = (4, 200, 3, 7, 10, 5, 6)
+NO_WRITER: Final = bytes(16)
+
+_RUN: Final = Struct("<IIQI4x")
+_LINE: Final = Struct("<IIQQQQ")
+
 Row = tuple[int, bytes, bytes, int, int, int, int]
+
+
+class PublishedRun(NamedTuple):
+    """A run that is given to `add_runs`."""
+
+    partition: int
+    rows: Sequence[Mutation]
+    writer: bytes = NO_WRITER
+    counter: int = 0
+    chain: int = 0
+    skipped: bool = False
+
 
 FIGURES: Final = (
     *("added", "base", "first", "has_counters", "high", "is_full", "last", "last_cas", "live"),
@@ -32,6 +52,10 @@ class NaiveRows:
         self.partition = partition
         self.newest: dict[bytes, int] = {}
         self.last_cas = 0
+        self.history_id = 7
+        self.is_awaited = False
+        self.has_refused = False
+        self.counters: dict[bytes, int] = {}
         self.begin(0)
 
     def begin(self, start: int) -> None:
@@ -40,6 +64,16 @@ class NaiveRows:
         self.flagged: set[int] = set()
         self.covered: set[int] = set()
         self.has_counters = False
+
+    def takes(self, run: PublishedRun) -> bool:
+        is_new = not self.has_refused and run.counter > self.counters.get(run.writer, -1)
+        return (
+            self.history_id > 0
+            and not run.chain
+            and not run.skipped
+            and (run.writer == NO_WRITER or is_new)
+            and self.fits(run.rows)
+        )
 
     def fits(self, rows: Sequence[Mutation]) -> bool:
         row_bytes = sum(33 + len(key) + len(value) for _, key, value, *_ in self.rows)
@@ -73,6 +107,15 @@ class NaiveRows:
         return first, superseded
 
 
+def new_rows(build: Any, partition: int) -> Any:
+    """Rows of a build, without any."""
+    answers = build.Answers(*ANSWER_LIMITS)
+    limits = (ROWS_MAX, BYTES_MAX, SPAN_MAX)
+    rows = build.OpenRows(build.KeyTable(), answers, partition, *limits)
+    rows.history_id = 7
+    return rows
+
+
 class Partitions:
     """The open rows of some partitions, of each build, and the naive ones."""
 
@@ -81,66 +124,94 @@ class Partitions:
         self.builds: list[tuple[Any, list[Any]]] = [
             (
                 build,
-                [
-                    build.OpenRows(build.KeyTable(), partition, ROWS_MAX, BYTES_MAX, SPAN_MAX)
-                    for partition in range(PARTITIONS)
-                ],
+                [new_rows(build, partition) for partition in range(PARTITIONS)],
             )
             for build in BUILDS.values()
         ]
 
     def add_runs(
         self,
-        runs: Sequence[tuple[int | None, Sequence[Mutation]]],
+        runs: Sequence[PublishedRun],
         cas: int,
         *,
+        attempt: int = 0,
+        rows_before: Sequence[Mutation] = (),
         in_order: bool = False,
     ) -> None:
-        """Adds runs, each with its partition, None for none."""
-        chunk = Chunk.build([row for _, rows in runs for row in rows], SeqNo(0), SeqNo(0))
-        bounds = [0]
-        numbers: list[tuple[int, int] | None] = []
-        superseded: list[list[int]] = []
-        for partition, rows in runs:
-            bounds.append(bounds[-1] + len(rows))
-            is_over = in_order and None in numbers
-            if partition is None or is_over or not self.naive[partition].fits(rows):
-                numbers.append(None)
-                superseded.append([])
-                continue
-            first, without_flag = self.naive[partition].add(rows, cas)
-            numbers.append(first)
-            superseded.append(without_flag)
+        """Adds runs of a chunk that begins with other rows."""
+        rows = [*rows_before, *(row for run in runs for row in run.rows)]
+        chunk = bytes(Chunk.build(rows, SeqNo(0), SeqNo(0)).encode())
+        lines, left, superseded, awaited = self._add_to_naive(runs, cas, in_order=in_order)
+        writers = {run.writer for run in runs}
         notes: list[Any] = []
         for build, targets in self.builds:
-            bytes_before = [(rows.table.nbytes, rows.nbytes) for rows in targets]
+            before = [(r.table.nbytes, r.nbytes, r.answers.nbytes) for r in targets]
             result = build.add_runs(
-                bytes(chunk.encode()),
-                tuple(bounds),
-                tuple(None if p is None else targets[p] for p, _ in runs),
-                *(cas, PARTITIONS, RUN_ROWS_MAX, RUN_BYTES_MAX, in_order),
+                *(chunk, len(rows_before)),
+                b"".join(_RUN.pack(r.partition, len(r.rows), r.counter, r.chain) for r in runs),
+                writers.pop() if len(writers) == 1 else b"".join(run.writer for run in runs),
+                *(tuple(targets), attempt),
+                bytes(run.skipped for run in runs) if any(r.skipped for r in runs) else None,
+                *(cas, RUN_ROWS_MAX, RUN_BYTES_MAX, in_order),
             )
-            assert result[0] == numbers
-            grown = [
-                (rows.table.nbytes - table, rows.nbytes - nbytes)
-                for rows, (table, nbytes) in zip(targets, bytes_before, strict=True)
-            ]
-            assert result[2:] == (sum(t for t, _ in grown), sum(n for _, n in grown))
-            superseded_of_run = dict(result[1])
-            assert [superseded_of_run.get(index, []) for index in range(len(runs))] == superseded
-            notes.append(result[1])
+            writers = {run.writer for run in runs}
+            assert list(_LINE.iter_unpack(result[0])) == lines
+            assert (result[1], result[3]) == (left, awaited)
+            after = [(r.table.nbytes, r.nbytes, r.answers.nbytes) for r in targets]
+            growth = tuple(sum(column) for column in zip(*after, strict=True))
+            shrinkage = tuple(sum(column) for column in zip(*before, strict=True))
+            assert result[4:] == tuple(map(sub, growth, shrinkage))
+            noted: list[tuple[int, int]] = []
+            for partition, seqs in result[2]:
+                noted += [(partition, seq) for seq in seqs]
+            assert noted == superseded
+            notes.append(result[2])
         assert all(note == notes[0] for note in notes)
 
-    def add_damaged(self, chunk: bytes, bounds: tuple[int, ...], cas: int) -> Outcome:
+    def _add_to_naive(
+        self, runs: Sequence[PublishedRun], cas: int, *, in_order: bool
+    ) -> tuple[list[Any], list[int], list[tuple[int, int]], list[int]]:
+        lines: list[Any] = []
+        left: list[int] = []
+        superseded: list[tuple[int, int]] = []
+        awaited: list[int] = []
+        for index, run in enumerate(runs):
+            naive = self.naive[run.partition] if run.partition < PARTITIONS else None
+            if naive is None or (in_order and left) or not naive.takes(run):
+                left.append(index)
+                lines.append((0,) * 6)
+                continue
+            (first_seq, first_cas), without_flag = naive.add(run.rows, cas)
+            naive.counters[run.writer] = run.counter
+            lines.append((run.partition, 0, naive.history_id, first_seq, naive.high, first_cas))
+            superseded += [(run.partition, seq) for seq in without_flag]
+            awaited += [run.partition] * naive.is_awaited
+        return lines, left, superseded, awaited
+
+    def set_all(self, partition: int, **values: Any) -> None:
+        """Sets attributes of a partition's rows, in all builds and the naive one."""
+        for target in (self.naive[partition], *(rows[partition] for _, rows in self.builds)):
+            for name, value in values.items():
+                setattr(target, name, value)
+
+    def refuse(self, partition: int, *, has_refused: bool) -> None:
+        """Batches of publishers were refused, or those that were have come again."""
+        self.naive[partition].has_refused = has_refused
+        for _, rows in self.builds:
+            rows[partition].answers.has_refused = has_refused
+
+    def add_damaged(
+        self, chunk: bytes, runs: bytes, writers: bytes, cas: int, *, first_row: int = 0
+    ) -> Outcome:
         """Adds runs of a chunk that may be damaged, in all builds alike; not in the naive one."""
         outcomes = []
         for build, targets in self.builds:
-            runs = tuple(targets[index % PARTITIONS] for index in range(len(bounds) - 1))
             outcome_kind, result = outcome(
                 build.add_runs,
-                *(chunk, bounds, runs, cas, PARTITIONS, RUN_ROWS_MAX, RUN_BYTES_MAX, False),
+                *(chunk, first_row, runs, writers, tuple(targets), 0, None, cas),
+                *(RUN_ROWS_MAX, RUN_BYTES_MAX, False),
             )
-            outcomes.append((outcome_kind, result[:2] if outcome_kind == "returned" else result))
+            outcomes.append((outcome_kind, result[:4] if outcome_kind == "returned" else result))
         assert all(result == outcomes[0] for result in outcomes), outcomes
         return outcomes[0]
 
@@ -162,6 +233,7 @@ class Partitions:
                     rows.encoded(0, 5, True),
                     len(rows),
                     rows.table.entries(),
+                    rows.answers.between(0, 1 << 63),
                 )
                 for rows in partitions
             ]
@@ -176,6 +248,7 @@ class Partitions:
             rows = self.builds[0][1][partition]
             assert (rows.high, rows.start) == (naive.high, naive.start)
             assert rows.last_cas == naive.last_cas
+            rows.answers.check_invariants()
             assert rows.seqs() == [row[3] for row in naive.rows]
             assert [rows.find(seq) for seq in rows.seqs()] == naive.rows
             assert rows.find(naive.high + 1) is None

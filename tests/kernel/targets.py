@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from struct import Struct
 from typing import Final
 
 from tests.fuzz.frames import MENDED
 from tests.fuzz.mending import mended_chunk, mended_frames
+from tests.kernel.answers import SeveralAnswers
 from tests.kernel.builds import agreed
-from tests.kernel.open_rows import Partitions
+from tests.kernel.open_rows import PARTITIONS, Partitions
 from tests.kernel.tables import Tables
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES
 from upr_protocol.chunk import Chunk
@@ -20,6 +22,7 @@ from upr_protocol.ids import DESIGN_PREFIX, PUBLISHED_OPERATIONS, STORED_OPERATI
 
 KEY_BYTES_MAX: Final = 20
 VALUE_BYTES_MAX: Final = 100
+RUN: Final = Struct("<IIQI4x")
 
 
 def chunks(data: bytes) -> None:
@@ -64,12 +67,18 @@ def _gather(chunk: bytes, count: int, first: int) -> None:
 
 def _add_runs(chunk: bytes, count: int, first: int) -> None:
     partitions, rows = Partitions(), min(count, 40)
-    for bounds in (
-        (0, rows // 3, rows // 2, rows),
-        (rows, 0, count, count + 1),
-        (*range(0, rows + 1, 1 + first % 7), count),
+    for first_row, row_counts in (
+        (0, (rows // 3, rows // 2, rows)),
+        (rows, (0, 1, (1 << 32) - 1, 1)),
+        (first % 3, (*[1 + first % 7] * (rows // 2), count)),
     ):
-        partitions.add_damaged(chunk, bounds, first)
+        runs = b"".join(
+            RUN.pack(index % (PARTITIONS + 1), row_count, index, first == index)
+            for index, row_count in enumerate(row_counts)
+        )
+        for writers in (b"w" * 16, b"w" * 15 + b"x" + bytes(16) * (len(row_counts) - 1), b""):
+            partitions.add_damaged(chunk, runs, writers, first, first_row=first_row)
+        partitions.add_damaged(chunk, runs[first % 24 :], b"w" * 16, first)
         for low, high in ((0, rows), (rows // 2, count + 1), (1, 0)):
             partitions.each(first % 3, "extend", chunk, low, high, 1 + first, first)
         partitions.agree()
@@ -117,8 +126,26 @@ def table(data: bytes) -> None:
     tables.check()
 
 
+def answers(data: bytes) -> None:
+    """Bytes as steps: three for each, what to do, whose it is, and how much of it."""
+    several = SeveralAnswers()
+    for action, writer, amount in zip(data[::3], data[1::3], data[2::3], strict=False):
+        several.step(action, writer, amount)
+    several.check()
+
+
+def replies(data: bytes) -> None:
+    """A first byte that says how many bytes are opaques, opaques, and the lines."""
+    count = 4 * (data[0] % 8) if data else 0
+    for opaques, lines in ((data[1 : 1 + count], data[1 + count :]), (data[:count], data)):
+        for end in (len(lines), len(lines) // 40 * 40):
+            agreed("encode_replies", opaques, lines[:end])
+
+
 TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
+    "answers": answers,
     "chunks": chunks,
     "frames": frames,
+    "replies": replies,
     "table": table,
 }

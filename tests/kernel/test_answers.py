@@ -9,14 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.kernel.builds import BUILDS, Outcome, outcome
-from upr_protocol.ids import Cas, HistoryId, SeqNo
-from upr_server.engine.mutate_result import MutateResult, pack
+from tests.kernel.answers import LIMITS, WRITERS, SeveralAnswers
+from tests.kernel.builds import BUILDS, outcome
 
-LIMITS: Final = (4, 60, 3, 7, 10, 5, 6)
-WRITERS: Final = [bytes([number]) * 16 for number in range(5)]
 WRITER: Final = st.sampled_from(WRITERS)
-NUMBER: Final = st.integers(0, (1 << 64) - 1)
 
 of_each_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 
@@ -24,19 +20,7 @@ of_each_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 class AnswersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.builds = [build.Answers(*LIMITS) for build in BUILDS.values()]
-        self.counters = dict.fromkeys(WRITERS, 0)
-        self.high = 1
-
-    def each(self, name: str, *args: Any) -> Outcome:
-        """The outcome of a call, in which all builds agree."""
-        outcomes = [outcome(getattr(answers, name), *args) for answers in self.builds]
-        assert all(result == outcomes[0] for result in outcomes), (name, args, outcomes)
-        return outcomes[0]
-
-    def next_counter(self, writer: bytes, gap: int) -> int:
-        self.counters[writer] += gap
-        return self.counters[writer]
+        self.answers = SeveralAnswers()
 
     @rule(
         writer=WRITER,
@@ -46,70 +30,45 @@ class AnswersMachine(RuleBasedStateMachine):
         attempt=st.sampled_from([0, 0, 1, 5]),
     )
     def remember(self, writer: bytes, gap: int, answer: bytes, rise: int, attempt: int) -> None:
-        self.high += rise
-        counter = self.next_counter(writer, gap)
-        outcome_kind, _ = self.each("remember", writer, counter, answer, self.high, attempt)
-        assert outcome_kind == "returned"
+        self.answers.remember(writer, gap, answer, rise, attempt)
 
     @rule(writer=WRITER, counter=st.integers(0, 10))
     def remember_again(self, writer: bytes, counter: int) -> None:
-        newest = self.each("newest", writer)[1]
-        if newest is not None and counter <= newest[0]:
-            arguments = (writer, counter, b"", self.high, 0)
-            assert self.each("remember", *arguments) == ("raised", ValueError)
+        self.answers.remember_again(writer, counter)
 
-    @rule(writer=WRITER, rise=st.integers(1, 3), history=NUMBER, first=NUMBER, cas=NUMBER)
-    def remember_plain(self, writer: bytes, rise: int, history: int, first: int, cas: int) -> None:
-        self.high += rise
-        counter = self.next_counter(writer, 1)
-        self.each("remember_plain", writer, counter, 3, history, first, self.high, cas)
-        # Another answer may have been too large for this one to stay.
-        result = MutateResult(
-            HistoryId(history), SeqNo(first), SeqNo(self.high), Cas(cas), attempt=3
-        )
-        assert self.each("newest", writer)[1] == (counter, pack(result))
+    @rule(has_refused=st.booleans())
+    def refuse(self, has_refused: bool) -> None:
+        self.answers.refuse(has_refused=has_refused)
+        if has_refused:
+            assert self.answers.each("is_new", WRITERS[0], 1 << 60, 9) == ("returned", False)
 
     @rule(writer=WRITER, rise=st.integers(0, 2), answer=st.sampled_from([b"", bytes(70)]))
     def replace_newest(self, writer: bytes, rise: int, answer: bytes) -> None:
-        if self.each("newest", writer)[1] is not None:
-            self.high += rise
-            self.each("replace_newest", writer, answer, self.high, 2)
+        self.answers.replace_newest(writer, answer, rise)
 
     @rule(writer=WRITER, back=st.integers(0, 4), applied=st.integers(0, 30))
     def note_applied(self, writer: bytes, back: int, applied: int) -> None:
-        counter = self.counters[writer] - back
-        if counter >= 0 and self.each("answer_to", writer, counter)[1][0] is not None:
-            self.each("note_applied", writer, counter, applied)
+        self.answers.note_applied(writer, back, applied)
 
     @rule(back=st.integers(0, 8))
     def take_unsaved(self, back: int) -> None:
-        self.each("take_unsaved", max(0, self.high - back))
+        self.answers.each("take_unsaved", max(0, self.answers.high - back))
 
     @rule()
     def track_unsaved(self) -> None:
-        self.each("track_unsaved")
+        self.answers.each("track_unsaved")
 
     @rule(back=st.integers(0, 6))
     def truncate(self, back: int) -> None:
-        seq = max(0, self.high - back)
-        tokens = self.each("tokens_above", seq)
-        assert self.each("truncate", seq) == tokens
-        self.high = max(seq, 1)
+        self.answers.truncate(back)
 
     @rule(writer=WRITER, counter=st.integers(0, 30), attempt=st.integers(0, 5))
     def ask(self, writer: bytes, counter: int, attempt: int) -> None:
-        self.each("answer_to", writer, counter)
-        self.each("is_new", writer, counter, attempt)
-        self.each("attempt", writer)
+        self.answers.ask(writer, counter, attempt)
 
     @invariant()
     def all_say_the_same(self) -> None:
-        for answers in self.builds:
-            answers.check_invariants()
-        assert len({answers.nbytes for answers in self.builds}) == 1
-        assert len({len(answers) for answers in self.builds}) == 1
-        self.each("between", 0, 1 << 40)
-        self.each("between", self.high - 1, self.high)
+        self.answers.check()
 
 
 TestAnswers = AnswersMachine.TestCase

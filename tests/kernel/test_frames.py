@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from struct import Struct
 from typing import Final
 
 import pytest
@@ -9,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernel.builds import BUILDS, agreed
-from upr_protocol.chunk import Bundle, Chunk, Mutation
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Operation, PartitionId, SeqNo
-from upr_protocol.wire import Mutate
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.wire import Mutate, MutateReply, RunResult
 
 PARTITIONS: Final = 3
+RUN: Final = Struct("<IIQI4x")
+LINE: Final = Struct("<IIQQQQ")
 LIMITS: Final = (250, 1000)
 
 
@@ -46,16 +50,28 @@ SETS: Final = st.tuples(
 def test_a_chunk_of_all_rows_and_a_description_of_each_frame(
     sets: list[tuple[Mutation, bytes, int, int]], frames_max: int, before: bytes
 ) -> None:
-    frames, described, end = [], [], len(before)
+    frames, end, ends = [], len(before), []
     for mutation, writer, counter, opaque in sets:
         frames.append(frame_of(mutation, writer, counter, opaque))
         end += len(frames[-1])
-        described.append((end, opaque, partition_of(mutation.key, PARTITIONS), writer, counter))
+        ends.append(end)
     data = before + b"".join(frames)
     answer, joined = agreed("join_sets", data, len(before), frames_max, PARTITIONS, *LIMITS)
     assert answer == "returned"
-    rows = [mutation for mutation, *_ in sets[:frames_max]]
-    assert joined == (bytes(Chunk.build(rows, SeqNo(0), SeqNo(0))), described[:frames_max])
+    chunk, *columns = joined
+    sets = sets[:frames_max]
+    rows = [mutation for mutation, *_ in sets]
+    assert chunk == bytes(Chunk.build(rows, SeqNo(0), SeqNo(0)))
+    runs = [
+        BundleRun(PartitionId(partition_of(row.key, PARTITIONS)), 1, c) for row, _, c, _ in sets
+    ]
+    writers = [writer for _, writer, _, _ in sets]
+    assert columns == [
+        b"".join(RUN.pack(*run) for run in runs),
+        b"".join(writers) if len(set(writers)) > 1 else writers[0],
+        array("I", [opaque for *_, opaque in sets]).tobytes(),
+        array("I", ends[:frames_max]).tobytes(),
+    ]
     # Cut short, or behind a frame that is damaged, the others are still joined.
     last = frames[-1]
     damaged = last[:-1] + bytes([last[-1] ^ 1])
@@ -63,7 +79,36 @@ def test_a_chunk_of_all_rows_and_a_description_of_each_frame(
         data = b"".join(frames[:-1]) + changed
         answer, joined = agreed("join_sets", data, 0, 1000, PARTITIONS, *LIMITS)
         assert answer == "returned"
-        assert len(joined[1] if joined else []) == len(frames) - 1
+        assert (len(joined[3]) // 4 if joined else 0) == len(frames) - 1
+
+
+U64: Final = st.integers(0, (1 << 64) - 1)
+RESULTS: Final = st.builds(
+    RunResult,
+    st.integers(0, (1 << 32) - 1).map(PartitionId),
+    U32,
+    U64.map(HistoryId),
+    U64.map(SeqNo),
+    U64.map(SeqNo),
+    U64.map(Cas),
+)
+
+
+@given(st.lists(U32, min_size=1, max_size=5), st.integers(0, 4), st.data())
+def test_replies_are_those_that_messages_are(
+    opaques: list[int], run_count: int, data: st.DataObject
+) -> None:
+    results = st.lists(RESULTS, min_size=run_count, max_size=run_count)
+    replies = [MutateReply(0, tuple(data.draw(results)), opaque=opaque) for opaque in opaques]
+    lines = b"".join(LINE.pack(*run) for reply in replies for run in reply.runs)
+    answer, frames = agreed("encode_replies", array("I", opaques).tobytes(), lines)
+    assert answer == "returned"
+    assert frames == b"".join(bytes(part) for reply in replies for part in reply.frame_buffers())
+
+
+def test_replies_that_have_not_as_many_lines_as_the_others_are_refused() -> None:
+    for opaques, lines in ((b"", b""), (bytes(3), b""), (bytes(8), bytes(40)), (bytes(4), b"\0")):
+        assert agreed("encode_replies", opaques, lines) == ("raised", ValueError)
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Any, Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.kernel.builds import BUILDS, outcome
-from tests.kernel.open_rows import PARTITIONS, ROWS_MAX, RUN_BYTES_MAX, Partitions
+from tests.kernel.open_rows import (
+    NO_WRITER,
+    PARTITIONS,
+    ROWS_MAX,
+    RUN_BYTES_MAX,
+    Partitions,
+    PublishedRun,
+    new_rows,
+)
 from tests.kit.placed_keys import key_in
 from upr_kernel import Defect
-from upr_protocol.chunk import Mutation, plain_chunk
-from upr_protocol.ids import Operation
+from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
+from upr_server.engine.mutate_result import MutateResult, pack
 
 KEYS: Final = [
     [key_in(partition, PARTITIONS, b"k%d" % n) for n in range(6)] for partition in range(PARTITIONS)
@@ -26,8 +36,11 @@ VALUES: Final = st.one_of(
 of_each_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 
 
+WRITER: Final = st.sampled_from([NO_WRITER] + [bytes([number]) * 16 for number in range(1, 5)])
+
+
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[int | None, list[Mutation]]:
+def runs(draw: st.DrawFn) -> PublishedRun:
     partition = draw(PARTITION)
     # Now and then the key of another partition.
     sources = draw(st.lists(st.sampled_from([partition] * 30 + [0]), min_size=1, max_size=12))
@@ -41,7 +54,14 @@ def runs(draw: st.DrawFn) -> tuple[int | None, list[Mutation]]:
         )
         for source in sources
     ]
-    return draw(st.sampled_from([partition] * 8 + [None])), rows
+    return PublishedRun(
+        draw(st.sampled_from([partition] * 20 + [PARTITIONS])),
+        rows,
+        draw(WRITER),
+        draw(st.integers(0, 40)),
+        draw(st.sampled_from([0] * 20 + [1])),
+        draw(st.sampled_from([False] * 20 + [True])),
+    )
 
 
 class RowsMachine(RuleBasedStateMachine):
@@ -52,12 +72,26 @@ class RowsMachine(RuleBasedStateMachine):
     @rule(
         several=st.lists(runs(), min_size=1, max_size=6),
         cas=st.sampled_from([0, 5, 1000]),
+        row_count=st.sampled_from([0, 3]),
         in_order=st.booleans(),
     )
     def add_runs(
-        self, several: list[tuple[int | None, list[Mutation]]], cas: int, in_order: bool
+        self, several: list[PublishedRun], cas: int, row_count: int, in_order: bool
     ) -> None:
-        self.partitions.add_runs(several, cas, in_order=in_order)
+        rows_before = several[0].rows[:row_count]
+        self.partitions.add_runs(several, cas, rows_before=rows_before, in_order=in_order)
+
+    @rule(partition=PARTITION, history_id=st.sampled_from([0, 7, 7, (1 << 64) - 1]))
+    def change_history(self, partition: int, history_id: int) -> None:
+        self.partitions.set_all(partition, history_id=history_id)
+
+    @rule(partition=PARTITION, is_awaited=st.booleans())
+    def await_change(self, partition: int, is_awaited: bool) -> None:
+        self.partitions.set_all(partition, is_awaited=is_awaited)
+
+    @rule(partition=PARTITION, has_refused=st.booleans())
+    def refuse_batches(self, partition: int, has_refused: bool) -> None:
+        self.partitions.refuse(partition, has_refused=has_refused)
 
     @rule(partition=PARTITION, row=st.integers(0, 5), gap=st.integers(0, 60), value=VALUES)
     def append(self, partition: int, row: int, gap: int, value: bytes) -> None:
@@ -143,29 +177,85 @@ TestFlaggedRows.settings = settings(max_examples=60, stateful_step_count=25, dea
 
 def test_rows_are_added_in_runs_until_they_are_full() -> None:
     partitions = Partitions()
-    run = [Mutation(Operation.SET, key, b"v") for key in KEYS[1]]
-    for _ in range(-(-ROWS_MAX // len(run)) + 2):
-        partitions.add_runs([(1, run), (None, run), (1, run[:1])], 7)
+    run = PublishedRun(1, [Mutation(Operation.SET, key, b"v") for key in KEYS[1]])
+    for _ in range(-(-ROWS_MAX // len(run.rows)) + 2):
+        partitions.add_runs([run, run._replace(skipped=True), run._replace(rows=run.rows[:1])], 7)
         partitions.check()
     assert partitions.builds[0][1][1].is_full
 
 
+def test_of_two_runs_of_a_writer_the_second_is_judged_behind_the_first() -> None:
+    partitions = Partitions()
+    run = PublishedRun(1, [Mutation(Operation.SET, KEYS[1][0], b"v")], b"sixteen bytes id", 5)
+    other_writer = run._replace(writer=bytes(15) + b"w")
+    partitions.add_runs([run, run, run._replace(counter=6), other_writer], 7)
+    partitions.check()
+    assert partitions.naive[1].high == 3
+
+
+def test_a_later_attempt_leaves_out_earlier_ones() -> None:
+    partitions = Partitions()
+    run = PublishedRun(1, [Mutation(Operation.SET, KEYS[1][0], b"v")], b"sixteen bytes id", 5)
+    partitions.add_runs([run], 7, attempt=2)
+    partitions.check()
+    for build, targets in partitions.builds:
+        arguments = (run.writer, 6, 1)
+        assert not targets[1].answers.is_new(*arguments), build
+
+
+RUN: Final = Struct("<IIQI4x")
+NUMBER: Final = st.sampled_from([0, 1, 127, 128, 255, 256, 65535, 65536, (1 << 32) - 1, 1 << 32])
+
+
+@given(NUMBER, NUMBER, NUMBER, NUMBER, st.integers(1, 8))
+def test_what_is_remembered_is_the_packed_result(
+    high: int, cas: int, attempt: int, history_id: int, row_count: int
+) -> None:
+    rows_of_run = [Mutation(Operation.SET, b"k%d" % row, b"v") for row in range(row_count)]
+    chunk, writer = bytes(Chunk.build(rows_of_run).encode()), b"sixteen bytes id"
+    for build in BUILDS.values():
+        rows = new_rows(build, 0)
+        rows.begin(high, 0)
+        rows.history_id = 1 + history_id
+        run = RUN.pack(0, row_count, 9, 0)
+        build.add_runs(chunk, 0, run, writer, (rows,), attempt, None, cas, 9, 99, False)
+        result = MutateResult(
+            HistoryId(1 + history_id),
+            SeqNo(high + 1),
+            SeqNo(high + row_count),
+            Cas(max(1, cas)),
+            attempt=attempt,
+        )
+        assert rows.answers.newest(writer) == (9, pack(result))
+        assert rows.answers.attempt(writer) == attempt
+
+
 @of_each_build
 def test_arguments_are_checked(build: Any) -> None:
-    table = build.KeyTable()
-    rows = build.OpenRows(table, 0, 10, 1000, 100)
+    rows = new_rows(build, 0)
     chunk = bytes(plain_chunk([b"a", b"b"], [b"1", b"2"]))
+    run = RUN.pack(0, 1, 0, 0)
 
-    def add(*args: Any) -> Any:
-        return outcome(build.add_runs, *args)
+    def add(*args: Any, writers: bytes = NO_WRITER, skip: bytes | None = None) -> Any:
+        chunk, first_row, runs, targets = args
+        return outcome(
+            build.add_runs, chunk, first_row, runs, writers, targets, 0, skip, 1, 9, 99, False
+        )
 
-    assert add(chunk, (0, 1), (rows,), 1, 1, 9, 99, False)[0] == "returned"
-    assert add(chunk, (0, 1), (), 1, 1, 9, 99, False) == ("raised", TypeError)
-    assert add(chunk, (0, 1), (rows,), 1, 0, 9, 99, False) == ("raised", ValueError)
-    assert add(chunk[:-1], (0, 1), (rows,), 1, 1, 9, 99, False) == ("damaged", Defect.LAYOUT)
-    for bounds in ((1, 0), (0, 3), (2, 2)):
-        _, (numbers, *_) = add(chunk, bounds, (rows,), 1, 1, 9, 99, False)
-        assert numbers == [None]
+    assert add(chunk, 0, run, (rows,))[0] == "returned"
+    assert add(chunk, 0, run + b"\0", (rows,)) == ("raised", ValueError)
+    assert add(chunk, 0, run, (rows,), writers=bytes(15)) == ("raised", ValueError)
+    assert add(chunk, 0, run, (rows,), writers=bytes(32)) == ("raised", ValueError)
+    assert add(chunk, 0, run, (rows,), skip=bytes(2)) == ("raised", ValueError)
+    assert add(chunk, 1 << 32, run, (rows,)) == ("raised", OverflowError)
+    assert add(chunk[:-1], 0, run, (rows,)) == ("damaged", Defect.LAYOUT)
+    assert add(chunk, 0, b"", (rows,)) == ("returned", (b"", [], [], [], 0, 0, 0))
+    for first_row, row_count in ((0, 3), (2, 1), (2, 0), (0, (1 << 32) - 1), ((1 << 32) - 1, 9)):
+        _, (lines, left, *_) = add(chunk, first_row, RUN.pack(0, row_count, 0, 0), (rows,))
+        assert (lines, left) == (bytes(40), [0])
+    # Rows that stand where those of another partition should.
+    _, (_, left, *_) = add(chunk, 0, RUN.pack(1, 1, 0, 0), (rows, rows))
+    assert left == [0]
     assert outcome(rows.extend, chunk, 1, 3, 1, 1) == ("raised", IndexError)
     assert outcome(rows.extend, chunk[:-1], 0, 1, 1, 1) == ("damaged", Defect.LAYOUT)
     for wrong in ((256, 0, 0), (1, 1 << 32, 0), (1, 0, 1 << 32)):
@@ -177,7 +267,7 @@ def test_arguments_are_checked(build: Any) -> None:
 
 @of_each_build
 def test_no_number_is_given_beyond_the_last(build: Any) -> None:
-    rows = build.OpenRows(build.KeyTable(), 0, 10, 1000, 100)
+    rows = new_rows(build, 0)
     chunk = bytes(plain_chunk([b"a", b"b"], [b"1", b"2"]))
     for high, last_cas, cas in (
         ((1 << 63) - 3, 0, 1),
@@ -186,6 +276,7 @@ def test_no_number_is_given_beyond_the_last(build: Any) -> None:
     ):
         rows.begin(high, 0)
         rows.last_cas = last_cas
-        numbers, *_ = build.add_runs(chunk, (0, 2), (rows,), cas, 1, 9, 99, False)
-        assert numbers == [None]
+        run = RUN.pack(0, 2, 0, 0)
+        _, left, *_ = build.add_runs(chunk, 0, run, NO_WRITER, (rows,), 0, None, cas, 9, 99, False)
+        assert left == [0]
         assert (rows.high, len(rows), len(rows.table)) == (high, 0, 0)

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import pairwise
 from random import Random
 from typing import Any, Final
 
@@ -19,10 +18,11 @@ from tests.simulation.bugs.patch import replaced
 from tests.simulation.disk import FaultyStore, Wear, flip, repaired
 from tests.simulation.network import PORT, Network
 from tests.simulation.world import EPOCH_S
-from upr_protocol.chunk import Mutation
+from upr_protocol.chunk import Mutation, decode_runs
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, PartitionState, SeqNo
 from upr_protocol.security import UNPROTECTED, Security
+from upr_protocol.wire import decode_results
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Evaluation, MutationBatch, Partition, set_runs
@@ -240,19 +240,21 @@ def _note(partition: Partition, rows: list[Mutation]) -> None:
 
 
 def _set_runs(
-    bucket: Any, columns: Any, bounds: Any, partitions: Any, *args: Any, **options: Any
+    bucket: Any, columns: Any, directory: bytes, *args: Any, first_row: int = 0, **options: Any
 ) -> Any:
     """What handlers call to take in several runs at once, with what was given numbers to written
     down."""
-    results = set_runs(bucket, columns, bounds, partitions, *args, **options)
-    rows = list(columns.chunk)
-    for partition, result, (low, high) in zip(partitions, results, pairwise(bounds), strict=True):
-        if result is not None:
-            numbered = enumerate(rows[low:high], result[1])
+    runs = set_runs(bucket, columns, directory, *args, first_row=first_row, **options)
+    rows, high = list(columns.chunk), first_row
+    for run, result in zip(decode_runs(directory), decode_results(runs.lines), strict=True):
+        low, high = high, high + run.row_count
+        if result.history_id:
+            numbered = enumerate(rows[low:high], result.first_seq)
             _note(
-                partition, [msgspec.structs.replace(row, seq=SeqNo(seq)) for seq, row in numbered]
+                bucket.partitions[run.partition],
+                [msgspec.structs.replace(row, seq=SeqNo(seq)) for seq, row in numbered],
             )
-    return results
+    return runs
 
 
 @contextmanager

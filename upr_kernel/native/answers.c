@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-enum { WRITER_BYTES = 16, HOMES_MIN = 8, RING_MIN = 8, PACKED_MAX = 96 };
+enum { HOMES_MIN = 8, RING_MIN = 8, PACKED_MAX = 96 };
 
 typedef struct Answer {
     struct Answer *unsaved_before;
@@ -62,6 +62,7 @@ typedef struct {
     Answer *unsaved_first;
     Answer *unsaved_last;
     bool tracks_unsaved;
+    char has_refused;
     uint64_t nbytes;
 } Answers;
 
@@ -487,36 +488,26 @@ pack_number(uint8_t *at, uint64_t number)
     return at;
 }
 
-static PyObject *
-remember_plain(Answers *self, PyObject *const *args, Py_ssize_t count)
+bool
+answers_keep(PyObject *object, const PlainRun *run)
 {
-    const uint8_t *writer;
-    uint64_t counter, attempt, history_id, first_seq, last_seq, first_cas;
-    uint64_t nbytes_before = self->nbytes;
-    if (!takes("remember_plain", count, 7, 7) || !writer_of(args[0], &writer) ||
-        !number_of(args[1], &counter) || !number_of(args[2], &attempt) ||
-        !number_of(args[3], &history_id) || !number_of(args[4], &first_seq) ||
-        !number_of(args[5], &last_seq) || !number_of(args[6], &first_cas) ||
-        !is_above_newest(find_writer(self, writer), counter))
-        return NULL;
     /* An array of ten: no failures, reasons, counters and values, and no chain. */
     uint8_t packed[PACKED_MAX], *at = packed;
     *at++ = 0x9a;
-    at = pack_number(at, history_id);
-    at = pack_number(at, first_seq);
-    at = pack_number(at, last_seq);
-    at = pack_number(at, first_cas);
+    at = pack_number(at, run->history_id);
+    at = pack_number(at, run->first_seq);
+    at = pack_number(at, run->last_seq);
+    at = pack_number(at, run->first_cas);
     *at++ = 0x90;
     *at++ = 0xc4;
     *at++ = 0;
     *at++ = 0x90;
     *at++ = 0x90;
     *at++ = 0;
-    at = pack_number(at, attempt);
+    at = pack_number(at, run->attempt);
     PyObject *bytes = PyBytes_FromStringAndSize((const char *)packed, at - packed);
-    if (bytes == NULL || keep(self, writer, counter, bytes, last_seq, attempt) == NULL)
-        return NULL;
-    return growth_since(self, nbytes_before);
+    return bytes != NULL && keep((Answers *)object, run->writer, run->counter, bytes,
+                                 run->last_seq, run->attempt) != NULL;
 }
 
 static PyObject *
@@ -581,6 +572,22 @@ answer_to(Answers *self, PyObject *const *args, Py_ssize_t count)
                          may_be_forgotten ? Py_True : Py_False);
 }
 
+bool
+answers_expect(PyObject *object, const uint8_t *id, uint64_t counter, uint64_t attempt)
+{
+    const Answers *self = (const Answers *)object;
+    if (self->has_refused)
+        return false;
+    const Writer *writer = find_writer(self, id);
+    return writer == NULL || (counter > newest_of(writer)->counter && attempt >= writer->attempt);
+}
+
+uint64_t
+answers_bytes(PyObject *object)
+{
+    return ((const Answers *)object)->nbytes;
+}
+
 static PyObject *
 is_new(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -589,9 +596,7 @@ is_new(Answers *self, PyObject *const *args, Py_ssize_t count)
     if (!takes("is_new", count, 3, 3) || !writer_of(args[0], &id) || !number_of(args[1], &counter) ||
         !number_of(args[2], &attempt))
         return NULL;
-    const Writer *writer = find_writer(self, id);
-    return PyBool_FromLong(writer == NULL || (counter > newest_of(writer)->counter &&
-                                              attempt >= writer->attempt));
+    return PyBool_FromLong(answers_expect((PyObject *)self, id, counter, attempt));
 }
 
 static PyObject *
@@ -948,7 +953,6 @@ static PyMethodDef methods[] = {
     {"newest", (PyCFunction)newest, METH_O, NULL},
     {"note_applied", (PyCFunction)(void (*)(void))note_applied, METH_FASTCALL, NULL},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
-    {"remember_plain", (PyCFunction)(void (*)(void))remember_plain, METH_FASTCALL, NULL},
     {"replace_newest", (PyCFunction)(void (*)(void))replace_newest, METH_FASTCALL, NULL},
     {"take_unsaved", (PyCFunction)take_unsaved, METH_O, NULL},
     {"tokens_above", (PyCFunction)tokens_above, METH_O, NULL},
@@ -958,6 +962,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyMemberDef members[] = {
+    {"has_refused", T_BOOL, offsetof(Answers, has_refused), 0, NULL},
     {"nbytes", T_ULONGLONG, offsetof(Answers, nbytes), READONLY, NULL},
     {0},
 };
@@ -979,13 +984,19 @@ static PyType_Spec type_spec = {
     .slots = type_slots,
 };
 
+static PyTypeObject *answers_type;
+
+bool
+is_answers(PyObject *object)
+{
+    return Py_TYPE(object) == answers_type;
+}
+
 int
 add_answers(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&type_spec);
-    if (type == NULL)
+    answers_type = (PyTypeObject *)PyType_FromSpec(&type_spec);
+    if (answers_type == NULL)
         return -1;
-    int failed = PyModule_AddObjectRef(module, "Answers", type);
-    Py_DECREF(type);
-    return failed;
+    return PyModule_AddObjectRef(module, "Answers", (PyObject *)answers_type);
 }

@@ -1,20 +1,22 @@
-/* Frames that publish one plain `SET` each, joined to one chunk. */
+/* Frames that publish one plain `SET` each, joined to one chunk; and the answers to bundles. */
 
 #include "kernel.h"
 
 #include <stdlib.h>
 
-/* upr_protocol/wire describes these layouts: the header; the fields of `Mutate`; its only run. */
+/* upr_protocol/wire describes these layouts: the header; the fields of `Mutate`; its only run; and
+   what stands before and behind the lines of a `MutateReply` without failures and counters. */
 enum {
     HEADER_BYTES = 24,
     CHECKED_BYTES = 20,
     MUTATE_BYTES = 32,
-    RUN_BYTES = 24,
     CHUNK_AT = HEADER_BYTES + MUTATE_BYTES + RUN_BYTES,
-    WRITER_BYTES = 16,
-    /* Magic, version and opcode, as they lie. */
-    MUTATE_BEGIN = 0x11015055,
+    REPLY_HEAD_BYTES = 16,
+    REPLY_TAIL_BYTES = 16,
 };
+
+/* Magic, version and opcode, as they lie. */
+static const uint32_t MUTATE_BEGIN = 0x11015055u, REPLY_BEGIN = 0x91015055u;
 
 typedef struct {
     const uint8_t *frame;
@@ -109,34 +111,35 @@ joined(const Set *sets, size_t count)
     return result;
 }
 
-/* (end, opaque, partition, writer, counter) of each frame, in a list. */
+/* The run, writer, opaque and end of each frame, as four objects of bytes. */
 static PyObject *
-described(const Set *sets, size_t count, const uint8_t *bytes)
+described(PyObject *chunk, const Set *sets, size_t count, const uint8_t *bytes)
 {
-    PyObject *frames = PyList_New((Py_ssize_t)count), *writer = NULL;
-    const uint8_t *last_writer = NULL;
-    for (size_t row = 0; frames != NULL && row < count; row++) {
-        const uint8_t *frame = sets[row].frame, *mutate = frame + HEADER_BYTES;
-        /* One publisher sends most of what comes over a connection. */
-        if (last_writer == NULL || memcmp(last_writer, mutate, WRITER_BYTES)) {
-            Py_XDECREF(writer);
-            writer = PyBytes_FromStringAndSize((const char *)mutate, WRITER_BYTES);
-            last_writer = mutate;
+    size_t writer_count = 1;
+    for (size_t row = 1; row < count; row++)
+        if (memcmp(sets[row].frame + HEADER_BYTES, sets->frame + HEADER_BYTES, WRITER_BYTES))
+            writer_count = count;
+    PyObject *runs = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(RUN_BYTES * count));
+    PyObject *writers = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(WRITER_BYTES * writer_count));
+    PyObject *opaques = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * count));
+    PyObject *ends = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * count)), *result = NULL;
+    if (runs != NULL && writers != NULL && opaques != NULL && ends != NULL) {
+        for (size_t row = 0; row < count; row++) {
+            const uint8_t *frame = sets[row].frame, *mutate = frame + HEADER_BYTES;
+            memcpy(PyBytes_AsString(runs) + RUN_BYTES * row, mutate + MUTATE_BYTES, RUN_BYTES);
+            if (row < writer_count)
+                memcpy(PyBytes_AsString(writers) + WRITER_BYTES * row, mutate, WRITER_BYTES);
+            memcpy(PyBytes_AsString(opaques) + 4 * row, frame + 8, 4);
+            store_u32((uint8_t *)PyBytes_AsString(ends) + 4 * row,
+                      (uint32_t)(frame + sets[row].nbytes - bytes));
         }
-        PyObject *tuple =
-            writer == NULL
-                ? NULL
-                : Py_BuildValue("nkkOK", (Py_ssize_t)(frame + sets[row].nbytes - bytes),
-                                (unsigned long)load_u32(frame + 8),
-                                (unsigned long)load_u32(mutate + MUTATE_BYTES), writer,
-                                (unsigned long long)load_u64(mutate + MUTATE_BYTES + 8));
-        if (tuple == NULL)
-            Py_CLEAR(frames);
-        else
-            PyList_SetItem(frames, (Py_ssize_t)row, tuple);
+        result = PyTuple_Pack(5, chunk, runs, writers, opaques, ends);
     }
-    Py_XDECREF(writer);
-    return frames;
+    Py_XDECREF(runs);
+    Py_XDECREF(writers);
+    Py_XDECREF(opaques);
+    Py_XDECREF(ends);
+    return result;
 }
 
 PyObject *
@@ -144,9 +147,7 @@ join_sets(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     uint64_t offset, frames_max;
     Limits limits;
-    if (count != 6)
-        return PyErr_Format(PyExc_TypeError, "join_sets takes 6 arguments, not %zd", count);
-    if (!number_of(args[1], &offset) || !number_of(args[2], &frames_max) ||
+    if (!takes("join_sets", count, 6, 6) || !number_of(args[1], &offset) || !number_of(args[2], &frames_max) ||
         !number_of(args[3], &limits.partition_count) ||
         !number_of(args[4], &limits.key_bytes_max) || !number_of(args[5], &limits.value_bytes_max))
         return NULL;
@@ -172,13 +173,59 @@ join_sets(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
         Py_INCREF(result);
     }
     else {
-        PyObject *chunk = joined(sets, set_count), *frames = described(sets, set_count, bytes);
-        if (chunk != NULL && frames != NULL)
-            result = PyTuple_Pack(2, chunk, frames);
+        PyObject *chunk = joined(sets, set_count);
+        result = chunk == NULL ? NULL : described(chunk, sets, set_count, bytes);
         Py_XDECREF(chunk);
-        Py_XDECREF(frames);
     }
     if (sets != few)
         free(sets);
     return result;
+}
+
+/* Answers. */
+
+/* Writes a `MutateReply` of these lines; returns where it ends. */
+static uint8_t *
+put_reply(uint8_t *at, uint32_t opaque, const uint8_t *lines, size_t lines_bytes)
+{
+    size_t body_bytes = REPLY_HEAD_BYTES + lines_bytes + REPLY_TAIL_BYTES;
+    uint8_t *body = at + HEADER_BYTES;
+    store_u64(body, 0); /* no map's revision */
+    store_u64(body + 8, lines_bytes / LINE_BYTES);
+    memcpy(body + REPLY_HEAD_BYTES, lines, lines_bytes);
+    memset(body + REPLY_HEAD_BYTES + lines_bytes, 0, REPLY_TAIL_BYTES);
+    store_u32(at, REPLY_BEGIN);
+    at[4] = at[5] = 0;
+    at[6] = at[7] = 0xff; /* no partition */
+    store_u32(at + 8, opaque);
+    store_u32(at + 12, (uint32_t)body_bytes);
+    store_u32(at + 16, crc32c_of(body, body_bytes));
+    store_u32(at + CHECKED_BYTES, crc32c_of(at, CHECKED_BYTES));
+    return body + body_bytes;
+}
+
+PyObject *
+encode_replies(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (!takes("encode_replies", count, 2, 2))
+        return NULL;
+    if (!PyBytes_Check(args[0]) || !PyBytes_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "opaques and lines are bytes");
+    size_t opaques_bytes = (size_t)PyBytes_Size(args[0]), lines_bytes = (size_t)PyBytes_Size(args[1]);
+    size_t reply_count = opaques_bytes / 4;
+    if (!reply_count || opaques_bytes % 4 || lines_bytes % (LINE_BYTES * reply_count) ||
+        lines_bytes > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "each reply has as many lines as the others");
+    const uint8_t *opaques = (const uint8_t *)PyBytes_AsString(args[0]);
+    const uint8_t *lines = (const uint8_t *)PyBytes_AsString(args[1]);
+    size_t frame_bytes = HEADER_BYTES + REPLY_HEAD_BYTES + REPLY_TAIL_BYTES;
+    PyObject *frames = PyBytes_FromStringAndSize(
+        NULL, (Py_ssize_t)(lines_bytes + reply_count * frame_bytes));
+    if (frames == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AsString(frames);
+    size_t step = lines_bytes / reply_count;
+    for (size_t index = 0; index < reply_count; index++)
+        at = put_reply(at, load_u32(opaques + 4 * index), lines + index * step, step);
+    return frames;
 }

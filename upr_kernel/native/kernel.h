@@ -15,6 +15,11 @@
 #error "chunks are read in place, which needs a little-endian processor"
 #endif
 
+/* A run in the directory of a bundle: partition, rows, counter and chain. A line of the answer to a
+   bundle: partition, status, history, first and last number, first CAS. upr_protocol describes
+   both. */
+enum { RUN_BYTES = 24, LINE_BYTES = 40 };
+
 /* A buffer may be a slice that begins anywhere. Compilers make one load of each of these. */
 
 static inline uint32_t
@@ -183,6 +188,29 @@ typedef struct {
 } Run;
 
 bool is_key_table(PyObject *object);
+bool is_answers(PyObject *object);
+
+enum { WRITER_BYTES = 16 };
+
+/* A run that was added for a publisher: its token, and what it is answered. */
+typedef struct {
+    const uint8_t *writer;
+    uint64_t counter;
+    uint64_t attempt;
+    uint64_t history_id;
+    uint64_t first_seq;
+    uint64_t last_seq;
+    uint64_t first_cas;
+} PlainRun;
+
+/* Whether a batch comes behind all of its writer, in no older attempt, and no batch was refused. */
+bool answers_expect(PyObject *answers, const uint8_t *writer, uint64_t counter, uint64_t attempt);
+
+/* Keeps the answer to a run that is new. False with an exception set. */
+bool answers_keep(PyObject *answers, const PlainRun *run);
+
+/* What the answers take. */
+uint64_t answers_bytes(PyObject *answers);
 
 /* Whether the keys of the rows [low, high) can be entered. */
 bool keys_fit(const Chunk *chunk, uint64_t low, uint64_t high);
@@ -202,6 +230,7 @@ PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *select_prefix(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *join_sets(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *encode_replies(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *add_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 void fill_crc_tables(void);
 int add_open_rows(PyObject *module);

@@ -54,6 +54,7 @@ load_defect(void)
 static PyMethodDef functions[] = {
     {"add_runs", (PyCFunction)(void (*)(void))add_runs, METH_FASTCALL, NULL},
     {"check", (PyCFunction)(void (*)(void))check, METH_FASTCALL, NULL},
+    {"encode_replies", (PyCFunction)(void (*)(void))encode_replies, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"join_sets", (PyCFunction)(void (*)(void))join_sets, METH_FASTCALL, NULL},
     {"select_prefix", (PyCFunction)(void (*)(void))select_prefix, METH_FASTCALL, NULL},

@@ -20,7 +20,9 @@ enum {
 typedef struct {
     PyObject_HEAD
     PyObject *table;
+    PyObject *answers;
     PyObject *flags;
+    uint64_t history_id;
     uint64_t base;
     uint64_t partition;
     uint64_t rows_max;
@@ -36,6 +38,7 @@ typedef struct {
     uint64_t mean_bytes;
     uint64_t tidy_at;
     char has_counters;
+    char is_awaited;
     Chunk columns;
     uint64_t row_size;
     uint64_t key_size;
@@ -378,6 +381,7 @@ encoded(OpenRows *self, PyObject *const *args, Py_ssize_t count)
 /* Runs of a bundle. */
 
 typedef struct {
+    uint64_t attempt;
     uint64_t cas;
     uint64_t partition_count;
     uint64_t rows_max;
@@ -388,7 +392,7 @@ static bool
 is_full(const OpenRows *self)
 {
     return self->columns.count >= self->rows_max || row_bytes_of(self) >= self->bytes_max ||
-           (self->columns.count && last_of(self) - self->first >= self->span_max);
+           (self->columns.count && last_of(self) >= self->first + self->span_max);
 }
 
 static bool
@@ -471,107 +475,222 @@ add_run(OpenRows *self, const Chunk *chunk, uint32_t low, uint32_t high, uint64_
 
 static PyTypeObject *open_rows_type;
 
+/* What `add_runs` takes. */
+typedef struct {
+    Py_buffer chunk_buffer;
+    Py_buffer run_buffer;
+    Chunk chunk;
+    PyObject *targets;
+    const uint8_t *writers;
+    size_t writer_step; /* 0 where all runs have one writer */
+    const uint8_t *skip;
+    Limits limits;
+} Runs;
+
 /* What `add_runs` returns, as it grows. */
 typedef struct {
-    PyObject *numbers;
+    PyObject *lines;
+    PyObject *left;
     PyObject *notes;
+    PyObject *awaited;
     uint64_t table_bytes;
     uint64_t row_bytes;
+    uint64_t answer_bytes;
 } Report;
 
-/* Adds one run that fits, and reports. False with an exception set. */
 static bool
-report_run(Report *report, Py_ssize_t index, OpenRows *rows, const Chunk *chunk, uint64_t low,
-           uint64_t high, const Limits *limits)
+append_number(PyObject *list, uint64_t number)
 {
-    PyObject *superseded = NULL, *note = NULL;
-    uint64_t table_before = table_bytes(rows->table), rows_before = allocated_bytes(rows);
-    bool is_done = add_run(rows, chunk, (uint32_t)low, (uint32_t)high, limits->cas, &superseded);
-    report->table_bytes += table_bytes(rows->table) - table_before;
-    report->row_bytes += allocated_bytes(rows) - rows_before;
-    if (is_done) {
-        uint64_t count = high - low;
-        PyObject *pair =
-            Py_BuildValue("KK", (unsigned long long)(rows->high - count + 1),
-                          (unsigned long long)(rows->last_cas - count + 1));
-        is_done = pair != NULL && PyList_SetItem(report->numbers, index, pair) == 0;
-    }
-    if (is_done && (superseded != NULL || is_full(rows) || wants_tidying(rows))) {
-        if (superseded == NULL)
-            superseded = PyList_New(0);
-        note = superseded == NULL ? NULL : Py_BuildValue("nO", index, superseded);
-        is_done = note != NULL && PyList_Append(report->notes, note) == 0;
-    }
-    Py_XDECREF(note);
-    Py_XDECREF(superseded);
+    PyObject *object = PyLong_FromUnsignedLongLong(number);
+    bool is_done = object != NULL && PyList_Append(list, object) == 0;
+    Py_XDECREF(object);
     return is_done;
 }
 
-/* Whether these are the bounds and targets of runs. An exception is set where not. */
+/* Notes what the caller has to do with a partition. Takes the reference to `superseded`. */
 static bool
-are_runs(PyObject *bounds, PyObject *targets)
+note(PyObject *notes, const OpenRows *rows, PyObject *superseded)
 {
-    if (!PyTuple_Check(bounds) || !PyTuple_Check(targets) ||
-        PyTuple_Size(bounds) != PyTuple_Size(targets) + 1) {
-        PyErr_SetString(PyExc_TypeError, "bounds and targets are tuples, and of bounds there is one more");
+    if (superseded == NULL && !is_full(rows) && !wants_tidying(rows))
+        return true;
+    if (superseded == NULL && (superseded = PyList_New(0)) == NULL)
+        return false;
+    PyObject *pair = Py_BuildValue("KN", (unsigned long long)rows->partition, superseded);
+    bool is_done = pair != NULL && PyList_Append(notes, pair) == 0;
+    Py_XDECREF(pair);
+    return is_done;
+}
+
+static bool
+has_writer(const uint8_t *writer)
+{
+    return load_u64(writer) || load_u64(writer + 8);
+}
+
+/* Where a run goes; NULL where it is left out. `run` is its entry in the directory. */
+static OpenRows *
+target_of(const Runs *runs, Py_ssize_t index, const uint8_t *run, uint64_t low, uint64_t high)
+{
+    uint64_t partition = load_u32(run);
+    if ((runs->skip != NULL && runs->skip[index]) || load_u32(run + 16) ||
+        partition >= runs->limits.partition_count)
+        return NULL;
+    OpenRows *rows = (OpenRows *)PyTuple_GetItem(runs->targets, (Py_ssize_t)partition);
+    const uint8_t *writer = runs->writers + (size_t)index * runs->writer_step;
+    if (!rows->history_id || rows->partition != partition ||
+        !run_fits(rows, &runs->chunk, low, high, &runs->limits) ||
+        (has_writer(writer) &&
+         !answers_expect(rows->answers, writer, load_u64(run + 8), runs->limits.attempt)))
+        return NULL;
+    return rows;
+}
+
+/* Adds one run that is not left out, keeps its answer, and reports. False with an exception set. */
+static bool
+report_run(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *run, OpenRows *rows,
+           uint64_t low, uint64_t high)
+{
+    PyObject *superseded = NULL;
+    const uint8_t *writer = runs->writers + (size_t)index * runs->writer_step;
+    uint64_t table_before = table_bytes(rows->table), rows_before = allocated_bytes(rows);
+    uint64_t answers_before = answers_bytes(rows->answers);
+    bool is_done = add_run(rows, &runs->chunk, (uint32_t)low, (uint32_t)high, runs->limits.cas,
+                           &superseded);
+    PlainRun added = {
+        .writer = writer,
+        .counter = load_u64(run + 8),
+        .attempt = runs->limits.attempt,
+        .history_id = rows->history_id,
+        .first_seq = rows->high - (high - low) + 1,
+        .last_seq = rows->high,
+        .first_cas = rows->last_cas - (high - low) + 1,
+    };
+    is_done = is_done && (!has_writer(writer) || answers_keep(rows->answers, &added));
+    report->table_bytes += table_bytes(rows->table) - table_before;
+    report->row_bytes += allocated_bytes(rows) - rows_before;
+    report->answer_bytes += answers_bytes(rows->answers) - answers_before;
+    if (!is_done) {
+        Py_XDECREF(superseded);
         return false;
     }
-    for (Py_ssize_t index = 0; index < PyTuple_Size(targets); index++) {
-        PyObject *target = PyTuple_GetItem(targets, index);
-        if (target != Py_None && Py_TYPE(target) != open_rows_type) {
-            PyErr_SetString(PyExc_TypeError, "a target is an OpenRows or None");
-            return false;
+    uint8_t *line = (uint8_t *)PyBytes_AsString(report->lines) + LINE_BYTES * (size_t)index;
+    store_u32(line, (uint32_t)rows->partition);
+    store_u64(line + 8, added.history_id);
+    store_u64(line + 16, added.first_seq);
+    store_u64(line + 24, added.last_seq);
+    store_u64(line + 32, added.first_cas);
+    return note(report->notes, rows, superseded) &&
+           (!rows->is_awaited || append_number(report->awaited, rows->partition));
+}
+
+/* Adds the runs one after the other. False with an exception set. */
+static bool
+report_runs(Report *report, const Runs *runs, uint64_t first_row, bool in_order)
+{
+    Py_ssize_t run_count = runs->run_buffer.len / RUN_BYTES;
+    uint64_t low, high = first_row;
+    bool is_over = false;
+    for (Py_ssize_t index = 0; index < run_count; index++) {
+        const uint8_t *run = (const uint8_t *)runs->run_buffer.buf + RUN_BYTES * index;
+        low = high;
+        high += load_u32(run + 4);
+        OpenRows *rows = is_over ? NULL : target_of(runs, index, run, low, high);
+        if (rows == NULL) {
+            is_over = in_order;
+            if (!append_number(report->left, (uint64_t)index))
+                return false;
         }
+        else if (!report_run(report, runs, index, run, rows, low, high))
+            return false;
     }
     return true;
+}
+
+static bool
+are_open_rows(PyObject *targets)
+{
+    bool are_rows = PyTuple_Check(targets);
+    for (Py_ssize_t index = 0; are_rows && index < PyTuple_Size(targets); index++)
+        are_rows = Py_TYPE(PyTuple_GetItem(targets, index)) == open_rows_type;
+    if (!are_rows)
+        PyErr_SetString(PyExc_TypeError, "the targets are a tuple of OpenRows");
+    return are_rows;
+}
+
+/* Takes the writers, one for all runs or one for each, and which runs to skip. False with an
+   exception set. */
+static bool
+read_writers(Runs *runs, PyObject *writers, PyObject *skip)
+{
+    Py_ssize_t run_count = runs->run_buffer.len / RUN_BYTES;
+    if (runs->run_buffer.len % RUN_BYTES || !PyBytes_Check(writers) ||
+        (PyBytes_Size(writers) != WRITER_BYTES &&
+         PyBytes_Size(writers) != WRITER_BYTES * run_count) ||
+        (skip != Py_None && (!PyBytes_Check(skip) || PyBytes_Size(skip) != run_count))) {
+        PyErr_SetString(PyExc_ValueError, "runs, writers and skip flags are not for as many runs");
+        return false;
+    }
+    runs->writers = (const uint8_t *)PyBytes_AsString(writers);
+    runs->writer_step = PyBytes_Size(writers) == WRITER_BYTES ? 0 : WRITER_BYTES;
+    runs->skip = skip == Py_None ? NULL : (const uint8_t *)PyBytes_AsString(skip);
+    return true;
+}
+
+/* Adds the runs, whose buffers are held, and builds what is returned; NULL with an exception set. */
+static PyObject *
+added_runs(const Runs *runs, uint64_t first_row, bool in_order)
+{
+    size_t lines_bytes = LINE_BYTES * (size_t)(runs->run_buffer.len / RUN_BYTES);
+    Report report = {
+        .lines = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)lines_bytes),
+        .left = PyList_New(0),
+        .notes = PyList_New(0),
+        .awaited = PyList_New(0),
+    };
+    PyObject *result = NULL;
+    if (report.lines != NULL && report.left != NULL && report.notes != NULL &&
+        report.awaited != NULL) {
+        memset(PyBytes_AsString(report.lines), 0, lines_bytes);
+        if (report_runs(&report, runs, first_row, in_order))
+            result = Py_BuildValue("OOOOLLL", report.lines, report.left, report.notes,
+                                   report.awaited, (long long)report.table_bytes,
+                                   (long long)report.row_bytes, (long long)report.answer_bytes);
+    }
+    Py_XDECREF(report.lines);
+    Py_XDECREF(report.left);
+    Py_XDECREF(report.notes);
+    Py_XDECREF(report.awaited);
+    return result;
 }
 
 PyObject *
 add_runs(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    Limits limits;
-    if (!takes("add_runs", count, 8, 8) || !number_of(args[3], &limits.cas) ||
-        !number_of(args[4], &limits.partition_count) || !number_of(args[5], &limits.rows_max) ||
-        !number_of(args[6], &limits.bytes_max) || !are_runs(args[1], args[2]))
+    Runs runs = {0};
+    uint64_t first_row;
+    if (!takes("add_runs", count, 11, 11) || !number_of(args[1], &first_row) ||
+        !number_of(args[5], &runs.limits.attempt) || !are_open_rows(args[4]) ||
+        !number_of(args[7], &runs.limits.cas) || !number_of(args[8], &runs.limits.rows_max) ||
+        !number_of(args[9], &runs.limits.bytes_max))
         return NULL;
-    int in_order = PyObject_IsTrue(args[7]);
+    int in_order = PyObject_IsTrue(args[10]);
     if (in_order < 0)
         return NULL;
-    if (!limits.partition_count)
-        return PyErr_Format(PyExc_ValueError, "there is no partition");
-    Py_buffer buffer;
-    if (PyObject_GetBuffer(args[0], &buffer, PyBUF_SIMPLE) < 0)
+    runs.targets = args[4];
+    runs.limits.partition_count = (uint64_t)PyTuple_Size(args[4]);
+    if (first_row > UINT32_MAX)
+        return PyErr_Format(PyExc_OverflowError, "no chunk has so many rows");
+    if (PyObject_GetBuffer(args[0], &runs.chunk_buffer, PyBUF_SIMPLE) < 0)
         return NULL;
-    Chunk chunk;
-    Py_ssize_t run_count = PyTuple_Size(args[2]);
-    Report report = {PyList_New(run_count), PyList_New(0)};
-    bool is_done = report.numbers != NULL && report.notes != NULL && chunk_read(&chunk, &buffer);
-    uint64_t low, high = 0;
-    bool is_over = false;
-    is_done = is_done && number_of(PyTuple_GetItem(args[1], 0), &high);
-    for (Py_ssize_t index = 0; is_done && index < run_count; index++) {
-        low = high;
-        if (!number_of(PyTuple_GetItem(args[1], index + 1), &high)) {
-            is_done = false;
-            break;
-        }
-        PyObject *target = PyTuple_GetItem(args[2], index);
-        if (!is_over && target != Py_None &&
-            run_fits((OpenRows *)target, &chunk, low, high, &limits))
-            is_done = report_run(&report, index, (OpenRows *)target, &chunk, low, high, &limits);
-        else {
-            is_over = in_order;
-            Py_INCREF(Py_None);
-            is_done = PyList_SetItem(report.numbers, index, Py_None) == 0;
-        }
+    if (PyObject_GetBuffer(args[2], &runs.run_buffer, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&runs.chunk_buffer);
+        return NULL;
     }
     PyObject *result = NULL;
-    if (is_done)
-        result = Py_BuildValue("OOLL", report.numbers, report.notes, (long long)report.table_bytes,
-                               (long long)report.row_bytes);
-    Py_XDECREF(report.numbers);
-    Py_XDECREF(report.notes);
-    PyBuffer_Release(&buffer);
+    if (read_writers(&runs, args[3], args[6]) && chunk_read(&runs.chunk, &runs.chunk_buffer))
+        result = added_runs(&runs, first_row, in_order);
+    PyBuffer_Release(&runs.run_buffer);
+    PyBuffer_Release(&runs.chunk_buffer);
     return result;
 }
 
@@ -618,16 +737,17 @@ length(OpenRows *self)
 static PyObject *
 new_rows(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *table;
+    PyObject *table, *answers;
     unsigned long long partition, rows_max, bytes_max, span_max;
     if (kwargs != NULL && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "OpenRows takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "OKKKK", &table, &partition, &rows_max, &bytes_max, &span_max))
+    if (!PyArg_ParseTuple(args, "OOKKKK", &table, &answers, &partition, &rows_max, &bytes_max,
+                          &span_max))
         return NULL;
-    if (!is_key_table(table)) {
-        PyErr_SetString(PyExc_TypeError, "the first argument is a KeyTable");
+    if (!is_key_table(table) || !is_answers(answers)) {
+        PyErr_SetString(PyExc_TypeError, "the first arguments are a KeyTable and Answers");
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -640,6 +760,8 @@ new_rows(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     rows->span_max = span_max;
     Py_INCREF(table);
     rows->table = table;
+    Py_INCREF(answers);
+    rows->answers = answers;
     rows->flags = PyByteArray_FromStringAndSize(NULL, 0);
     if (rows->flags == NULL)
         Py_CLEAR(rows);
@@ -652,6 +774,7 @@ dealloc(OpenRows *self)
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     forget_rows(self);
     Py_XDECREF(self->table);
+    Py_XDECREF(self->answers);
     Py_XDECREF(self->flags);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -680,12 +803,15 @@ static PyGetSetDef properties[] = {
 };
 
 static PyMemberDef members[] = {
+    {"answers", T_OBJECT_EX, offsetof(OpenRows, answers), READONLY, NULL},
     {"added", T_ULONGLONG, offsetof(OpenRows, added), 0, NULL},
     {"base", T_ULONGLONG, offsetof(OpenRows, base), 0, NULL},
     {"first", T_ULONGLONG, offsetof(OpenRows, first), READONLY, NULL},
     {"flags", T_OBJECT_EX, offsetof(OpenRows, flags), READONLY, NULL},
     {"has_counters", T_BOOL, offsetof(OpenRows, has_counters), 0, NULL},
     {"high", T_ULONGLONG, offsetof(OpenRows, high), 0, NULL},
+    {"history_id", T_ULONGLONG, offsetof(OpenRows, history_id), 0, NULL},
+    {"is_awaited", T_BOOL, offsetof(OpenRows, is_awaited), 0, NULL},
     {"last_cas", T_ULONGLONG, offsetof(OpenRows, last_cas), 0, NULL},
     {"live", T_ULONGLONG, offsetof(OpenRows, live), 0, NULL},
     {"mean_bytes", T_ULONGLONG, offsetof(OpenRows, mean_bytes), 0, NULL},

@@ -2,18 +2,19 @@
 
 from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.chunks import check, gather, select_prefix
-from upr_kernel.pure.frames import SetFrame, join_sets
+from upr_kernel.pure.frames import encode_replies, join_sets
 from upr_kernel.pure.key_table import KeyTable
-from upr_kernel.pure.open_rows import OpenRows, add_runs
+from upr_kernel.pure.open_rows import OpenRows
 from upr_kernel.pure.partition import find_misplaced
+from upr_kernel.pure.runs import add_runs
 
 __all__ = [
     "Answers",
     "KeyTable",
     "OpenRows",
-    "SetFrame",
     "add_runs",
     "check",
+    "encode_replies",
     "find_misplaced",
     "gather",
     "join_sets",

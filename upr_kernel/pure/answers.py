@@ -80,6 +80,7 @@ class Answers:
             then it is made anew.
 
     Attributes:
+        has_refused: Whether batches were refused that others must not overtake: the caller says so.
         nbytes: What it takes, about.
     """
 
@@ -89,6 +90,7 @@ class Answers:
         "_order",
         "_unsaved",
         "_writers",
+        "has_refused",
         "nbytes",
     )
 
@@ -117,6 +119,7 @@ class Answers:
         self.nbytes = 0
         # All answers by high number; some are forgotten.
         self._order: list[_Change] = []
+        self.has_refused = False
         self._answer_count = 0
         # By when each was last heard from.
         self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
@@ -141,9 +144,12 @@ class Answers:
         return None, counter <= answers.newest_counter
 
     def is_new(self, writer: bytes, counter: int, attempt: int, /) -> bool:
-        """Whether a batch comes behind all of its writer, in no older attempt. O(1)."""
+        """Whether a batch is new for certain: it comes behind all of its writer, in no older
+        attempt, and no batch was refused. O(1)."""
         answers = self._find(writer)
-        return answers is None or (counter > answers.newest_counter and attempt >= answers.attempt)
+        return not self.has_refused and (
+            answers is None or (counter > answers.newest_counter and attempt >= answers.attempt)
+        )
 
     def attempt(self, writer: bytes, /) -> int:
         """The highest attempt of a writer; 0 where it has none. O(1)."""
@@ -239,10 +245,9 @@ class Answers:
         first_seq: int,
         last_seq: int,
         first_cas: int,
-        /,
     ) -> int:
         """The same for a batch of which nothing failed and nothing was counted, with the high
-        number `last_seq`.
+        number `last_seq`: for `add_runs`.
 
         The answer is an array of MessagePack: history, first and last number, first CAS, no
         failures, reasons, counters and values, no chain, and the attempt.

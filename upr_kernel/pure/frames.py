@@ -1,4 +1,4 @@
-"""Frames that publish one plain `SET` each, joined to one chunk."""
+"""Frames that publish one plain `SET` each, joined to one chunk; and the answers to bundles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from upr_kernel.defects import ChunkDefectError
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES, Columns, padded
 from upr_kernel.pure.partition import partition_of
 
-SetFrame = tuple[int, int, int, bytes, int]
-"""A frame: where it ends, its opaque, the partition, the writer's ID and the run's counter."""
+JoinedSets = tuple[bytes, bytes, bytes, bytes, bytes]
+"""A chunk, and of each frame the run, the writer, the opaque and where it ends."""
 
-# `upr_protocol.wire` describes these layouts: the header; the fields of `Mutate`; its only run.
+# `upr_protocol.wire` describes these layouts: the header; the fields of `Mutate`; its only run; and
+# what stands before and behind the lines of a `MutateReply` without failures and counters.
 _HEADER: Final = Struct("<HBBHHIIII")
 _MUTATE: Final = Struct("<16sQBBHI")
 _RUN: Final = Struct("<IIQI4x")
+_REPLY_HEAD: Final = Struct("<QQ")
+_REPLY_TAIL: Final = bytes(16)
+_LINE_BYTES: Final = 40
 _CHECKED_BYTES: Final = 20
 _CHUNK_AT: Final = _HEADER.size + _MUTATE.size + _RUN.size
 
@@ -29,12 +33,18 @@ _MUTATE_BEGIN: Final = (0x5055, 1, 0x11, 0)
 _PLAIN: Final = (0, 0, 0, 0, 1)
 """No attempt, level 0, no copies, padding, and one run."""
 
+_REPLY_BEGIN: Final = (0x5055, 1, 0x91, 0, 0xFFFF)
+"""The same of an answer, with no partition."""
+
 _SET: Final = 1
 _WORDS: Final = Struct("<II")
 
 
 class _Set(NamedTuple):
-    frame: SetFrame
+    end: int
+    opaque: int
+    writer: bytes
+    run: bytes
     key: bytes
     value: bytes
     expiry: int
@@ -49,7 +59,7 @@ def join_sets(
     key_bytes_max: int,
     value_bytes_max: int,
     /,
-) -> tuple[bytes, list[SetFrame]] | None:
+) -> JoinedSets | None:
     """Joins frames that each publish one plain `SET` to one chunk. O(bytes).
 
     It takes whole and sound `Mutate` frames with one run of one row: a `SET` without an expected
@@ -65,7 +75,9 @@ def join_sets(
         value_bytes_max: The length of the longest value.
 
     Returns:
-        The chunk, a row for each frame, and the frames; None where the first frame does not fit.
+        The chunk, a row for each frame; the frames' runs as in the directory of a bundle; their
+        writers, or one where all have the same; their opaques and their ends, of 4 bytes each.
+        None where the first frame does not fit.
 
     Raises:
         ValueError: The offset is behind the end, or there is no partition.
@@ -78,8 +90,17 @@ def join_sets(
         if entry is None:
             break
         sets.append(entry)
-        offset = entry.frame[0]
-    return (_joined(sets), [entry.frame for entry in sets]) if sets else None
+        offset = entry.end
+    if not sets:
+        return None
+    writers = [entry.writer for entry in sets]
+    return (
+        _joined(sets),
+        b"".join(entry.run for entry in sets),
+        b"".join(writers) if len(set(writers)) > 1 else writers[0],
+        array("I", [entry.opaque for entry in sets]).tobytes(),
+        array("I", [entry.end for entry in sets]).tobytes(),
+    )
 
 
 def _read(
@@ -92,14 +113,15 @@ def _read(
     if tuple(begin) != _MUTATE_BEGIN or end > len(data) or length % 8:
         return None
     writer, *fields = _MUTATE.unpack_from(data, body_at)
-    partition, row_count, counter, chain = _RUN.unpack_from(data, body_at + _MUTATE.size)
+    run_at = body_at + _MUTATE.size
+    partition, row_count, _, chain = _RUN.unpack_from(data, run_at)
     if tuple(fields) != _PLAIN or row_count != 1 or chain:
         return None
     try:
         columns = Columns(memoryview(data)[offset + _CHUNK_AT : end])
     except ChunkDefectError:
         return None
-    entry = _row_of(columns, (end, opaque, partition, writer, counter))
+    entry = _row_of(columns, end, opaque, writer, data[run_at : run_at + _RUN.size])
     if entry is None or not (
         0 < len(entry.key) <= key_bytes_max and len(entry.value) <= value_bytes_max
     ):
@@ -112,8 +134,8 @@ def _read(
     return entry if is_sound else None
 
 
-def _row_of(columns: Columns, frame: SetFrame) -> _Set | None:
-    """The only row of a chunk; None where it is no plain `SET`."""
+def _row_of(columns: Columns, end: int, opaque: int, writer: bytes, run: bytes) -> _Set | None:
+    """A frame with the only row of a chunk; None where it is no plain `SET`."""
     view = columns.view
     count, key_length, value_length, *more_fields = HEAD.unpack_from(view)
     if count != 1 or any(more_fields) or any(view[columns.seqs_at : columns.expiries_at]):
@@ -125,7 +147,10 @@ def _row_of(columns: Columns, frame: SetFrame) -> _Set | None:
     ):
         return None
     return _Set(
-        frame,
+        end,
+        opaque,
+        writer,
+        run,
         bytes(view[columns.keys_at : columns.keys_at + key_length]),
         bytes(view[columns.values_at : columns.values_at + value_length]),
         int.from_bytes(view[columns.expiries_at : columns.expiries_at + 4], "little"),
@@ -149,3 +174,28 @@ def _joined(sets: list[_Set]) -> bytes:
         values,
     )
     return b"".join(column.ljust(padded(len(column)), b"\0") for column in columns)
+
+
+def encode_replies(opaques: bytes, lines: bytes, /) -> bytes:
+    """The `MutateReply` frames that answer these requests, one behind the other: nothing failed,
+    nothing was counted, and no run was refused. O(bytes).
+
+    Args:
+        opaques: The requests' opaques, of 4 bytes each; at least one.
+        lines: What became of the runs of each request. All requests have as many runs.
+
+    Raises:
+        ValueError: There is no request, or they cannot have as many runs.
+    """
+    reply_count, rest = divmod(len(opaques), 4)
+    if not reply_count or rest or len(lines) % (_LINE_BYTES * reply_count):
+        raise ValueError("each reply has as many lines as the others")
+    step = len(lines) // reply_count
+    pieces: list[bytes] = []
+    for index, opaque in enumerate(memoryview(opaques).cast("I")):
+        head = _REPLY_HEAD.pack(0, step // _LINE_BYTES)
+        body = head + lines[index * step : (index + 1) * step] + _REPLY_TAIL
+        fields = (*_REPLY_BEGIN, opaque, len(body), crc32c(body))
+        checksum = crc32c(_HEADER.pack(*fields, 0)[:_CHECKED_BYTES])
+        pieces += _HEADER.pack(*fields, checksum), body
+    return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""The rows that an open snapshot is being filled with, and runs of a bundle that go there."""
+"""The rows that an open snapshot is being filled with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from bisect import bisect_left
 from typing import Final
 
 from upr_kernel.defects import ChunkDefectError
+from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.chunks import OFFSET_MAX, gather
 from upr_kernel.pure.columns import HEAD, Buffer, Columns, padded
 from upr_kernel.pure.key_table import SEQ_END, KeyTable
@@ -23,9 +24,28 @@ _CAS_END: Final = 1 << 64
 Row = tuple[int, bytes, bytes, int, int, int, int]
 """Operation, key, value, sequence number, CAS, flags and expiry time."""
 
-Note = tuple[int, list[int]]
-"""Which run it is about, and numbers of the open snapshot that it superseded and that have no
-flag."""
+
+class RunLimits:
+    """What `add_runs` asks of every run.
+
+    Args:
+        attempt: Which run of its task the writer is.
+        cas: The lowest CAS that is given.
+        partition_count: How many partitions the bucket has.
+        rows_max: A run has fewer rows.
+        bytes_max: A run has fewer bytes of values.
+    """
+
+    __slots__ = ("attempt", "bytes_max", "cas", "partition_count", "rows_max")
+
+    def __init__(
+        self, attempt: int, cas: int, partition_count: int, rows_max: int, bytes_max: int
+    ) -> None:
+        self.attempt = attempt
+        self.cas = cas
+        self.partition_count = partition_count
+        self.rows_max = rows_max
+        self.bytes_max = bytes_max
 
 
 class OpenRows:
@@ -37,6 +57,7 @@ class OpenRows:
 
     Args:
         table: The partition's key table.
+        answers: What the partition has answered to publishers.
         partition: The partition's number.
         rows_max: It is full with so many rows.
         bytes_max: It is full with so many bytes of rows.
@@ -44,6 +65,10 @@ class OpenRows:
 
     Attributes:
         table: The partition's key table.
+        answers: What the partition has answered to publishers.
+        partition: The partition's number.
+        history_id: The history to which `add_runs` adds; 0 where the partition takes no runs.
+        is_awaited: Whether somebody waits for the next change: `add_runs` then names the partition.
         first: The number of the first row that came since it was empty; 0 when it is.
         start: The snapshot's start: the mutations of the snapshot have higher numbers.
         high: The highest number that the snapshot has had.
@@ -68,21 +93,24 @@ class OpenRows:
         "_key_size",
         "_limits",
         "_operations",
-        "_partition",
         "_row_size",
         "_seqs",
         "_value_bytes",
         "_value_offsets",
         "_value_size",
         "added",
+        "answers",
         "base",
         "first",
         "flags",
         "has_counters",
         "high",
+        "history_id",
+        "is_awaited",
         "last_cas",
         "live",
         "mean_bytes",
+        "partition",
         "start",
         "superseded",
         "table",
@@ -92,6 +120,7 @@ class OpenRows:
     def __init__(
         self,
         table: KeyTable,
+        answers: Answers,
         partition: int,
         rows_max: int,
         bytes_max: int,
@@ -99,7 +128,10 @@ class OpenRows:
         /,
     ) -> None:
         self.table = table
-        self._partition = partition
+        self.answers = answers
+        self.partition = partition
+        self.history_id = 0
+        self.is_awaited = False
         self._limits = rows_max, bytes_max, span_max
         self.flags = bytearray()
         self.last_cas = 0
@@ -284,9 +316,9 @@ class OpenRows:
         )
         return gather([(chunk, 0, len(self), skip, None, 0)], start, end)
 
-    # Runs of a bundle: for `add_runs`.
+    # For `add_runs`.
 
-    def fits(self, columns: Columns, low: int, high: int, limits: _Limits) -> bool:
+    def fits(self, columns: Columns, low: int, high: int, limits: RunLimits) -> bool:
         """Whether a run may be added here as it is."""
         count = high - low
         if self.is_full or not 0 < count < limits.rows_max:
@@ -300,7 +332,7 @@ class OpenRows:
             values[-1] - values[0] < limits.bytes_max
             and self.high + count + 1 < SEQ_END
             and max(self.last_cas + 1, limits.cas) + count < _CAS_END
-            and all(partition_of(key, limits.partition_count) == self._partition for key in keys)
+            and all(partition_of(key, limits.partition_count) == self.partition for key in keys)
         )
 
     def add_run(self, chunk: Buffer, columns: Columns, low: int, high: int, cas: int) -> list[int]:
@@ -354,71 +386,3 @@ class OpenRows:
         """Whether the caller should look at what is superseded."""
         superseded_bytes = self.superseded * self.mean_bytes
         return self.added > self.tidy_at or 2 * superseded_bytes > self.tidy_at + self.added
-
-
-class _Limits:
-    __slots__ = ("bytes_max", "cas", "partition_count", "rows_max")
-
-    def __init__(self, cas: int, partition_count: int, rows_max: int, bytes_max: int) -> None:
-        self.cas = cas
-        self.partition_count = partition_count
-        self.rows_max = rows_max
-        self.bytes_max = bytes_max
-
-
-def add_runs(
-    chunk: Buffer,
-    bounds: tuple[int, ...],
-    targets: tuple[OpenRows | None, ...],
-    cas: int,
-    partition_count: int,
-    rows_max: int,
-    bytes_max: int,
-    in_order: bool,
-    /,
-) -> tuple[list[tuple[int, int] | None], list[Note], int, int]:
-    """Adds runs of a bundle of plain `SET`s, each to its partition: enters their keys, flags what
-    they supersede, numbers their rows and copies them. O(rows).
-
-    Left out are runs without a target, runs whose target is full, runs that are damaged or too
-    large, and runs with a key of another partition.
-
-    Args:
-        chunk: The bundle's chunk: `SET`s that expect no CAS.
-        bounds: Where each run begins in it, and where the last ends.
-        targets: Where each run goes.
-        cas: The lowest CAS that is given.
-        partition_count: How many partitions the bucket has.
-        rows_max: A run has fewer rows.
-        bytes_max: A run has fewer bytes of values.
-        in_order: Whether to leave out all runs behind one that is left out.
-
-    Returns:
-        The number and CAS of each run's first row, None for those left out; notes of what the
-        caller has to do: flag what has no flag here, take the rows of what is full, tidy; and by
-        how many bytes the tables and the room for rows have grown.
-    """
-    if partition_count < 1:
-        raise ValueError("there is no partition")
-    if len(bounds) != len(targets) + 1:
-        raise TypeError("there is one more of the bounds than of the targets")
-    columns = Columns(chunk)
-    limits = _Limits(cas, partition_count, rows_max, bytes_max)
-    numbers: list[tuple[int, int] | None] = []
-    notes: list[Note] = []
-    table_bytes = row_bytes = 0
-    for index, rows in enumerate(targets):
-        low, high = bounds[index], bounds[index + 1]
-        is_over = in_order and None in numbers
-        if is_over or rows is None or not rows.fits(columns, low, high, limits):
-            numbers.append(None)
-            continue
-        table, rows_before = rows.table, rows.nbytes
-        table_before = table.nbytes
-        superseded = rows.add_run(chunk, columns, low, high, cas)
-        table_bytes += table.nbytes - table_before
-        row_bytes += rows.nbytes - rows_before
-        numbers.append((rows.high - high + low + 1, rows.last_cas - high + low + 1))
-        if superseded or rows.is_full or rows.wants_tidying:
-            notes.append((index, superseded))
-    return numbers, notes, table_bytes, row_bytes

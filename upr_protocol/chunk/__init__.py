@@ -25,7 +25,7 @@ are ordered by partition, and those of one partition are a **run**.
 
 from upr_protocol.chunk.arrow import to_arrow
 from upr_protocol.chunk.builder import ChunkBuilder
-from upr_protocol.chunk.bundle import Bundle, BundleRun
+from upr_protocol.chunk.bundle import RUN_BYTES, Bundle, BundleRun, decode_runs, encode_runs
 from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, LARGE_BYTES, Buffer, encoded_bytes
 from upr_protocol.chunk.mutation import COUNTER_DELTA_BYTES, CounterDelta, Mutation
@@ -36,6 +36,7 @@ __all__ = [
     "CHUNK_HEAD_BYTES",
     "COUNTER_DELTA_BYTES",
     "LARGE_BYTES",
+    "RUN_BYTES",
     "Buffer",
     "Bundle",
     "BundleRun",
@@ -46,6 +47,8 @@ __all__ = [
     "LargeRow",
     "Mutation",
     "WidenedChunk",
+    "decode_runs",
+    "encode_runs",
     "encoded_bytes",
     "plain_chunk",
     "published_chunk",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, chain
 from operator import attrgetter, lt
+from struct import Struct
 from typing import Final, NamedTuple
 
 from upr_kernel import ChunkDefectError, gather
 from upr_protocol.chunk.builder import ChunkBuilder
 from upr_protocol.chunk.chunk import Chunk
-from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES
+from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, Buffer
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
@@ -35,8 +37,33 @@ class BundleRun(NamedTuple):
     chain: int = 0
 
 
+_RUN: Final = Struct("<IIQI4x")
+
+RUN_BYTES: Final = _RUN.size
+"""What a run takes in the directory of a bundle."""
+
 _PARTITION: Final = attrgetter("partition")
 _ROW_COUNT: Final = attrgetter("row_count")
+
+
+@lru_cache(maxsize=128)
+def _runs_struct(count: int) -> Struct:
+    return Struct("<" + "IIQI4x" * count)
+
+
+def encode_runs(runs: Sequence[BundleRun]) -> bytes:
+    """The directory of a bundle with these runs: partition, rows, counter and chain of each."""
+    return _runs_struct(len(runs)).pack(*chain.from_iterable(runs))
+
+
+def decode_runs(directory: Buffer) -> tuple[BundleRun, ...]:
+    """The runs of a directory.
+
+    Raises:
+        struct.error: The last one is not whole.
+    """
+    # A tuple at once: CPython 3.11 crashes when its garbage collector finds such an iterator.
+    return tuple(map(BundleRun._make, _RUN.iter_unpack(directory)))
 
 
 class Bundle:
@@ -56,7 +83,7 @@ class Bundle:
             rows, the runs' rows are not those of the chunk, or the partitions do not rise.
     """
 
-    __slots__ = ("bounds", "chunk", "runs")
+    __slots__ = ("_directory", "bounds", "chunk", "runs")
 
     def __init__(self, chunk: Chunk, runs: Iterable[BundleRun]) -> None:
         runs = tuple(runs)
@@ -80,6 +107,25 @@ class Bundle:
         self.chunk = chunk
         self.runs = runs
         self.bounds = bounds
+        self._directory: bytes | None = None
+
+    @classmethod
+    def of_directory(cls, chunk: Chunk, directory: bytes) -> Bundle:
+        """A bundle of which the runs are encoded.
+
+        Raises:
+            ChunkError: As for the constructor.
+        """
+        bundle = cls(chunk, decode_runs(directory))
+        bundle._directory = directory
+        return bundle
+
+    @property
+    def directory(self) -> bytes:
+        """The runs, encoded. O(runs) for the first call."""
+        if self._directory is None:
+            self._directory = encode_runs(self.runs)
+        return self._directory
 
     @classmethod
     def of_one_run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Final
 
 import attrs
@@ -17,6 +17,7 @@ from upr_protocol.session.session import Session
 from upr_protocol.session.states import SNAPSHOT_MESSAGES, StreamState
 from upr_protocol.wire import (
     HEADER_BYTES,
+    RESULT_BYTES,
     VERSION,
     Barrier,
     BarrierReply,
@@ -26,13 +27,15 @@ from upr_protocol.wire import (
     HelloReply,
     Message,
     Mutate,
+    MutateReply,
     PartitionSnapshot,
     PartitionStart,
     Role,
     SessionState,
     SetFrames,
-    SetResult,
     StreamEnd,
+    decode_results,
+    encode_reply,
     encode_set_replies,
     read_sets,
     snapshot_frame,
@@ -157,29 +160,51 @@ class ServerSession(Session):
         sets = read_sets(*self._frames.received_bytes(), partition_count)
         if sets is None:
             return None
-        count = len(sets.frames)
+        count = sets.frame_count
         while count > 1 and sets.nbytes(count - 1) >= self.credit.left:
             count -= 1
         if requests:
-            in_use = (row for row in range(count) if sets.frames[row].opaque in requests)
+            opaques = memoryview(sets.opaques).cast("I")
+            in_use = (row for row in range(count) if opaques[row] in requests)
             count = next(in_use, count)
-        if count == len(sets.frames):
+        if count == sets.frame_count:
             return sets
-        return sets._replace(frames=sets.frames[:count]) if count else None
+        return sets.first(count) if count else None
 
-    def answer_sets(self, sets: SetFrames, results: Sequence[SetResult]) -> None:
-        """Takes the first frames of `sets`, as many as there are results, and queues the answers.
+    def answer_sets(self, sets: SetFrames, lines: bytes) -> None:
+        """Takes the first frames of `sets`, as many as there are lines, and queues the answers.
 
         Args:
             sets: What `read_sets` returned last. Nothing was received or taken since.
-            results: What became of the frames, in their order; at least one.
+            lines: What became of the frames, in their order, as lines of `MutateReply`; at least
+                one. All succeeded.
         """
-        nbytes = sets.nbytes(len(results))
+        nbytes = sets.nbytes(len(lines) // RESULT_BYTES)
         self._frames.skip_frames(nbytes)
         self.credit.note_sent(nbytes)
-        replies = encode_set_replies(results)
+        replies = encode_set_replies(sets, lines)
         self._outgoing.append(replies)
         self.outgoing_bytes += len(replies)
+
+    def answer_bundle(self, opaque: int, lines: bytes) -> None:
+        """Queues the `MutateReply` of a bundle of which every run succeeded, as `send` would,
+        without an object for each run.
+
+        Args:
+            opaque: The request's opaque.
+            lines: What became of the runs, as lines of the message.
+
+        Raises:
+            LocalProtocolError: As for `send`.
+        """
+        if self.state not in _DATA_STATES or self._requests.get(opaque) is not Mutate:
+            # `send` says what is wrong.
+            self.send(MutateReply(0, tuple(decode_results(lines)), opaque=opaque))
+            return
+        del self._requests[opaque]
+        reply = encode_reply(opaque, lines)
+        self._outgoing.append(reply)
+        self.outgoing_bytes += len(reply)
 
     # Streaming.
 

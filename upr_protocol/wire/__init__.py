@@ -53,11 +53,17 @@ from upr_protocol.wire.keyvalue import (
     SeqnosReply,
 )
 from upr_protocol.wire.message import BEFORE_READY, Message, Role, SessionState
-from upr_protocol.wire.publishing import Credit, Mutate, MutateReply, RunResult
+from upr_protocol.wire.publishing import (
+    RESULT_BYTES,
+    Credit,
+    Mutate,
+    MutateReply,
+    RunResult,
+    decode_results,
+)
 from upr_protocol.wire.set_frames import (
-    SetFrame,
     SetFrames,
-    SetResult,
+    encode_reply,
     encode_set_replies,
     read_sets,
 )
@@ -108,6 +114,7 @@ __all__ = [
     "BEFORE_READY",
     "HEADER_BYTES",
     "MESSAGES",
+    "RESULT_BYTES",
     "VERSION",
     "Ack",
     "Await",
@@ -167,10 +174,8 @@ __all__ = [
     "SeqnosAtReply",
     "SeqnosReply",
     "SessionState",
-    "SetFrame",
     "SetFrames",
     "SetMap",
-    "SetResult",
     "Stats",
     "StatsReply",
     "Stream",
@@ -178,6 +183,8 @@ __all__ = [
     "StreamReply",
     "UsersReply",
     "decode",
+    "decode_results",
+    "encode_reply",
     "encode_set_replies",
     "read_sets",
     "snapshot_frame",

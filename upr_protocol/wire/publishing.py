@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import construct as cs
 
-from upr_protocol.chunk import Buffer, Bundle, BundleRun, Chunk
+from upr_protocol.chunk import RUN_BYTES, Buffer, Bundle, Chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_RUNS_MAX, FRAME_BODY_BYTES_MAX
@@ -18,7 +18,6 @@ from upr_protocol.wire.columns import BUNDLE, member, member_of, row, tuple_of
 from upr_protocol.wire.message import DATA, Message, Role, U64Message, check_end
 
 _MUTATE: Final = Struct("<16sQBB2xI")
-_RUN: Final = Struct("<IIQI4x")
 _RESULT: Final = Struct("<IIQQQQ")
 _ONE_RUN: Final = Struct("<QQIIQQQQQQ")
 _TWO_U64: Final = Struct("<QQ")
@@ -47,6 +46,15 @@ class RunResult(NamedTuple):
     first_seq: SeqNo = SeqNo(0)
     last_seq: SeqNo = SeqNo(0)
     first_cas: Cas = Cas(0)
+
+
+RESULT_BYTES: Final = _RESULT.size
+"""What a run takes in the answer to its bundle."""
+
+
+def decode_results(lines: Buffer) -> list[RunResult]:
+    """What became of runs, from the lines of an answer."""
+    return list(map(RunResult._make, _RESULT.iter_unpack(lines)))
 
 
 class MutateReply(Message, frozen=True):
@@ -128,7 +136,7 @@ class MutateReply(Message, frozen=True):
         counters = Struct("<" + "I4xQ" * counter_count).unpack_from(body, counters_at)
         return (
             map_revision,
-            tuple(map(RunResult._make, _RESULT.iter_unpack(view[16 : failures_at - 8]))),
+            tuple(decode_results(view[16 : failures_at - 8])),
             tuple(zip(failures[::2], failures[1::2], strict=True)),
             tuple(zip(counters[::2], counters[1::2], strict=True)),
         )
@@ -167,10 +175,9 @@ class Mutate(Message, frozen=True):
     attempt: int = 0
 
     def body_buffers(self) -> tuple[Buffer, ...]:
-        runs = self.bundle.runs
-        head = _MUTATE.pack(self.writer, self.attempt, self.durability, self.copies, len(runs))
-        directory = _structs("IIQI4x", len(runs)).pack(*chain.from_iterable(runs))
-        return (head + directory, self.bundle.chunk.encode())
+        bundle, writer, attempt = self.bundle, self.writer, self.attempt
+        head = _MUTATE.pack(writer, attempt, self.durability, self.copies, len(bundle.runs))
+        return (head + bundle.directory, bundle.chunk.encode())
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
@@ -178,10 +185,8 @@ class Mutate(Message, frozen=True):
         if run_count > BUNDLE_RUNS_MAX:
             raise ChunkError(f"a bundle of {run_count} runs; at most {BUNDLE_RUNS_MAX}")
         view = memoryview(body)
-        chunk_at = _MUTATE.size + _RUN.size * run_count
-        # A tuple at once: CPython 3.11 crashes when its garbage collector finds such an iterator.
-        runs = tuple(map(BundleRun._make, _RUN.iter_unpack(view[_MUTATE.size : chunk_at])))
-        bundle = Bundle(Chunk(view[chunk_at:]), runs)
+        chunk_at = _MUTATE.size + RUN_BYTES * run_count
+        bundle = Bundle.of_directory(Chunk(view[chunk_at:]), bytes(view[_MUTATE.size : chunk_at]))
         return bundle, writer, member_of(Durability, durability), copies, attempt
 
 

@@ -1,48 +1,24 @@
-"""Frames that each publish one plain `SET`, read and answered many at a time.
+"""Frames that each publish one plain `SET`, read many at a time; and answers that are written so.
 
-Single operations come as `Mutate` frames of one row. A message, a bundle and a reply of its own for
-each costs several times what the mutation itself does. So those that have come together are read as
-one chunk, with no object for each but a tuple; and their answers are written as one piece of bytes.
-`Mutate` and `MutateReply` say what the same bytes mean.
+Single operations come as `Mutate` frames of one row. A message and a bundle for each costs several
+times what the mutation itself does. So those that have come together are read as one chunk, with no
+object for each. The answers to bundles of which every run succeeded are written from the lines that
+the kernel makes. `Mutate` and `MutateReply` say what the same bytes mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from struct import Struct
+from array import array
 from typing import Final, NamedTuple
 
-from crc32c import crc32c
-
-from upr_kernel import join_sets
-from upr_protocol.chunk import Chunk
-from upr_protocol.ids import NO_PARTITION, Cas, HistoryId, PartitionId, SeqNo
+from upr_kernel import encode_replies, join_sets
+from upr_protocol.chunk import RUN_BYTES, Chunk
+from upr_protocol.ids import WRITER_BYTES
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from upr_protocol.wire.frame import pack_header
-from upr_protocol.wire.publishing import MutateReply
+from upr_protocol.wire.publishing import RESULT_BYTES
 
 FRAMES_MAX: Final = 64
 """Frames that are read together. They hold the loop for about a millisecond."""
-
-_REPLY: Final = Struct("<QQIIQQQQQQ")
-
-
-class SetFrame(NamedTuple):
-    """One frame.
-
-    Attributes:
-        end: Where it ends in what was received.
-        opaque: Its opaque.
-        partition: The partition.
-        writer: The publisher's ID; zeros for none.
-        counter: The run's counter.
-    """
-
-    end: int
-    opaque: int
-    partition: PartitionId
-    writer: bytes
-    counter: int
 
 
 class SetFrames(NamedTuple):
@@ -50,36 +26,44 @@ class SetFrames(NamedTuple):
 
     Attributes:
         chunk: A published chunk of `SET`s that expect no CAS, checked. Each key belongs to its
-            frame's partition.
-        frames: The frames, in the order in which they came.
-        start: Where the first begins in what was received.
+            run's partition. It may have more rows than there are frames.
+        directory: The run of each frame, as in the directory of a bundle.
+        writers: The publisher's ID of each frame, or one ID that all have; zeros for none.
+        opaques: The opaque of each frame, of 4 bytes.
+        ends: Where each frame ends in what was received, of 4 bytes.
+        start: Where the first begins there.
     """
 
     chunk: Chunk
-    frames: Sequence[SetFrame]
+    directory: bytes
+    writers: bytes
+    opaques: bytes
+    ends: bytes
     start: int
+
+    @property
+    def frame_count(self) -> int:
+        """Frames; at least one."""
+        return len(self.directory) // RUN_BYTES
 
     def nbytes(self, count: int) -> int:
         """The bytes of the first `count` frames, with their headers; at least one."""
-        return self.frames[count - 1].end - self.start
+        end: int = memoryview(self.ends).cast("I")[count - 1]
+        return end - self.start
 
-
-class SetResult(NamedTuple):
-    """The answer to a frame whose `SET` succeeded.
-
-    Attributes:
-        opaque: The frame's opaque.
-        partition: The partition.
-        history_id: The history that the number belongs to.
-        seq: The sequence number.
-        cas: The CAS.
-    """
-
-    opaque: int
-    partition: PartitionId
-    history_id: HistoryId
-    seq: SeqNo
-    cas: Cas
+    def first(self, count: int) -> SetFrames:
+        """The first `count` of them; at least one."""
+        writers = self.writers
+        if len(writers) > WRITER_BYTES:
+            writers = writers[: WRITER_BYTES * count]
+        return SetFrames(
+            self.chunk,
+            self.directory[: RUN_BYTES * count],
+            writers,
+            self.opaques[: 4 * count],
+            self.ends[: 4 * count],
+            self.start,
+        )
 
 
 def read_sets(data: bytes, offset: int, partition_count: int) -> SetFrames | None:
@@ -93,15 +77,25 @@ def read_sets(data: bytes, offset: int, partition_count: int) -> SetFrames | Non
     joined = join_sets(data, offset, FRAMES_MAX, partition_count, KEY_BYTES_MAX, VALUE_BYTES_MAX)
     if joined is None:
         return None
-    chunk, frames = joined
-    return SetFrames(Chunk(chunk), list(map(SetFrame._make, frames)), offset)
+    chunk, directory, writers, opaques, ends = joined
+    return SetFrames(Chunk(chunk), directory, writers, opaques, ends, offset)
 
 
-def encode_set_replies(results: Sequence[SetResult]) -> bytes:
-    """The `MutateReply` frames of these results, one behind the other."""
-    pieces: list[bytes] = []
-    for opaque, partition, history_id, seq, cas in results:
-        body = _REPLY.pack(0, 1, partition, 0, history_id, seq, seq, cas, 0, 0)
-        header = pack_header(MutateReply.opcode, 0, NO_PARTITION, opaque, len(body), crc32c(body))
-        pieces += header, body
-    return b"".join(pieces)
+def encode_set_replies(sets: SetFrames, lines: bytes) -> bytes:
+    """The `MutateReply` frames that answer the first frames of `sets`, one behind the other.
+
+    Args:
+        sets: The frames.
+        lines: What became of each, `RESULT_BYTES` long.
+    """
+    return encode_replies(sets.opaques[: 4 * (len(lines) // RESULT_BYTES)], lines)
+
+
+def encode_reply(opaque: int, lines: bytes) -> bytes:
+    """The `MutateReply` frame of a bundle of which every run succeeded.
+
+    Args:
+        opaque: The request's opaque.
+        lines: What became of each run, `RESULT_BYTES` long.
+    """
+    return encode_replies(array("I", (opaque,)).tobytes(), lines)

@@ -25,7 +25,7 @@ from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
 from upr_server.engine.mutate_result import MutateResult, unpack
 from upr_server.engine.partition import Partition, PartitionImage
-from upr_server.engine.plain_runs import LONG_RUN_ROWS, RunNumbers, set_runs
+from upr_server.engine.plain_runs import LONG_RUN_ROWS, AppliedRuns, set_runs
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.snapshots import (
     BackfillNeeded,
@@ -44,6 +44,7 @@ __all__ = [
     "NOTHING_FETCHED",
     "QUOTA_BYTES_MIN",
     "STEP_PARTITIONS",
+    "AppliedRuns",
     "BackfillNeeded",
     "Bucket",
     "BucketError",
@@ -67,7 +68,6 @@ __all__ = [
     "PartitionImage",
     "PersistenceCursor",
     "Registration",
-    "RunNumbers",
     "SnapshotEndItem",
     "SnapshotStartItem",
     "WriterToken",

@@ -9,7 +9,7 @@ from typing import cast
 from upr_kernel import HAS_PREFIX, MAY_EXPIRE, UNCONDITIONAL
 from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, BundleRun, Chunk, CounterDelta
 from upr_protocol.errors import ChunkError, Status
-from upr_protocol.ids import DESIGN_PREFIX, SeqNo
+from upr_protocol.ids import DESIGN_PREFIX, NO_WRITER, SeqNo
 from upr_server.engine.operations import COUNTS
 from upr_server.engine.publisher_answers import WriterToken
 
@@ -171,22 +171,23 @@ class BundleBatches:
 
     Args:
         bundle: The bundle.
-        writer: Who publishes it; None for one that nobody will send again.
+        writer: Who publishes it; zeros for one that nobody will send again.
         attempt: Which run of the publisher's task sends it; 0 where it has none.
 
     Attributes:
         columns: The bundle's chunk.
+        writer: See above.
         attempt: See above.
 
     Raises:
         ChunkError: The chunk breaks a rule of published chunks.
     """
 
-    __slots__ = ("_bundle", "_writer", "attempt", "columns")
+    __slots__ = ("_bundle", "attempt", "columns", "writer")
 
-    def __init__(self, bundle: Bundle, writer: bytes | None = None, attempt: int = 0) -> None:
+    def __init__(self, bundle: Bundle, writer: bytes = NO_WRITER, attempt: int = 0) -> None:
         self._bundle = bundle
-        self._writer = writer
+        self.writer = writer
         self.columns = CheckedChunk(bundle.chunk)
         self.attempt = attempt
 
@@ -209,7 +210,7 @@ class BundleBatches:
 
     def token(self, run: BundleRun) -> WriterToken | None:
         """The name of the batch that is a run of the bundle."""
-        return None if self._writer is None else WriterToken(self._writer, run.counter)
+        return None if self.writer == NO_WRITER else WriterToken(self.writer, run.counter)
 
 
 def is_design_key(key: bytes) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, Protocol
 
+from upr_kernel import OpenRows
 from upr_protocol.errors import Status, UprError
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, PARTITIONS_DEFAULT, PARTITIONS_MAX
@@ -107,6 +108,7 @@ class Bucket:
         "memory",
         "memory_policy",
         "name",
+        "open_rows",
         "partitions",
     )
 
@@ -137,6 +139,7 @@ class Bucket:
         # Where freeing goes on, so that all partitions have their turn.
         self._next_to_free = 0
         self.partitions: tuple[Partition, ...] = ()
+        self.open_rows: tuple[OpenRows, ...] = ()
         self._unmade = (
             Partition(
                 PartitionId(partition_id),
@@ -161,6 +164,7 @@ class Bucket:
             if len(partitions) % STEP_PARTITIONS == 0:
                 yield
         self.partitions = tuple(partitions)
+        self.open_rows = tuple(partition.rows for partition in partitions)
 
     def __repr__(self) -> str:
         return f"<Bucket {self.name!r} of {len(self.partitions)} partitions>"
@@ -175,6 +179,7 @@ class Bucket:
         """The bucket was deleted: lets go of its partitions, one a step, so that their memory is
         freed once nobody else uses them. The bucket has none from the first step on."""
         partitions, self.partitions = list(self.partitions), ()
+        self.open_rows = ()
         self._collapsible.clear()
         while partitions:
             partitions.pop().manager.stop_notifying()

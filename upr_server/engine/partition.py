@@ -159,20 +159,22 @@ class Partition:
         self.state = image.state
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
+        self.repeated_batches = RepeatedBatches(memory, image.answers, image.high)
         self.rows = OpenRows(
             self.table.kernel_table,
+            self.repeated_batches.kernel_answers,
             partition_id,
             ARRAY_MUTATIONS_MAX,
             ARRAY_BYTES_MAX,
             ARRAY_SPAN_MAX,
         )
         self.rows.last_cas = image.last_cas
+        self._note_history()
         self.manager = MutationManager(image.high, self.rows, memory, on_collapsible)
         self.snapshots = self.manager.snapshots
         self._expiries = ExpiryIndex(self.table, memory)
         self.eviction = KeyEviction(self.table, self._expiries, image.high, image.indexed)
         self._lookup = ItemLookup(self.table, self.snapshots, self._expiries, self.eviction)
-        self.repeated_batches = RepeatedBatches(memory, image.answers, image.high)
         self.replicas = ReplicaProgress()
         self.purge_seq = image.purge_seq
         self.indexed_items = image.items
@@ -256,38 +258,11 @@ class Partition:
             assert not missing, "the caller must first ask which keys are missing"
         return self._finish(batch, self._store_all(evaluation), high_before)
 
-    def takes_at_once(self, token: WriterToken | None, attempt: int, now: float) -> bool:
-        """Whether a plain batch without a chain can be taken in with nothing else to do: the
-        partition is active, the batch is new for certain, and nothing has expired. O(1)."""
-        return (
-            self.state is _ACTIVE
-            and self.repeated_batches.is_certainly_new(token, attempt)
-            and not self._expiries.is_due(now)
-        )
-
     def note_expiries(self, columns: CheckedChunk, low: int, high: int, first_seq: SeqNo) -> None:
         """Notes when the rows [`low`, `high`) of a chunk, which were taken in, expire. O(rows)."""
         expiries = columns.chunk.expiries[low:high].tolist()
         seqs = range(first_seq, first_seq + high - low)
         self._expiries.add_all(zip(expiries, seqs, columns.keys[low:high], strict=True))
-
-    def finish_run(
-        self, token: WriterToken | None, attempt: int, first_seq: int, count: int, first_cas: int
-    ) -> tuple[HistoryId, SeqNo, SeqNo, Cas]:
-        """Keeps the answer to a plain batch that the kernel has added to the rows, and wakes who
-        waits for changes.
-
-        Returns:
-            The history, the first and the last number, and the first CAS.
-        """
-        history_id, last_seq = self.failover_log.current, SeqNo(first_seq + count - 1)
-        if token is not None:
-            self.repeated_batches.remember_plain(
-                token, attempt, history_id, first_seq, last_seq, first_cas
-            )
-        if self.snapshots.has_waiting:
-            self.snapshots.wake()
-        return history_id, SeqNo(first_seq), last_seq, Cas(first_cas)
 
     def _finish(
         self, batch: MutationBatch, result: MutateResult, high_before: SeqNo
@@ -522,6 +497,12 @@ class Partition:
             self.replicas.clear()
         self.state = state
         self.failover_log = failover_log
+        self._note_history()
+
+    def _note_history(self) -> None:
+        """Says to the kernel whether plain runs may be added at once, and to which history."""
+        is_active = self.state is _ACTIVE
+        self.rows.history_id = self.failover_log.current if is_active else 0
 
     def restart_at(self, seq: SeqNo, last_cas: Cas = Cas(0)) -> None:
         """Begins again with nothing in memory: the disk has everything up to `seq`. A replica calls

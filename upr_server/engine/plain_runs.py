@@ -1,101 +1,137 @@
 """Plain runs: batches of `SET`s that expect no CAS, taken in for many partitions at once.
 
 Most runs of most bundles are plain, few rows long, and new. The kernel adds all of them in one
-call: it checks to which partition the keys belong, enters them in the tables, flags what they
-supersede, numbers the rows, and copies them. What is left for each run is its answer.
+call: it checks to which partition the keys belong and whether the run is new, enters the keys in
+the tables, flags what they supersede, numbers the rows, copies them, and remembers the answers.
 `Partition.mutate` takes in all others, one by one, and says why a run is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from struct import Struct
+from typing import Final, NamedTuple
 
 from upr_kernel import add_runs
-from upr_protocol.ids import Cas, HistoryId, SeqNo
+from upr_protocol.chunk import RUN_BYTES, BundleRun, decode_runs
+from upr_protocol.ids import SeqNo
 from upr_server.engine.batch import CheckedChunk, is_design_key
 from upr_server.engine.bucket import Bucket
-from upr_server.engine.partition import NANOSECONDS, Partition
-from upr_server.engine.publisher_answers import WriterToken
+from upr_server.engine.partition import NANOSECONDS
 from upr_server.engine.snapshots import PUBLISHED_BYTES_MIN, PUBLISHED_MUTATIONS_MIN
 
 LONG_RUN_ROWS: Final = PUBLISHED_MUTATIONS_MIN
 """A run of so many rows is taken in alone, and may be kept as it came."""
 
-RunNumbers = tuple[HistoryId, SeqNo, SeqNo, Cas]
-"""The history of a run that was applied, its first and last number, and its first CAS."""
+_FIRST_SEQ: Final = Struct("<16xQ16x")
+"""What a line of the answer says of the first number; 0 where nothing was done."""
+
+
+class AppliedRuns(NamedTuple):
+    """What became of runs that were to be taken in together.
+
+    Attributes:
+        lines: What became of each run, as a line of the answer to a bundle; zeros for those with
+            which nothing was done.
+        left: Those with which nothing was done, by place. `Partition.mutate` has to decide about
+            them.
+    """
+
+    lines: bytes
+    left: Sequence[int]
 
 
 def set_runs(
     bucket: Bucket,
     columns: CheckedChunk,
-    bounds: Sequence[int],
-    partitions: Sequence[Partition | None],
-    tokens: Sequence[WriterToken | None],
+    directory: bytes,
+    writers: bytes,
     attempt: int,
     now: float,
     *,
+    first_row: int = 0,
+    skip: bytes | None = None,
     in_order: bool = False,
-) -> list[RunNumbers | None]:
+) -> AppliedRuns:
     """Takes in runs of a chunk of plain `SET`s, in one step: those that are short, and for certain
     new to an active partition. O(rows).
 
     Args:
-        bucket: The bucket of the partitions.
+        bucket: The bucket.
         columns: The chunk, all of whose rows are plain.
-        bounds: Where each run begins in it, and where the last ends.
-        partitions: The partition of each run; None for one that is not to be taken in. A writer may
-            have several runs for one partition only if their counters rise, and then none of the
-            rows may expire.
-        tokens: The name of each run; None for one that nobody will send again.
+        directory: The runs, as in the directory of a bundle. Each follows the one before.
+        writers: The publisher of all runs, or of each; zeros for one that sends nothing again.
         attempt: Which run of its task the writer is; 0 where it has none.
         now: Seconds since 1970.
+        first_row: Where the first run begins in the chunk.
+        skip: A byte for each run, not 0 for those that are not to be taken in; None for none.
         in_order: Whether to do nothing with the runs behind one with which nothing was done.
-
-    Returns:
-        The numbers of each run; None for those with which nothing was done. `Partition.mutate` has
-        to decide about them.
     """
-    targets = [
-        partition.rows
-        if partition is not None and partition.takes_at_once(token, attempt, now)
-        else None
-        for partition, token in zip(partitions, tokens, strict=True)
-    ]
-    numbers, notes, table_bytes, row_bytes = add_runs(
+    if columns.may_expire or bucket.memory.expiries:
+        runs = decode_runs(directory)
+        skip = _with_expiring(bucket, runs, now, skip, may_expire=columns.may_expire)
+    lines, left, notes, awaited, table_bytes, row_bytes, answer_bytes = add_runs(
         columns.chunk.encode(),
-        tuple(bounds),
-        tuple(targets),
+        first_row,
+        directory,
+        writers,
+        bucket.open_rows,
+        attempt,
+        skip,
         int(now * NANOSECONDS),
-        len(bucket.partitions),
         LONG_RUN_ROWS,
         PUBLISHED_BYTES_MIN,
         in_order,
     )
-    bucket.memory.table += table_bytes
-    bucket.memory.arrays += row_bytes
-    for index, superseded in notes:
-        partition = partitions[index]
-        assert partition is not None
-        partition.snapshots.open.settle(superseded)
-    results: list[RunNumbers | None] = []
+    memory, partitions = bucket.memory, bucket.partitions
+    memory.table += table_bytes
+    memory.arrays += row_bytes
+    memory.writers += answer_bytes
+    for partition_id, superseded in notes:
+        partitions[partition_id].snapshots.open.settle(superseded)
     design_keys: list[bytes] = []
-    applied_count, informed = 0, None
-    for index, (pair, partition) in enumerate(zip(numbers, partitions, strict=True)):
-        if pair is None or partition is None:
-            results.append(None)
+    if columns.may_expire or columns.may_hold_designs:
+        design_keys = _note_rows(bucket, columns, decode_runs(directory), first_row, lines)
+    # Last: a reader or an observer that runs now sees the runs whole, with their answers.
+    for partition_id in awaited:
+        partitions[partition_id].snapshots.wake()
+    applied_count = len(directory) // RUN_BYTES - len(left)
+    if applied_count:
+        # All partitions of a bucket have one observer.
+        partitions[0].notify_batches(design_keys, applied_count)
+    return AppliedRuns(lines, left)
+
+
+def _with_expiring(
+    bucket: Bucket, runs: Sequence[BundleRun], now: float, skip: bytes | None, *, may_expire: bool
+) -> bytes:
+    """Skips also the runs of partitions in which something has expired, or may have once the runs
+    before it were taken in. O(runs)."""
+    flags = bytearray(len(runs)) if skip is None else bytearray(skip)
+    partitions, earlier = bucket.partitions, set[int]()
+    for index, run in enumerate(runs):
+        if run.partition < len(partitions):
+            is_due = partitions[run.partition].has_expired(now)
+            flags[index] |= is_due or run.partition in earlier
+        if may_expire:
+            earlier.add(run.partition)
+    return bytes(flags)
+
+
+def _note_rows(
+    bucket: Bucket, columns: CheckedChunk, runs: Sequence[BundleRun], first_row: int, lines: bytes
+) -> list[bytes]:
+    """Notes when the rows that were taken in expire; returns the keys of design documents among
+    them. O(rows)."""
+    design_keys: list[bytes] = []
+    high = first_row
+    for run, (first_seq,) in zip(runs, _FIRST_SEQ.iter_unpack(lines), strict=True):
+        low, high = high, high + run.row_count
+        if not first_seq:
             continue
-        low, high = bounds[index], bounds[index + 1]
-        first_seq, first_cas = pair
-        applied_count, informed = applied_count + 1, partition
         if columns.may_expire:
+            partition = bucket.partitions[run.partition]
             partition.note_expiries(columns, low, high, SeqNo(first_seq))
         if columns.may_hold_designs:
             design_keys += filter(is_design_key, columns.keys[low:high])
-        results.append(
-            partition.finish_run(tokens[index], attempt, first_seq, high - low, first_cas)
-        )
-    # Last: an observer that runs now sees the runs whole, with their answers.
-    if informed is not None:
-        informed.notify_batches(design_keys, applied_count)
-    return results
+    return design_keys

@@ -76,13 +76,16 @@ class PublisherAnswers:
 
     Args:
         memory: What the bucket holds.
+
+    Attributes:
+        kernel_answers: The answers. The kernel adds to them with the runs of bundles.
     """
 
-    __slots__ = ("_answers", "_memory", "_refused")
+    __slots__ = ("_memory", "_refused", "kernel_answers")
 
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
-        self._answers = Answers(
+        self.kernel_answers = Answers(
             BATCHES_MAX,
             ANSWERS_BYTES_MAX,
             WRITERS_MAX,
@@ -95,25 +98,25 @@ class PublisherAnswers:
         self._refused: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self.kernel_answers)
 
     def answer_to(self, token: WriterToken) -> tuple[bytes | None, bool]:
         """The answer to the batch with this token, and whether it may have been forgotten.
         O(log answers)."""
-        return self._answers.answer_to(token.writer, token.counter)
+        return self.kernel_answers.answer_to(token.writer, token.counter)
 
     def is_certainly_new(self, token: WriterToken, attempt: int) -> bool:
         """Whether the batch is new for certain: a quick yes for most batches. False means that the
         other questions must be asked. O(1)."""
-        return not self._refused and self._answers.is_new(token.writer, token.counter, attempt)
+        return self.kernel_answers.is_new(token.writer, token.counter, attempt)
 
     def attempt(self, writer: bytes) -> int:
         """The highest attempt of this writer; 0 where it has none. O(1)."""
-        return self._answers.attempt(writer)
+        return self.kernel_answers.attempt(writer)
 
     def newest(self, writer: bytes) -> tuple[WriterToken, bytes] | None:
         """The newest batch of a writer, and its answer. O(1)."""
-        newest = self._answers.newest(writer)
+        newest = self.kernel_answers.newest(writer)
         return None if newest is None else (WriterToken(writer, newest[0]), newest[1])
 
     # Batches that must not overtake a refused one.
@@ -135,6 +138,7 @@ class PublisherAnswers:
             return True
         if self._refused.pop(token.writer, None) is not None:
             self._count_refused(-REFUSED_WRITER_BYTES)
+            self.kernel_answers.has_refused = bool(self._refused)
         return False
 
     def note_refused(self, token: WriterToken) -> None:
@@ -145,6 +149,7 @@ class PublisherAnswers:
         elif self.overtakes_refused(token):
             _, refused_count = self._refused[token.writer]
         self._refused[token.writer] = (token.counter, refused_count + 1)
+        self.kernel_answers.has_refused = True
         self._refused.move_to_end(token.writer)
         if len(self._refused) > WRITERS_MAX:
             self._refused.popitem(last=False)
@@ -157,12 +162,12 @@ class PublisherAnswers:
 
     def track_unsaved(self) -> None:
         """There is a disk: from now on, changes are kept for `take_unsaved`."""
-        self._answers.track_unsaved()
+        self.kernel_answers.track_unsaved()
 
     def take_unsaved(self, through: int) -> dict[tuple[bytes, int], bytes | None]:
         """What has changed since the last call, while the partition's high number was at most
         `through`, by writer and counter: answers remembered, and None for those forgotten."""
-        answers = self._answers
+        answers = self.kernel_answers
         nbytes_before = answers.nbytes
         changes = answers.take_unsaved(through)
         self._memory.writers += answers.nbytes - nbytes_before
@@ -177,45 +182,32 @@ class PublisherAnswers:
             high: The partition's high number with the batch.
             attempt: Which run of the writer's task sent it.
         """
-        self._memory.writers += self._answers.remember(
+        self._memory.writers += self.kernel_answers.remember(
             token.writer, token.counter, answer, high, attempt
-        )
-
-    def remember_plain(
-        self,
-        token: WriterToken,
-        attempt: int,
-        history_id: int,
-        first_seq: int,
-        last_seq: int,
-        first_cas: int,
-    ) -> None:
-        """The same for a batch of which nothing failed and nothing was counted, with the high
-        number `last_seq`: `mutate_result.pack` would give the same answer."""
-        self._memory.writers += self._answers.remember_plain(
-            token.writer, token.counter, attempt, history_id, first_seq, last_seq, first_cas
         )
 
     def replace_newest(self, token: WriterToken, answer: bytes, high: int, attempt: int) -> None:
         """Keeps another answer to the writer's newest batch. O(1), beside what it forgets."""
-        self._memory.writers += self._answers.replace_newest(token.writer, answer, high, attempt)
+        answers = self.kernel_answers
+        self._memory.writers += answers.replace_newest(token.writer, answer, high, attempt)
 
     def note_applied(self, token: WriterToken, applied_high: int) -> None:
         """Notes that a remembered batch had its effect at a lower high number than that of its
         answer. O(log answers)."""
-        self._answers.note_applied(token.writer, token.counter, applied_high)
+        self.kernel_answers.note_applied(token.writer, token.counter, applied_high)
 
     # For replicas.
 
     def between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
         and answer. O(log answers), beside what is found."""
-        return cast("list[tuple[bytes, int, SeqNo, bytes]]", self._answers.between(start, end))
+        answers = self.kernel_answers.between(start, end)
+        return cast("list[tuple[bytes, int, SeqNo, bytes]]", answers)
 
     def tokens_above(self, seq: int) -> list[WriterToken]:
         """The tokens of answers given at numbers above `seq`, except those to batches that had
         their effect at or below it. O(answers)."""
-        return [WriterToken(*token) for token in self._answers.tokens_above(seq)]
+        return [WriterToken(*token) for token in self.kernel_answers.tokens_above(seq)]
 
     def truncate(self, seq: int) -> list[WriterToken]:
         """Forgets the answers given at numbers above `seq`, as if they had never been. A later
@@ -225,7 +217,7 @@ class PublisherAnswers:
         Returns:
             The tokens of those forgotten.
         """
-        answers = self._answers
+        answers = self.kernel_answers
         nbytes_before = answers.nbytes
         tokens = answers.truncate(seq)
         self._memory.writers += answers.nbytes - nbytes_before
@@ -234,9 +226,10 @@ class PublisherAnswers:
     @property
     def nbytes(self) -> int:
         """What it takes, about."""
-        return self._answers.nbytes + REFUSED_WRITER_BYTES * len(self._refused)
+        return self.kernel_answers.nbytes + REFUSED_WRITER_BYTES * len(self._refused)
 
     def check_invariants(self) -> None:
         """Bounds, order, bytes. O(answers + pending changes)."""
-        self._answers.check_invariants()
+        self.kernel_answers.check_invariants()
         assert len(self._refused) <= WRITERS_MAX
+        assert self.kernel_answers.has_refused == bool(self._refused)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from upr_kernel import Answers
 from upr_protocol.errors import Status
-from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.ids import SeqNo
 from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult, pack, unpack
@@ -46,6 +47,11 @@ class RepeatedBatches:
     def __len__(self) -> int:
         """Writers whose answers are remembered."""
         return len(self._answers)
+
+    @property
+    def kernel_answers(self) -> Answers:
+        """The answers, as the kernel keeps them."""
+        return self._answers.kernel_answers
 
     # What becomes of a batch.
 
@@ -132,18 +138,6 @@ class RepeatedBatches:
     def remember(self, token: WriterToken, result: MutateResult, high: SeqNo) -> None:
         """Keeps the result of a batch that was applied, for when it is sent again."""
         self._answers.remember(token, pack(result), high, result.attempt)
-
-    def remember_plain(
-        self,
-        token: WriterToken,
-        attempt: int,
-        history_id: HistoryId,
-        first_seq: int,
-        last_seq: int,
-        first_cas: int,
-    ) -> None:
-        """The same, of a batch of which nothing failed and nothing was counted."""
-        self._answers.remember_plain(token, attempt, history_id, first_seq, last_seq, first_cas)
 
     # For the disk.
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, EventKind
 from upr_protocol.errors import ServerError, Status, quoted_key
-from upr_protocol.ids import DESIGN_PREFIX
+from upr_protocol.ids import DESIGN_PREFIX, NO_WRITER, WRITER_BYTES
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_protocol.users import (
     EVERY_RIGHT,
@@ -189,9 +189,9 @@ class Access:
         would be told what that was answered, and could have its batches taken for repeated. O(1).
 
         Args:
-            writer: 16 bytes.
+            writer: 16 bytes; zeros for none, which stay so.
         """
-        if self.user_name is None:
+        if self.user_name is None or writer == NO_WRITER:
             return writer
         client_writer, own = self._last_writer
         if writer != client_writer:
@@ -200,6 +200,14 @@ class Access:
             # A connection has nearly always one.
             self._last_writer = writer, own
         return own
+
+    def own_writers(self, writers: bytes) -> bytes:
+        """The same of several, one behind the other; zeros are none, and stay so. O(writers), O(1)
+        where nobody logged in."""
+        if self.user_name is None:
+            return writers
+        several = (writers[at : at + WRITER_BYTES] for at in range(0, len(writers), WRITER_BYTES))
+        return b"".join(map(self.own_writer, several))
 
     def note_log_in(self, name: str, mechanism: str, *, allowed: bool) -> None:
         """Notes in the audit log that the client logged in, or tried to."""

@@ -358,9 +358,9 @@ class AcceptedConnection:
             self.context.fail_in(Mutate)
             return True
         if count:
-            self._unjoined_frames = len(sets.frames) - count
+            self._unjoined_frames = sets.frame_count - count
             return True
-        self._unjoined_frames = len(sets.frames) - 1
+        self._unjoined_frames = sets.frame_count - 1
         return False
 
     def _handle(self, message: Message) -> Iterator[None] | None:

@@ -199,6 +199,10 @@ class PartitionRequestQueues:
         self._queues: dict[Partition, PartitionRequestQueue] = {}
         self._turns = Turns()
 
+    def __len__(self) -> int:
+        """Queues that were made."""
+        return len(self._queues)
+
     def of(self, disk: BucketDisk, partition: Partition) -> PartitionRequestQueue:
         """The queue of a partition."""
         queue = self._queues.get(partition)

@@ -16,7 +16,7 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.users import Right
-from upr_protocol.wire import Message, Refusal, SetFrames, SetResult, Stream, StreamReply
+from upr_protocol.wire import Message, Mutate, Refusal, SetFrames, Stream, StreamReply
 from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.access import Access
 from upr_server.net.backlog import ConnectionBacklog
@@ -267,6 +267,11 @@ class RequestContext:
         """Whether a request to this partition would have to wait behind others."""
         return self._queues.have_earlier(partition, self)
 
+    @property
+    def may_have_earlier(self) -> bool:
+        """Whether a request to any partition may have to wait behind others."""
+        return bool(self._queues)
+
     def submit(self, partition: Partition, request: PartitionRequest) -> None:
         """Applies `request` once what it needs from disk is there, in the order of the partition's
         requests."""
@@ -278,10 +283,16 @@ class RequestContext:
             return None
         return self._session.read_sets(len(self.bucket.partitions))
 
-    def answer_sets(self, sets: SetFrames, results: Sequence[SetResult]) -> None:
-        """Sends the answers to the first of these `SET`s."""
-        self._session.answer_sets(sets, results)
+    def answer_sets(self, sets: SetFrames, lines: bytes) -> None:
+        """Sends the answers to the first of these `SET`s, a line for each."""
+        self._session.answer_sets(sets, lines)
         self.credit.spend()
+
+    def answer_bundle(self, request: Mutate, lines: bytes) -> None:
+        """Sends the answer to a bundle of which every run succeeded, a line for each, unless the
+        session has ended."""
+        if self._session.state is not SessionState.CLOSED:
+            self._session.answer_bundle(request.opaque, lines)
 
     def reply_later(self, request: Message, answer: ReplyTask) -> None:
         """Runs `answer` as a task of its own, which the connection's end cancels."""

@@ -16,7 +16,7 @@ from tests.engine.helpers import (
     transcript,
 )
 from tests.engine.helpers import chunks as all_chunks
-from upr_kernel import KeyTable, OpenRows, gather
+from upr_kernel import Answers, KeyTable, OpenRows, gather
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import batch_of
@@ -33,7 +33,8 @@ def numbered(*seqs: int) -> NumberedArray:
 
 
 def skip_flags(first: int, count: int) -> SkipFlags:
-    flags = SkipFlags(OpenRows(KeyTable(), 0, 1024, 1 << 18, 4096))
+    answers = Answers(1, 1, 1, 1, 1, 1, 1)
+    flags = SkipFlags(OpenRows(KeyTable(), answers, 0, 1024, 1 << 18, 4096))
     if count:
         flags.extend(SeqNo(first), count)
     return flags

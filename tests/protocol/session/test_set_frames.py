@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Final
 
 from hypothesis import given
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.kit.placed_keys import key_in
 from tests.protocol.session.kit import encoded, frames, hello, portrait, taken
-from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation, plain_chunk
-from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation, decode_runs, plain_chunk
+from upr_protocol.errors import LocalProtocolError, RemoteProtocolError
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import REQUESTS_OPEN_MAX
 from upr_protocol.session import ServerSession
@@ -25,12 +26,12 @@ from upr_protocol.wire import (
     Opened,
     RunResult,
     Seqnos,
-    SetResult,
 )
 
 PARTITIONS: Final = 3
 WRITER: Final = b"sixteen bytes id"
 HISTORY: Final = HistoryId(7)
+LINE: Final = Struct("<IIQQQQ")
 
 KEYS: Final = [key_in(partition, PARTITIONS) for partition in range(PARTITIONS)]
 
@@ -134,19 +135,19 @@ def many_at_a_time(session: ServerSession, answers: list[bool], log: Seen) -> No
         sets = session.read_sets(PARTITIONS)
         count = 0
         if sets is not None:
-            while count < len(sets.frames) and answers[len(log) + count]:
+            while count < sets.frame_count and answers[len(log) + count]:
                 count += 1
         if sets is not None and count:
-            results, messages = [], []
-            for row, frame in enumerate(sets.frames[:count]):
-                seq = len(log) + row
-                mutation = sets.chunk.mutation(row)
-                message = single(frame.partition, frame.opaque, frame.counter, mutation)
-                messages.append(Mutate(message.bundle, frame.writer, opaque=frame.opaque))
-                results.append(
-                    SetResult(frame.opaque, frame.partition, HISTORY, SeqNo(seq), Cas(seq))
-                )
-            session.answer_sets(sets, results)
+            lines, messages = b"", []
+            opaques, first = memoryview(sets.opaques).cast("I"), sets.first(count)
+            assert first.frame_count == count
+            for row, run in enumerate(decode_runs(first.directory)):
+                seq, at = len(log) + row, 16 * row if len(first.writers) > 16 else 0
+                message = single(run.partition, opaques[row], run.counter, sets.chunk.mutation(row))
+                writer = first.writers[at : at + 16]
+                messages.append(Mutate(message.bundle, writer, opaque=opaques[row]))
+                lines += LINE.pack(run.partition, 0, HISTORY, seq, seq, seq)
+            session.answer_sets(sets, lines)
             outgoing_bytes, outgoing = session.outgoing_bytes, taken(session)
             assert outgoing_bytes == len(outgoing)
             replies = [encoded(answer) for answer in frames(outgoing)]
@@ -237,4 +238,34 @@ def test_as_many_sets_are_read_as_may_come_now(
     messages = [single(opaque % PARTITIONS, opaque, 1) for opaque in opaques]
     expected = _readable(session, messages, credit, in_use)
     sets = session.read_sets(PARTITIONS)
-    assert ([frame.opaque for frame in sets.frames] if sets else []) == expected
+    assert (list(memoryview(sets.opaques).cast("I")) if sets else []) == expected
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True),
+    st.lists(st.integers(0, 9), max_size=6),
+    st.integers(1, 3),
+)
+def test_a_bundle_is_answered_as_with_a_message(
+    in_use: list[int], answered: list[int], run_count: int
+) -> None:
+    runs = tuple(
+        RunResult(PartitionId(n), 0, HISTORY, SeqNo(1), SeqNo(2), Cas(3)) for n in range(run_count)
+    )
+    lines = b"".join(LINE.pack(*run) for run in runs)
+    sessions = [opened(credit=1_000_000, in_use=in_use) for _ in range(2)]
+    for opaque in answered:
+        errors = []
+        for session in sessions:
+            try:
+                if session is sessions[0]:
+                    session.answer_bundle(opaque, lines)
+                else:
+                    session.send(MutateReply(0, runs, opaque=opaque))
+                errors.append("")
+            except LocalProtocolError as error:
+                errors.append(str(error))
+        assert errors[0] == errors[1]
+        assert sessions[0].outgoing_bytes == sessions[1].outgoing_bytes
+        assert taken(sessions[0]) == taken(sessions[1])
+        assert portrait(sessions[0]) == portrait(sessions[1])

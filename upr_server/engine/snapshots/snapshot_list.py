@@ -132,6 +132,7 @@ class SnapshotList(Generic[ReaderT]):
         """A cursor was closed or dropped."""
         del self.readers[reader]
         self._waiting.pop(reader, None)
+        self.open.rows.is_awaited = bool(self._waiting)
         self._resuming_in_open.pop(reader, None)
 
     def released(self, entries: Sequence[SnapshotEntry]) -> None:
@@ -146,19 +147,16 @@ class SnapshotList(Generic[ReaderT]):
         """Nobody is told any more of what cursors have left."""
         self._on_released = lambda _entry: None
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether any cursor waits for the next mutation."""
-        return bool(self._waiting)
-
     def wait(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""
         self._waiting[reader] = None
+        self.open.rows.is_awaited = True
 
     def wake(self) -> None:
         """Tells the cursors that wait that there is something to read. O(cursors that wait)."""
         if self._waiting:
             waiting, self._waiting = self._waiting, {}
+            self.open.rows.is_awaited = False
             for reader in waiting:
                 reader.wake()
 

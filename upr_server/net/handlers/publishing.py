@@ -12,13 +12,12 @@ from typing import Final, cast
 
 import trio
 
-from upr_protocol.chunk import BundleRun
+from upr_protocol.chunk import RUN_BYTES, BundleRun
 from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionState, SeqNo
-from upr_protocol.wire import Mutate, MutateReply, RunResult
+from upr_protocol.wire import RESULT_BYTES, Mutate, MutateReply, RunResult, decode_results
 from upr_server.engine import (
-    LONG_RUN_ROWS,
     Bucket,
     BundleBatches,
     Evaluation,
@@ -26,7 +25,6 @@ from upr_server.engine import (
     MutateResult,
     MutationBatch,
     Partition,
-    RunNumbers,
     set_runs,
 )
 from upr_server.engine.evaluation import BYTES_PER_COST
@@ -65,8 +63,6 @@ as if it needed so much from disk."""
 _MEMORY: Final = Durability.MEMORY  # an enum's attributes are slow to look up
 _OK: Final = Status.OK
 
-_NO_WRITER: Final = bytes(16)
-
 _SENTENCES: Final = {
     Status.SUPERSEDED: "a later attempt of this writer has reached the partition",
     Status.TOKEN_TOO_OLD: "the partition has forgotten the result of this run",
@@ -102,8 +98,7 @@ def durability_target(
 def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
     """Applies a bundle: a slice of it now, and the rest as the returned iterator goes on."""
     context.credit.spend()
-    is_named = request.writer != _NO_WRITER
-    writer = context.access.own_writer(request.writer) if is_named else None
+    writer = context.access.own_writer(request.writer)
     try:
         batches = BundleBatches(request.bundle, writer, request.attempt)
     except ChunkError as error:
@@ -127,6 +122,7 @@ class _BundleRequest(OrderedReply):
         "_failures",
         "_flusher",
         "_is_wrong_node",
+        "_lines",
         "_request",
         "_results",
         "_row_cost",
@@ -140,6 +136,8 @@ class _BundleRequest(OrderedReply):
         self._batches = batches
         self._flusher = context.disk.flusher
         self._results: list[RunResult | None] = [None] * len(batches)
+        self._lines = b""
+        """What became of the runs, as the kernel said, if all were applied and answered at once."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(batches)
@@ -157,7 +155,13 @@ class _BundleRequest(OrderedReply):
             order.add(self)
         run_indexes: Iterable[int] = range(len(self._batches))
         if self._batches.columns.is_unconditional:
-            run_indexes = yield from self._set_runs()
+            lines, run_indexes = yield from self._set_runs()
+            if self._request.durability is _MEMORY:
+                if not run_indexes:
+                    self._lines, self._unfinished_count = lines, 0
+                    order.complete(self)
+                    return
+                self._set_results(lines)
         cost = 0
         for index in run_indexes:
             if cost >= SLICE_COST:
@@ -168,73 +172,88 @@ class _BundleRequest(OrderedReply):
         if self._unfinished_count and not is_owed:
             order.add(self)
 
-    def _set_runs(self) -> Generator[None, None, Sequence[int]]:
+    def _set_runs(self) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
         """Applies the runs of a plain bundle that can be applied together; yields where others
-        should have their turn. Returns which runs are left."""
-        runs, run_indexes = self._request.bundle.runs, list[int]()
+        should have their turn. Returns what became of each, zeros for those that are left, and
+        which are left."""
+        runs, lines, run_indexes = self._request.bundle.runs, b"", list[int]()
         low, cost = 0, 0.0
         for index, run in enumerate(runs):
             if cost >= SLICE_COST:
-                run_indexes += self._set_some(low, index)
+                lines += self._set_some(low, index, run_indexes)
                 yield
                 low, cost = index, 0.0
             cost += PLAIN_RUN_COST + run.row_count * self._row_cost
-        run_indexes += self._set_some(low, len(runs))
-        return run_indexes
+        lines += self._set_some(low, len(runs), run_indexes)
+        return lines, run_indexes
 
-    def _set_some(self, low: int, high: int) -> list[int]:
-        """Applies those of the runs [`low`, `high`) that can be applied together; returns the
-        others."""
+    def _set_some(self, low: int, high: int, run_indexes: list[int]) -> bytes:
+        """Applies those of the runs [`low`, `high`) that can be applied together, and adds the
+        others to `run_indexes`."""
         context, batches, bundle = self._context, self._batches, self._request.bundle
         bucket = context.bucket
         if bucket is None or self._flusher.full:
-            return list(range(low, high))
-        runs = bundle.runs[low:high]
-        targets = [self._target_at_once(bucket, run) for run in runs]
-        if not any(targets):
-            return list(range(low, high))
-        all_numbers = set_runs(
+            run_indexes += range(low, high)
+            return bytes(RESULT_BYTES * (high - low))
+        targets = self._targets(bucket, bundle.runs[low:high])
+        runs = set_runs(
             bucket,
             batches.columns,
-            bundle.bounds[low : high + 1],
-            [
-                None if target is None else bucket.partitions[run.partition]
-                for run, target in zip(runs, targets, strict=True)
-            ],
-            [batches.token(run) for run in runs],
+            bundle.directory[RUN_BYTES * low : RUN_BYTES * high],
+            batches.writer,
             batches.attempt,
             context.time(),
+            first_row=bundle.bounds[low],
+            skip=None if targets is None else bytes(target is None for target in targets),
         )
-        run_indexes: list[int] = []
-        for index, (run, target, numbers) in enumerate(
-            zip(runs, targets, all_numbers, strict=True), low
-        ):
-            if numbers is None or target is None:
-                run_indexes.append(index)
-            elif target is IN_MEMORY:
-                self._set_result(index, RunResult(run.partition, _OK, *numbers))
-            else:
-                call = partial(self._finish_plain, index, numbers)
-                partition = bucket.partitions[run.partition]
-                call_when_durable(call, partition, self._flusher, numbers[2], target)
-        return run_indexes
+        run_indexes += [low + index for index in runs.left]
+        if self._request.durability is not _MEMORY:
+            self._await_lines(bucket, low, runs.lines, targets)
+        return runs.lines
+
+    def _targets(
+        self, bucket: Bucket, runs: Sequence[BundleRun]
+    ) -> list[DurabilityTarget | None] | None:
+        """How durable each run must be; None for one that waits behind others, or is to be refused.
+        None for all if that is so of none, and all are answered from memory."""
+        if self._request.durability is _MEMORY and not self._context.may_have_earlier:
+            return None
+        return [self._target_at_once(bucket, run) for run in runs]
 
     def _target_at_once(self, bucket: Bucket, run: BundleRun) -> DurabilityTarget | None:
-        """How durable a plain run must be; None where its partition has to decide what becomes of
-        it, or it is to be refused."""
         context, request = self._context, self._request
-        is_long = run.row_count >= LONG_RUN_ROWS
-        if is_long or run.chain or run.partition >= len(bucket.partitions):
+        if run.partition >= len(bucket.partitions):
             return None
         partition = bucket.partitions[run.partition]
         if context.has_earlier(partition):
             return None
-        if request.durability is _MEMORY:
-            return IN_MEMORY
         try:
             return durability_target(context, partition, request.durability, request.copies)
         except ServerError:
             return None
+
+    def _await_lines(
+        self,
+        bucket: Bucket,
+        low: int,
+        lines: bytes,
+        targets: Sequence[DurabilityTarget | None] | None,
+    ) -> None:
+        """Runs from `low` on were applied together: each has its result once it is as durable as
+        was asked."""
+        assert targets is not None, "only what is answered from memory has none"
+        results = decode_results(lines)
+        for index, (result, target) in enumerate(zip(results, targets, strict=True), low):
+            if result.history_id and target is not None:
+                call = partial(self._finish_plain, index, result)
+                partition = bucket.partitions[result.partition]
+                call_when_durable(call, partition, self._flusher, result.last_seq, target)
+
+    def _set_results(self, lines: bytes) -> None:
+        """Some runs were applied together, and are answered from memory."""
+        for index, result in enumerate(decode_results(lines)):
+            if result.history_id:
+                self._set_result(index, result)
 
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
@@ -362,12 +381,12 @@ class _BundleRequest(OrderedReply):
         )
 
     def _finish_plain(
-        self, index: int, numbers: RunNumbers, is_on_disk: bool, is_replicated: bool
+        self, index: int, result: RunResult, is_on_disk: bool, is_replicated: bool
     ) -> None:
         """The same, for a run that was applied together with others."""
         if is_on_disk:
             status = _OK if is_replicated else Status.NOT_DURABLE_YET
-            self._set_result(index, RunResult(self.partitions[index], status, *numbers))
+            self._set_result(index, result._replace(status=status))
         else:
             self.refuse(index, _not_on_disk())
 
@@ -390,7 +409,9 @@ class _BundleRequest(OrderedReply):
     def send(self) -> None:
         """Answers the bundle."""
         context = self._context
-        if self._error is not None and len(self._results) == 1:
+        if self._lines:
+            context.answer_bundle(self._request, self._lines)
+        elif self._error is not None and len(self._results) == 1:
             context.refuse_for(self._request, self._error)  # in words
         else:
             context.send(

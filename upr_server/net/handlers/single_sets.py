@@ -6,14 +6,11 @@ Whatever is not simple is left for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
-
-from upr_protocol.wire import SetFrame, SetFrames, SetResult
-from upr_server.engine import CheckedChunk, Partition, WriterToken, set_runs
+from upr_protocol.chunk import RUN_BYTES, decode_runs
+from upr_protocol.ids import WRITER_BYTES
+from upr_protocol.wire import RESULT_BYTES, SetFrames
+from upr_server.engine import Bucket, CheckedChunk, set_runs
 from upr_server.net.request_context import RequestContext
-
-_NO_WRITER: Final = bytes(16)
 
 
 def apply_sets(context: RequestContext, sets: SetFrames) -> int:
@@ -26,53 +23,41 @@ def apply_sets(context: RequestContext, sets: SetFrames) -> int:
     bucket = context.bucket
     if bucket is None or context.disk.flusher.full:
         return 0
+    lines = _apply(context, bucket, sets)
+    if lines:
+        context.answer_sets(sets, lines)
+    return len(lines) // RESULT_BYTES
+
+
+def _apply(context: RequestContext, bucket: Bucket, sets: SetFrames) -> bytes:
+    """Applies them; returns the lines of their answers."""
     columns, now = CheckedChunk(sets.chunk), context.time()
-    frames, results = sets.frames, list[SetResult]()
-    partitions = bucket.partitions
-    try:
-        while len(results) < len(frames):
-            low = len(results)
-            group = _group(frames, low, may_expire=columns.may_expire)
-            targets: list[Partition | None] = [
-                None
-                if context.has_earlier(partitions[frame.partition])
-                else partitions[frame.partition]
-                for frame in group
-            ]
-            tokens = [
-                None
-                if frame.writer == _NO_WRITER
-                else WriterToken(context.access.own_writer(frame.writer), frame.counter)
-                for frame in group
-            ]
-            bounds = range(low, low + len(group) + 1)
-            runs = set_runs(bucket, columns, bounds, targets, tokens, 0, now, in_order=True)
-            for frame, run in zip(group, runs, strict=True):
-                if run is None:
-                    break
-                history_id, seq, _, cas = run
-                results.append(SetResult(frame.opaque, frame.partition, history_id, seq, cas))
-            if len(results) == low:
-                break
-    finally:
-        if results:
-            context.answer_sets(sets, results)
-    return len(results)
+    writers = context.access.own_writers(sets.writers)
+    skip = _skip(context, bucket, sets) if context.may_have_earlier else None
+    lines, low = b"", 0
+    while low < sets.frame_count:
+        runs = set_runs(
+            bucket,
+            columns,
+            sets.directory[RUN_BYTES * low :],
+            writers if len(writers) == WRITER_BYTES else writers[WRITER_BYTES * low :],
+            0,
+            now,
+            first_row=low,
+            skip=None if skip is None else skip[low:],
+            in_order=True,
+        )
+        count = runs.left[0] if runs.left else sets.frame_count - low
+        if not count:
+            break
+        lines += runs.lines[: RESULT_BYTES * count]
+        # Something that was stored may have expired at once: the next look at it is a new one.
+        low += count
+    return lines
 
 
-def _group(frames: Sequence[SetFrame], low: int, *, may_expire: bool) -> Sequence[SetFrame]:
-    """The frames from `low` on of which none has to be looked at after another was applied: whether
-    it was here before, or whether what it stores has expired."""
-    newest: dict[tuple[int, bytes], int] = {}
-    for index in range(low, len(frames)):
-        frame = frames[index]
-        if may_expire:
-            name = (frame.partition, b"")
-            if name in newest:
-                return frames[low:index]
-        else:
-            name = (frame.partition, frame.writer)
-            if frame.counter <= newest.get(name, -1) and frame.writer != _NO_WRITER:
-                return frames[low:index]
-        newest[name] = frame.counter
-    return frames[low:]
+def _skip(context: RequestContext, bucket: Bucket, sets: SetFrames) -> bytes:
+    """Which frames are for partitions that have requests waiting."""
+    return bytes(
+        context.has_earlier(bucket.partitions[run.partition]) for run in decode_runs(sets.directory)
+    )
