@@ -76,6 +76,10 @@ class MemoryNetwork:
         """How many of the clients' ends are not closed."""
         return sum(not end.closed for ends in self._ends.values() for end in ends)
 
+    def hang(self, port: int) -> None:
+        """Has a port take connections from now on, and nobody answer there."""
+        self._listeners[port] = _Listener()
+
     def cut(self, port: int) -> None:
         """Breaks the connections to a port."""
         for end in self._ends.pop(port, []):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -69,19 +69,21 @@ async def secured(name: str, password_file: Path, users: Users = USERS) -> Async
 
 @asynccontextmanager
 async def two_nodes(
-    password_file: Path, users: Users = USERS, host: str = HOST
+    password_file: Path, users: Users = USERS, host: str = HOST, others: Mapping[str, int] = {}
 ) -> AsyncIterator[tuple[Server, Server]]:
-    """Two nodes with one bucket; each knows of the other by the bucket's map, at `host`."""
+    """Two nodes with one bucket; each knows of the other by the bucket's map, at `host`, and of
+    `others`, whose ports are given."""
     async with (
         secured("a", password_file, users) as first,
         secured("z", password_file, users) as second,
     ):
-        nodes = {name: f"{host}:{port}" for name, port in PORTS.items()}
+        ports = {**PORTS, **others}
+        nodes = {name: f"{host}:{port}" for name, port in ports.items()}
         partition_map = PartitionMap(
             bucket="b",
             revision=1,
             nodes=nodes,
-            partitions=(Assignment(active="a", replicas={"z": ""}),),
+            partitions=(Assignment(active="a", replicas=dict.fromkeys(("z", *others), "")),),
         )
         await first.partition_maps.set_map(0, partition_map.encode())
         await second.partition_maps.join("b", nodes["a"])
@@ -119,6 +121,20 @@ async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
         with pytest.raises(ServerError):
             async with connect(as_bob(first)):
                 pass
+
+
+async def test_nodes_that_hang_do_not_hold_up_a_change(
+    network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
+) -> None:
+    others = {f"hung{port}": port for port in range(73, 78)}
+    for port in others.values():
+        network.hang(port)
+    async with two_nodes(password_file, others=others) as (first, second):
+        for number in range(10):
+            await trio.sleep(10.3)
+            await first.users.change(partial(_with_user, name=f"joe{number}"))
+            await trio.sleep(WITHIN_S)
+            assert second.users.users == first.users.users
 
 
 async def test_a_change_of_a_role_counts_on_the_other_node_within_a_second(

@@ -49,6 +49,15 @@ class FullStore(SimulatedStore):
             raise DiskFullError("the disk is full")
 
 
+class LateAnswers(SimulatedStore):
+    """A store in another process: a call is carried out, and its answer comes later."""
+
+    async def execute(self, call: StoreCall[Any]) -> Any:
+        answer = await super().execute(call)
+        await trio.sleep(1)
+        return answer
+
+
 def adding(name: str) -> Any:
     return lambda users: users.with_user(User(name))
 
@@ -65,6 +74,27 @@ async def store_with_admin(directory: SimulatedDirectory | None = None) -> UserS
     store = UserStore(SimulatedStore(directory))
     await store.change(lambda users: users.with_user(ADMIN))
     return store
+
+
+async def test_a_change_whose_asker_leaves_is_made_to_its_end(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """In memory as on the disk, and what has to end ends."""
+    directory = SimulatedDirectory()
+    store = UserStore(LateAnswers(directory))
+    steps: list[int] = []
+
+    def end_in_steps() -> Iterator[None]:
+        for step in range(3):
+            steps.append(step)
+            yield
+
+    store.call_on_change(end_in_steps)
+    with trio.move_on_after(0.5):
+        await store.change(lambda users: users.with_user(ADMIN))
+    assert Users.from_json(directory.users.data) == store.users
+    assert not store.users.is_open
+    assert steps == [0, 1, 2]
 
 
 async def test_a_change_is_there_after_a_restart() -> None:
