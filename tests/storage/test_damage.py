@@ -15,9 +15,16 @@ from upr_protocol.ids import Operation
 from upr_server.engine import FetchRequest, is_damaged
 from upr_server.storage import bucket_storage
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
-from upr_server.storage.chunk_log import PartitionWrite
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
 from upr_server.storage.errors import CorruptionError
-from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_key
+from upr_server.storage.records import (
+    WATERMARK,
+    BucketRecord,
+    chunk_key,
+    expiry_key,
+    index_key,
+    partition_key,
+)
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PARTITIONS: Final = 3
@@ -41,9 +48,9 @@ class DamagedBucket:
         log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self) -> StoredBucket:
         self.storage = BucketStorage(self._log, self._index)
-        self.storage.open()
+        return self.storage.open()
 
     def commit(self, partition: int, *, expiry: int = 0) -> None:
         """One chunk of random changes."""
@@ -63,6 +70,9 @@ class DamagedBucket:
 
     def flip_entry(self, partition: int, key: bytes) -> None:
         self._index.flip(index_key(partition, key), self._random.randrange(8 * 16))
+
+    def flip_watermark(self, partition: int) -> None:
+        self._index.flip(partition_key(WATERMARK, partition), self._random.randrange(8 * 8))
 
     def flip_expiry(self, expiry: int, partition: int, seq: int) -> None:
         self._index.flip(expiry_key(expiry, partition, seq), self._random.randrange(8 * 8))
@@ -175,6 +185,24 @@ def test_a_damaged_index_entry_stops_the_index_of_its_partition_alone() -> None:
     assert bucket.damaged_partitions() == [1]
     for partition in (0, 2):
         bucket.check(partition)
+
+
+def test_a_damaged_watermark_has_its_partition_indexed_anew() -> None:
+    bucket = DamagedBucket(Random(3))
+    for _ in range(4):
+        for partition in range(PARTITIONS):
+            bucket.commit(partition)
+    assert not bucket.maintain()
+    bucket.flip_entry(1, bucket.model.histories[1][0].key)
+    bucket.flip_watermark(1)
+    reindexed = bucket.restart().reindexed
+    assert list(reindexed) == [1]
+    assert "mismatch" in reindexed[1]
+    assert not bucket.maintain()
+    assert bucket.damaged_partitions() == []
+    for partition in range(PARTITIONS):
+        bucket.check(partition)
+    assert bucket.restart().reindexed == {}
 
 
 def test_compaction_leaves_out_a_partition_with_damage_and_no_other(

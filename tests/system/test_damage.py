@@ -11,6 +11,7 @@ from typing import Final
 import pytest
 
 from tests.kit.mirror import Mirror, assert_same, server_contents
+from tests.kit.peer import peer
 from tests.kit.process import UPR, UPR_SERVER, ServerProcess, run, server_process
 from upr_protocol.client import Client, RefusedKeysError, connect, consume, publisher
 from upr_protocol.errors import ServerError, Status, UprError
@@ -21,6 +22,7 @@ BUCKET: Final = "planes"
 PARTITIONS: Final = 4
 DAMAGED: Final = PartitionId(2)
 LOGGED: Final = ("damaged record; the rest is served; run upr-server check", "damaged record")
+DAMAGED_BUCKET: Final = "damaged bucket; the others are served; run upr-server check"
 STREAM_LOGGED: Final = (*LOGGED, "backfill failed")
 
 
@@ -173,6 +175,53 @@ async def test_a_replica_replaces_damaged_data(tmp_path: Path) -> None:
             async with connect(first.url(BUCKET), by_map=False) as client:
                 assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
             assert await stream(first, list(range(PARTITIONS))) == all_items
+
+
+async def history_of(server: ServerProcess) -> int:
+    """The damaged partition's history, which its record names."""
+    async with peer(server.host, server.port) as asking:
+        logs = await asking.open(BUCKET)
+    return logs[DAMAGED].log.current
+
+
+def flip_a_record(data: Path, history_id: int) -> None:
+    """Flips a bit in the record of the damaged partition, which the server needs at its start."""
+    path = data / "buckets" / BUCKET / "log" / "data.mdb"
+    packed = b"\xcf" + history_id.to_bytes(8, "big")
+    content = path.read_bytes()
+    assert packed in content
+    path.write_bytes(content.replace(packed, packed[:-1] + bytes((packed[-1] ^ 4,))))
+
+
+async def test_another_node_replaces_a_bucket_that_cannot_be_opened(tmp_path: Path) -> None:
+    """A damaged record that the start needs: the other node has the bucket, as operations.md says."""
+    first_data, second_data = tmp_path / "a", tmp_path / "b"
+    all_items = {**FIRST, **SECOND, **THIRD}
+    async with server_process("--node", "b", data_dir=second_data) as second:
+        async with server_process("--node", "a", data_dir=first_data) as first:
+            url, listen = first.url(BUCKET), f"127.0.0.1:{first.port}"
+            async with connect(first.url()) as client:
+                await client.create_bucket(BUCKET, PARTITIONS)
+            for items in FIRST, SECOND, THIRD:
+                await write(first, items)
+            await upr("replicas", "add", url, f"b=127.0.0.1:{second.port}")
+            history_id = await history_of(first)
+        flip_a_record(first_data, history_id)
+        started = server_process(
+            "--node", "a", listen=listen, data_dir=first_data, errors=(DAMAGED_BUCKET,)
+        )
+        async with started as first:
+            async with connect(first.url()) as client:
+                assert list((await client.stats())["damaged_buckets"]) == [BUCKET]
+            await upr("failover", second.url(BUCKET), "--all-of", "a")
+            async with connect(second.url(BUCKET)) as client:
+                assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
+            await upr("bucket", "delete", first.url(BUCKET), "--yes")
+            await upr("replicas", "remove", second.url(BUCKET), "a")
+            await upr("replicas", "add", second.url(BUCKET), f"a={listen}")
+            await upr("takeover", second.url(BUCKET), "--all-of", "b", "--to", "a")
+            async with connect(first.url(BUCKET), by_map=False) as client:
+                assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
 
 
 async def damage_of(data: Path) -> str:

@@ -187,6 +187,13 @@ class BucketCatalog:
 
     async def _recover(self, stored: StoredBucket) -> None:
         record = stored.record
+        for partition, damage in stored.reindexed.items():
+            log.error(
+                "damaged key index; making it anew",
+                bucket=record.name,
+                partition=partition,
+                damage=damage,
+            )
         images, changed = recover_partitions(stored, self._new_id)
         await self._store.ask(StartServing(record.name, changed))
         log.info(

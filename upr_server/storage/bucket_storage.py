@@ -149,16 +149,20 @@ class BucketStorage:
     def open(self) -> StoredBucket:
         """Reads what the bucket is, and how its disk is used. O(chunks).
 
+        A partition is indexed anew if the record of how far its index is was damaged: the log has
+        everything that the index has.
+
         Raises:
-            CorruptionError: A record is damaged or missing.
+            CorruptionError: A record of the log is damaged or missing.
         """
         stored = self.log.load()
         sizes = self.log.sizes()
+        reindexed: dict[int, str] = {}
         self._partitions = [
             _PartitionUsage(
                 partition.record.high,
                 partition.purge_seq,
-                self.index.watermark(partition_id),
+                self._watermark(partition_id, reindexed),
                 sizes.get(partition_id, 0),
             )
             for partition_id, partition in enumerate(stored.partitions)
@@ -180,7 +184,19 @@ class BucketStorage:
                 )
                 for partition, usage in zip(stored.partitions, self._partitions, strict=True)
             ],
+            reindexed=reindexed,
         )
+
+    def _watermark(self, partition: int, reindexed: dict[int, str]) -> Watermark:
+        """How far a partition's index is. If nobody can tell, the index is emptied; why goes into
+        `reindexed`."""
+        try:
+            return self.index.watermark(partition)
+        except CorruptionError as error:
+            reindexed[partition] = str(error)
+            while self.index.delete_entries(partition, INDEX_DELETE_KEYS):
+                pass
+            return Watermark()
 
     def commit(self, writes: Sequence[PartitionWrite]) -> None:
         """Puts whole snapshots on disk; `ChunkLog.commit` says more."""

@@ -115,6 +115,7 @@ class StoredBucket(msgspec.Struct, frozen=True):
         partitions: Its partitions, in order.
         leases: Its leases.
         partition_map: Its partition map, as JSON; empty for none.
+        reindexed: Why the key index of partitions was damaged; it is made anew.
     """
 
     record: BucketRecord
@@ -122,6 +123,7 @@ class StoredBucket(msgspec.Struct, frozen=True):
     partitions: Sequence[StoredPartition]
     leases: Sequence[LeaseRecord]
     partition_map: str = ""
+    reindexed: dict[int, str] = {}
 
 
 class ChunkLog:

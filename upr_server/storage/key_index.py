@@ -78,7 +78,11 @@ class KeyIndex:
         self._log = log
 
     def watermark(self, partition: int) -> Watermark:
-        """How far the index has followed the log of a partition."""
+        """How far the index has followed the log of a partition.
+
+        Raises:
+            CorruptionError: The record is damaged.
+        """
         with self.ordered_map.read() as transaction:
             return _watermark(transaction, partition)
 
@@ -163,7 +167,8 @@ class KeyIndex:
 
     def delete_entries(self, partition: int, keys_max: int) -> bool:
         """Deletes so many keys of a partition, and its watermark. The watermark goes with the first
-        of them, so that after a crash the partition is indexed anew.
+        of them, so that after a crash the partition is indexed anew. A damaged entry is deleted,
+        too; what is left of it is its expiry, which expires nothing.
 
         Returns:
             Whether there may be more.
@@ -175,8 +180,11 @@ class KeyIndex:
             # A list: the scan must not see what is deleted meanwhile.
             items = [(bytes(key), bytes(value)) for key, value in scanned]
             for key, value in items:
-                entry = KeyIndexEntry.parse(key, value)
                 transaction.delete(key)
+                try:
+                    entry = KeyIndexEntry.parse(key, value)
+                except CorruptionError:
+                    continue
                 if entry.expiry:
                     transaction.delete(expiry_key(entry.expiry, partition, entry.seq))
         return len(items) == keys_max
