@@ -194,7 +194,7 @@ def flip_a_record(data: Path, history_id: int) -> None:
 
 
 async def test_another_node_replaces_a_bucket_that_cannot_be_opened(tmp_path: Path) -> None:
-    """A damaged record that the start needs: the other node has the bucket, as operations.md says."""
+    """A record is damaged that the start needs. It is mended as operations.md says."""
     first_data, second_data = tmp_path / "a", tmp_path / "b"
     all_items = {**FIRST, **SECOND, **THIRD}
     async with server_process("--node", "b", data_dir=second_data) as second:
