@@ -415,3 +415,19 @@ async def test_figures_of_an_indexer_whose_slice_has_no_memory(
 ) -> None:
     monkeypatch.setattr(indexer.slices[0], "statistics", overloaded)
     assert (await indexer.statistics())["connected"] is False
+
+
+async def test_an_index_that_gets_another_definition_during_a_scan_is_being_built(
+    indexer: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_ = indexer.slices
+    other = IndexDefinition(("n", "city"))
+
+    async def scan_first(asked: SliceScan) -> SliceAnswer:
+        await trio.lowlevel.checkpoint()
+        indexer.designs._definitions[name_of("d/city")] = other
+        raise NoIndexError(f"the index {asked.name} was dropped during the scan")
+
+    monkeypatch.setattr(first, "scan", scan_first)
+    with pytest.raises(BuildingError):
+        await ask(indexer, "d/city", NOW)

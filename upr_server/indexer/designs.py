@@ -104,9 +104,9 @@ class Designs:
             raise NoIndexError(f"there is no index {name}; `upr index list` names all")
         return definition
 
-    def is_defined(self, name: IndexName, definition: IndexDefinition) -> bool:
-        """Whether there is an index of this name with this definition."""
-        return self._definitions.get(name) == definition
+    def is_defined(self, name: IndexName) -> bool:
+        """Whether there is an index of this name."""
+        return name in self._definitions
 
     # Design documents.
 

@@ -242,8 +242,8 @@ class Scanner:
             )
             is_answered = True
         except NoIndexError as error:
-            if self._designs.is_defined(name, definition):
-                # A slice that has yet to hear of it.
+            if self._designs.is_defined(name):
+                # A slice that has yet to hear of it, or has heard of another definition meanwhile.
                 raise BuildingError(name) from error
             raise
         finally:
