@@ -591,6 +591,8 @@ class _Trees:
 
 def _packed(entries: Sequence[bytes]) -> bytes:
     """A document's entries as the back tree has them."""
+    if len(entries) == 1:
+        return _LENGTH.pack(len(entries[0])) + entries[0]
     return b"".join([_LENGTH.pack(len(entry)) + entry for entry in entries])
 
 

@@ -35,7 +35,8 @@ RANGES_MAX: Final = 1000
 TIMEOUT_S_MAX: Final = 300.0
 
 INVALID_CONTINUATION: Final = (
-    "invalid continuation token; pass the `continuation` of the previous answer unchanged"
+    "invalid continuation token; pass the `continuation` of the previous answer unchanged, and "
+    "scan from the beginning if the index has got another definition since"
 )
 
 

@@ -32,7 +32,7 @@ from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import MOMENT_BYTES
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.node_map import NodeMap
-from upr_server.indexer.query import Query, RequiredWrite
+from upr_server.indexer.query import Query, QueryError, RequiredWrite
 from upr_server.indexer.scanner import LATE_S
 
 SERVER: Final = "s"
@@ -259,7 +259,9 @@ class IndexerCluster:
         except UprError as error:
             self.outcome.refused[type(error).__name__] += 1
             is_lost = isinstance(error, WriteLostError) and self._has_lost
-            if not (is_expected(error) or is_lost):
+            # The next page is of an index with another key.
+            is_other = isinstance(error, QueryError) and bool(self.outcome.faults["redefine"])
+            if not (is_expected(error) or is_lost or is_other):
                 raise WrongAnswerError(f"{query} was refused: {error!r}") from error
             return
         finally:

@@ -11,7 +11,7 @@ from jmespath import exceptions, functions
 
 from upr_protocol.errors import UprError
 from upr_server.indexer.pure.interpreter import WORK_MAX, BoundedInterpreter, CostlyError
-from upr_server.indexer.pure.paths import Lookup, plain_lookup
+from upr_server.indexer.pure.paths import plain_lookup
 
 
 class ExpressionError(UprError, ValueError):
@@ -34,6 +34,10 @@ class Expressions:
     Args:
         texts: The expressions.
 
+    Attributes:
+        plain: The look-ups of those that need no interpreter.
+        are_plain: Whether these are all.
+
     Raises:
         ExpressionError: One of them is not valid.
     """
@@ -41,10 +45,14 @@ class Expressions:
     def __init__(self, *texts: str) -> None:
         self._functions = _Functions()
         self._interpreter = BoundedInterpreter(jmespath.Options(custom_functions=self._functions))
-        self._lookups = [self._lookup(check(text)) for text in texts]
-
-    def _lookup(self, tree: Any) -> Lookup:
-        return plain_lookup(tree) or partial(self._interpret, tree)
+        trees = [check(text) for text in texts]
+        lookups = [plain_lookup(tree) for tree in trees]
+        self.plain = [lookup for lookup in lookups if lookup is not None]
+        self.are_plain = len(self.plain) == len(texts)
+        self._lookups = [
+            lookup or partial(self._interpret, tree)
+            for lookup, tree in zip(lookups, trees, strict=True)
+        ]
 
     def _interpret(self, tree: Any, document: object) -> Any:
         try:

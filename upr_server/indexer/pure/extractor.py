@@ -11,7 +11,7 @@ from upr_protocol.limits import KEY_BYTES_MAX
 from upr_server.indexer.pure.definition import DESIGN_PREFIX, IndexDefinition
 from upr_server.indexer.pure.expressions import Expressions, is_true
 from upr_server.indexer.pure.interpreter import WORK_MAX, CostlyError
-from upr_server.indexer.pure.keys import IndexKeyError, encode_parts
+from upr_server.indexer.pure.keys import IndexKeyError, encode_parts, encode_plain
 
 STORED_BYTES_MAX: Final = 511
 """The longest key that LMDB takes, as everybody builds it."""
@@ -70,6 +70,12 @@ class Extractor:
         self._filter = self._parts + len(definition.include)
         self._each = definition.key.index(definition.each) if definition.each else None
         self._expressions = Expressions(*definition.key, *definition.include, *filters)
+        self._is_plain = (
+            self._expressions.are_plain
+            and not definition.each
+            and not definition.include
+            and not definition.filter
+        )
         self.too_long = self.too_costly = 0
         self._excess_work = 0
         self.failure = failure
@@ -89,6 +95,10 @@ class Extractor:
         """
         if document is NOT_JSON or key.startswith(DESIGN_PREFIX) or self.failure:
             return (), b""
+        if self._is_plain and not self._excess_work:
+            entry = self._plain_entry(document)
+            if entry is not None:
+                return entry, b""
         try:
             values = self._expressions.values(key, document)
             self._note_work(self._expressions.work)
@@ -103,6 +113,15 @@ class Extractor:
             self._note_work(WORK_MAX)
             return (), b""
         return entries, payload
+
+    def _plain_entry(self, document: object) -> Sequence[bytes] | None:
+        """What `entries` gives, in less than half of the time, where every expression is plain and
+        every value short; None if one is not. That costs next to no work, so none is noted."""
+        parts = [lookup(document) for lookup in self._expressions.plain]
+        encoded = encode_plain(parts)
+        if encoded is None or len(encoded) > ENCODED_BYTES_MAX:
+            return None
+        return () if parts[0] is None else (encoded,)
 
     def _encoded(self, parts: list[Any], payload_bytes: int) -> Sequence[bytes]:
         """The encoded keys that the values of a key's expressions make."""

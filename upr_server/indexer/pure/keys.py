@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 from upr_protocol.errors import UprError
 
@@ -48,6 +48,9 @@ _EXACT_MAX: Final = (1 << 64) - 1
 
 _PLAIN: Final[dict[bytes, bool | None]] = {_NULL: None, _FALSE: False, _TRUE: True}
 
+PLAIN_CHARACTERS: Final = 64
+"""The longest string of a plain part: to evaluate it costs no more than a step."""
+
 DEPTH_MAX: Final = 32
 """How deep arrays in a key may be nested."""
 
@@ -63,6 +66,23 @@ def encode_parts(parts: Sequence[object]) -> bytes:
         IndexKeyError: One of them cannot be a key, an object for instance.
     """
     return b"".join([_encode(part, 0) for part in parts])
+
+
+def encode_plain(parts: Sequence[Any]) -> bytes | None:
+    """What `encode_parts` gives, if every part is a short ASCII string, an integer of 64 bits or
+    null, as most are; None otherwise. It takes half of the time. O(parts)."""
+    encoded = b""
+    for part in parts:
+        kind = type(part)
+        if kind is str and len(part) <= PLAIN_CHARACTERS and part.isascii():
+            encoded += _STRING + part.encode().replace(b"\0", b"\0\xff") + _END_OF_STRING
+        elif kind is int and _EXACT_MIN <= part <= _EXACT_MAX:
+            encoded += _NUMBER + _encode_number(part)
+        elif part is None:
+            encoded += _NULL
+        else:
+            return None
+    return encoded
 
 
 def _encode(part: object, depth: int) -> bytes:
