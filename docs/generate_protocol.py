@@ -374,7 +374,7 @@ def message_section(kind: type[Message]) -> str:
         if kind in kinds
     ]
     facts = [
-        f"opcode `{kind.opcode:#04x}`, said by {sender}",
+        f"opcode `{kind.opcode:#04x}`, sent by {sender}",
         f"body of at most {size(kind.body_bytes_max)}",
         f"header: {', '.join(header)}",
         *allowances,
@@ -821,8 +821,8 @@ def blocks() -> dict[str, str]:
         if name.isupper()
     }
     reasons = [(f"`{reason.name}`", reason.value) for reason in StartReason]
-    message_head = ("opcode", "message", "said by", "answered by")
-    state_head = ("state", "what it means", "the client may say", "the server may say")
+    message_head = ("opcode", "message", "sent by", "answered by")
+    state_head = ("state", "what it means", "the client may send", "the server may send")
     return texts | {
         "checksum_of_123456789": f"{crc32c(b'123456789'):#010x}",
         "partition_of_N14228": str(partition_of(b"N14228", 64)),
