@@ -229,7 +229,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: crc32c(FRAME[:20]) == int.from_bytes(FRAME[20:24], "little"),
     ),
     "does the body's checksum cover the padding?": (
-        "`length` and `body_crc` count the padding",
+        "`length` and `body_crc` include the padding",
         lambda: (
             len(FRAME) % 8 == 0
             and len(FRAME) - HEADER_BYTES == int.from_bytes(FRAME[12:16], "little")
@@ -237,11 +237,11 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "may eight zeros follow the last field?": (
-        "Behind the last field of a body there are at most 7 bytes, all zeros; anything else is",
+        "After the last field of a body come at most 7 bytes, all zeros; anything else is an error",
         lambda: not is_readable(bytes(16)) and is_readable(bytes(8)),
     ),
     "how long may a frame be before the bucket is open?": (
-        "may have a body longer than 4 KiB",
+        "Until `Open` is answered, a frame of the client has a body of at most 4 KiB",
         lambda: limits.HANDSHAKE_BODY_BYTES_MAX == 4096,
     ),
     "how long may Hello take?": (
@@ -249,19 +249,19 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: limits.HANDSHAKE_TIMEOUT_S == 10,
     ),
     "in which partition of 64 is N14228, and by which checksum?": (
-        "with the CRC-32 of zlib, not CRC32C. Of 64 partitions, `N14228` is in partition 5.",
+        "with the CRC-32 of zlib, not CRC32C. For example, `N14228` is in partition 5 of 64.",
         lambda: partition_of(b"N14228", 64) == 5,
     ),
     "how long may a key be?": (
-        "never fall, and leave each key 1 to 250 bytes",
+        "Each key has 1 to 250 bytes",
         lambda: limits.KEY_BYTES_MAX == 250,
     ),
     "what becomes of a key of 251 bytes in a bundle?": (
-        "A key of a wrong length fails alone with `BAD_KEY`",
+        "If a key has a wrong length, its row fails with `BAD_KEY`",
         lambda: plain_chunk([b"k", b"k" * 251], [b"", b""]).published_misfits() == {1: 37},
     ),
     "how many bytes has a chunk of no mutations?": (
-        "chunk of no mutations has 48 bytes",
+        "chunk without mutations has 48 bytes",
         lambda: encoded_bytes(0, 0, 0) == len(bytes(Chunk.build([]))) == 48,
     ),
     "how many mutations may one bundle have?": (
@@ -273,11 +273,11 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: limits.GET_KEYS_MAX == 4096,
     ),
     "may the server send while the window is exactly 0, and may the window be below 0?": (
-        "The server sends while anything is left, so the last frame may take the window below 0",
+        "The server sends while the window is above 0, so the last frame may take it below 0",
         below_zero,
     ),
     "may a client publish with a credit of 0?": (
-        "The client sends while its credit is above 0, so the last frame may take it below 0",
+        "while its credit is above 0, so the last frame may take the credit below 0",
         below_zero,
     ),
     "how small may a window be?": (
@@ -293,15 +293,15 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "after how long a silence is the other side dead?": (
-        "A side that has received nothing for 2 times the interval takes the other for dead",
+        "has received nothing for 2 intervals, it regards the connection as broken",
         lambda: DEAD_AFTER_INTERVALS == 2,
     ),
     "how many entries may a failover log have?": (
-        "At most 25 entries; none has history ID 0",
+        "A log has at most 25 entries. A history ID is not 0",
         lambda: limits.FAILOVER_ENTRIES_MAX == 25,
     ),
     "how many runs of a writer does a partition remember, and of how many writers?": (
-        "remembers the newest 64 runs of a writer, of the 1,024 writers that it heard from last",
+        "the 1,024 writers that wrote last. Of each writer it remembers the newest 64 runs",
         lambda: (BATCHES_MAX, WRITERS_MAX) == (64, 1024),
     ),
     "with which counter does a writer begin, and may it leave some out?": (
@@ -309,7 +309,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         gaps_are_new,
     ),
     "what follows a chain that would be 0?": (
-        "1 where that would be 0. The next run's chain then continues from this 1",
+        "If the result is 0, the client sends 1 and continues from 1",
         lambda: 1 in [run.get("chain") for run in checksums()["chain"]],
     ),
     "where does an accepted stream continue?": (
@@ -317,20 +317,20 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: isinstance(start := start_at(7), Start) and start.seq == 7,
     ),
     "what if the end of a stream is the client's own position?": (
-        "is answered with `OK`, and the stream ends at once with `END_REACHED`",
+        "the answer is `OK`, and `END_REACHED` follows at once",
         lambda: (
             isinstance(start := start_at(9), Start) and (start.seq, start.end_at_least) == (9, 0)
         ),
     ),
     "what if the end lies below a snapshot that was interrupted?": (
-        "is first sent the rest of it, whatever its `end_seq`",
+        "first sends the rest of this snapshot, whatever the `end_seq`",
         lambda: (
             isinstance(start := start_inside(5, 7, 9), Start)
             and (start.seq, start.end_at_least) == (7, 9)
         ),
     ),
     "how many streams may a connection have, beside its requests?": (
-        "A request is open until it is answered, and a stream until its opaque is free again",
+        "opaques may be in use, so each open stream counts as a request",
         streams_are_open_requests,
     ),
     "which end has a stream that never ends?": (
@@ -350,7 +350,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: stored_by(Operation.DECREMENT, change(5, 100), flags=1) == (b"100", 1),
     ),
     "is 007 a counter, and is +7, or one of 21 digits?": (
-        "20 decimal digits without a sign, below 2**64; it may begin with zeros, and the new value",
+        "20 decimal digits without a sign, below 2**64. It may begin with zeros; the server stores",
         lambda: (
             stored_by(Operation.INCREMENT, change(1), b"007") == (b"8", 3)
             and stored_by(Operation.INCREMENT, change(1), b"+7") is Status.NOT_A_NUMBER
@@ -359,14 +359,14 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "why does a SET fail that expects a CAS of a missing key?": (
-        "every other row fails with `NOT_FOUND` if the key is missing, and with `CAS_MISMATCH`",
+        "It then fails with `NOT_FOUND` if the key is missing, and with `CAS_MISMATCH`",
         lambda: (
             stored_by(SET, cas=7) is stored_by(Operation.ADD, cas=7) is Status.NOT_FOUND
             and stored_by(SET, item=b"", cas=7) is Status.CAS_MISMATCH
         ),
     ),
     "why does an ADD of an existing key fail that expects another CAS?": (
-        "`ADD` of a key that exists still fails with `EXISTS`",
+        "(`ADD` of an existing key fails with `EXISTS`, whatever the CAS.)",
         lambda: stored_by(Operation.ADD, item=b"", cas=7) is Status.EXISTS,
     ),
     "which flags has an item that was touched?": (
@@ -374,7 +374,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: stored_by(Operation.TOUCH, b"ignored", b"v", flags=1) == (b"v", 3),
     ),
     "may an append make a value of exactly 20 MiB, and of one byte more?": (
-        "leave each value at most 20 MiB",
+        "Each value has at most 20 MiB",
         lambda: (
             stored_by(Operation.APPEND, b"v", bytes(VALUE_MAX - 1))
             == (bytes(VALUE_MAX - 1) + b"v", 3)
@@ -386,15 +386,15 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         expires_at_its_second,
     ),
     "does a run of a writer of zeros have its effect twice?": (
-        "With a writer of zeros nobody looks at `counter`, `chain` and `attempt`",
+        "If it is all zeros, the server ignores `counter`, `chain` and `attempt`",
         lambda: has_no_token(bytes(16)) and not has_no_token(b"writer of tests!"),
     ),
     "may a client say Go twice?": (
-        "A message that is not in the row of its state is out of turn",
+        "If a side sends another message, the receiver sends `Error` (`OUT_OF_TURN`)",
         lambda: not is_allowed(Go()),
     ),
     "which code has a header with a wrong magic and a wrong checksum?": (
-        "checks a header in this order: the magic, the header checksum, the version, that `length`",
+        "checks a header in this order: the magic, the header checksum, the version; `length`",
         lambda: (
             refused_header(b"xx" + FRAME[2:24]) is Status.BAD_MAGIC
             and refused_header(FRAME[:2] + b"\x09" + FRAME[3:24]) is Status.BAD_CHECKSUM
@@ -422,15 +422,15 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: interval_agreed(20) and interval_agreed(5) and not interval_agreed(21),
     ),
     "what is a yes-or-no field of 2?": (
-        "a receiver takes any other number for yes",
+        "a receiver regards every number except 0 as yes",
         lambda: EventsReply.parse(bytes(8) + b"\x02" + bytes(7), NO_PARTITION, 0, 0).everything,
     ),
     "may a request have the opaque 0?": (
-        "An opaque may be any number, 0 included",
+        "An opaque may be any number, also 0",
         lambda: is_allowed(Stats(opaque=0)),
     ),
     "does the length of a text count bytes or characters?": (
-        "a u16 that is the length in bytes, then so many bytes",
+        "a u16 with the length in bytes, then the bytes",
         lambda: encoded(Stats("é", opaque=1))[24:28] == b"\x02\x00\xc3\xa9",
     ),
     "how many partitions may a bucket have, and which number has none of them?": (
