@@ -529,7 +529,7 @@ def positions() -> Json:
 
     def reply(log: FailoverLog) -> Position:
         message = StreamReply(position.highest_received, "", log, **of)
-        return step(message, resume_state.stream_accepted(position, log))
+        return step(message, resume_state.position_after_acceptance(position, log))
 
     def start(first: int, end: int) -> SeqNo:
         step(
@@ -543,20 +543,20 @@ def positions() -> Json:
     def chunk(first: int, end: int) -> Position:
         rows = [_set(b"k%d" % seq, b"v", seq) for seq in range(first + 1, end + 1)]
         message = PartitionChunk(Chunk.build(rows, SeqNo(first), SeqNo(end)), **of)
-        after = resume_state.chunk_received(position, history, snapshot_end, SeqNo(end))
+        after = resume_state.position_after_chunk(position, history, snapshot_end, SeqNo(end))
         return step(message, after)
 
     def whole(first: int, end: int) -> Position:
         rows = [_set(b"k%d" % seq, b"v", seq) for seq in range(first + 1, end + 1)]
         message = PartitionSnapshot(Chunk.build(rows, SeqNo(first), SeqNo(end)), **of)
-        return step(message, resume_state.snapshot_completed(position, SeqNo(end)))
+        return step(message, resume_state.position_after_snapshot(position, SeqNo(end)))
 
     position = reply(FailoverLog.of_pairs([(HISTORY, 0)]))
     snapshot_end = start(0, 4)
     position = chunk(0, 2)
     position = chunk(2, 4)
     position = step(
-        PartitionEnd(SeqNo(4), **of), resume_state.snapshot_completed(position, SeqNo(4))
+        PartitionEnd(SeqNo(4), **of), resume_state.position_after_snapshot(position, SeqNo(4))
     )
     position = whole(4, 6)
     snapshot_end = start(6, 12)
@@ -568,14 +568,14 @@ def positions() -> Json:
     steps.append({"lost": "the connection, before the snapshot's end"})
     position = reply(FailoverLog.of_pairs([(HISTORY, 0)]))
     refusal = StreamReply(SeqNo(8), "", LOG_OF_TWO, status=Status.ROLLBACK, **of)
-    position = step(refusal, resume_state.rolled_back(position, SeqNo(6)))
+    position = step(refusal, resume_state.position_after_rollback(position, SeqNo(6)))
     steps[-1]["rolled_back_to"] = "6"
     history = OLDER
     log = FailoverLog.of_pairs([(OLDER, 8), (HISTORY, 0)])
     position = reply(log)
     snapshot_end = start(6, 9)
     position = chunk(6, 9)
-    step(PartitionEnd(SeqNo(9), **of), resume_state.snapshot_completed(position, SeqNo(9)))
+    step(PartitionEnd(SeqNo(9), **of), resume_state.position_after_snapshot(position, SeqNo(9)))
     return steps
 
 

@@ -12,7 +12,7 @@ from upr_protocol.cli.event_lines import EventCounts, event_lines
 from upr_protocol.client import (
     BarrierReached,
     ChunkReceived,
-    Completed,
+    CycleCompleted,
     Event,
     RolledBack,
     SnapshotEnd,
@@ -99,7 +99,7 @@ def test_an_empty_chunk_prints_nothing() -> None:
             },
         ),
         (SnapshotEnd(P, SeqNo(9)), {"event": "snapshot_end", "partition": 3, "end": 9}),
-        (Completed(2), {"event": "completed", "cycle": 2}),
+        (CycleCompleted(2), {"event": "completed", "cycle": 2}),
         (
             BarrierReached(b"x", {PartitionId(1): SeqNo(2), PartitionId(0): SeqNo(1)}),
             {"event": "barrier", "cookie": "x", "ends": {"0": 1, "1": 2}},

@@ -29,8 +29,8 @@ from upr_protocol.client import (
     Address,
     ChunkReceived,
     Client,
-    Completed,
     Consumer,
+    CycleCompleted,
     EventFeed,
     FileStore,
     LocalCopyFollower,
@@ -178,8 +178,8 @@ CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
     Client.list_users: lambda client, _: client.list_users(),
     Client.change_users: _change_users,
     Client.seqnos: lambda client, _: client.seqnos(),
-    Client.seqnos_at: lambda client, _: client.seqnos_at(0),
-    Client.resume_state_at: lambda client, _: client.resume_state_at(0),
+    Client.seqnos_at_time: lambda client, _: client.seqnos_at_time(0),
+    Client.resume_state_at_time: lambda client, _: client.resume_state_at_time(0),
     Client.acquire_lease: _acquire,
     Client.renew_lease: _renew,
     Client.release_lease: _release,
@@ -532,7 +532,7 @@ async def _consume_as_replica(server: Server, folder: Path) -> None:
         draw=random.Random(1).random,
     ) as consumer:
         async for event in consumer:
-            if isinstance(event, Completed):
+            if isinstance(event, CycleCompleted):
                 break
 
 
@@ -565,7 +565,7 @@ async def _open_node(server: Server, folder: Path) -> None:
 
 
 async def _wants_log_in(server: Server, folder: Path) -> None:
-    assert not await NodeClient(Address.parse(server.url("b"))).wants_log_in()
+    assert not await NodeClient(Address.parse(server.url("b"))).requires_log_in()
 
 
 async def _set_map(server: Server, folder: Path) -> None:
@@ -596,7 +596,7 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
     _open_node: (
         *(open_node, NodeConnection.status, NodeConnection.users, NodeConnection.wait_ended),
     ),
-    _wants_log_in: (NodeClient.wants_log_in,),
+    _wants_log_in: (NodeClient.requires_log_in,),
     _set_map: (NodeClient.set_map,),
     _join: (NodeClient.join,),
 }

@@ -18,8 +18,8 @@ from upr_protocol.client import (
     Address,
     BlockingClient,
     ChunkReceived,
-    Completed,
     Consumer,
+    CycleCompleted,
     Failure,
     ResumeState,
     RolledBack,
@@ -149,16 +149,16 @@ async def test_a_consumer_starts_at_a_time(server: Server) -> None:
         # Two changes may have been numbered within the microsecond that a datetime can tell.
         time_us = cas_values[25] // 1000
         time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)
-        rows = await client.seqnos_at(time)
+        rows = await client.seqnos_at_time(time)
         assert [row.partition for row in rows] == list(range(client.partition_count))
         assert {row.history_id for row in rows} == {p.log.current for p in client.partitions()}
-        assert all(row.seq == 0 for row in await client.seqnos_at(0))
+        assert all(row.seq == 0 for row in await client.seqnos_at_time(0))
         numbers = {row.partition: row.high_seq for row in await client.seqnos()}
-        later = await client.seqnos_at(datetime(2200, 1, 1, tzinfo=UTC))
+        later = await client.seqnos_at_time(datetime(2200, 1, 1, tzinfo=UTC))
         assert {row.partition: row.seq for row in later} == numbers
-        state = await client.resume_state_at(time)
+        state = await client.resume_state_at_time(time)
         with pytest.raises(ServerError, match="is named twice"):
-            await client.seqnos_at(time, [1, 1])
+            await client.seqnos_at_time(time, [1, 1])
     received: set[int] = set()
     async with consume(server.url("b"), resume=state, end="now") as consumer:
         async for event in consumer:
@@ -264,7 +264,7 @@ async def test_a_bucket_made_anew_rolls_back(server: Server) -> None:
 
 async def test_a_bucket_that_is_deleted_ends_its_streams(server: Server) -> None:
     async with consume(server.url("b")) as consumer, connect(server.url()) as admin:
-        assert await anext(consumer) == Completed(1)
+        assert await anext(consumer) == CycleCompleted(1)
         await admin.delete_bucket("b")
         events = [event async for event in consumer]
     assert [event.reason for event in events if isinstance(event, StreamEnded)] == [
@@ -283,7 +283,7 @@ async def test_a_server_that_stops_is_looked_for_and_given_up(server: Server) ->
         stop = trio.Event()
         second_server = await nursery.start(serve)
         async with consume(second_server.url("b"), retry_timeout_s=0.2) as consumer:
-            assert await anext(consumer) == Completed(1)
+            assert await anext(consumer) == CycleCompleted(1)
             stop.set()
             with pytest.raises(BrokenError, match="cannot connect"):
                 async for _ in consumer:
@@ -338,5 +338,5 @@ def test_the_blocking_client() -> None:
             with client.read_stream(resume=state, end="now") as stream:
                 # A first cycle is complete if the server took up some partitions before the others.
                 kinds = {type(event) for event in stream}
-                assert kinds - {Completed} == {StreamEnded}
+                assert kinds - {CycleCompleted} == {StreamEnded}
         thread.call(stop.set)

@@ -162,11 +162,11 @@ async def test_behind_counts_what_the_stream_has_not_received_yet(
     # What is on its way is still received: the first of these, perhaps.
     for row in range(10):
         await site.client.set(f"k{row:02}", "{}")
-    index = await site.ask(site.asking.index, "d/city")
+    index = await site.ask(site.asking.index_status, "d/city")
     assert index["behind"] >= 9
     site.indexer.slices[0].stream.resume()
     await site.ask(site.asking.scan, "d/city", consistency="now")
-    index = await site.ask(site.asking.index, "d/city")
+    index = await site.ask(site.asking.index_status, "d/city")
     assert index["behind"] == 0
 
 
@@ -176,7 +176,7 @@ async def test_the_status_of_indexes_and_of_the_indexer(site: Site) -> None:
         ("d/both", "ready"),
         ("d/city", "ready"),
     ]
-    index = await site.ask(site.asking.index, "d/both")
+    index = await site.ask(site.asking.index_status, "d/both")
     assert index["entries"] == 20
     assert index["key"] == ["city", "n"]
     status = await site.ask(site.asking.status)
@@ -186,7 +186,7 @@ async def test_the_status_of_indexes_and_of_the_indexer(site: Site) -> None:
     await site.client.set("_design/bad", "{}")
     await site.ask(site.asking.scan, "d/city", consistency="now")
     with trio.fail_after(5):
-        while not (mistakes := await site.ask(site.asking.mistakes)):
+        while not (mistakes := await site.ask(site.asking.design_mistakes)):
             pass
     assert "indexes: name at least one" in mistakes["bad"]
 
@@ -204,7 +204,7 @@ async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
         "no_index",
         "there is no index d/city/more; `upr index list` names all",
     )
-    assert (await refusal(asking.index, "d/city/more")).code == "no_index"
+    assert (await refusal(asking.index_status, "d/city/more")).code == "no_index"
     assert (await refusal(asking.scan, "d/none")).code == "no_index"
     assert (await refusal(asking.scan, "none")).code == "no_index"
     assert (await refusal(asking.drop, "none")).code == "no_index"

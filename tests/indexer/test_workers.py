@@ -82,7 +82,7 @@ def test_workers_that_are_killed_or_hang_never_give_half_an_answer(
         assert codes <= {"", "slice_missing", "building", "not_fresh"}
         assert "slice_missing" in codes
         assert len(workers_of(indexer)) == WORKERS
-        status = asking.index("d/a")
+        status = asking.index_status("d/a")
         assert [part["slice"] for part in status["slices"]] == list(range(WORKERS))
         assert indexer.stop() == 0
 

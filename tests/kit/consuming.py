@@ -6,17 +6,17 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from tests.kit.fake_server import FakeServer
-from upr_protocol.client import Completed
+from upr_protocol.client import CycleCompleted
 
 T = TypeVar("T")
 
 
 async def until_completed(events: AsyncIterator[T]) -> list[T]:
-    """The events up to the first `Completed`."""
+    """The events up to the first `CycleCompleted`."""
     received: list[T] = []
     async for event in events:
         received.append(event)
-        if isinstance(event, Completed):
+        if isinstance(event, CycleCompleted):
             break
     return received
 

@@ -21,8 +21,8 @@ import trio
 
 from upr_protocol.client import (
     ChunkReceived,
-    Completed,
     Consumer,
+    CycleCompleted,
     Event,
     SnapshotEnd,
     SnapshotStart,
@@ -102,7 +102,7 @@ class Counted:
             self.snapshots[kind] = self.snapshots.get(kind, 0) + 1
         elif isinstance(event, SnapshotEnd):
             del self._ends[event.partition]
-        elif isinstance(event, Completed):
+        elif isinstance(event, CycleCompleted):
             self.ready.set()
         elif isinstance(event, ChunkReceived):
             keys = event.chunk.keys()

@@ -207,7 +207,7 @@ class SimulatedOperator:
             active = assignment.active
             if active and survey.nodes[active].failure:
                 return f"{active} does not answer: {survey.nodes[active].failure}"
-            states = {name: report.state(partition) for name, report in survey.nodes.items()}  # type: ignore[arg-type]
+            states = {name: report.state_of(partition) for name, report in survey.nodes.items()}  # type: ignore[arg-type]
             if assignment.active and states[assignment.active] is PartitionState.ACTIVE:
                 continue
             if assignment.handing_over:
@@ -224,7 +224,7 @@ class SimulatedOperator:
                 if attempt < 10:
                     raise
                 highs = {
-                    name: survey.nodes[name].copy(partition).high_seq  # type: ignore[arg-type]
+                    name: survey.nodes[name].copy_of(partition).high_seq  # type: ignore[arg-type]
                     for name in assignment.replicas
                     if survey.reaches(name) and survey.nodes[name].partitions
                 }

@@ -59,7 +59,7 @@ def _load(path: Path, bucket: str) -> tuple[ResumeState, RollbackFloor]:
 def _read(path: Path) -> tuple[ResumeState, RollbackFloor]:
     if path.is_dir():
         with closing(LocalCopyReader(path)) as reader:
-            return reader.state, reader.floors().get
+            return reader.state, reader.rollback_floors().get
     state = FileStore(path).load_now()
     if state is None:
         raise BadInputError(

@@ -204,8 +204,8 @@ def list_indexes(url: str, as_json: bool) -> None:
     copies that are not. Design documents with mistakes are reported on standard error.
     """
     with _indexer(url) as client:
-        starting = client.starting()
-        indexes, mistakes = client.indexes(), client.mistakes()
+        starting = client.not_ready_reason()
+        indexes, mistakes = client.indexes(), client.design_mistakes()
     if starting:
         say(f"the indexer is starting: {starting}")
     columns = ("name", "state", "entries", "disk_bytes", "behind")
@@ -274,7 +274,7 @@ def nodes(url: str, as_json: bool) -> None:
 def status(name: str | None, url: str) -> None:
     """Print the status of an index, or of the indexer, as a JSON object."""
     with _indexer(url) as client:
-        details = client.status() if name is None else client.index(name)
+        details = client.status() if name is None else client.index_status(name)
     print_json(details, indent=2)
 
 

@@ -92,7 +92,7 @@ def _partition_rows(survey: Survey, partition: PartitionId, assignment: Assignme
     master = assignment.active or assignment.handing_over
     names = dict.fromkeys(assignment.holders())
     for name, report in survey.nodes.items():
-        if report.state(partition) is not PartitionState.DEAD:
+        if report.state_of(partition) is not PartitionState.DEAD:
             names[name] = None
     leading = _info(survey.nodes.get(master), partition)
     rows = []

@@ -223,7 +223,7 @@ class _Tail:
 
     async def _state_at(self, time: datetime) -> ResumeState:
         async with connect(self.target, identity=identity("tail")) as client:
-            return await client.resume_state_at(time, self.partitions)
+            return await client.resume_state_at_time(time, self.partitions)
 
     def _source(
         self, resume: Path | ResumeState | None

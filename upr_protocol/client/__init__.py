@@ -26,14 +26,14 @@ from upr_protocol.client.core.calls import (
     LeasedRange,
     PartitionInfo,
     PartitionNumbers,
-    SeqnoAt,
+    SeqnoAtTime,
 )
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.events import (
     AnswersReceived,
     BarrierReached,
     ChunkReceived,
-    Completed,
+    CycleCompleted,
     Event,
     RolledBack,
     SnapshotEnd,
@@ -50,7 +50,12 @@ from upr_protocol.client.core.key_operations import (
     ItemOptions,
     KeyOperations,
 )
-from upr_protocol.client.core.results import BatchResult, Failure, NotDurableError, WriteResult
+from upr_protocol.client.core.results import (
+    Failure,
+    NotDurableError,
+    PartitionBatchResult,
+    WriteResult,
+)
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WriterIdentity
@@ -59,7 +64,7 @@ from upr_protocol.client.index_client import (
     IndexClient,
     IndexRange,
     IndexSummary,
-    ScanOptions,
+    ScanSelection,
 )
 from upr_protocol.client.index_lines import IndexEntry, IndexLines, IndexPage
 from upr_protocol.client.index_node import IndexerError
@@ -93,7 +98,6 @@ __all__ = [
     "AnswersReceived",
     "BarrierReached",
     "Batch",
-    "BatchResult",
     "BlockingClient",
     "BlockingConsumer",
     "BlockingRollbackConsumer",
@@ -104,11 +108,11 @@ __all__ = [
     "ChunkReceived",
     "Client",
     "ClientStatistics",
-    "Completed",
     "ConnectOptions",
     "Consumer",
     "ConsumerStatistics",
     "Credentials",
+    "CycleCompleted",
     "DurabilityOptions",
     "Event",
     "EventFeed",
@@ -136,6 +140,7 @@ __all__ = [
     "NodeConnection",
     "NodeStatus",
     "NotDurableError",
+    "PartitionBatchResult",
     "PartitionInfo",
     "PartitionNumbers",
     "PublishError",
@@ -150,9 +155,9 @@ __all__ = [
     "RollbackConsumer",
     "RolledBack",
     "SaveLimits",
-    "ScanOptions",
+    "ScanSelection",
     "Security",
-    "SeqnoAt",
+    "SeqnoAtTime",
     "SnapshotEnd",
     "SnapshotStart",
     "StreamAccepted",

@@ -53,7 +53,7 @@ class IndexRange(TypedDict, total=False):
     high: Bound | None
 
 
-class ScanOptions(IndexRange, total=False):
+class ScanSelection(IndexRange, total=False):
     """Which entries of an index, and how fresh.
 
     Attributes:
@@ -182,15 +182,15 @@ class IndexClient:
         """Every index with its status."""
         return _decoded(self._request("GET", "/v1/indexes"), _Indexes).indexes
 
-    def mistakes(self) -> dict[str, str]:
+    def design_mistakes(self) -> dict[str, str]:
         """By unusable design document the reason."""
         return _decoded(self._request("GET", "/v1/designs"), _Designs).mistakes
 
-    def starting(self) -> str:
+    def not_ready_reason(self) -> str:
         """Why the indexer has yet to learn which indexes there are; empty if it knows."""
         return _decoded(self._request("GET", "/v1/designs"), _Designs).starting
 
-    def index(self, name: str) -> dict[str, Any]:
+    def index_status(self, name: str) -> dict[str, Any]:
         """The status of the index `DESIGN/INDEX`."""
         return _decoded(self._request("GET", _path(name)), dict[str, Any])
 
@@ -213,7 +213,7 @@ class IndexClient:
         limit: int = 100,
         continuation: str = "",
         timestamps: bool = False,
-        **options: Unpack[ScanOptions],
+        **options: Unpack[ScanSelection],
     ) -> IndexPage:
         """Some entries of the index `DESIGN/INDEX`.
 
@@ -277,7 +277,7 @@ class IndexClient:
         limit: int | None = None,
         continuation: str = "",
         timestamps: bool = False,
-        **options: Unpack[ScanOptions],
+        **options: Unpack[ScanSelection],
     ) -> IndexLines:
         """All entries, of one moment of the index, as lines of one answer. The indexer reads them
         as this iterator is read, and holds the moment meanwhile. It has a connection of its own, so
@@ -319,7 +319,7 @@ class IndexClient:
         """
         self._request("DELETE", f"/v1/moments/{_quoted(moment)}")
 
-    def count(self, name: str, **options: Unpack[ScanOptions]) -> int:
+    def count(self, name: str, **options: Unpack[ScanSelection]) -> int:
         """How many entries there are; see `scan`. With `distinct`, how many different beginnings of
         keys."""
         count = self.summarize(name, count=True, **options).count
@@ -335,7 +335,7 @@ class IndexClient:
         min_key: bool = False,
         max_key: bool = False,
         timestamps: bool = False,
-        **options: Unpack[ScanOptions],
+        **options: Unpack[ScanSelection],
     ) -> IndexSummary:
         """Finds out about the entries of the index `DESIGN/INDEX` without reading them.
 
@@ -366,7 +366,7 @@ class IndexClient:
         count: bool = False,
         min_key: bool = False,
         max_key: bool = False,
-        **options: Unpack[ScanOptions],
+        **options: Unpack[ScanSelection],
     ) -> dict[str, Any]:
         """Carries out a scan, and tells how: the ranges that were read, how many entries were
         looked at, how the index was as fresh as asked, and what was waited for.
@@ -396,12 +396,12 @@ class IndexClient:
         }
         return self._scan(name, query, options, _Explained).explanation
 
-    def _scan(self, name: str, query: dict[str, Any], options: ScanOptions, kind: type[T]) -> T:
+    def _scan(self, name: str, query: dict[str, Any], options: ScanSelection, kind: type[T]) -> T:
         timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
         body = self._query(query, options)
         return _decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
 
-    def _query(self, query: dict[str, Any], options: ScanOptions) -> bytes:
+    def _query(self, query: dict[str, Any], options: ScanSelection) -> bytes:
         """A query, as it is sent."""
         query |= {
             **_range(options),
@@ -502,7 +502,7 @@ def _quoted(name: str) -> str:
     return quote(name, safe="", errors="replace")
 
 
-def _range(bounds: IndexRange | ScanOptions) -> dict[str, Any]:
+def _range(bounds: IndexRange | ScanSelection) -> dict[str, Any]:
     return {
         "prefix": bounds.get("prefix"),
         "low": _bound(bounds.get("low")),

@@ -9,7 +9,7 @@ refuses to take.
 from __future__ import annotations
 
 from upr_protocol.session.client import ClientSession
-from upr_protocol.session.partition_cycle import CycleCompleted, PartitionCycle
+from upr_protocol.session.partition_cycle import EndOfCycle, PartitionCycle
 from upr_protocol.session.server import ServerSession
 from upr_protocol.session.session import Session
 from upr_protocol.session.states import StreamState
@@ -17,7 +17,7 @@ from upr_protocol.wire import SessionState
 
 __all__ = [
     "ClientSession",
-    "CycleCompleted",
+    "EndOfCycle",
     "PartitionCycle",
     "ServerSession",
     "Session",

@@ -13,7 +13,7 @@ from upr_protocol.ids import PARTITIONS_END, PartitionId
 
 
 @attrs.frozen
-class CycleCompleted:
+class EndOfCycle:
     """A cycle is complete.
 
     Attributes:
@@ -73,7 +73,7 @@ class PartitionCycle:
         if self.current == partition:
             self.finish_turn()
 
-    def next_turn(self) -> PartitionId | CycleCompleted | None:
+    def next_turn(self) -> PartitionId | EndOfCycle | None:
         """The next turn: a partition, the end of a cycle that sent anything or was the first, or
         None when nothing is ready."""
         assert self.current is None, "the previous partition's turn has not ended"
@@ -81,7 +81,7 @@ class PartitionCycle:
         if not ready_ahead:
             if self._announced:
                 self._complete_cycle()
-                return CycleCompleted(self.completed)
+                return EndOfCycle(self.completed)
             if not self._ready:
                 return None
             # Every ready partition is lower than the next one, and this cycle sent nothing: it

@@ -12,7 +12,7 @@ from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, OPEN_BARRIERS_MAX, REQUESTS_OPEN_MAX
 from upr_protocol.session.barrier_queue import BarrierQueue
-from upr_protocol.session.partition_cycle import CycleCompleted, PartitionCycle
+from upr_protocol.session.partition_cycle import EndOfCycle, PartitionCycle
 from upr_protocol.session.session import Session
 from upr_protocol.session.states import SNAPSHOT_MESSAGES, StreamState
 from upr_protocol.wire import (
@@ -238,7 +238,7 @@ class ServerSession(Session):
                 self._return_barriers(self._barrier_queue.take_all())
                 return None
             self._return_due()
-            if not isinstance(turn, CycleCompleted):
+            if not isinstance(turn, EndOfCycle):
                 return turn
             self.send(CycleEnd(turn.cycle))
 

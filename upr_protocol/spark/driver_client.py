@@ -147,7 +147,7 @@ class BucketDriverClient:
 
     def numbers_at(self, time: datetime) -> Mapping[int, int]:
         partitions = tuple(self.persist())
-        rows = self._connection.ask(lambda client: client.seqnos_at(time, partitions))
+        rows = self._connection.ask(lambda client: client.seqnos_at_time(time, partitions))
         return {row.partition: row.seq for row in rows}
 
     def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:

@@ -71,7 +71,7 @@ class DriverConnection:
                 trouble = _passing(trouble, is_fresh=is_fresh)
             self.close()
             try:
-                wait_s = retries.wait_s(trouble, time.monotonic())
+                wait_s = retries.wait_after_failure_s(trouble, time.monotonic())
             except UprError as error:
                 raise explained(error, self._address, self._timeout_s) from error
             if wait_s >= SILENT_WAIT_S and not is_told:

@@ -103,7 +103,7 @@ def _entries(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
         except BrokenError as error:
             if has_begun:
                 raise
-            time.sleep(retries.wait_s(error, time.monotonic()))  # noqa: TID251  no event for it
+            time.sleep(retries.wait_after_failure_s(error, time.monotonic()))  # noqa: TID251  no event for it
         else:
             return
 

@@ -275,7 +275,7 @@ class HttpAccess:
         failure: UprError = BrokenError(f"{self._address} did not answer")
         for node in self._address.each_node():
             try:
-                return await NodeClient(node, "upr-indexer", ASK_TIMEOUT_S).wants_log_in()
+                return await NodeClient(node, "upr-indexer", ASK_TIMEOUT_S).requires_log_in()
             except UprError as error:
                 failure = error
         raise failure

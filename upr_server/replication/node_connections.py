@@ -80,7 +80,7 @@ class NodeConnections:
         async def question(node: NodeConnection) -> Users | None:
             name = node.certificate_name
             if not (
-                node.is_bound
+                node.is_channel_bound
                 or (has_password and is_here)
                 or own.allows(name, Right.REPLICATE, SERVER)
             ):

@@ -27,7 +27,7 @@ from upr_protocol.client import (
     BlockingClient,
     BlockingConsumer,
     ChunkReceived,
-    Completed,
+    CycleCompleted,
     Event,
     Failure,
     RefusedKeysError,
@@ -375,7 +375,7 @@ def test_a_window_smaller_than_what_comes(fake: ThreadedFake) -> None:
 def test_some_partitions_from_now_with_a_barrier(fake: ThreadedFake) -> None:
     fill(fake, 100)
     with consumer(fake, partitions=[0, 1], start="now") as stream:
-        assert stream.next_event() == Completed(1)
+        assert stream.next_event() == CycleCompleted(1)
         assert stream.next_event(0.01) is None
         assert not stream.done
         fill(fake, 10)

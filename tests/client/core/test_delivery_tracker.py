@@ -43,8 +43,8 @@ def test_a_delivery_in_hand_counts_once_it_is_finished(
     assert tracker.state.positions == {}
     assert tracker.position_after_current(P) == POSITION
     assert tracker.state_after_current().positions == {P: POSITION}
-    tracker.finish()
-    tracker.finish()
+    tracker.finish_current()
+    tracker.finish_current()
     assert acknowledged == [delivery]
     assert tracker.state.positions == {P: POSITION}
 
@@ -54,8 +54,8 @@ def test_a_discarded_delivery_never_counts(
 ) -> None:
     event = SnapshotEnd(P, SeqNo(5))
     tracker.hand_out(Delivery(event, MOVE), event)
-    tracker.discard()
-    tracker.finish()
+    tracker.discard_current()
+    tracker.finish_current()
     assert acknowledged == []
     assert tracker.state.positions == {}
     assert not tracker.schedule.has_unsaved
@@ -87,7 +87,7 @@ def test_the_highest_priority_decides_when_to_save(tracker: DeliveryTracker) -> 
     assert schedule.due_at == 102.0
     tracker.finish_delivery(Delivery(None, MOVE, priority=SavePriority.URGENT))
     assert schedule.due_at == 100.0
-    schedule.saved(105.0)
+    schedule.note_saved(105.0)
     assert schedule.due_at == NEVER
     tracker.finish_delivery(Delivery(None, MOVE))
     assert schedule.due_at == 115.0

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.kit.fake_partition import FakePartition
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.client.core.results import (
-    BatchResult,
     Failure,
-    failures,
+    PartitionBatchResult,
+    failed_operations,
+    failures_of_refused,
     is_wrong_node,
-    refused,
     results_of,
     split_reply,
     status_of,
@@ -47,7 +47,7 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
     assert status is Status.OK
     results = results_of(_P, chunk, result)
     assert len(results) == len(rows)
-    assert [result for result in results if isinstance(result, Failure)] == failures(
+    assert [result for result in results if isinstance(result, Failure)] == failed_operations(
         _P, chunk, result
     )
     history = iter(partition.history)
@@ -75,14 +75,14 @@ def test_a_reply_is_split_into_the_results_of_its_runs() -> None:
     assert split_reply(reply, [first, second, third], [0, 2, 4, 7]) == [
         (
             Status.OK,
-            BatchResult(
+            PartitionBatchResult(
                 HistoryId(9), SeqNo(5), SeqNo(5), Cas(77), ((1, Status.EXISTS),), ((0, 12),)
             ),
         ),
-        (Status.WRONG_STATE, BatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))),
+        (Status.WRONG_STATE, PartitionBatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))),
         (
             Status.OK,
-            BatchResult(
+            PartitionBatchResult(
                 HistoryId(8), SeqNo(1), SeqNo(2), Cas(3), ((0, Status.NOT_FOUND),), ((1, 1),)
             ),
         ),
@@ -103,7 +103,7 @@ def test_a_reply_that_does_not_fit_its_bundle_is_refused() -> None:
 
 def test_a_batch_that_was_refused() -> None:
     chunk = Chunk.build([Mutation(Operation.SET, b"a"), Mutation(Operation.DELETE, b"b")])
-    assert refused(_P, chunk, Status.UNSUPPORTED) == [
+    assert failures_of_refused(_P, chunk, Status.UNSUPPORTED) == [
         Failure(_P, b"a", Operation.SET, Status.UNSUPPORTED),
         Failure(_P, b"b", Operation.DELETE, Status.UNSUPPORTED),
     ]

@@ -21,8 +21,8 @@ from tests.kit.mirror import Mirror
 from tests.protocol.strategies import HISTORY_IDS, SEQS
 from upr_protocol.client import (
     ChunkReceived,
-    Completed,
     Consumer,
+    CycleCompleted,
     Event,
     FileStore,
     MemoryStore,
@@ -95,20 +95,24 @@ def test_a_position_covers_exactly_what_was_received(steps: list[tuple[str, int,
             position = Position(log, SeqNo(seq), SeqNo(seq), None)
             ends, highest = [seq], seq
         elif step == "chunk":
-            position = rules.chunk_received(position, history, SeqNo(history_number), SeqNo(seq))
+            position = rules.position_after_chunk(
+                position, history, SeqNo(history_number), SeqNo(seq)
+            )
             highest = seq
             partial = PartialSnapshot(history, SeqNo(ends[-1]), SeqNo(history_number))
             assert position.partial == partial
         elif step == "end":
-            position = rules.snapshot_completed(position, SeqNo(history_number))
+            position = rules.position_after_snapshot(position, SeqNo(history_number))
             ends.append(history_number)
             assert position.partial is None
         elif step == "cut":
-            position = rules.stream_accepted(position, log)
+            position = rules.position_after_acceptance(position, log)
         else:
             history = HistoryId(history_number)
             log = log.with_branch(history, SeqNo(seq))
-            position = rules.stream_accepted(rules.rolled_back(position, SeqNo(seq)), log)
+            position = rules.position_after_acceptance(
+                rules.position_after_rollback(position, SeqNo(seq)), log
+            )
             ends, highest = [end for end in ends if end < seq] + [seq], seq
             assert position.partial is None
         assert position.last_complete == ends[-1]
@@ -121,15 +125,17 @@ def test_a_snapshot_that_lacked_only_its_end_is_complete_once_the_stream_is_acce
     position = Position(
         log, SeqNo(5), SeqNo(10), PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
     )
-    assert rules.stream_accepted(position, log) == Position(log, SeqNo(10), SeqNo(10), None)
+    assert rules.position_after_acceptance(position, log) == Position(
+        log, SeqNo(10), SeqNo(10), None
+    )
 
 
 def test_a_repeated_chunk_moves_no_position() -> None:
     partial = PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
     position = Position(FailoverLog.of_pairs([(7, 0)]), SeqNo(5), SeqNo(8), partial)
-    assert rules.chunk_received(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
-    assert rules.snapshot_completed(position, SeqNo(7)) == position
-    further = rules.chunk_received(position, HistoryId(7), SeqNo(12), SeqNo(9))
+    assert rules.position_after_chunk(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
+    assert rules.position_after_snapshot(position, SeqNo(7)) == position
+    further = rules.position_after_chunk(position, HistoryId(7), SeqNo(12), SeqNo(9))
     assert further.partial == PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(12))
 
 
@@ -167,8 +173,8 @@ def test_every_server_orders_a_pending_rollback_again(
     # It may lie inside a snapshot that was cut.
     ceiling = SeqNo(data.draw(st.integers(0, position.highest_received - 1)))
     assume(rules.ROLLBACK_PENDING not in [entry.history_id for entry in position.log])
-    going = rules.rollback_pending(position, ceiling)
-    assert rules.rollback_pending(going, ceiling) == going
+    going = rules.position_during_rollback(position, ceiling)
+    assert rules.position_during_rollback(going, ceiling) == going
     try:
         server = data.draw(someone_elses_logs(position))
     except ValueError:  # an ID twice
@@ -179,7 +185,9 @@ def test_every_server_orders_a_pending_rollback_again(
     assert isinstance(decision, Retry) or (
         isinstance(decision, RollBack) and decision.ceiling <= ceiling
     )
-    assert rules.rolled_back(going, SeqNo(0)) == rules.rolled_back(position, SeqNo(0))
+    assert rules.position_after_rollback(going, SeqNo(0)) == rules.position_after_rollback(
+        position, SeqNo(0)
+    )
 
 
 def test_a_pending_rollback_into_a_cut_snapshot_gives_up_all_of_it() -> None:
@@ -187,7 +195,9 @@ def test_a_pending_rollback_into_a_cut_snapshot_gives_up_all_of_it() -> None:
     log = FailoverLog.of_pairs([(1, 0)])
     cut = PartialSnapshot(HistoryId(1), SeqNo(5), SeqNo(10))
     position = Position(log, SeqNo(5), SeqNo(8), cut)
-    decision = decide_start(log, SeqNo(20), SeqNo(0), rules.rollback_pending(position, SeqNo(7)))
+    decision = decide_start(
+        log, SeqNo(20), SeqNo(0), rules.position_during_rollback(position, SeqNo(7))
+    )
     assert isinstance(decision, RollBack)
     assert decision.ceiling == 5
 
@@ -492,7 +502,7 @@ async def test_a_partition_that_fails_over_below_what_was_received_starts_again(
     async with consume(URL, dial=net.dial) as consumer:
         async for event in consumer:
             mirror.apply(event)
-            if isinstance(event, Completed):
+            if isinstance(event, CycleCompleted):
                 break
         net.cut()
         partition = server.partitions[2]
@@ -504,7 +514,7 @@ async def test_a_partition_that_fails_over_below_what_was_received_starts_again(
             mirror.apply(event)
             if isinstance(event, RolledBack):
                 rollbacks.append(event)
-            if isinstance(event, Completed):
+            if isinstance(event, CycleCompleted):
                 break
         (rollback,) = rollbacks
         assert (rollback.partition, rollback.ceiling, rollback.to) == (2, high - 2, 0)
@@ -528,7 +538,7 @@ async def test_a_consumer_cut_just_before_a_snapshots_end_gets_the_end(
         assert isinstance(start, SnapshotStart)
         assert (start.start, start.end) == (9, 9)
         assert await anext(consumer) == SnapshotEnd(PartitionId(0), SeqNo(9))
-        assert await anext(consumer) == Completed(1)
+        assert await anext(consumer) == CycleCompleted(1)
         position = consumer.resume_state.position(PartitionId(0))
         assert position == Position(log, SeqNo(9), SeqNo(9), None)
     # What was given is not changed.
@@ -544,7 +554,7 @@ async def test_partitions_that_a_new_bucket_does_not_have_are_rolled_back_to_0(
     async with consume(URL, dial=net.dial) as consumer:
         async for event in consumer:
             mirror.apply(event)
-            if isinstance(event, Completed):
+            if isinstance(event, CycleCompleted):
                 break
         state = consumer.resume_state
         server.partitions = [FakePartition(partition, 7) for partition in range(2)]

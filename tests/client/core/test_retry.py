@@ -78,31 +78,31 @@ def test_which_errors_are_retryable(error: Exception, expected: bool) -> None:
 def test_patience_counts_from_the_first_failure_without_progress() -> None:
     retry = RetryState(10.0, lambda: 0.5)
     error = BrokenError("lost")
-    assert retry.wait_s(error, 1000.0) > 0
-    assert retry.wait_s(error, 1009.0) <= 1.0
-    retry.progress()
-    assert retry.wait_s(error, 1011.0) > 0
-    assert retry.wait_s(error, 1020.9) <= 0.1 + 1e-9
+    assert retry.wait_after_failure_s(error, 1000.0) > 0
+    assert retry.wait_after_failure_s(error, 1009.0) <= 1.0
+    retry.note_progress()
+    assert retry.wait_after_failure_s(error, 1011.0) > 0
+    assert retry.wait_after_failure_s(error, 1020.9) <= 0.1 + 1e-9
     with pytest.raises(BrokenError, match="lost") as caught:
-        retry.wait_s(error, 1021.0)
+        retry.wait_after_failure_s(error, 1021.0)
     assert caught.value.__notes__ == ["gave up after 3 attempts in 10 s"]
 
 
 def test_errors_that_are_not_retryable_are_raised_at_once() -> None:
     with pytest.raises(ServerError):
-        RetryState(10.0, lambda: 0.5).wait_s(ServerError(Status.NO_BUCKET), 0.0)
+        RetryState(10.0, lambda: 0.5).wait_after_failure_s(ServerError(Status.NO_BUCKET), 0.0)
 
 
 def test_a_refused_log_in_is_tried_once_more() -> None:
     retry = RetryState(10.0, lambda: 0.5)
     refused = ServerError(Status.LOG_IN_FAILED)
     for began in (0.0, 100.0):
-        assert retry.wait_s(refused, began) == LOG_IN_RETRY_S
+        assert retry.wait_after_failure_s(refused, began) == LOG_IN_RETRY_S
         # Another failure in between gives it no second one.
-        retry.wait_s(BrokenError("lost"), began + 1)
+        retry.wait_after_failure_s(BrokenError("lost"), began + 1)
         with pytest.raises(ServerError):
-            retry.wait_s(refused, began + 2)
-        retry.progress()
+            retry.wait_after_failure_s(refused, began + 2)
+        retry.note_progress()
     # Nobody waits who has no time.
     with pytest.raises(ServerError):
-        RetryState(0.0, lambda: 0.5).wait_s(refused, 0.0)
+        RetryState(0.0, lambda: 0.5).wait_after_failure_s(refused, 0.0)

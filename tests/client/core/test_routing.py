@@ -52,13 +52,13 @@ def test_a_refused_partition_rests_unless_there_is_a_newer_map(
     router: PartitionRouter, metadata: ClusterMetadata
 ) -> None:
     router.route(PARTITIONS, (), waits, 0.0)
-    router.refused(PARTITIONS[0], REFUSAL, 5.0)
+    router.note_refused(PARTITIONS[0], REFUSAL, 5.0)
     assert router.next_retry_at(5.0) == 5.0 + FIRST_WAIT_S
     assert router.route(PARTITIONS, (), waits, 5.0)[PARTITIONS[0]] is None
     assert router.route(PARTITIONS, (), waits, 5.0 + FIRST_WAIT_S)[PARTITIONS[0]] == ADDRESS
-    router.refused(PARTITIONS[0], REFUSAL, 6.0)
+    router.note_refused(PARTITIONS[0], REFUSAL, 6.0)
     metadata.update(map_of(2, Assignment(active="b"), Assignment()))
-    router.map_changed()
+    router.note_map_changed()
     assert router.route(PARTITIONS, (), waits, 6.0)[PARTITIONS[0]] == ADDRESS.of_node("b:2")
 
 
@@ -67,18 +67,18 @@ def test_refusals_wait_longer_and_longer_until_the_partition_works(
 ) -> None:
     pauses = []
     for now in (0.0, 10.0, 20.0):
-        router.refused(PARTITIONS[0], REFUSAL, now)
+        router.note_refused(PARTITIONS[0], REFUSAL, now)
         pauses.append(router.next_retry_at(now) - now)
     assert pauses == pytest.approx([FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S])
-    router.succeeded(PARTITIONS[0])
-    router.refused(PARTITIONS[0], REFUSAL, 30.0)
+    router.note_succeeded(PARTITIONS[0])
+    router.note_refused(PARTITIONS[0], REFUSAL, 30.0)
     assert router.next_retry_at(30.0) - 30.0 == pytest.approx(FIRST_WAIT_S)
 
 
 def test_a_partition_without_a_node_times_out_with_the_reason(router: PartitionRouter) -> None:
     router.route(PARTITIONS, (), waits, 0.0)
-    assert router.timed_out(waits, TIMEOUT_S - 0.1) is None
-    error = router.timed_out(waits, TIMEOUT_S)
+    assert router.timeout_error(waits, TIMEOUT_S - 0.1) is None
+    error = router.timeout_error(waits, TIMEOUT_S)
     assert isinstance(error, BrokenError)
     assert "no node is active for partition 1" in str(error)
     assert error.__notes__ == ["gave up after 10 s"]
@@ -87,27 +87,27 @@ def test_a_partition_without_a_node_times_out_with_the_reason(router: PartitionR
 def test_a_partition_that_every_node_refuses_times_out_with_the_refusal(
     router: PartitionRouter,
 ) -> None:
-    router.refused(PARTITIONS[0], REFUSAL, 0.0)
-    assert router.timed_out(waits, TIMEOUT_S) is REFUSAL
+    router.note_refused(PARTITIONS[0], REFUSAL, 0.0)
+    assert router.timeout_error(waits, TIMEOUT_S) is REFUSAL
 
 
 def test_the_time_without_a_node_counts_only_while_something_waits(
     router: PartitionRouter,
 ) -> None:
     router.route(PARTITIONS, (), waits_not, 0.0)
-    assert router.timed_out(waits_not, 100.0) is None
+    assert router.timeout_error(waits_not, 100.0) is None
     router.route(PARTITIONS, (), waits, 100.0)
-    assert router.timed_out(waits, 100.0 + TIMEOUT_S - 0.1) is None
-    assert router.timed_out(waits, 100.0 + TIMEOUT_S) is not None
+    assert router.timeout_error(waits, 100.0 + TIMEOUT_S - 0.1) is None
+    assert router.timeout_error(waits, 100.0 + TIMEOUT_S) is not None
 
 
 def test_partitions_without_a_node_are_named_with_the_reason(router: PartitionRouter) -> None:
     router.route(PARTITIONS, (), waits, 1.0)
-    router.refused(PARTITIONS[0], REFUSAL, 2.0)
+    router.note_refused(PARTITIONS[0], REFUSAL, 2.0)
     assert router.unplaced_since(0.5) == ([], "")
     only_second, reason = router.unplaced_since(1.0)
     assert only_second == [PARTITIONS[1]]
     assert "partition 1" in reason
     assert router.unplaced_since(2.0) == (PARTITIONS, str(REFUSAL))
-    router.succeeded(PARTITIONS[0])
+    router.note_succeeded(PARTITIONS[0])
     assert router.unplaced_since(2.0)[0] == [PARTITIONS[1]]

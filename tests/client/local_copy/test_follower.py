@@ -49,7 +49,7 @@ def contents(folder: Path) -> dict[bytes, bytes]:
 def check_ends(folder: Path, branches: Branches) -> int:
     """Checks each partition that claims to equal a state of the server; gives how many do."""
     with closing(LocalCopyReader(folder)) as reader:
-        ends = reader.ends()
+        ends = reader.consistent_ends()
         items = list(reader.items())
         logs = {p: position.log for p, position in reader.state.positions.items()}
     for partition, end in ends.items():
@@ -133,7 +133,7 @@ async def test_a_rollback_replaces_just_the_keys_that_the_server_does_not_have(
     assert contents(tmp_path) == server.contents()
     with closing(LocalCopyReader(tmp_path)) as reader:
         assert len(reader) == 25
-        assert reader.ends() == {0: 26}
+        assert reader.consistent_ends() == {0: 26}
         assert reader.get(0, b"3") == item
 
 

@@ -26,8 +26,8 @@ from tests.kit.mirror import apply_mutation
 from upr_protocol.client import (
     ChecksummedFileError,
     ChunkReceived,
-    Completed,
     Consumer,
+    CycleCompleted,
     Event,
     Item,
     MemoryStore,
@@ -220,7 +220,7 @@ class Schedule(FailoverSchedule):
         async with self._consume() as consumer:
             async for event in consumer:
                 self.copy.deal_with(event)
-                if isinstance(event, Completed):
+                if isinstance(event, CycleCompleted):
                     break
 
 
@@ -259,7 +259,7 @@ async def test_one_event_has_everything_to_undo(
         assert end == SnapshotEnd(PartitionId(0), SeqNo(9))
     # It is over: nothing is told again.
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
-        assert await until_completed(consumer) == [Completed(1)]
+        assert await until_completed(consumer) == [CycleCompleted(1)]
 
 
 async def test_a_rollback_below_the_received_keys_starts_the_partition_at_0(
@@ -312,7 +312,7 @@ async def test_received_keys_beside_an_older_resume_state_start_the_partition_at
         await until_completed(consumer)
     keys.unlink()
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
-        assert await until_completed(consumer) == [Completed(1)]
+        assert await until_completed(consumer) == [CycleCompleted(1)]
     file.unlink()
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         undone, start, *_ = await until_completed(consumer)

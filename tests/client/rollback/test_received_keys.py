@@ -53,7 +53,7 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
             assert received_keys.floor(P) == 0
         else:
             received_keys.trim(lambda _: SeqNo(20))
-            assert not received_keys.overfull or all(
+            assert not received_keys.is_overfull or all(
                 version.seq > 20 for _, _, version in received_keys.versions()
             )
         received_keys.check_invariants()
@@ -74,9 +74,9 @@ def test_the_bytes_of_the_keys_are_bounded_and_not_only_their_number() -> None:
     received_keys = ReceivedKeys(ReceivedKeysLimits(nbytes=nbytes))
     rows = [(b"%0100d" % seq, SeqNo(seq), HistoryId(1)) for seq in range(1, 10)]
     received_keys.receive(P, rows[:8])
-    assert not received_keys.overfull
+    assert not received_keys.is_overfull
     received_keys.receive(P, rows[8:])
-    assert received_keys.overfull
+    assert received_keys.is_overfull
     received_keys.trim(lambda _: SeqNo(9))
     # Seven are left: an eighth more goes than must.
     assert [key for _, key, _ in received_keys.versions()] == [key for key, _, _ in rows[2:]]

@@ -13,8 +13,8 @@ from tests.kit.mirror import Mirror
 from upr_protocol.client import (
     BarrierReached,
     ChunkReceived,
-    Completed,
     Consumer,
+    CycleCompleted,
     Event,
     SnapshotEnd,
     SnapshotStart,
@@ -54,23 +54,23 @@ async def test_a_consumer_gets_a_snapshot_of_each_partition_and_then_the_changes
     fill(server, 100)
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer:
-        events = await until(consumer, Completed)
+        events = await until(consumer, CycleCompleted)
         for event in events:
             mirror.apply(event)
         assert mirror.contents == server.contents()
         starts = [event.partition for event in events if isinstance(event, SnapshotStart)]
         assert starts == [0, 1, 2, 3]
-        assert events[-1] == Completed(1)
+        assert events[-1] == CycleCompleted(1)
         server.put(b"key-1", b"new")
         partition = server.partition_of(b"key-1").id
-        later = await until(consumer, Completed)
+        later = await until(consumer, CycleCompleted)
         for event in later:
             mirror.apply(event)
         assert [type(event) for event in later] == [
             SnapshotStart,
             ChunkReceived,
             SnapshotEnd,
-            Completed,
+            CycleCompleted,
         ]
         assert later[2] == SnapshotEnd(partition, server.partitions[partition].high)
         assert mirror.contents == server.contents()
@@ -85,7 +85,7 @@ async def test_only_the_partitions_asked_for_are_streamed(
 ) -> None:
     fill(server, 100)
     async with consume(URL, dial=net.dial, partitions=[1, 3]) as consumer:
-        events = await until(consumer, Completed)
+        events = await until(consumer, CycleCompleted)
     assert {event.partition for event in events if isinstance(event, SnapshotStart)} == {1, 3}
 
 
@@ -94,9 +94,9 @@ async def test_a_start_from_now_leaves_out_what_was_there(
 ) -> None:
     fill(server, 100)
     async with consume(URL, dial=net.dial, start="now") as consumer:
-        assert await until(consumer, Completed) == [Completed(1)]
+        assert await until(consumer, CycleCompleted) == [CycleCompleted(1)]
         server.put(b"key-1", b"new")
-        events = await until(consumer, Completed)
+        events = await until(consumer, CycleCompleted)
         (chunk,) = [event.chunk for event in events if isinstance(event, ChunkReceived)]
         assert [mutation.value for mutation in chunk] == [b"new"]
         # "Now" was then: what came meanwhile is not skipped after a lost connection.
@@ -163,7 +163,7 @@ async def test_bytes_are_acknowledged_when_the_next_event_is_asked_for(
             assert connection.session.window.used <= WINDOW_BYTES_MIN + 25_000
             if isinstance(event, ChunkReceived):
                 received += event.chunk.count
-            if isinstance(event, Completed):
+            if isinstance(event, CycleCompleted):
                 break
         assert received == 100
         assert connection.session.window.used < WINDOW_BYTES_MIN // 4 + 25_000
@@ -200,7 +200,7 @@ async def test_a_slow_application_is_not_taken_for_dead(
         async for event in consumer:
             mirror.apply(event)
             await trio.sleep(3600)
-            if isinstance(event, Completed):
+            if isinstance(event, CycleCompleted):
                 break
     assert mirror.contents == server.contents()
     assert net.dialled == 1
@@ -211,7 +211,7 @@ async def test_events_that_nobody_asks_for_are_bounded(
 ) -> None:
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer:
-        await until(consumer, Completed)
+        await until(consumer, CycleCompleted)
         for index in range(3000):
             server.put(b"k", b"%d" % index)
             await trio.testing.wait_all_tasks_blocked()
@@ -346,7 +346,7 @@ async def test_a_barrier_without_a_connection_is_sent_on_the_next(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with consume(URL, dial=net.dial) as consumer:
-        await until(consumer, Completed)
+        await until(consumer, CycleCompleted)
         net.down = True
         net.cut()
         await trio.sleep(1)
@@ -364,7 +364,7 @@ async def test_a_cancelled_barrier_is_not_among_the_events(
     async with consume(URL, dial=net.dial) as consumer:
         with trio.move_on_after(0.1):
             await consumer.barrier()
-        assert await anext(consumer) == Completed(1)
+        assert await anext(consumer) == CycleCompleted(1)
         with trio.move_on_after(1) as scope:
             await anext(consumer)
         assert scope.cancelled_caught
@@ -378,7 +378,7 @@ async def test_barriers_end_with_the_streams(
             await consumer.barrier()
 
     async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
-        await until(consumer, Completed)
+        await until(consumer, CycleCompleted)
         server.paused = True
         nursery.start_soon(ask, consumer)
         await trio.testing.wait_all_tasks_blocked()
@@ -413,7 +413,7 @@ async def test_a_stream_that_ends_with_a_passing_error_is_requested_again(
     fill(server, 20)
     mirror = Mirror()
     async with consume(URL, dial=net.dial) as consumer:
-        for event in await until(consumer, Completed):
+        for event in await until(consumer, CycleCompleted):
             mirror.apply(event)
         server.end_streams(reason)
         fill(server, 20, b"more")
@@ -426,7 +426,7 @@ async def test_a_bucket_that_is_deleted_ends_every_stream(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async with consume(URL, dial=net.dial) as consumer:
-        await until(consumer, Completed)
+        await until(consumer, CycleCompleted)
         server.end_streams(Status.BUCKET_DELETED)
         events = [event async for event in consumer]
     assert events == [StreamEnded(PartitionId(n), Status.BUCKET_DELETED) for n in range(4)]
@@ -445,7 +445,7 @@ async def test_a_partition_in_another_state_is_waited_for(
 
     net.nursery.start_soon(activate)
     async with consume(URL, dial=net.dial) as consumer:
-        await until(consumer, Completed)
+        await until(consumer, CycleCompleted)
     assert 10 <= trio.current_time() < 20
 
 
@@ -455,7 +455,7 @@ async def test_a_replica_can_be_asked_for(
     for partition in server.partitions:
         partition.state = PartitionState.REPLICA
     async with consume(URL, dial=net.dial, state=PartitionState.REPLICA) as consumer:
-        await until(consumer, Completed)
+        await until(consumer, CycleCompleted)
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ async def test_a_first_connection_is_refused_or_gone_on_from(
         try:
             async with consume(URL, dial=net.dial) as consumer:
                 entered.append(count)
-                for event in await until(consumer, Completed):
+                for event in await until(consumer, CycleCompleted):
                     mirror.apply(event)
         except BrokenError:
             assert count not in entered

@@ -20,8 +20,8 @@ from tests.kit.mirror import Mirror
 from upr_protocol.client import (
     Address,
     BarrierReached,
-    Completed,
     Consumer,
+    CycleCompleted,
     Publisher,
     StreamEnded,
     consume,
@@ -507,7 +507,7 @@ async def test_a_consumer_may_stay_with_one_node(
 ) -> None:
     fill(cluster, 100)
     async with consume("upr://b/b", dial=cluster.dial, partitions=[1, 4], by_map=False) as consumer:
-        await until(consumer, Completed)
+        await until(consumer, CycleCompleted)
         assert cluster.nets["b"].dialled == 1
         assert not cluster.server("a").connections
         (connection,) = cluster.server("b").connections

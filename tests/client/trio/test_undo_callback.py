@@ -15,8 +15,8 @@ from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
     ChunkReceived,
-    Completed,
     Consumer,
+    CycleCompleted,
     Event,
     MemoryStore,
     ResumeState,
@@ -160,7 +160,7 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
     async def say_until_completed(consumer: Consumer) -> None:
         async for event in consumer:
             steps.append(type(event))
-            if isinstance(event, Completed):
+            if isinstance(event, CycleCompleted):
                 break
 
     fill_one_partition(server, 3)
@@ -186,7 +186,7 @@ async def test_the_log_is_saved_before_any_data_and_after_a_rollback(
             SnapshotStart,
             ChunkReceived,
             SnapshotEnd,
-            Completed,
+            CycleCompleted,
         ]
 
 
@@ -200,7 +200,7 @@ async def test_the_rollback_event_precedes_events_that_came_during_the_undo(
 
     async def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         await trio.sleep(1)
-        consumer._streams.queue.put(Delivery(Completed(99)))
+        consumer._streams.queue.put(Delivery(CycleCompleted(99)))
         return SeqNo(20)
 
     async with consume(URL, dial=net.dial, undo=undo) as consumer:
@@ -209,9 +209,9 @@ async def test_the_rollback_event_precedes_events_that_came_during_the_undo(
         server.partitions[0].fail_over(77, 24)
         async for event in consumer:
             steps.append((type(event), consumer.resume_state.position(P).highest_received))
-            if event == Completed(99):
+            if event == CycleCompleted(99):
                 break
-    assert steps == [(RolledBack, 20), (Completed, 20)]
+    assert steps == [(RolledBack, 20), (CycleCompleted, 20)]
 
 
 class _KilledError(Exception):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.protocol.session.kit import Pair, chunk, end, start, stream, stream_reply, taken
 from upr_protocol.ids import PartitionId
-from upr_protocol.session import CycleCompleted, PartitionCycle, SessionState
+from upr_protocol.session import EndOfCycle, PartitionCycle, SessionState
 from upr_protocol.session.barrier_queue import BarrierQueue
 from upr_protocol.wire import Barrier, BarrierReply, CycleEnd, Go, PartitionStart
 
@@ -114,7 +114,7 @@ class Quick:
                 self._tell(self.queue.take_all())
                 return
             self._tell(self.queue.take_due(self.cycle.passed_position))
-            if not isinstance(turn, CycleCompleted):
+            if not isinstance(turn, EndOfCycle):
                 self.told.append(("turn", turn))
                 return
             self.told.append(("completed", turn.cycle))

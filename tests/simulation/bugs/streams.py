@@ -126,7 +126,7 @@ def complete_partial_snapshot() -> Iterator[None]:
     ) -> Position:
         return Position(position.log, through, through, None)
 
-    with replaced(resume_state, "chunk_received", received):
+    with replaced(resume_state, "position_after_chunk", received):
         yield
 
 

@@ -26,7 +26,7 @@ from upr_protocol.client.core.calls import (
     LeaseRequest,
     PartitionInfo,
     PartitionNumbers,
-    SeqnoAt,
+    SeqnoAtTime,
 )
 from upr_protocol.client.core.changes import Change, call_of
 from upr_protocol.client.core.key_lookup import (
@@ -38,7 +38,7 @@ from upr_protocol.client.core.key_lookup import (
 )
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.operations import OperationBatches
-from upr_protocol.client.core.results import BatchResult, Failure, WriteResult
+from upr_protocol.client.core.results import Failure, PartitionBatchResult, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
@@ -152,7 +152,7 @@ class BlockingClient(KeyOperations[WriteResult]):
             try:
                 self._dispatcher.connect()
             except UprError as error:
-                self._sleep(retry.wait_s(error, time.monotonic()))
+                self._sleep(retry.wait_after_failure_s(error, time.monotonic()))
             else:
                 return
 
@@ -197,7 +197,7 @@ class BlockingClient(KeyOperations[WriteResult]):
                 for request, reply in zip(batch, replies, strict=True)
                 if not request.receive(reply)
             ]
-        return lookup.answers.checked()
+        return lookup.answers.checked_items()
 
     def _change(
         self,
@@ -245,19 +245,21 @@ class BlockingClient(KeyOperations[WriteResult]):
         """The sequence numbers of partitions; of all when none are named."""
         return self._dispatcher.ask_about(tuple(partitions), calls.seqnos)
 
-    def seqnos_at(self, time: float | datetime, partitions: Iterable[int] = ()) -> list[SeqnoAt]:
-        """Where partitions stood at a time; see `Client.seqnos_at`."""
+    def seqnos_at_time(
+        self, time: float | datetime, partitions: Iterable[int] = ()
+    ) -> list[SeqnoAtTime]:
+        """Where partitions stood at a time; see `Client.seqnos_at_time`."""
         return self._dispatcher.ask_about(
-            tuple(partitions), partial(calls.seqnos_at, to_nanoseconds(time))
+            tuple(partitions), partial(calls.seqnos_at_time, to_nanoseconds(time))
         )
 
-    def resume_state_at(
+    def resume_state_at_time(
         self, time: float | datetime, partitions: Iterable[int] = ()
     ) -> ResumeState:
         """Where a consumer starts that wants every change since a time; see
-        `Client.resume_state_at`."""
-        rows = self.seqnos_at(time, partitions)
-        return calls.resume_state_at(self.partitions(), rows, self.address.bucket)
+        `Client.resume_state_at_time`."""
+        rows = self.seqnos_at_time(time, partitions)
+        return calls.resume_state_at_time(self.partitions(), rows, self.address.bucket)
 
     # Leases. `Client` documents their arguments.
 
@@ -327,7 +329,7 @@ class BlockingClient(KeyOperations[WriteResult]):
 
     def publish(
         self, partition: PartitionId, chunk: Chunk, *, writer: WriterIdentity | None = None
-    ) -> BatchResult:
+    ) -> PartitionBatchResult:
         """Sends one published chunk, again if need be, and waits for its answer.
 
         Args:
@@ -455,7 +457,7 @@ class BlockingClient(KeyOperations[WriteResult]):
                 carried out.
         """
         operations = OperationBatches(mutations, self.partition_count)
-        self.publish_each(operations.batches(), operations.answered, writer=writer)
+        self.publish_each(operations.batches(), operations.note_answered, writer=writer)
         return operations.results()
 
 

@@ -141,7 +141,7 @@ class BlockingConsumer:
         if self._closed:
             return
         self._closed = True
-        self._tracker.discard()
+        self._tracker.discard_current()
         if self._thread is not None:
             self._thread.close()
         self.save()
@@ -205,7 +205,7 @@ class BlockingConsumer:
         """
         self._check_open()
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        self._tracker.finish()
+        self._tracker.finish_current()
         while True:
             self._save_when_due()
             event = self._hand_out_next()
@@ -286,10 +286,10 @@ class BlockingConsumer:
             OSError: The resume file cannot be written.
         """
         tracker = self._tracker
-        tracker.finish()
+        tracker.finish_current()
         if self._store is not None and tracker.schedule.has_unsaved:
             self._store.save_now(tracker.state)
-            tracker.schedule.saved(time.monotonic())
+            tracker.schedule.note_saved(time.monotonic())
 
     def _save_when_due(self) -> None:
         if self._store is not None and self._tracker.schedule.due_at <= time.monotonic():

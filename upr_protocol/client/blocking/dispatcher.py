@@ -95,7 +95,9 @@ class BlockingDispatcher:
             failure = self._drop_misdirected(answers) or failure
             if len(answers) < len(requests) and not self._wait_for_map(deadline):
                 raise self._no_holder_error(requests[index] for index in missing) or failure
-        return [call.result(calls.checked(answers[index])) for index, call in enumerate(requests)]
+        return [
+            call.result(calls.check_reply(answers[index])) for index, call in enumerate(requests)
+        ]
 
     def _wait_for_map(self, deadline: float) -> bool:
         """Asks the nodes for the map, and waits until they may be asked again. False, at once, when
@@ -140,7 +142,7 @@ class BlockingDispatcher:
     def _ask_on(self, connection: BlockingConnection, call: Call[T]) -> T:
         """Asks one node, and gives what its answer means."""
         (answer,) = self._exchange(connection, [call], time.monotonic() + self._timeout_s)
-        return call.result(calls.checked(answer))
+        return call.result(calls.check_reply(answer))
 
     def _exchange(
         self, connection: BlockingConnection, requests: Sequence[Call[T]], deadline: float
@@ -169,7 +171,9 @@ class BlockingDispatcher:
         deadline = time.monotonic() + self._credit_timeout_s
         while not connection.session.credit.is_open:
             if connection.receive(deadline) is None:
-                raise calls.over_quota(self.connections.metadata.address, self._credit_timeout_s)
+                raise calls.over_quota_error(
+                    self.connections.metadata.address, self._credit_timeout_s
+                )
 
     # Requests about several partitions.
 

@@ -81,7 +81,7 @@ class StreamsInThread:
                 self._streams = None
                 if retry is None:
                     raise
-                await trio.sleep(retry.wait_s(error, trio.current_time()))
+                await trio.sleep(retry.wait_after_failure_s(error, trio.current_time()))
 
     async def receive(self, timeout_s: float) -> None:
         """Waits until there is a delivery, every stream has ended, or the time is over. Ctrl-C

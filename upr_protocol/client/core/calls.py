@@ -82,7 +82,7 @@ def check_partition_count(partition_count: int) -> int:
     return partition_count
 
 
-def over_quota(address: Address, timeout_s: float) -> ServerError:
+def over_quota_error(address: Address, timeout_s: float) -> ServerError:
     """The error when a server grants no credit for too long."""
     return ServerError(
         Status.TEMPORARY_FAILURE,
@@ -91,7 +91,7 @@ def over_quota(address: Address, timeout_s: float) -> ServerError:
     )
 
 
-def checked(reply: Message | UprError) -> Message:
+def check_reply(reply: Message | UprError) -> Message:
     """The reply; raises what a refusal, or an error in place of a reply, says.
 
     Raises:
@@ -162,7 +162,7 @@ class PartitionNumbers(msgspec.Struct, frozen=True):
     replicated_seq: SeqNo
 
 
-class SeqnoAt(msgspec.Struct, frozen=True):
+class SeqnoAtTime(msgspec.Struct, frozen=True):
     """Where a partition stood at a time.
 
     Attributes:
@@ -176,7 +176,7 @@ class SeqnoAt(msgspec.Struct, frozen=True):
     seq: SeqNo
 
 
-PartitionRow = TypeVar("PartitionRow", PartitionNumbers, SeqnoAt)
+PartitionRow = TypeVar("PartitionRow", PartitionNumbers, SeqnoAtTime)
 
 PartitionCalls = Callable[[Iterable[int]], Call[list[PartitionRow]]]
 """Makes a request about partitions, which is answered with a row for each of them."""
@@ -399,20 +399,20 @@ def seqnos(partitions: Iterable[int], *, of_copies: bool = False) -> Call[list[P
     return Call(partial(Seqnos, tuple(partitions), of_copies), result)
 
 
-def seqnos_at(time_ns: int, partitions: Iterable[int]) -> Call[list[SeqnoAt]]:
+def seqnos_at_time(time_ns: int, partitions: Iterable[int]) -> Call[list[SeqnoAtTime]]:
     """Where partitions stood at a time, in nanoseconds since 1970; all when none are named."""
 
-    def result(reply: SeqnosAtReply) -> list[SeqnoAt]:
+    def result(reply: SeqnosAtReply) -> list[SeqnoAtTime]:
         return [
-            SeqnoAt(PartitionId(partition), HistoryId(history_id), SeqNo(seq))
+            SeqnoAtTime(PartitionId(partition), HistoryId(history_id), SeqNo(seq))
             for partition, history_id, seq in reply.rows
         ]
 
     return Call(partial(SeqnosAt, time_ns, tuple(partitions)), result)
 
 
-def resume_state_at(
-    infos: Iterable[PartitionInfo], rows: Iterable[SeqnoAt], bucket: str
+def resume_state_at_time(
+    infos: Iterable[PartitionInfo], rows: Iterable[SeqnoAtTime], bucket: str
 ) -> ResumeState:
     """The state of a consumer that has everything up to these numbers.
 

@@ -125,7 +125,7 @@ class SaveSchedule:
             return self._saved_at + self._limits.complete_interval_s
         return self._saved_at + self._limits.interval_s
 
-    def saved(self, now: float) -> None:
+    def note_saved(self, now: float) -> None:
         """The state is saved as it is now."""
         self._saved_at = now
         self._priority = None
@@ -189,7 +189,7 @@ class DeliveryTracker:
             self.counts.mutations += event.chunk.count
             self.counts.nbytes += event.chunk.nbytes
 
-    def finish(self) -> None:
+    def finish_current(self) -> None:
         """The application has processed what it has in hand."""
         if self._in_hand is not None:
             delivery, self._in_hand = self._in_hand, None
@@ -204,7 +204,7 @@ class DeliveryTracker:
             self.schedule.add_unsaved(delivery.priority, delivery.nbytes)
         self._acknowledge(delivery)
 
-    def discard(self) -> None:
+    def discard_current(self) -> None:
         """The application has stopped: it may not have processed what it has in hand."""
         self._in_hand = None
 
@@ -212,7 +212,9 @@ class DeliveryTracker:
         """The application is about to be told to roll back. It may be killed after it has done so
         and before it can report it, so the state says that a rollback is pending. Save it now."""
         partition = event.partition
-        position = resume_state.rollback_pending(self.state.position(partition), event.ceiling)
+        position = resume_state.position_during_rollback(
+            self.state.position(partition), event.ceiling
+        )
         self.finish_delivery(Delivery(None, (partition, position), priority=SavePriority.URGENT))
 
     def position_after_current(self, partition: PartitionId) -> Position:

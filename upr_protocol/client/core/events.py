@@ -67,7 +67,7 @@ class SnapshotEnd(msgspec.Struct, frozen=True):
     end: SeqNo
 
 
-class Completed(msgspec.Struct, frozen=True):
+class CycleCompleted(msgspec.Struct, frozen=True):
     """A connection has streamed every partition once more, or found nothing new. `cycle` counts
     from 1 on each connection.
 
@@ -164,7 +164,7 @@ Event = (
     | AnswersReceived
     | SnapshotStart
     | SnapshotEnd
-    | Completed
+    | CycleCompleted
     | BarrierReached
     | RolledBack
     | StreamAccepted

@@ -64,10 +64,10 @@ class Handshake:
         self.opened: Opened | None = None
 
     @property
-    def is_bound(self) -> bool:
+    def is_channel_bound(self) -> bool:
         """Whether the server proves to know the password, and nobody can have passed the proof on
         from another one: it is bound to the server's certificate."""
-        return self._log_in.is_bound
+        return self._log_in.is_channel_bound
 
     def receive(self, message: Message) -> None:
         """Takes in a message of the server, and sends the next one.

@@ -101,7 +101,7 @@ class LookupAnswers:
         self.items: list[Item | None] = [None] * count
         self.refused: dict[bytes, Status] = {}
 
-    def checked(self) -> list[Item | None]:
+    def checked_items(self) -> list[Item | None]:
         """The items, once all keys are answered.
 
         Raises:

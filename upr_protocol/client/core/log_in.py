@@ -33,7 +33,7 @@ class ClientLogIn:
         self._has_responded = False
 
     @property
-    def is_bound(self) -> bool:
+    def is_channel_bound(self) -> bool:
         """Whether the proofs of the log-in are bound to the server's certificate. Once it is
         `check`ed, nobody in between can have passed them on."""
         return self._scram is not None and self._scram.mechanism == SCRAM_PLUS

@@ -58,7 +58,7 @@ class OperationBatches:
                 yield from take()
         yield from take()
 
-    def answered(self, batch: Batch) -> None:
+    def note_answered(self, batch: Batch) -> None:
         """A batch was answered, or refused for good."""
         results: Sequence[WriteResult | Failure]
         if batch.result is None:

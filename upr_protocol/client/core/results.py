@@ -85,7 +85,7 @@ def status_of(code: int) -> Status:
 _STATUSES: Final = {status.value: status for status in Status}
 
 
-class BatchResult(msgspec.Struct, frozen=True):
+class PartitionBatchResult(msgspec.Struct, frozen=True):
     """What became of a batch that a server applied.
 
     The operations that succeeded have consecutive sequence numbers and CAS values, in the order of
@@ -121,7 +121,7 @@ class BatchResult(msgspec.Struct, frozen=True):
 
 def split_reply(
     reply: MutateReply, partitions: Sequence[PartitionId], bounds: Sequence[int]
-) -> list[tuple[Status, BatchResult]]:
+) -> list[tuple[Status, PartitionBatchResult]]:
     """The result of each run of a bundle: its status, and with `OK` or `NOT_DURABLE_YET` what
     became of it. O(runs + failures + counters).
 
@@ -140,7 +140,7 @@ def split_reply(
     return [
         (
             status_of(run.status),
-            BatchResult(
+            PartitionBatchResult(
                 run.history_id,
                 run.first_seq,
                 run.last_seq,
@@ -174,7 +174,9 @@ def is_wrong_node(message: Message) -> bool:
     return isinstance(message, Refusal) and message.status in WRONG_NODE
 
 
-def failures(partition: PartitionId, chunk: Chunk, result: BatchResult) -> list[Failure]:
+def failed_operations(
+    partition: PartitionId, chunk: Chunk, result: PartitionBatchResult
+) -> list[Failure]:
     """The operations of `chunk` that failed, by index. O(failures)."""
     operations = chunk.operations
     return [
@@ -183,7 +185,7 @@ def failures(partition: PartitionId, chunk: Chunk, result: BatchResult) -> list[
     ]
 
 
-def refused(
+def failures_of_refused(
     partition: PartitionId, chunk: Chunk, status: Status, sentence: str = ""
 ) -> list[Failure]:
     """Every operation of `chunk`, which the server refused as a whole. O(count)."""
@@ -194,7 +196,7 @@ def refused(
 
 
 def results_of(
-    partition: PartitionId, chunk: Chunk, result: BatchResult
+    partition: PartitionId, chunk: Chunk, result: PartitionBatchResult
 ) -> list[WriteResult | Failure]:
     """The result of each operation of `chunk`, in order. O(count)."""
     return [

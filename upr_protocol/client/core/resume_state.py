@@ -29,15 +29,15 @@ from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, HistoryId, PartitionId, Se
 _VERSION: Final = 1
 
 ROLLBACK_PENDING: Final = HistoryId(2**64 - 1)
-"""The history of a consumer that is about to roll back; see `rollback_pending`. That a server draws
-it is as likely as that two servers draw the same one."""
+"""The history of a consumer that is about to roll back; see `position_during_rollback`. That a
+server draws it is as likely as that two servers draw the same one."""
 
 
 class ResumeStateError(UprError, ValueError):
     """The bytes are not a resume state, or it is the state of another bucket."""
 
 
-def stream_accepted(position: Position, log: FailoverLog) -> Position:
+def position_after_acceptance(position: Position, log: FailoverLog) -> Position:
     """The position after the server accepted the stream with this log.
 
     A consumer that was cut between a snapshot's last chunk and its end now knows that it has the
@@ -49,7 +49,7 @@ def stream_accepted(position: Position, log: FailoverLog) -> Position:
     return msgspec.structs.replace(position, log=log)
 
 
-def chunk_received(
+def position_after_chunk(
     position: Position, history_id: HistoryId, end: SeqNo, through: SeqNo
 ) -> Position:
     """The position after everything up to `through` came, of a snapshot that ends at `end`."""
@@ -63,14 +63,14 @@ def chunk_received(
     )
 
 
-def snapshot_completed(position: Position, end: SeqNo) -> Position:
+def position_after_snapshot(position: Position, end: SeqNo) -> Position:
     """The position after the snapshot that ends at `end` is complete."""
     if end < position.highest_received:
-        return position  # see `chunk_received`
+        return position  # see `position_after_chunk`
     return Position(position.log, end, end, None)
 
 
-def rollback_pending(position: Position, ceiling: SeqNo) -> Position:
+def position_during_rollback(position: Position, ceiling: SeqNo) -> Position:
     """The position while the consumer rolls back to `ceiling` or below. Any server that it asks
     meanwhile orders the same rollback."""
     # No rule for resuming keeps one part of a snapshot and gives up another.
@@ -79,7 +79,7 @@ def rollback_pending(position: Position, ceiling: SeqNo) -> Position:
     return msgspec.structs.replace(position, log=log)
 
 
-def rolled_back(position: Position, to: SeqNo) -> Position:
+def position_after_rollback(position: Position, to: SeqNo) -> Position:
     """The position after the consumer rolled back to `to`, a complete snapshot's end or 0."""
     return Position(_without_marker(position.log).up_to(to), to, to, None)
 

@@ -125,13 +125,13 @@ class RetryState:
         self._backoff = Backoff(draw)
         self._may_log_in_again = True
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """Something useful arrived from the server."""
         self._failing_since = None
         self._may_log_in_again = True
         self._backoff.reset()
 
-    def wait_s(self, error: UprError, now: float) -> float:
+    def wait_after_failure_s(self, error: UprError, now: float) -> float:
         """How long to wait before the next attempt, after one that ended with `error`. A refused
         log-in is tried once more, as the node may not know of a changed password yet.
 

@@ -43,7 +43,7 @@ class PartitionRouter:
 
     # Reports about nodes.
 
-    def refused(self, partition: PartitionId, error: UprError, now: float) -> None:
+    def note_refused(self, partition: PartitionId, error: UprError, now: float) -> None:
         """The node of a partition refused it. It is tried again after a wait, unless a newer map
         names another node before that."""
         backoff = self._backoffs.setdefault(partition, Backoff(self._draw, cap_s=MAP_WAIT_S_MAX))
@@ -54,7 +54,7 @@ class PartitionRouter:
         self._unplaced_since.setdefault(partition, now)
         self._refusals[partition] = error
 
-    def succeeded(self, partition: PartitionId) -> None:
+    def note_succeeded(self, partition: PartitionId) -> None:
         """The node of a partition did what it was asked to."""
         self._unplaced_since.pop(partition, None)
         # Only an answer ends the backoff. A node that accepts connections and refuses all that is
@@ -62,7 +62,7 @@ class PartitionRouter:
         if self._refusals.pop(partition, None) is not None:
             self._backoffs.pop(partition, None)
 
-    def map_changed(self) -> None:
+    def note_map_changed(self) -> None:
         """There is a newer map: partitions that were refused are tried at once."""
         # The backoffs stay: if the map's node refuses too, the waits go on growing.
         self._retry_at.clear()
@@ -134,7 +134,7 @@ class PartitionRouter:
         reason = self.reason_unplaced(partitions[0]) if partitions else None
         return partitions, "" if reason is None else str(reason)
 
-    def timed_out(
+    def timeout_error(
         self, is_waiting_for: Callable[[PartitionId], bool], now: float
     ) -> UprError | None:
         """The error of a partition that a caller has waited for too long; None while every wait is

@@ -97,7 +97,7 @@ class SnapshotDeliveries:
         snapshot_end: SeqNo,
         connection: int,
     ) -> Delivery:
-        position = resume_state.chunk_received(
+        position = resume_state.position_after_chunk(
             self._received.position(partition), start.history_id, snapshot_end, chunk.end
         )
         return Delivery(
@@ -108,7 +108,7 @@ class SnapshotDeliveries:
         )
 
     def _end(self, partition: PartitionId, end: SeqNo) -> Delivery:
-        position = resume_state.snapshot_completed(self._received.position(partition), end)
+        position = resume_state.position_after_snapshot(self._received.position(partition), end)
         return Delivery(
             SnapshotEnd(partition, end),
             self._move(partition, position),

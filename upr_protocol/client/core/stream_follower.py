@@ -14,7 +14,7 @@ import attrs
 
 from upr_protocol.client.core import resume_state
 from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
-from upr_protocol.client.core.events import Completed, StreamAccepted, StreamEnded
+from upr_protocol.client.core.events import CycleCompleted, StreamAccepted, StreamEnded
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import is_retryable
@@ -298,7 +298,7 @@ class StreamFollower:
         if type(message) in SNAPSHOT_MESSAGES:
             return self._snapshots.receive(message, connection.number)
         if isinstance(message, CycleEnd):
-            return (Delivery(Completed(message.cycle)),)
+            return (Delivery(CycleCompleted(message.cycle)),)
         if isinstance(message, BarrierReply):
             return self._barrier_returned(connection, message)
         if isinstance(message, StreamReply):
@@ -353,7 +353,7 @@ class StreamFollower:
         connection.requested.discard(partition)
         connection.streaming.add(partition)
         before = state.received.position(partition)
-        after = resume_state.stream_accepted(before, log)
+        after = resume_state.position_after_acceptance(before, log)
         state.received.positions[partition] = after
         # The first time the position itself may be new to the application: that of "now".
         connection.has_new_logs |= partition not in state.accepted or after != before

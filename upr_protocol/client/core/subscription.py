@@ -217,7 +217,7 @@ class SubscriptionState:
         """Moves a partition back to `to`; gives `RolledBack`, for the application."""
         partition = request.partition
         self.rollback_count += 1
-        position = resume_state.rolled_back(self.received.position(partition), to)
+        position = resume_state.position_after_rollback(self.received.position(partition), to)
         self.received.positions[partition] = position
         event = RolledBack(partition, request.ceiling, to, request.reason)
         return Delivery(event, (partition, position), priority=SavePriority.URGENT)

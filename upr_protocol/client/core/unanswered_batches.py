@@ -22,12 +22,12 @@ import attrs
 from upr_protocol.chunk import Bundle, BundleRun, Chunk
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
 from upr_protocol.client.core.results import (
-    BatchResult,
     Failure,
     NotDurableError,
+    PartitionBatchResult,
     WriteResult,
-    failures,
-    refused,
+    failed_operations,
+    failures_of_refused,
     split_reply,
     status_of,
 )
@@ -112,10 +112,10 @@ class Batch:
         self.counter = counter
         self.chunk = chunk
         self.on_answer = on_answer
-        self.result: BatchResult | None = None
+        self.result: PartitionBatchResult | None = None
         self.refusal: Status | None = None
         self.sentence = ""
-        self.not_durable: BatchResult | None = None
+        self.not_durable: PartitionBatchResult | None = None
         """What a server said beside `NOT_DURABLE_YET`."""
         self.refused_at: float | None = None
         """When a server first refused it for a reason that may pass."""
@@ -148,8 +148,12 @@ class Batch:
     def failures(self) -> list[Failure]:
         """The operations that failed. O(failures), or O(count) of a batch that was refused."""
         if self.refusal is not None:
-            return refused(self.partition, self.chunk, self.refusal, self.sentence)
-        return [] if self.result is None else failures(self.partition, self.chunk, self.result)
+            return failures_of_refused(self.partition, self.chunk, self.refusal, self.sentence)
+        return (
+            []
+            if self.result is None
+            else failed_operations(self.partition, self.chunk, self.result)
+        )
 
 
 @attrs.frozen
@@ -287,7 +291,7 @@ class UnansweredBatches:
         batch = Batch(partition, counter, chunk, on_answer, chained)
         queue = self.queue_of(partition)
         queue.waiting.append(batch)
-        queue.node.added(queue, batch)
+        queue.node.note_added(queue, batch)
         self.count += 1
         self.nbytes += batch.nbytes
         return batch
@@ -329,7 +333,7 @@ class UnansweredBatches:
         for queue in node.queues():
             self.place(queue.partition, self.unplaced)
 
-    def finish(self, batch: Batch) -> None:
+    def remove_answered(self, batch: Batch) -> None:
         """Counts out a batch that has its final answer."""
         self.count -= 1
         self.nbytes -= batch.nbytes
@@ -384,7 +388,7 @@ class NodeBatches:
         self._count_unsent(queue.waiting, -1)
         queue.requeue()
 
-    def added(self, queue: PartitionBatches, batch: Batch) -> None:
+    def note_added(self, queue: PartitionBatches, batch: Batch) -> None:
         """A queue that is placed here has one more batch."""
         self.count += 1
         self._count_unsent((batch,))
@@ -562,10 +566,12 @@ class NodeBatches:
         finished_batches = [batch for batch in batches if batch.bundle is batches]
         for batch in finished_batches:
             batch.bundle = None
-            self._all_batches.finish(batch)
+            self._all_batches.remove_answered(batch)
         return finished_batches
 
-    def _answered(self, batch: Batch, status: Status, result: BatchResult, now: float) -> None:
+    def _answered(
+        self, batch: Batch, status: Status, result: PartitionBatchResult, now: float
+    ) -> None:
         queue = self._all_batches.queue_of(batch.partition)
         queue.in_flight -= 1
         if status is Status.OK:
@@ -606,7 +612,7 @@ class NodeBatches:
             self._schedule(queue)
 
 
-_NO_RESULT: Final = BatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))
+_NO_RESULT: Final = PartitionBatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))
 
 
 def _partition_of(batch: Batch) -> PartitionId:

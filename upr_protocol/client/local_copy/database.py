@@ -201,12 +201,12 @@ class LocalCopyReader:
         )
         return map(_item, rows)
 
-    def floors(self) -> dict[PartitionId, SeqNo]:
+    def rollback_floors(self) -> dict[PartitionId, SeqNo]:
         """By partition the lowest rollback target; a rollback below it starts at 0."""
         rows = self._database.execute("SELECT partition, floor FROM partitions")
         return {PartitionId(partition): SeqNo(floor) for partition, floor in rows}
 
-    def ends(self) -> dict[PartitionId, SeqNo]:
+    def consistent_ends(self) -> dict[PartitionId, SeqNo]:
         """By partition the snapshot end at which the copy equals what the server had. A partition
         inside a snapshot is missing."""
         rows = self._database.execute(

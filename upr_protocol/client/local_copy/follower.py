@@ -15,7 +15,7 @@ from upr_protocol.client.core.delivery_tracker import SaveLimits, SavePriority, 
 from upr_protocol.client.core.events import (
     BarrierReached,
     ChunkReceived,
-    Completed,
+    CycleCompleted,
     Event,
     SnapshotEnd,
     Undone,
@@ -77,7 +77,7 @@ class LocalCopyFollower(RollbackIterator):
 
     async def _process(self, event: Event) -> Event | Undone | None:
         processed = await super()._process(event)
-        if not isinstance(event, Completed | BarrierReached):
+        if not isinstance(event, CycleCompleted | BarrierReached):
             position = self._consumer.position(event.partition)
             consistent_from = self._planner.consistent_from(event.partition)
             self._file.set_position(event.partition, position, consistent_from)
@@ -97,7 +97,7 @@ class LocalCopyFollower(RollbackIterator):
     async def save(self) -> None:
         """Commits everything that the iterator gave; readers see it then."""
         await self._file.commit()
-        self._schedule.saved(trio.current_time())
+        self._schedule.note_saved(trio.current_time())
 
     # What the copy holds.
 

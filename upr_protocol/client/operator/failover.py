@@ -111,7 +111,7 @@ class _Failover:
             name = last_active_of(assignment)
             if not self._survey.reaches(name):
                 continue
-            state = self._survey.nodes[name].state(partition)
+            state = self._survey.nodes[name].state_of(partition)
             if state is PartitionState.ACTIVE or (
                 state is PartitionState.PENDING and name == assignment.handing_over
             ):
@@ -193,7 +193,7 @@ class _Failover:
             self.fenced.append(name)
             for partition, assignment in change.assignments.items():
                 if name in assignment.holders() and partition < len(report.partitions):
-                    self._copies[partition].append(report.copy(partition))
+                    self._copies[partition].append(report.copy_of(partition))
         self._report(
             f"{', '.join(self.fenced) or 'no node'}: revision {fencing_map.revision}, fenced for "
             f"{change.text}"

@@ -105,7 +105,7 @@ class Handback:
                 self._report(f"{name} does not say what it has: {report.failure}")
                 continue
             for partition in assignments:
-                self._fenced_copies.setdefault(partition, []).append(report.copy(partition))
+                self._fenced_copies.setdefault(partition, []).append(report.copy_of(partition))
         return not failures
 
     def copies_ahead(self) -> dict[PartitionId, PartitionCopy]:

@@ -67,7 +67,7 @@ class MapPublisher:
         deadline = trio.current_time() + timeout_s
         while True:
             left_s = max(deadline - trio.current_time(), 0.01)
-            client = self._operator.node(self._addresses[node], left_s)
+            client = self._operator.node_client(self._addresses[node], left_s)
             try:
                 await client.set_map(self._revisions[node], partition_map)
             except UprError as error:

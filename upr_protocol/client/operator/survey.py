@@ -51,13 +51,13 @@ class NodeReport:
         """The revision of its map; 0 when it has none."""
         return 0 if self.map is None else self.map.revision
 
-    def state(self, partition: PartitionId) -> PartitionState:
+    def state_of(self, partition: PartitionId) -> PartitionState:
         """Its own state for a partition; dead when it does not answer."""
         if partition >= len(self.partitions):
             return PartitionState.DEAD
         return self.partitions[partition].state
 
-    def copy(self, partition: PartitionId) -> PartitionCopy:
+    def copy_of(self, partition: PartitionId) -> PartitionCopy:
         """What it has of a partition that it holds."""
         info = self.partitions[partition]
         return PartitionCopy(self.name, info.log, info.high_seq)
@@ -154,7 +154,7 @@ class Operator:
             dial=self.dial,
         )
 
-    def node(self, address: Address, timeout_s: float | None = None) -> NodeClient:
+    def node_client(self, address: Address, timeout_s: float | None = None) -> NodeClient:
         """The node at `address`; by default with `ask_timeout_s` for each call."""
         return NodeClient(
             address,
@@ -171,11 +171,11 @@ class Operator:
             NotDoneError: The node has no name.
         """
         try:
-            status = await self.node(address).status()
+            status = await self.node_client(address).status()
         except ServerError as error:
             if error.status is not Status.NO_BUCKET:
                 raise
-            status = await self.node(attrs.evolve(address, bucket="")).status()
+            status = await self.node_client(attrs.evolve(address, bucket="")).status()
         return _require_name(status, address)
 
     async def node_report(self, address: Address, name: str = "") -> NodeReport:
@@ -191,7 +191,7 @@ class Operator:
 
     async def _full_status(self, address: Address) -> NodeStatus:
         try:
-            status = await self.node(address).status_with_partitions()
+            status = await self.node_client(address).status_with_partitions()
         except ServerError as error:
             if error.status is not Status.NO_BUCKET:
                 raise

@@ -180,7 +180,7 @@ class _Takeover:
             )
         survey.require_answer(target)
         for partition, assignment in assignments.items():
-            state = survey.nodes[source].state(partition)
+            state = survey.nodes[source].state_of(partition)
             if assignment.active and state is not PartitionState.ACTIVE:
                 raise NotDoneError(
                     f"{source} is {state.name.lower()} for partition {partition}, but active in "

@@ -76,7 +76,7 @@ class RollbackConsumer(RollbackIterator):
             event, versions = self._plan_in_hand.event, self._plan_in_hand.versions
             await self._received_keys.confirm_rollback(event.partition, versions)
             self._plan_in_hand = None
-        if self._received_keys.keys.overfull and self._current_event is None:
+        if self._received_keys.keys.is_overfull and self._current_event is None:
             # The next process must not begin below a key that is dropped now.
             await self._consumer.save()
             await self._received_keys.trim(self._droppable_seq)

@@ -120,7 +120,7 @@ async def _read_newest(
             ) as client:
                 return await client.get_from(partition, keys, history_id)
         except UprError as error:
-            await trio.sleep(retry.wait_s(error, trio.current_time()))
+            await trio.sleep(retry.wait_after_failure_s(error, trio.current_time()))
 
 
 @asynccontextmanager

@@ -91,7 +91,7 @@ class ReceivedKeys:
         return len(self._order)
 
     @property
-    def overfull(self) -> bool:
+    def is_overfull(self) -> bool:
         """Whether there are more keys than the limits allow."""
         return len(self) > self._limits.entries or self._nbytes > self._limits.nbytes
 
@@ -154,7 +154,7 @@ class ReceivedKeys:
 
         Drops an eighth more than it must, so that it seldom has work. O(dropped and kept back).
         """
-        if not self.overfull:
+        if not self.is_overfull:
             return
         entries = len(self) - self._limits.entries * 7 // 8
         nbytes = self._nbytes - self._limits.nbytes * 7 // 8

@@ -47,7 +47,7 @@ class BarrierWaiters:
         """A cookie that no other barrier has."""
         return b"upr-%d" % next(self._cookies)
 
-    async def wait(self) -> BarrierReached:
+    async def send_and_wait(self) -> BarrierReached:
         """Sends a barrier once fewer than 64 are open, and waits until it comes back.
 
         Cancelled while it waits, the barrier still comes back, unseen.
@@ -78,7 +78,7 @@ class BarrierWaiters:
         """A barrier came back, and everything before it is processed.
 
         Returns:
-            Whether `wait` sent it, so that nobody else is to see it.
+            Whether `send_and_wait` sent it, so that nobody else is to see it.
         """
         self._returned.notify()
         if event.cookie not in self._waiters:
@@ -88,7 +88,7 @@ class BarrierWaiters:
             waiter.finish(event)
         return True
 
-    def end(self, error: UprError) -> None:
+    def fail_all(self, error: UprError) -> None:
         """No barrier comes back any more."""
         if self._error is None:
             self._error = error

@@ -21,7 +21,7 @@ from upr_protocol.client.core.calls import (
     LeaseRequest,
     PartitionInfo,
     PartitionNumbers,
-    SeqnoAt,
+    SeqnoAtTime,
 )
 from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.key_lookup import (
@@ -115,7 +115,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
                 reply = await answer()
                 while not request.receive(reply):
                     reply = await dispatcher.ask(calls.get(request))
-        return lookup.answers.checked()
+        return lookup.answers.checked_items()
 
     async def get_from(
         self, partition: int, keys: Sequence[bytes], history_id: int
@@ -141,7 +141,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             while not is_answered:
                 reply = await self._dispatcher.ask(calls.get(request))
                 is_answered, high = request.receive(reply), reply.chunk.end
-        return answers.checked(), high
+        return answers.checked_items(), high
 
     async def _change(
         self,
@@ -214,9 +214,9 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             tuple(map(PartitionId, partitions)), partial(calls.seqnos, of_copies=of_copies)
         )
 
-    async def seqnos_at(
+    async def seqnos_at_time(
         self, time: float | datetime, partitions: Iterable[int] = ()
-    ) -> list[SeqnoAt]:
+    ) -> list[SeqnoAtTime]:
         """Where partitions stood at a time: the last sequence number on disk from before it. Start
         a stream there to get every change since. What is not on disk yet counts as later.
 
@@ -229,21 +229,21 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             ValueError: The time has no time zone, or is before 1970 or after 2554.
         """
         return await self._dispatcher.ask_about(
-            tuple(map(PartitionId, partitions)), partial(calls.seqnos_at, to_nanoseconds(time))
+            tuple(map(PartitionId, partitions)), partial(calls.seqnos_at_time, to_nanoseconds(time))
         )
 
-    async def resume_state_at(
+    async def resume_state_at_time(
         self, time: float | datetime, partitions: Iterable[int] = ()
     ) -> ResumeState:
         """Where a consumer starts that wants every change since a time: `consume(resume=...)`. The
-        arguments and errors are those of `seqnos_at`.
+        arguments and errors are those of `seqnos_at_time`.
 
         Raises:
             ServerError: With `HISTORY_CHANGED`, after a failover since the client connected. Use
                 a new client.
         """
-        rows = await self.seqnos_at(time, partitions)
-        return calls.resume_state_at(self.partitions(), rows, self.address.bucket)
+        rows = await self.seqnos_at_time(time, partitions)
+        return calls.resume_state_at_time(self.partitions(), rows, self.address.bucket)
 
     # Leases.
 

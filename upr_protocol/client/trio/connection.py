@@ -182,7 +182,7 @@ class TrioConnection:
         """Whether so much is queued that senders should wait for `writable`."""
         return self.session.outgoing_bytes >= OUTGOING_BYTES_MAX
 
-    def finish(self) -> None:
+    def request_close(self) -> None:
         """Nothing is left to do on this connection. The task that waits for `ended` closes it."""
         self.ended.set()
 
@@ -195,7 +195,7 @@ class TrioConnection:
             self._wake.notify()
             self._handler.lost(error)
 
-    async def read(self) -> None:
+    async def run_reader(self) -> None:
         """Reads until the connection is over."""
         session, stream = self.session, self._stream
         scratch = new_scratch()
@@ -233,7 +233,7 @@ class TrioConnection:
                 self._handler.connected(self)
                 self.ready.set()
 
-    async def write(self) -> None:
+    async def run_writer(self) -> None:
         """Writes until the connection is over, and then the rest of the queue."""
         session = self.session
         try:
@@ -252,7 +252,7 @@ class TrioConnection:
         finally:
             self._flushed.set()
 
-    async def keep_alive(self) -> None:
+    async def run_keep_alive(self) -> None:
         """Sends `Noop` when it is due, and ends the connection when the server is silent for too
         long."""
         session = self.session
@@ -322,9 +322,9 @@ async def open_connection(
     connection = TrioConnection(address, stream, session, handshake, handler)
     try:
         async with background_nursery() as nursery:
-            nursery.start_soon(connection.read)
-            nursery.start_soon(connection.write)
-            nursery.start_soon(connection.keep_alive)
+            nursery.start_soon(connection.run_reader)
+            nursery.start_soon(connection.run_writer)
+            nursery.start_soon(connection.run_keep_alive)
             try:
                 with trio.CancelScope(deadline=deadline):
                     await connection.ready.wait()

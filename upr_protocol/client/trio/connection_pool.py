@@ -256,7 +256,7 @@ class ConnectionPool(Generic[H]):
             # Other nodes may still have the bucket that this one does not have (any more).
             if isinstance(error, ServerError) and error.status is Status.NO_BUCKET:
                 error = BrokenError(str(error)) if self.metadata.revision else error
-            await trio.sleep(node.handler.retry.wait_s(error, trio.current_time()))
+            await trio.sleep(node.handler.retry.wait_after_failure_s(error, trio.current_time()))
 
     async def _connect_once(self, node: _Node[H], host: Address) -> UprError:
         """Connects to a node and waits until the connection ends; gives the reason."""
@@ -265,7 +265,7 @@ class ConnectionPool(Generic[H]):
                 connected_at = trio.current_time()
                 await connection.ended.wait()
                 if trio.current_time() - connected_at >= STABLE_CONNECTION_S:
-                    node.handler.retry.progress()
+                    node.handler.retry.note_progress()
                 return connection.failure or ClosedError("the connection was closed here")
         except UprError as error:
             return error
@@ -306,8 +306,8 @@ class ConnectionPool(Generic[H]):
         """
         partition_map = partition_map_of(reply, self.metadata.address.bucket)
         if partition_map is not None and self.metadata.update(partition_map):
-            self.router.map_changed()
-            self._refresher.map_changed()
+            self.router.note_map_changed()
+            self._refresher.note_map_changed()
             self._route()
             self._check_located()
             self._map_needed.notify()
@@ -329,9 +329,9 @@ class ConnectionPool(Generic[H]):
         self._refresher.is_requested = True
         self._map_needed.notify()
 
-    def refused(self, partition: PartitionId, error: UprError, map_revision: int) -> None:
+    def note_refused(self, partition: PartitionId, error: UprError, map_revision: int) -> None:
         """The node of a partition refused it."""
-        self.router.refused(partition, error, trio.current_time())
+        self.router.note_refused(partition, error, trio.current_time())
         self.last_failure = str(error)
         self.request_map(map_revision)
 
@@ -393,7 +393,7 @@ class ConnectionPool(Generic[H]):
                     asked_nodes = {node.address for node in self._nodes if node.ask_map()}
                     self._refresher.ask_others(asked_nodes, self.learn_map, self._nursery)
                 self._route()
-                error = self.router.timed_out(self._owner.is_waiting_for, now)
+                error = self.router.timeout_error(self._owner.is_waiting_for, now)
                 if error is not None:
                     self._end(error)
             if self._needs_map:

@@ -160,7 +160,7 @@ class Consumer:
             raise RuntimeError("another task asks this consumer for events already")
         self._iterating = True
         try:
-            self._tracker.finish()
+            self._tracker.finish_current()
             now = trio.current_time()
             if now >= self._yields_at or now >= self._save_due_at():
                 await self._give_way(now)
@@ -257,7 +257,7 @@ class Consumer:
             ClosedError: Every stream ended, or the consumer was closed.
             UprError: The streams broke; the iterating task gets the same error.
         """
-        return await self._barriers.wait()
+        return await self._barriers.send_and_wait()
 
     # The resume state.
 
@@ -287,11 +287,11 @@ class Consumer:
             OSError: The file cannot be written; or the store's own errors.
         """
         tracker = self._tracker
-        tracker.finish()
+        tracker.finish_current()
         if self._store is not None and tracker.schedule.has_unsaved:
             now = trio.current_time()
             await self._store.save(tracker.state)
-            tracker.schedule.saved(now)
+            tracker.schedule.note_saved(now)
             self._saves += 1
 
     def _save_due_at(self) -> float:
@@ -311,15 +311,15 @@ class Consumer:
         error = self._streams.queue.error
         if error is None or isinstance(error, EndOfStreamsError):
             error = ClosedError("every stream has ended")
-        self._barriers.end(error)
+        self._barriers.fail_all(error)
 
     async def _start(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._run)
         await self._streams.wait_opened()
 
     async def _leave(self) -> None:
-        self._barriers.end(ClosedError("the consumer was closed"))
-        self._tracker.discard()
+        self._barriers.fail_all(ClosedError("the consumer was closed"))
+        self._tracker.discard_current()
         await self.save()
 
     def _close(self) -> None:

@@ -210,11 +210,11 @@ class RequestDispatcher:
                 if is_last or partition is None or error.status not in WRONG_NODE:
                     raise
                 if self._channel_of.get(partition) is channel:
-                    self.connections.refused(partition, error, error.map_revision)
+                    self.connections.note_refused(partition, error, error.map_revision)
                     self._channel_of[partition] = None
             else:
                 if partition is not None:
-                    self.connections.router.succeeded(partition)
+                    self.connections.router.note_succeeded(partition)
                 return result
 
     async def _await_channel(self, partition: PartitionId | None, deadline: float) -> NodeChannel:
@@ -227,10 +227,10 @@ class RequestDispatcher:
             if self.error is not None:
                 raise self.error
             if partition is None:
-                channel = next((c for c in self.connections.handlers if c.is_up), None)
+                channel = next((c for c in self.connections.handlers if c.is_connected), None)
             else:
                 channel = self._channel_of.get(partition)
-            if channel is not None and channel.is_up:
+            if channel is not None and channel.is_connected:
                 return channel
             if not await self._wait_for_change(deadline):
                 raise self._no_channel_error(partition)
@@ -273,11 +273,11 @@ class RequestDispatcher:
                 # It does not say which of them it is not active for.
                 for partition in group:
                     if self._channel_of.get(partition) is channel:
-                        self.connections.refused(partition, error, error.map_revision)
+                        self.connections.note_refused(partition, error, error.map_revision)
                         self._channel_of[partition] = None
                 continue
             for row in reply_rows:
-                self.connections.router.succeeded(row.partition)
+                self.connections.router.note_succeeded(row.partition)
                 rows[row.partition] = row
             missing -= rows.keys()
         return [rows[partition] for partition in sorted(rows)]
@@ -327,7 +327,7 @@ class RequestDispatcher:
             p for p in self._held_partitions() if self._channel_of.get(p) not in asked_channels
         ]:
             channels = (self._channel_of.get(partition) for partition in partitions_left)
-            channel = next((c for c in channels if c is not None and c.is_up), None)
+            channel = next((c for c in channels if c is not None and c.is_connected), None)
             if channel is None:
                 channel = await self._await_channel(partitions_left[0], deadline)
             asked_channels.add(channel)
@@ -361,7 +361,7 @@ class RequestDispatcher:
             channel.connection.handshake.logs[partition]
             for partition, channel in self._channel_of.items()
             if channel is not None
-            and channel.is_up
+            and channel.is_connected
             and partition in channel.connection.handshake.logs
         ]
 
@@ -373,7 +373,7 @@ class RequestDispatcher:
     @property
     def credit_left(self) -> int:
         """How many bytes of changes the nodes would take."""
-        up = (channel for channel in self.connections.handlers if channel.is_up)
+        up = (channel for channel in self.connections.handlers if channel.is_connected)
         return sum(channel.connection.session.credit.left for channel in up)
 
     def __len__(self) -> int:

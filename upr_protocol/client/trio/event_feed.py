@@ -142,7 +142,7 @@ class EventFeed:
                 except UprError as error:
                     self._is_connected &= not is_first
                     addresses.rotate(-1)
-                    await trio.sleep(retry.wait_s(error, trio.current_time()))
+                    await trio.sleep(retry.wait_after_failure_s(error, trio.current_time()))
         except UprError as error:
             self._end(error)
             self._nursery.cancel_scope.cancel()
@@ -177,7 +177,7 @@ class EventFeed:
                 acknowledged = self._acknowledged_batches.get(node, 0)
                 reply = await channel.ask(self._new_request(acknowledged))
                 self._is_connected |= is_first
-                retry.progress()
+                retry.note_progress()
                 if reply.batch:
                     await self._hand_out(reply)
                     self._acknowledged_batches[node] = reply.batch

@@ -157,7 +157,7 @@ class MapRefresher:
         self.next_round_at = now + self._waits.next_wait_s()
         return True
 
-    def map_changed(self) -> None:
+    def note_map_changed(self) -> None:
         """There is a newer map: the next round is a first one, and may begin at once."""
         self._waits.reset()
         self.next_round_at = -math.inf

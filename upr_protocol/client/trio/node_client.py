@@ -72,7 +72,7 @@ class NodeClient:
         """
         return await self._ask(status_call(self.address.bucket), "")
 
-    async def wants_log_in(self) -> bool:
+    async def requires_log_in(self) -> bool:
         """Whether the node has users, so that its clients must log in. The address needs no
         credentials for this."""
         address = attrs.evolve(self.address, bucket="")
@@ -196,10 +196,10 @@ class NodeConnection:
         return self._channel.connection.certificate_name
 
     @property
-    def is_bound(self) -> bool:
+    def is_channel_bound(self) -> bool:
         """Whether the node has proved to know the password, and the proof is bound to its
         certificate."""
-        return self._channel.connection.handshake.is_bound
+        return self._channel.connection.handshake.is_channel_bound
 
     async def status(self, bucket: str) -> NodeStatus:
         """The node's name, and its map of `bucket`. Cancelling it drops the answer.

@@ -13,9 +13,9 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS, Batcher, BatchLimits
-from upr_protocol.client.core.calls import over_quota
+from upr_protocol.client.core.calls import over_quota_error
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
-from upr_protocol.client.core.results import BatchResult, Failure
+from upr_protocol.client.core.results import Failure, PartitionBatchResult
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.unanswered_batches import (
     BUFFER_BYTES_DEFAULT,
@@ -257,7 +257,7 @@ class Publisher:
             )
         return self._unanswered.add(partition, chunk, on_answer)
 
-    async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> BatchResult:
+    async def publish_and_wait(self, partition: PartitionId, chunk: Chunk) -> PartitionBatchResult:
         """Adds a published chunk and waits for its answer.
 
         Raises:
@@ -301,7 +301,7 @@ class Publisher:
             if out_of_credit_since is not None:
                 deadline = max(out_of_credit_since, began_at) + self._credit_timeout_s
                 if trio.current_time() >= deadline:
-                    raise over_quota(self.address, self._credit_timeout_s)
+                    raise over_quota_error(self.address, self._credit_timeout_s)
             await nodes.wait_for_change(deadline)
 
     # Internal.

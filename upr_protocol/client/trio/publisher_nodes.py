@@ -45,7 +45,7 @@ class NodePublisher(NodeHandler):
         if isinstance(message, MutateReply | Refusal) and is_wrong_node(message):
             nodes.connections.request_map(message.map_revision)
         for batch in self.batches.receive(message, trio.current_time()):
-            self.retry.progress()
+            self.retry.note_progress()
             nodes.finish_batch(batch)
         self.send()
         nodes.notify_changed()
@@ -144,7 +144,7 @@ class PublisherNodes:
 
     def finish_batch(self, batch: Batch) -> None:
         """A batch is answered, or refused for good."""
-        self.connections.router.succeeded(batch.partition)
+        self.connections.router.note_succeeded(batch.partition)
         self.on_done(batch)
 
     def notify_changed(self) -> None:

@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeVar
 import trio
 
 from upr_protocol.address import Address
-from upr_protocol.client.core.calls import Call, checked, over_quota
+from upr_protocol.client.core.calls import Call, check_reply, over_quota_error
 from upr_protocol.client.core.changes import Change, ChangeBundle, count_fitting
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.trio.connection import ConnectionHandler, TrioConnection
@@ -68,7 +68,7 @@ class PendingChange(PendingReply[WriteResult]):
 
 def _resolve_call(call: Call[T], pending: PendingReply[T], answer: Message | UprError) -> None:
     try:
-        pending.resolve(call.result(checked(answer)))
+        pending.resolve(call.result(check_reply(answer)))
     except UprError as error:
         pending.resolve(error)
 
@@ -79,7 +79,7 @@ def _resolve_bundle(
     """Resolves changes that were sent together, in the order of the bundle."""
     outcomes: Sequence[WriteResult | UprError]
     try:
-        reply = checked(answer)
+        reply = check_reply(answer)
         assert isinstance(reply, MutateReply)
         outcomes = bundle.outcomes(reply)
     except UprError as error:
@@ -127,7 +127,7 @@ class RequestChannel(ConnectionHandler):
         return self._connection
 
     @property
-    def is_up(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether there is a connection."""
         return self._connection is not None and self._connection.failure is None
 
@@ -203,7 +203,7 @@ class RequestChannel(ConnectionHandler):
             with trio.move_on_after(self._credit_timeout_s):
                 return await pending.wait()
             if not pending.is_sent and not connection.session.credit.is_open:
-                raise over_quota(self._address, self._credit_timeout_s)
+                raise over_quota_error(self._address, self._credit_timeout_s)
             return await pending.wait()
         finally:
             if not pending.is_sent:

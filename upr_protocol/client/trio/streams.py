@@ -132,7 +132,7 @@ class NodeStreams(NodeHandler):
         if self._connection is not None:
             self._connection.flush()
 
-    def react(self) -> None:
+    def act_on_follower(self) -> None:
         """Acts on what the follower has concluded, and has written what it sent."""
         connection, follower = self._connection, self.follower
         refused_streams, follower.refused_streams = follower.refused_streams, []
@@ -140,7 +140,7 @@ class NodeStreams(NodeHandler):
             if self._connections.metadata.is_single_node and connection is not None:
                 connection.fail(refused_stream.error)  # there is no other node to try meanwhile
                 return
-            self._connections.refused(
+            self._connections.note_refused(
                 refused_stream.partition, refused_stream.error, refused_stream.map_revision
             )
         if connection is None:
@@ -148,7 +148,7 @@ class NodeStreams(NodeHandler):
         if follower.failure is not None:
             connection.fail(follower.failure)
         elif follower.is_finished:
-            connection.finish()
+            connection.request_close()
         else:
             connection.flush()
 
@@ -166,7 +166,7 @@ class NodeStreams(NodeHandler):
     def connected(self, connection: TrioConnection) -> None:
         self.follower.connected(connection.session, connection.handshake)
         self._connection = connection
-        self.react()
+        self.act_on_follower()
 
     def received(self, message: Message) -> None:
         if self._connection is None:
@@ -174,12 +174,12 @@ class NodeStreams(NodeHandler):
         for delivery in self.follower.receive(message):
             self._queue.put(delivery)
         if isinstance(message, PROGRESS_MESSAGES):
-            self.retry.progress()
+            self.retry.note_progress()
         if type(message) in SNAPSHOT_MESSAGES:
             return  # there are many, and none of them refuses or ends anything
         if isinstance(message, StreamReply) and not message.status:
-            self._connections.router.succeeded(message.partition)
-        self.react()
+            self._connections.router.note_succeeded(message.partition)
+        self.act_on_follower()
 
     async def wait_for_room(self) -> None:
         if self._queue.is_full:
@@ -271,10 +271,10 @@ class ConsumerStreams:
         for node in self.connections.handlers:
             if node is not handler and partition in node.follower.partitions:
                 node.follower.remove_partition(partition)
-                node.react()
+                node.act_on_follower()
         if handler is not None:
             handler.follower.add_partition(partition)
-            handler.react()
+            handler.act_on_follower()
 
     # What the consumer calls.
 
@@ -301,7 +301,7 @@ class ConsumerStreams:
         """
         node = self._node_of(partition)
         delivery = node.follower.rolled_back(partition, to)
-        node.react()
+        node.act_on_follower()
         return delivery
 
     def report(self, report: ReplicaReport) -> None:
@@ -318,7 +318,7 @@ class ConsumerStreams:
         self.state.barriers.open_barrier(cookie)
         for node in self.connections.handlers:
             node.follower.send_barriers()
-            node.react()
+            node.act_on_follower()
 
     def _node_of(self, partition: PartitionId) -> NodeStreams:
         """The node that streams a partition; any node while the partition is with none."""
