@@ -20,7 +20,7 @@ from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation,
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import NO_PARTITION, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Mutate, encode_reply
-from upr_server.engine import Bucket, BundleBatches, Partition, batch_of, set_runs
+from upr_server.engine import Bucket, BundleBatches, Partition, batch_of, apply_set_runs
 
 KEYS: Final = 100_000
 VALUE: Final = bytes(100)
@@ -97,7 +97,7 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
         for frame in frames:
             message = Mutate.parse(frame, NO_PARTITION, 1, 0)
             bundle, batches = message.bundle, BundleBatches(message.bundle, message.writer)
-            runs = set_runs(bucket, batches.columns, bundle.directory, batches.writer, 0, now)
+            runs = apply_set_runs(bucket, batches.columns, bundle.directory, batches.writer, 0, now)
             assert not runs.left, "each run is plain, short and new"
             encode_reply(message.opaque, runs.lines)
         return (process_time_ns() - started_at) / total

@@ -72,8 +72,8 @@ from upr_server.engine.operations import (
     COUNTS,
     PUBLISHED,
     JoinedValue,
-    Stored,
-    outcome,
+    StoredOutcome,
+    operation_outcome,
 )
 from upr_server.engine.operations import (
     Outcome as OperationOutcome,
@@ -553,11 +553,11 @@ def operation_rows() -> list[list[str]]:
     for operation in PUBLISHED:
         value = CounterDelta(3, 100).encode() if operation in COUNTS else b"row"
         request = Mutation(operation, b"key", value, flags=1, expiry=2)
-        of_missing, of_item = outcome(request, None), outcome(request, item)
+        of_missing, of_item = operation_outcome(request, None), operation_outcome(request, item)
         missing, fields = what_it_does(of_missing), whose_fields(of_item)
         if operation in COUNTS:
             uncreated = Mutation(operation, b"key", CounterDelta(3, create=False).encode())
-            missing += f"; {what_it_does(outcome(uncreated, None))} without `create`"
+            missing += f"; {what_it_does(operation_outcome(uncreated, None))} without `create`"
             fields += f"; of a new counter {whose_fields(of_missing)}"
         elif not isinstance(of_missing, Status):
             fields = whose_fields(of_missing)
@@ -577,7 +577,7 @@ def what_it_does(result: OperationOutcome) -> str:
 
 def whose_fields(result: OperationOutcome) -> str:
     """Whose flags and expiry time a new item has."""
-    if not isinstance(result, Stored) or result.op is Operation.DELETE:
+    if not isinstance(result, StoredOutcome) or result.op is Operation.DELETE:
         return "none"
     flags = "the row's" if result.flags == 1 else "the item's"
     expiry = "the row's" if result.expiry == 2 else "the item's"

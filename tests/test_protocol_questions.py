@@ -51,7 +51,7 @@ from upr_server.engine import (
     check_bucket,
 )
 from upr_server.engine.memory_account import MemoryAccount
-from upr_server.engine.operations import JoinedValue, Stored, outcome
+from upr_server.engine.operations import JoinedValue, StoredOutcome, operation_outcome
 from upr_server.engine.publisher_answers import (
     BATCHES_MAX,
     WRITERS_MAX,
@@ -152,8 +152,8 @@ def stored_by(
     """What an operation stores, or why it fails; an item has the CAS 9 and the flags 3."""
     request = Mutation(operation, b"k", value, cas=Cas(cas), flags=flags)
     existing = None if item is None else Mutation(SET, b"k", item, cas=Cas(9), flags=3)
-    result = outcome(request, existing)
-    if not isinstance(result, Stored):
+    result = operation_outcome(request, existing)
+    if not isinstance(result, StoredOutcome):
         return result
     value_stored = result.value
     if isinstance(value_stored, JoinedValue):

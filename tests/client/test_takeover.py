@@ -206,12 +206,12 @@ async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
             if sentence.startswith("a: ") and "hands over" in sentence:
                 # What it says after this is right, and what it has is not.
                 group.before_map(
-                    "b", lambda: group.partition("b").become(PartitionState.REPLICA, wrong)
+                    "b", lambda: group.partition("b").change_state(PartitionState.REPLICA, wrong)
                 )
 
         with pytest.raises(NotDoneError, match=r"node b refuses.*so a is active again"):
             await take_over(group.operator(on_progress=on_progress), to="b", all_of="a")
-        group.partition("b").become(PartitionState.REPLICA, mine)
+        group.partition("b").change_state(PartitionState.REPLICA, mine)
         assert group.states("a") == ACTIVE
         assert logs(group, "a") == before
         # The target refuses the earlier map for ever: it has a later one.
@@ -226,7 +226,7 @@ async def test_a_target_that_refuses_and_cannot_be_fenced_makes_the_histories_ne
         def on_progress(sentence: str) -> None:
             if sentence.startswith("a: ") and "hands over" in sentence:
                 group.before_map(
-                    "b", lambda: group.partition("b").become(PartitionState.REPLICA, wrong)
+                    "b", lambda: group.partition("b").change_state(PartitionState.REPLICA, wrong)
                 )
             elif "node b refuses" in sentence:
                 group.proxies["b"].half_open()

@@ -220,7 +220,7 @@ class Reader:
     def whole(self) -> bool:
         """Reads the next snapshot at once, if the cursor gives it so."""
         start = self.seq
-        chunk = self.cursor.next_whole()
+        chunk = self.cursor.next_whole_snapshot()
         if chunk is None:
             return False
         self.start(SnapshotStartItem(SeqNo(start), chunk.end))

@@ -15,7 +15,7 @@ from upr_server.engine import (
     PartitionImage,
     SnapshotEndItem,
     WriterToken,
-    unpack,
+    unpack_result,
 )
 
 
@@ -73,7 +73,7 @@ class NaiveDisk:
                 self.answers.pop(token, None)
             else:
                 assert token not in self.answers
-                self.answers[token] = unpack(answer)
+                self.answers[token] = unpack_result(answer)
         partition.manager.persistence.commit(self.high)
 
     def advance_index(self, chunks: int) -> None:
@@ -84,7 +84,7 @@ class NaiveDisk:
 
     def report(self, partition: Partition) -> None:
         """Tells the partition how far the index has come."""
-        partition.index_advanced(
+        partition.note_index_progress(
             self.indexed, sum(row.op == Operation.SET for row in self._newest())
         )
 

@@ -121,7 +121,7 @@ def test_over_its_quota_a_bucket_collapses_then_refuses_credit() -> None:
     assert bucket.memory_action() is MemoryAction.FREE, (
         "some is being freed; publishers need not wait"
     )
-    while bucket.collapse_wanted:
+    while bucket.needs_collapse:
         assert bucket.free_memory() is MemoryAction.COLLAPSE
     assert bucket.memory_action() is MemoryAction.NOTHING
     assert bucket.free_memory() is MemoryAction.NOTHING
@@ -166,7 +166,7 @@ def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     slow = cursor_at(partition)
     put(partition, *(b"%d" % index for index in range(900)), value=bytes(960))
     persist(partition)
-    partition.index_advanced(SeqNo(900), 900)
+    partition.note_index_progress(SeqNo(900), 900)
     assert bucket.free_memory() is MemoryAction.FREE, "the keys are evicted"
     assert len(partition.table) == 0
     assert bucket.free_memory() is MemoryAction.DROP
@@ -199,7 +199,7 @@ def test_evicting_items_with_expiry_times_frees_their_index_entries() -> None:
     keys = [b"%d" % index for index in range(5000)]
     send(partition, *(request(Operation.SET, key, expiry=5000) for key in keys))
     persist(partition)
-    partition.index_advanced(SeqNo(5000), 5000)
+    partition.note_index_progress(SeqNo(5000), 5000)
     assert bucket.memory.expiries
     while (relief := bucket.free_memory()) is not MemoryAction.NOTHING:
         assert relief is MemoryAction.FREE
@@ -241,7 +241,7 @@ def test_a_deleted_bucket_has_nothing_to_collapse() -> None:
     for _ in range(8):
         put(first, b"k")
         read(first, first.snapshot_end)
-    assert bucket.collapse_wanted
+    assert bucket.needs_collapse
     release = bucket.release_partitions()
     next(release)
     assert not bucket.collapse_step()

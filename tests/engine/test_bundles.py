@@ -24,8 +24,8 @@ from upr_server.engine import (
     BundleBatches,
     MutateResult,
     WriterToken,
+    apply_set_runs,
     batch_of,
-    set_runs,
 )
 
 PARTITIONS: Final = 4
@@ -97,7 +97,7 @@ class Bundles(RuleBasedStateMachine):
             and run.row_count < LONG_RUN_ROWS
             for partition, run in zip(partitions, bundle.runs, strict=True)
         ]
-        runs = set_runs(
+        runs = apply_set_runs(
             self.bucket, batches.columns, bundle.directory, batches.writer, 0, self.time
         )
         assert list(runs.left) == [at for at, is_taken in enumerate(are_at_once) if not is_taken]
@@ -161,7 +161,7 @@ class Bundles(RuleBasedStateMachine):
             member = bucket.partitions[partition]
             is_active = member.state is PartitionState.ACTIVE
             state = PartitionState.PENDING if is_active else PartitionState.ACTIVE
-            member.become(state, member.failover_log)
+            member.change_state(state, member.failover_log)
 
     @rule(seconds=st.sampled_from([1, 10]))
     def wait(self, seconds: int) -> None:

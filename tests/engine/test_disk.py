@@ -377,10 +377,10 @@ class OnDisk(RuleBasedStateMachine):
     @rule(budget=st.integers(1, 12))
     def evict_tombstones(self, budget: int) -> None:
         table, eviction = self.partition.table, self.partition.eviction
-        items, known_on_disk = table.items, eviction.pinned
+        items, known_on_disk = table.item_count, eviction.pinned
         before = {key for key, seq, is_tombstone in table if is_tombstone and seq > known_on_disk}
         eviction.evict_tombstones(budget, self.partition.high_seq)
-        assert table.items == items, "items stay"
+        assert table.item_count == items, "items stay"
         assert before <= {key for key, _, is_tombstone in table if is_tombstone}
 
     @rule(part=st.sampled_from([0.5, 0.9, 1.05, 1.5, 4]))
@@ -397,7 +397,7 @@ class OnDisk(RuleBasedStateMachine):
         for _ in range(1000):
             is_full, collapsible = (
                 bucket.memory_policy.is_full(bucket.memory),
-                bucket.collapse_wanted,
+                bucket.needs_collapse,
             )
             can_free, droppable = manager.snapshots.can_free, manager.droppable()
             relief = bucket.free_memory(10)
@@ -427,7 +427,7 @@ class OnDisk(RuleBasedStateMachine):
         else:
             assert not manager.snapshots.can_free
             assert not manager.droppable()
-            assert not bucket.collapse_wanted
+            assert not bucket.needs_collapse
             known_on_disk = partition.eviction.pinned
             assert all(seq > known_on_disk for _, seq, _ in partition.table)
             assert partition.statistics()["expiring"] <= len(partition.table) + 1024
@@ -661,7 +661,7 @@ def test_tombstones_that_the_index_knows_leave_the_table_and_items_stay() -> Non
     stored(partition, disk)
     evict_tombstones(partition)
     assert [key for key, _, _ in sorted(partition.table)] == sorted(keys[20:])
-    assert partition.items == 20
+    assert partition.item_count == 20
     # All items are in the table still: the disk is not asked about a key that is not.
     rows = [request(Operation.ADD, keys[0]), request(Operation.REPLACE, b"new")]
     assert missing_for(partition, *rows) == []
@@ -676,14 +676,14 @@ def test_a_sweep_for_tombstones_waits_until_it_is_worth_its_cost() -> None:
     send(partition, *(request(Operation.DELETE, key) for key in keys[:4]))
     stored(partition, disk)
     evict_tombstones(partition)
-    assert partition.table.tombstones == 4, "a sixteenth of the keys: too few"
+    assert partition.table.tombstone_count == 4, "a sixteenth of the keys: too few"
     send(partition, request(Operation.DELETE, keys[4]))
     evict_tombstones(partition)
-    assert partition.table.tombstones == 5, "the index does not know the newest"
+    assert partition.table.tombstone_count == 5, "the index does not know the newest"
     send(partition, *(request(Operation.DELETE, key) for key in keys[5:10]))
     stored(partition, disk)
     evict_tombstones(partition)
-    assert partition.table.tombstones == 0
+    assert partition.table.tombstone_count == 0
     partition.check_invariants()
 
 

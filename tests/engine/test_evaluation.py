@@ -262,9 +262,9 @@ def test_a_touch_of_a_value_that_is_in_memory_refers_to_it() -> None:
 def test_every_key_is_asked_for_that_only_the_disk_may_have(key_count: int) -> None:
     partition = new_partition()
     log = partition.failover_log
-    partition.become(PartitionState.REPLICA, log)
+    partition.change_state(PartitionState.REPLICA, log)
     partition.restart_at(SeqNo(7))
-    partition.become(PartitionState.ACTIVE, log.with_branch(HistoryId(99), SeqNo(7)))
+    partition.change_state(PartitionState.ACTIVE, log.with_branch(HistoryId(99), SeqNo(7)))
     keys = [b"%d" % index for index in range(key_count)]
     rows = [request(Operation.REPLACE, key) for key in keys]
     evaluation = partition.evaluate(batch_of(Chunk.build(rows)), now=NOW)

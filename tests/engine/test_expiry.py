@@ -78,7 +78,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(now=st.integers(0, 60), entries_max=st.integers(1, 40))
     def take(self, now: int, entries_max: int) -> None:
         due, entries_before = self.due(now), len(self.index)
-        keys = self.index.take(now, entries_max)
+        keys = self.index.take_expired(now, entries_max)
         assert keys == due[: len(keys)]
         assert len(keys) <= entries_max
         # Where some are left, it has looked at as many entries as it may.
@@ -155,7 +155,7 @@ def test_no_call_looks_at_more_entries_than_it_says() -> None:
     assert len(index) == MANY
     assert counting.looks(index.next_expiry) <= STALE_MAX
     assert counting.looks(lambda: index.is_due(MANY + 1)) <= STALE_MAX
-    assert counting.looks(lambda: index.take(MANY + 1, 100)) <= 100
+    assert counting.looks(lambda: index.take_expired(MANY + 1, 100)) <= 100
     assert counting.looks(index.begin_cleaning) == 0
     assert counting.looks(lambda: index.clean(100)) <= 100
 
@@ -169,7 +169,7 @@ def test_items_are_taken_by_their_times_while_the_index_is_being_cleaned() -> No
         index.add(seq - 100, seq, b"%d" % seq)
     assert index.is_cleaning
     assert index.next_expiry() == 1
-    keys = [key for seq in range(1, 121) for key in index.take(seq, 30)]
+    keys = [key for seq in range(1, 121) for key in index.take_expired(seq, 30)]
     expected = [key for index in range(1, 11) for key in (index, 100 + index)]
     assert keys == [b"%d" % key for key in (*expected, *range(11, 101))]
     assert not index
@@ -192,7 +192,7 @@ def test_an_item_behind_stale_entries_is_due_and_taken_in_the_end() -> None:
     _, index = _stored(CLEAN_MIN, CLEAN_MIN - 1)
     keys: list[bytes] = []
     while index.is_due(CLEAN_MIN):
-        keys += index.take(CLEAN_MIN, 50)
+        keys += index.take_expired(CLEAN_MIN, 50)
     assert keys == [b"%d" % CLEAN_MIN]
     assert not index
 

@@ -92,7 +92,7 @@ def test_they_are_what_was_written_wherever_they_are(
                 if isinstance(item, Chunk)
                 for row in item
             }
-            while partition.manager.collapse_wanted:
+            while partition.manager.needs_collapse:
                 partition.manager.collapse_step(1)
         stored_items = {key: get_item(partition, key) for key in KEYS}
         assert {
@@ -157,7 +157,7 @@ def test_an_older_version_that_was_collapsed_leaves_the_large_one_alone() -> Non
         send(partition, Mutation(Operation.SET, b"k", value_of(letter, LARGE)))
         list(items(reader))
     steps = 0
-    while partition.manager.collapse_wanted:
+    while partition.manager.needs_collapse:
         partition.manager.collapse_step(1)
         steps += 1
     chunks = [item for item in items(cursor_at(partition)) if isinstance(item, Chunk)]

@@ -99,7 +99,7 @@ def test_readers_see_what_the_model_says(seed: int, keys: int, steps: int) -> No
     for reader in run.readers:
         reader.drain()
         assert reader.snapshots
-    while run.bucket.collapse_wanted:
+    while run.bucket.needs_collapse:
         run.bucket.collapse_step()
     run.bucket.check_invariants()
     last = Reader(run.partition, run.model, 0)
@@ -136,7 +136,7 @@ def test_collapsing_keeps_read_snapshots_near_the_size_of_the_live_keys() -> Non
     for _ in range(200):
         run.write()
         reader.drain()
-        while run.bucket.collapse_wanted:
+        while run.bucket.needs_collapse:
             run.bucket.collapse_step(500)
         most = max(most, len(run.manager.snapshots))
     run.bucket.check_invariants()
@@ -158,7 +158,7 @@ def test_a_disk_that_keeps_up_lets_a_small_bucket_stay_within_its_quota() -> Non
         run.write()
         disk.drain()
         run.manager.persistence.commit(SeqNo(disk.seq))
-        while run.bucket.collapse_wanted:
+        while run.bucket.needs_collapse:
             run.bucket.collapse_step()
     memory = run.bucket.memory
     assert memory.encoded, "there was room"

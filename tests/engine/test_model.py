@@ -124,7 +124,7 @@ class Engine(RuleBasedStateMachine):
         for partition in self.bucket.partitions:
             partition.manager.consider_short_runs()
 
-    @precondition(lambda self: self.bucket.collapse_wanted)
+    @precondition(lambda self: self.bucket.needs_collapse)
     @rule(budget=st.sampled_from([1, 50, 100_000]))
     def collapse(self, budget: int) -> None:
         self.bucket.collapse_step(budget)

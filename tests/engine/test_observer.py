@@ -20,7 +20,7 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
-from upr_server.engine import Bucket, Buckets, CheckedChunk, Partition, set_runs
+from upr_server.engine import Bucket, Buckets, CheckedChunk, Partition, apply_set_runs
 
 DESIGN = DESIGN_PREFIX + b"one"
 OTHER_DESIGN = DESIGN_PREFIX + b"other"
@@ -33,13 +33,13 @@ class Observer:
         self.calls: list[tuple[str, str] | list[bytes]] = []
         self.batch_counts: list[int] = []
 
-    def created(self, bucket: Bucket) -> None:
+    def bucket_created(self, bucket: Bucket) -> None:
         self.calls.append(("created", bucket.name))
 
-    def deleted(self, bucket: Bucket) -> None:
+    def bucket_deleted(self, bucket: Bucket) -> None:
         self.calls.append(("deleted", bucket.name))
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
+    def bucket_updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
         assert bucket.name == "b"
         self.calls.append(list(designs))
         self.batch_counts.append(batch_count)
@@ -76,12 +76,12 @@ def test_runs_that_are_taken_in_together_are_told_of_together(
     columns = CheckedChunk(plain_chunk(keys, [b"v"] * 3))
     directory = encode_runs([BundleRun(PartitionId(partition), 1) for partition in (0, 1, 2)])
     observer.news()
-    runs = set_runs(bucket, columns, directory, NO_WRITER, 0, NOW)
+    runs = apply_set_runs(bucket, columns, directory, NO_WRITER, 0, NOW)
     assert (observer.news(), observer.batch_counts) == ([[keys[0]]], [2])
     bucket.check_invariants()
     left = directory[RUN_BYTES * 2 :]
     assert runs.left == [2], "there is no such partition"
-    set_runs(bucket, columns, left, NO_WRITER, 0, NOW, first_row=2)
+    apply_set_runs(bucket, columns, left, NO_WRITER, 0, NOW, first_row=2)
     assert not observer.news(), "nothing was taken in"
 
 
@@ -142,7 +142,7 @@ def test_expired_items_are_told(partition: Partition, observer: Observer) -> Non
 def test_only_the_active_has_something_to_expire(partition: Partition) -> None:
     send(partition, request(Operation.SET, b"k", expiry=int(NOW) + 5))
     assert partition.has_expired(NOW + 5)
-    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.change_state(PartitionState.REPLICA, partition.failover_log)
     assert not partition.has_expired(NOW + 5)
 
 

@@ -40,7 +40,7 @@ from upr_server.engine import (
 )
 from upr_server.engine.evaluation import BULK_ROWS_MIN
 from upr_server.engine.memory_account import MemoryAccount
-from upr_server.engine.mutate_result import pack, unpack
+from upr_server.engine.mutate_result import pack_result, unpack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
 
 MAXIMUM = (1 << 64) - 1
@@ -670,7 +670,7 @@ def test_plain_batches_expire_too(batch: int) -> None:
     rows = [request(SET, b"%d" % n, expiry=1001 if n % 2 else 0) for n in range(batch)]
     send(partition, *rows)
     assert partition.expire(1001) == batch // 2
-    assert partition.table.items == batch // 2
+    assert partition.table.item_count == batch // 2
     partition.check_invariants()
 
 
@@ -739,7 +739,7 @@ def test_answers_are_remembered_in_few_bytes() -> None:
         token = WriterToken(bytes(16), counter)
         answers[counter] = partition.mutate(batch_of(chunk, token), now=NOW)
     assert partition.repeated_batches.take_unsaved(partition.high_seq) == {
-        (bytes(16), counter): None if counter <= 64 - 16 else pack(answers[counter])
+        (bytes(16), counter): None if counter <= 64 - 16 else pack_result(answers[counter])
         for counter in answers
     }
     assert memory.writers < 170_000
@@ -766,7 +766,7 @@ def test_a_remembered_answer_is_the_one_given(
         chain=2**32 - 1,
         attempt=2**64 - 1,
     )
-    assert unpack(pack(result)) == result
+    assert unpack_result(pack_result(result)) == result
 
 
 def test_an_answer_that_an_older_server_stored_unpacked_is_read() -> None:
@@ -774,8 +774,8 @@ def test_an_answer_that_an_older_server_stored_unpacked_is_read() -> None:
         HistoryId(7), SeqNo(1), SeqNo(2), Cas(9), [(0, Status.EXISTS)], [(1, 5)], attempt=3
     )
     older = msgspec.msgpack.encode(result)
-    assert unpack(older) == result
-    assert unpack(older, repeated=True) == msgspec.structs.replace(result, repeated=True)
+    assert unpack_result(older) == result
+    assert unpack_result(older, repeated=True) == msgspec.structs.replace(result, repeated=True)
 
 
 def test_a_refused_state_is_not_remembered() -> None:
@@ -902,7 +902,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     def crash(self) -> None:
         self.done, self.attempt, high = self.kept
         answers = {
-            token: unpack(answer)
+            token: unpack_result(answer)
             for token, answer in sorted(self.answers.items(), key=lambda item: item[0].counter)
         }
         image = PartitionImage(

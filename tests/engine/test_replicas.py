@@ -66,7 +66,7 @@ def test_a_replica_keeps_nothing_in_memory_that_the_disk_has() -> None:
     persist(partition)
     write(partition, b"a", b"c")
     persist(partition)
-    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.change_state(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(4))
     check_memory(partition, memory)
     assert memory.arrays == memory.encoded == memory.table == memory.expiries == 0
@@ -103,7 +103,7 @@ def test_readers_continue_from_disk() -> None:
         "waiting", SeqNo(1), on_ready=lambda: woken.append("it")
     ).cursor
     assert waiting.next() is None
-    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.change_state(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(5))
     assert woken == ["it"]
     assert not reading.held_entries, "a dropped cursor keeps no snapshot alive"
@@ -121,11 +121,11 @@ def test_it_takes_writes_again_when_it_is_active_again() -> None:
     partition = new_replicated_partition(memory)
     write(partition, b"a")
     persist(partition)
-    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.change_state(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(7), Cas(2 * 10**18))
     rows = [Mutation(Operation.SET, b"a", b"")]
     assert partition.mutate(batch_of(Chunk.build(rows)), now=NOW).status is Status.WRONG_STATE
-    partition.become(
+    partition.change_state(
         PartitionState.ACTIVE, partition.failover_log.with_branch(HistoryId(99), SeqNo(7))
     )
     assert partition.missing_keys([b"other"], NOW) == [FetchRequest(b"other", SeqNo(0), True)]
@@ -139,9 +139,9 @@ def test_a_cut_to_0_forgets_what_was_indexed_and_purged() -> None:
     partition = new_replicated_partition()
     write(partition, b"a", b"b")
     persist(partition)
-    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.change_state(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(2))
-    partition.index_advanced(SeqNo(2), 2)
+    partition.note_index_progress(SeqNo(2), 2)
     partition.purge_seq = SeqNo(1)
     assert partition.indexed_items == 2
     partition.truncate(SeqNo(2))
@@ -168,8 +168,10 @@ def test_reports_of_replicas_count_while_they_follow_one_history(
     partition = new_replicated_partition()
     log = partition.failover_log
     partition.replicas.report("a", SeqNo(5), SeqNo(5))
-    partition.become(state, log.with_branch(HistoryId(9), SeqNo(0)) if has_new_history else log)
-    assert partition.replicas.reached(1) == (5 if counts else 0)
+    partition.change_state(
+        state, log.with_branch(HistoryId(9), SeqNo(0)) if has_new_history else log
+    )
+    assert partition.replicas.seq_reached_by(1) == (5 if counts else 0)
     assert partition.state is state
 
 
@@ -196,15 +198,15 @@ def test_a_cut_forgets_the_answers_above_it() -> None:
         chunk = Chunk.build([Mutation(Operation.SET, key, b"")])
         partition.mutate(batch_of(chunk, WriterToken(writer, counter)), now=NOW)
     persist(partition)
-    partition.become(PartitionState.REPLICA, partition.failover_log)
+    partition.change_state(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(3))
     assert partition.truncate(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
-    assert [row[:3] for row in partition.repeated_batches.between(SeqNo(0), SeqNo(9))] == [
+    assert [row[:3] for row in partition.repeated_batches.answers_between(SeqNo(0), SeqNo(9))] == [
         (writer, 1, 1)
     ]
     check_memory(partition, memory)
     assert partition.truncate(SeqNo(0)) == [WriterToken(writer, 1)]
-    assert partition.repeated_batches.between(SeqNo(0), SeqNo(9)) == []
+    assert partition.repeated_batches.answers_between(SeqNo(0), SeqNo(9)) == []
     check_memory(partition, memory)
 
 
@@ -215,11 +217,11 @@ def test_a_cut_keeps_the_later_answer_to_a_batch_below_it() -> None:
     result = MutateResult(HistoryId(1), SeqNo(20), SeqNo(20), Cas(20))
     active, replica, late = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(3))
     active.remember(token, result, SeqNo(20))
-    replica.add_received(active.between(SeqNo(0), SeqNo(20)))
+    replica.add_received(active.answers_between(SeqNo(0), SeqNo(20)))
     again = batch_of(Chunk.build([Mutation(Operation.SET, b"k", b"")]), token, attempt=2)
     assert active.answer_unless_new(again, high) is not None
     for copy in (replica, late):
-        copy.add_received(active.between(SeqNo(0), high))
+        copy.add_received(active.answers_between(SeqNo(0), high))
     for batches in (active, replica, late):
         assert batches.tokens_above(SeqNo(30)) == batches.truncate(SeqNo(30)) == []
         assert not batches.is_new(again)
@@ -267,7 +269,7 @@ class Replicated(RuleBasedStateMachine):
     @rule(writer=st.integers(0, 2), moves=st.integers(0, 2))
     def replace(self, writer: int, moves: int) -> None:
         """A task that runs again sends its newest batch again: the answer has a newer attempt."""
-        newest = self.source.newest(bytes([writer]) * 16)
+        newest = self.source.newest_answer(bytes([writer]) * 16)
         if newest is not None:
             self.high += moves
             token, answer = newest[0], newest[1] + b"again"
@@ -284,14 +286,14 @@ class Replicated(RuleBasedStateMachine):
                 self.disk.pop(token, None)
             else:
                 self.disk[token] = answer
-        for writer, counter, _, answer in self.source.between(0, through):
+        for writer, counter, _, answer in self.source.answers_between(0, through):
             assert self.disk[WriterToken(writer, counter)] == answer
 
     @rule()
     def copy(self) -> None:
         """A snapshot that ends at the high number is streamed."""
-        for writer, counter, seq, answer in self.source.between(self.copied, self.high):
-            newest = self.replica.newest(writer)
+        for writer, counter, seq, answer in self.source.answers_between(self.copied, self.high):
+            newest = self.replica.newest_answer(writer)
             token = WriterToken(writer, counter)
             if newest is None or newest[0].counter < counter:
                 self.replica.remember(token, answer, seq)
@@ -300,7 +302,9 @@ class Replicated(RuleBasedStateMachine):
                 self.replica.replace_newest(token, answer, seq, 0)
         self.copied = self.high
         self.replica.take_unsaved(self.high)
-        assert self.replica.between(0, self.high) == self.source.between(0, self.high)
+        assert self.replica.answers_between(0, self.high) == self.source.answers_between(
+            0, self.high
+        )
 
     @rule(share=st.floats(0, 1))
     def cut(self, share: float) -> None:
@@ -335,8 +339,10 @@ class Replicated(RuleBasedStateMachine):
             if mine:
                 high, token, answer = mine[-1]
                 assert self.source.answer_to(token)[0] == answer
-                assert (writer, token.counter, high, answer) in self.source.between(0, self.high)
-        rows = self.source.between(0, self.high)
+                assert (writer, token.counter, high, answer) in self.source.answers_between(
+                    0, self.high
+                )
+        rows = self.source.answers_between(0, self.high)
         assert [row[2] for row in rows] == sorted(row[2] for row in rows)
         assert len(rows) <= BATCHES_MAX * len(self.counters)
 
@@ -395,14 +401,16 @@ def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
             assert answers == expected
         for copies in (1, 2, 3):
             ranked = sorted((report[0] for report in newest.values()), reverse=True)
-            assert progress.reached(copies) == (ranked[copies - 1] if copies <= len(ranked) else 0)
+            assert progress.seq_reached_by(copies) == (
+                ranked[copies - 1] if copies <= len(ranked) else 0
+            )
         assert len(progress) == len(newest)
     waiting = set(range(len(waits))) - set(answers)
-    progress.give_up(98.0)
+    progress.expire_waiting(98.0)
     assert set(answers) == set(range(len(waits))) - waiting
-    progress.give_up(99.0)
+    progress.expire_waiting(99.0)
     assert all(answers[index] is False for index in waiting)
-    assert not progress.waiting
+    assert not progress.waiting_count
 
 
 def test_a_new_history_answers_waiting_calls_with_false() -> None:
@@ -411,7 +419,7 @@ def test_a_new_history_answers_waiting_calls_with_false() -> None:
     progress.call_when_reached(SeqNo(9), 1, persisted=False, deadline=9.0, call=answers.append)
     progress.clear()
     assert answers == [False]
-    assert progress.reached(1) == 0
+    assert progress.seq_reached_by(1) == 0
 
 
 def test_closing_an_old_connection_keeps_the_reports_of_a_newer_one() -> None:
@@ -419,7 +427,7 @@ def test_closing_an_old_connection_keeps_the_reports_of_a_newer_one() -> None:
     old_connection, new_connection = object(), object()
     progress.report("a", SeqNo(5), SeqNo(5), old_connection)
     progress.report("a", SeqNo(6), SeqNo(5), new_connection)
-    progress.forget("a", old_connection)
-    assert progress.reached(1) == 6
-    progress.forget("a", new_connection)
-    assert progress.reached(1) == 0
+    progress.forget_replica("a", old_connection)
+    assert progress.seq_reached_by(1) == 6
+    progress.forget_replica("a", new_connection)
+    assert progress.seq_reached_by(1) == 0

@@ -9,7 +9,7 @@ from upr_protocol.chunk import Mutation, plain_chunk
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.engine import MemoryAccount, MemoryPolicy, MutateResult, WriterToken, batch_of
 from upr_server.engine.hash_table import HashTable
-from upr_server.engine.mutate_result import unpack
+from upr_server.engine.mutate_result import unpack_result
 from upr_server.engine.publisher_answers import (
     ANSWER_BYTES,
     ANSWERS_BYTES_MAX,
@@ -34,7 +34,7 @@ def test_the_table_knows_which_keys_exist() -> None:
     table.put(b"b", 2)
     table.put(b"a", 3, is_tombstone=True)
     assert (table.newest(b"a"), table.newest(b"b")) == ((3, True), (2, False))
-    assert (len(table), table.items) == (2, 1)
+    assert (len(table), table.item_count) == (2, 1)
     table.put(b"a", 4)
     assert table.statistics() == {"keys": 2, "items": 2, "bytes": memory.table}
     table.check_invariants()
@@ -71,7 +71,7 @@ def test_a_run_is_entered_as_one_by_one() -> None:
     assert [20 + index for index, flag in enumerate(flags) if flag] == [21, 22, 28, 34]
     assert table.newest(b"old") == (36, False)
     assert table.newest(b"new") == (35, False)
-    assert table.items == len(table) == 7
+    assert table.item_count == len(table) == 7
     table.check_invariants()
 
 
@@ -186,7 +186,7 @@ def test_received_answers_are_those_that_the_other_node_gave() -> None:
     for counter in (1, 2, 3):
         active.remember(token(counter), result(2 * counter), SeqNo(2 * counter))
     active.remember(token(1, writer=1), result(10), SeqNo(10))
-    rows = active.between(SeqNo(0), SeqNo(10))
+    rows = active.answers_between(SeqNo(0), SeqNo(10))
     assert [(row[0], row[1], row[2]) for row in rows] == [
         (token(1).writer, 1, 2),
         (token(1).writer, 2, 4),
@@ -195,14 +195,14 @@ def test_received_answers_are_those_that_the_other_node_gave() -> None:
     ]
     replica.add_received(rows[:2])
     replica.add_received(rows)  # some come again after a lost connection
-    assert replica.between(SeqNo(0), SeqNo(10)) == rows
+    assert replica.answers_between(SeqNo(0), SeqNo(10)) == rows
     assert replica.tokens_above(SeqNo(4)) == [token(3), token(1, writer=1)]
     # A newer attempt of the task was given the same answer: that it came is known there, too.
     newer = new()
     newer.remember(token(3), result(6, attempt=2), SeqNo(12))
-    replica.add_received(newer.between(SeqNo(0), SeqNo(12)))
-    (last,) = replica.between(SeqNo(11), SeqNo(12))
-    assert unpack(last[3]).attempt == 2
+    replica.add_received(newer.answers_between(SeqNo(0), SeqNo(12)))
+    (last,) = replica.answers_between(SeqNo(11), SeqNo(12))
+    assert unpack_result(last[3]).attempt == 2
     replica.check_invariants()
 
 

@@ -44,17 +44,17 @@ class Listener:
     def __init__(self) -> None:
         self.producer: Producer | None = None
 
-    def created(self, bucket: Bucket) -> None:
+    def bucket_created(self, bucket: Bucket) -> None:
         assert self.producer is not None
-        self.producer.created(bucket)
+        self.producer.bucket_created(bucket)
 
-    def deleted(self, bucket: Bucket) -> None:
+    def bucket_deleted(self, bucket: Bucket) -> None:
         assert self.producer is not None
-        self.producer.deleted(bucket)
+        self.producer.bucket_deleted(bucket)
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
+    def bucket_updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
         assert self.producer is not None
-        self.producer.updated(bucket, designs, batch_count)
+        self.producer.bucket_updated(bucket, designs, batch_count)
 
 
 @attrs.define
@@ -210,7 +210,7 @@ class BusMachine(RuleBasedStateMachine):
 
     def ask(self, client: Client) -> EventBatch:
         async def ask() -> EventBatch:
-            return await self.feeds.next(
+            return await self.feeds.next_batch(
                 client.name,
                 client.event_filter,
                 timeout_s=TIMEOUT_S,

@@ -43,10 +43,10 @@ def polled(queue: EventQueue, keys_max: int = 3) -> list[BucketEvent]:
 
 def test_an_event_is_delivered_once() -> None:
     queue = new_queue()
-    queue.created("b", 1)
+    queue.count_creation("b", 1)
     for designs in ((b"_design/x",), (), (b"_design/y", b"_design/x")):
-        queue.updated("b", 1, designs)
-    queue.updated("other", 2, (), batch_count=4)
+        queue.count_updates("b", 1, designs)
+    queue.count_updates("other", 2, (), batch_count=4)
     assert polled(queue) == [
         BucketEvent("b", 1, BucketFate.CREATED, 3, (b"_design/x", b"_design/y")),
         BucketEvent("other", 2, BucketFate.NONE, 4),
@@ -56,7 +56,7 @@ def test_an_event_is_delivered_once() -> None:
 
 def test_a_counter_that_stays_idle_is_removed_by_the_next_poll() -> None:
     queue = new_queue()
-    queue.updated("b", 1, (b"_design/x",))
+    queue.count_updates("b", 1, (b"_design/x",))
     polled(queue)
     assert list(queue.counters) == ["b"]
     polled(queue)
@@ -65,9 +65,9 @@ def test_a_counter_that_stays_idle_is_removed_by_the_next_poll() -> None:
 
 def test_a_deletion_after_a_poll_is_delivered() -> None:
     queue = new_queue()
-    queue.created("b", 1)
+    queue.count_creation("b", 1)
     polled(queue)
-    queue.deleted("b", 1)
+    queue.count_deletion("b", 1)
     assert polled(queue) == [BucketEvent("b", 1, BucketFate.DELETED)]
 
 
@@ -87,7 +87,7 @@ def test_a_poll_and_its_reset_lose_no_update(steps: list[tuple[str, str | int]])
     received: Counter[str] = Counter()
     for step, argument in steps:
         if isinstance(argument, str):
-            queue.updated(argument, 1, (f"_design/{update_counts[argument]}".encode(),))
+            queue.count_updates(argument, 1, (f"_design/{update_counts[argument]}".encode(),))
             update_counts[argument] += 1
         else:
             assert step == "poll"
@@ -103,20 +103,20 @@ def test_a_poll_that_stops_early_continues_with_the_remaining_buckets() -> None:
     """Also where those that were told are updated all the time."""
     queue = new_queue()
     for bucket in "abcde":
-        queue.updated(bucket, 1, ())
+        queue.count_updates(bucket, 1, ())
     buckets: list[str] = []
     for _ in range(5):
         events, _ = queue.poll(2)
         buckets += [event.bucket for event in events]
         for bucket in "ab":
-            queue.updated(bucket, 1, ())
+            queue.count_updates(bucket, 1, ())
     assert buckets[:5] == ["a", "b", "c", "d", "e"]
 
 
 def test_one_poll_tells_of_so_many_keys_but_of_its_first_bucket_whole() -> None:
     queue = new_queue()
     for bucket in "ab":
-        queue.updated(bucket, 1, tuple(b"_design/%d" % index for index in range(5)))
+        queue.count_updates(bucket, 1, tuple(b"_design/%d" % index for index in range(5)))
     events, is_all = queue.poll(3)
     assert [len(event.designs) for event in events] == [5]
     assert not is_all
@@ -127,10 +127,10 @@ def test_only_what_the_filters_let_through_is_counted() -> None:
     queue = new_queue()
     queue.set_filters((EventFilter(EventKind.UPDATED, "a*"), EventFilter(EventKind.DESIGN, "*b")))
     for bucket in ("a", "ab", "b", "c"):
-        queue.updated(bucket, 1, ())
-        queue.updated(bucket, 1, (b"_design/x",))
-    queue.created("c", 2)
-    queue.deleted("c", 2)
+        queue.count_updates(bucket, 1, ())
+        queue.count_updates(bucket, 1, (b"_design/x",))
+    queue.count_creation("c", 2)
+    queue.count_deletion("c", 2)
     assert list(queue.counters) == ["a", "ab", "b"]
     assert {event.bucket: (event.updates, event.designs) for event in polled(queue)} == {
         "a": (2, ()),
@@ -138,16 +138,16 @@ def test_only_what_the_filters_let_through_is_counted() -> None:
         "b": (1, (b"_design/x",)),
     }
     queue.set_filters(())
-    queue.updated("a", 1, (b"_design/x",))
+    queue.count_updates("a", 1, (b"_design/x",))
     assert polled(queue) == []
 
 
 def test_a_bucket_that_no_filter_wants_any_more_is_forgotten() -> None:
     queue = EventQueue(10.0, 0.0)
-    queue.created("a", 1)
-    queue.created("b", 2)
+    queue.count_creation("a", 1)
+    queue.count_creation("b", 2)
     queue.set_filters((EventFilter(pattern="b*"),))
-    queue.deleted("a", 1)
+    queue.count_deletion("a", 1)
     queue.set_filters((EventFilter(),))
     events, is_all = queue.poll()
     assert (events, is_all) == ((BucketEvent("b", 2, BucketFate.CREATED),), True)
@@ -157,7 +157,7 @@ def test_a_filter_takes_bounded_memory_however_many_buckets_there_are() -> None:
     queue = EventQueue(10.0, 0.0, (EventFilter(pattern="b*"),))
     lengths: list[int] = []
     for number in range(2 * _KINDS_REMEMBERED_MAX):
-        queue.created("ab"[number % 2] + str(number), number)
+        queue.count_creation("ab"[number % 2] + str(number), number)
         lengths.append(len(queue._kinds))
     # It remembers what it may: an update of a bucket that it knows is looked up once.
     assert max(lengths) == _KINDS_REMEMBERED_MAX
@@ -167,35 +167,35 @@ def test_a_filter_takes_bounded_memory_however_many_buckets_there_are() -> None:
 def test_an_earlier_bucket_does_not_hide_a_later_one_whose_creation_is_not_wanted() -> None:
     queue = new_queue()
     queue.set_filters((EventFilter(EventKind.UPDATED),))
-    queue.updated("b", 1, ())
-    queue.deleted("b", 1)
-    queue.created("b", 2)
-    queue.updated("b", 1, ())
-    queue.updated("b", 2, ())
+    queue.count_updates("b", 1, ())
+    queue.count_deletion("b", 1)
+    queue.count_creation("b", 2)
+    queue.count_updates("b", 1, ())
+    queue.count_updates("b", 2, ())
     assert [(event.incarnation, event.updates) for event in polled(queue)] == [(2, 1)]
 
 
 def test_too_many_design_documents_are_reported_as_any() -> None:
     queue = new_queue()
     for index in range(DESIGNS_MAX):
-        queue.updated("b", 1, (b"_design/%d" % index,))
+        queue.count_updates("b", 1, (b"_design/%d" % index,))
     assert len(queue.counters["b"].designs) == DESIGNS_MAX
-    queue.updated("b", 1, (b"_design/more",))
-    queue.updated("b", 1, (b"_design/even more",))
+    queue.count_updates("b", 1, (b"_design/more",))
+    queue.count_updates("b", 1, (b"_design/even more",))
     assert [event.designs for event in polled(queue)] == [(ANY_DESIGN,)]
     # The next ones are named again.
-    queue.updated("b", 1, (b"_design/more",))
+    queue.count_updates("b", 1, (b"_design/more",))
     assert [event.designs for event in polled(queue)] == [(b"_design/more",)]
 
 
 def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation() -> None:
     queue = new_queue()
-    queue.deleted("b", 1)
+    queue.count_deletion("b", 1)
     assert polled(queue) == [BucketEvent("b", 1, BucketFate.DELETED)]
-    queue.updated("b", 1, ())
-    queue.created("b", 2)
-    queue.updated("b", 1, ())
-    queue.deleted("b", 1)
+    queue.count_updates("b", 1, ())
+    queue.count_creation("b", 2)
+    queue.count_updates("b", 1, ())
+    queue.count_deletion("b", 1)
     # Were there one counter for both, a deletion would be told, and no creation.
     assert polled(queue) == [BucketEvent("b", 2, BucketFate.CREATED)]
 
@@ -203,10 +203,10 @@ def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation() -> None:
 def test_a_bucket_that_is_created_many_times_has_one_counter() -> None:
     queue = new_queue()
     for incarnation in (7, 3, 9, 1, 5):
-        queue.created("b", incarnation)
-        queue.updated("b", incarnation, (b"_design/x",))
-        queue.created("ba", incarnation)
-        queue.deleted("b", incarnation)
+        queue.count_creation("b", incarnation)
+        queue.count_updates("b", incarnation, (b"_design/x",))
+        queue.count_creation("ba", incarnation)
+        queue.count_deletion("b", incarnation)
         assert len(queue.counters) == 2
     assert polled(queue) == [
         BucketEvent("b", 5, BucketFate.DELETED),
@@ -235,8 +235,8 @@ def test_a_clean_restart_keeps_the_queues() -> None:
     queues = EventQueues()
     for consumer in ("c", ".own"):
         queue = queues.register(consumer, TIMEOUT_S, now=0.0)
-        queue.created("b", 7)
-        queue.updated("b", 7, (b"_design/x", b"_design/\xff"))
+        queue.count_creation("b", 7)
+        queue.count_updates("b", 7, (b"_design/x", b"_design/\xff"))
     unacknowledged = EventBatch((BucketEvent("gone", 1, BucketFate.DELETED),), id=99)
     queue = queues.register("d", TIMEOUT_S, now=0.0)
     queue.unacknowledged = unacknowledged

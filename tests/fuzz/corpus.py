@@ -67,7 +67,7 @@ from upr_protocol.wire import (
     Role,
     Stream,
 )
-from upr_server.engine.mutate_result import MutateResult, pack
+from upr_server.engine.mutate_result import MutateResult, pack_result
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query
 from upr_server.indexer.slices import CatalogReport, SliceAnswer, SliceScan
@@ -287,7 +287,7 @@ def _record() -> Iterator[tuple[str, bytes]]:
         HistoryId(7), SeqNo(1), SeqNo(2), Cas(1), [(1, Status.EXISTS)], [(0, 5)], chain=1
     )
     yield "map-without-host", _MENDED + key + partition_map.encode().replace("host", ".").encode()
-    yield "answer", _MENDED + key + pack(result)
+    yield "answer", _MENDED + key + pack_result(result)
     yield "as-it-is", _WHOLE + key + pack_record(key, Watermark())
     yield "index-entry", _WHOLE + b"key" + KeyIndexEntry(7, 1000).pack(b"key")
 

@@ -24,7 +24,7 @@ from tests.kit.placed_keys import key_in
 from upr_kernel import Defect
 from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.engine.mutate_result import MutateResult, pack
+from upr_server.engine.mutate_result import MutateResult, pack_result
 
 KEYS: Final = [
     [key_in(partition, PARTITIONS, b"k%d" % n) for n in range(6)] for partition in range(PARTITIONS)
@@ -226,7 +226,7 @@ def test_what_is_remembered_is_the_packed_result(
             Cas(max(1, cas)),
             attempt=attempt,
         )
-        assert rows.answers.newest(writer) == (9, pack(result))
+        assert rows.answers.newest(writer) == (9, pack_result(result))
         assert rows.answers.attempt(writer) == attempt
 
 

@@ -40,7 +40,7 @@ async def test_a_log_that_becomes_another_while_a_map_is_prepared_is_not_taken_b
 
         def becomes_another(partition: Partition, *args: Any, **options: Any) -> FailoverLog:
             if partition is of_second_step:
-                of_first_step.become(PartitionState.REPLICA, new_log)
+                of_first_step.change_state(PartitionState.REPLICA, new_log)
             return failover_log_in(partition, *args, **options)
 
         monkeypatch.setattr(roles, "failover_log_in", becomes_another)

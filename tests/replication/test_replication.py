@@ -485,11 +485,14 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
                     batches.append((PartitionId(partition), chunk))
                     await sender.publish_and_wait(PartitionId(partition), chunk)
         await group.quiet()
-        known = [p.repeated_batches.between(SeqNo(0), p.high_seq) for p in group.nodes["a"].held]
+        known = [
+            p.repeated_batches.answers_between(SeqNo(0), p.high_seq) for p in group.nodes["a"].held
+        ]
         assert all(len(answers) == 20 for answers in known)
         for name in "bc":
             assert [
-                p.repeated_batches.between(SeqNo(0), p.high_seq) for p in group.nodes[name].held
+                p.repeated_batches.answers_between(SeqNo(0), p.high_seq)
+                for p in group.nodes[name].held
             ] == known
         await group.nodes["a"].kill()
         await group.fail_over("a", Random(1))
@@ -858,7 +861,7 @@ async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> 
         await group.nodes["c"].kill()
         await group.start("c")
         copy = group.nodes["c"].held[0]
-        assert len(copy.repeated_batches.between(SeqNo(0), copy.high_seq)) == 20
+        assert len(copy.repeated_batches.answers_between(SeqNo(0), copy.high_seq)) == 20
         assert [token.counter for token in copy.repeated_batches.tokens_above(SeqNo(15))] == [
             16,
             17,

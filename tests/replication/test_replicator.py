@@ -25,7 +25,7 @@ from upr_protocol.wire import Message, PartitionAnswers, Stream
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
 from upr_server.engine import MutateResult, Partition, batch_of
-from upr_server.engine.mutate_result import pack
+from upr_server.engine.mutate_result import pack_result
 from upr_server.replication.replicator import RECONNECT_S, REPLICATION_RETRY_S
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, StoreCall, Truncate
@@ -256,7 +256,7 @@ async def test_answers_of_a_snapshot_that_was_cut_off_are_dropped_with_it(
         (connection,) = (c for c in source.connections if PARTITION in c.session.streams)
         session = connection.session
         assert session.next_partition() == PARTITION
-        lost_answer = (bytes(16), 1, SeqNo(3), pack(LOST))
+        lost_answer = (bytes(16), 1, SeqNo(3), pack_result(LOST))
         session.send(
             PartitionAnswers(
                 (lost_answer,), partition=PARTITION, opaque=session.opaque_of(PARTITION)
@@ -269,7 +269,7 @@ async def test_answers_of_a_snapshot_that_was_cut_off_are_dropped_with_it(
         await follower.receive(b"4")
         await follower.persist()
         answers = follower.partition.repeated_batches
-        assert answers.between(SeqNo(0), SeqNo(3)) == []
+        assert answers.answers_between(SeqNo(0), SeqNo(3)) == []
 
 
 @pytest.mark.parametrize("assignment", [Assignment("a", {"b": ""}), Assignment("a")])

@@ -163,7 +163,7 @@ async def test_an_expired_item_becomes_a_deletion_without_being_asked_for(
         await trio.sleep(95.0)
         assert partition.high_seq == 1
         await trio.sleep(10.0)
-        assert (partition.high_seq, partition.items) == (2, 0)
+        assert (partition.high_seq, partition.item_count) == (2, 0)
 
 
 def names_of_buckets() -> list[str]:
@@ -184,7 +184,7 @@ async def test_expired_items_of_a_pending_partition_cost_no_processor_time(
         (partition,) = bucket.partitions
         chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", expiry=int(time.time()) + 1)])
         partition.mutate(batch_of(chunk), now=time.time())
-        partition.become(PartitionState.PENDING, partition.failover_log)
+        partition.change_state(PartitionState.PENDING, partition.failover_log)
         ahead_s = 10.0
         with trio.CancelScope() as scope:
             steps = StepCounter(scope)

@@ -158,7 +158,7 @@ class Reader:
     def step_whole(self) -> bool:
         """Takes the next snapshot at once, if the reader gives it so."""
         start = self._at
-        chunk = self.reader.next_whole()
+        chunk = self.reader.next_whole_snapshot()
         if chunk is None:
             return False
         self._take(SnapshotStartItem(SeqNo(start), chunk.end))

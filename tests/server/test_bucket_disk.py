@@ -208,7 +208,7 @@ async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(
             nursery.start_soon(server.upkeep.free_memory)
             server.upkeep.relieve(bucket)
             await steps.first.wait()
-            assert bucket.collapse_wanted
+            assert bucket.needs_collapse
             await server.catalog.delete_bucket(BUCKET)
             await trio.sleep(1)
             nursery.cancel_scope.cancel()
@@ -328,7 +328,7 @@ async def test_items_that_expire_together_stay_within_the_quota(
                 nursery.start_soon(task)
             with trio.fail_after(100_000):
                 await trio.lowlevel.checkpoint()
-                while partition.items:
+                while partition.item_count:
                     await trio.sleep(0.05)
                     peak = max(peak, bucket.memory.total)
             nursery.cancel_scope.cancel()

@@ -95,7 +95,7 @@ async def test_each_run_has_its_numbers_and_failures_are_named_by_rows_of_the_bu
 async def test_a_refused_run_leaves_the_others_alone() -> None:
     async with serving(SimulatedStore(), 3) as server, speaking(server) as peer:
         partition = server.catalog.bucket("b").partitions[1]
-        partition.become(PartitionState.PENDING, partition.failover_log)
+        partition.change_state(PartitionState.PENDING, partition.failover_log)
         keys = {index: key_in(index, 3) for index in range(3)}
         parts = [
             (PartitionId(partition), sets(keys.get(partition, b"k"))) for partition in (0, 1, 2, 7)

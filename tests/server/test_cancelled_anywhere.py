@@ -751,7 +751,7 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
 
 # Events.
 
-BUS: Final = tries(EventBus.next_events, EventFeeds.next)
+BUS: Final = tries(EventBus.next_events, EventFeeds.next_batch)
 
 
 async def test_the_event_bus(autojump_clock: MockClock) -> None:
@@ -772,7 +772,7 @@ async def test_the_event_bus(autojump_clock: MockClock) -> None:
         nonlocal created
         created += 1
         incarnation = next(incarnations)
-        bus.producer.created(_Bucket(f"b{incarnation}", incarnation))  # type: ignore[arg-type]
+        bus.producer.bucket_created(_Bucket(f"b{incarnation}", incarnation))  # type: ignore[arg-type]
         while received < created:
             await next_events()
         # There is nothing more: this one waits.

@@ -334,7 +334,7 @@ async def test_commits_wait_for_an_index_that_can_move(
         assert second.manager.persistence.committed == 2
         flusher.set_index_can_move(True)
         assert not await is_written()
-        first.index_advanced(SeqNo(6), 6)
+        first.note_index_progress(SeqNo(6), 6)
         flusher.set_index_can_move(True)
         await trio.sleep(1.0)
         assert second.manager.persistence.committed == 3

@@ -137,7 +137,7 @@ async def answers_to(
             clock.autojump_threshold = math.inf
             if pending is not None:
                 partition = bucket.partitions[pending]
-                partition.become(PartitionState.PENDING, partition.failover_log)
+                partition.change_state(PartitionState.PENDING, partition.failover_log)
             frames = []
             for partition_id, request in enumerate(requests):
                 peer.session.send(message_of(request, 1000 + partition_id))
@@ -224,7 +224,7 @@ async def test_refused_frames_are_joined_once_and_not_again_for_each(
     async with server.recovered():
         await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
         partition = server.catalog.bucket(BUCKET).partitions[1]
-        partition.become(PartitionState.PENDING, partition.failover_log)
+        partition.change_state(PartitionState.PENDING, partition.failover_log)
         async with connected(server) as peer:
             await peer.open()
             # Two are applied, and one of the partition that is pending is followed by others.

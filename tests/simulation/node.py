@@ -25,7 +25,7 @@ from upr_protocol.security import UNPROTECTED, Security
 from upr_protocol.wire import decode_results
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
-from upr_server.engine import Evaluation, MutationBatch, Partition, set_runs
+from upr_server.engine import Evaluation, MutationBatch, Partition, apply_set_runs
 from upr_server.net.handlers import publishing, single_sets
 from upr_server.runtime import BoundListeners, System
 from upr_server.storage.errors import StorageError, StoreFailedError
@@ -244,7 +244,7 @@ def _set_runs(
 ) -> Any:
     """What handlers call to take in several runs at once, with what was given numbers to written
     down."""
-    runs = set_runs(bucket, columns, directory, *args, first_row=first_row, **options)
+    runs = apply_set_runs(bucket, columns, directory, *args, first_row=first_row, **options)
     rows, high = list(columns.chunk), first_row
     for run, result in zip(decode_runs(directory), decode_results(runs.lines), strict=True):
         low, high = high, high + run.row_count
@@ -263,7 +263,7 @@ def observed() -> Iterator[None]:
     long as the context."""
     cls: Any = Partition
     store, set_all, store_all = cls._store, cls._set_all, cls._store_all
-    become_before = cls.become
+    change_state_before = cls.change_state
     is_storing_all = False
 
     def _store(self: Any, row: Mutation, **options: Any) -> None:
@@ -299,21 +299,21 @@ def observed() -> Iterator[None]:
         )
         return result
 
-    def become(self: Any, state: PartitionState, failover_log: FailoverLog) -> None:
+    def change_state(self: Any, state: PartitionState, failover_log: FailoverLog) -> None:
         has_begun = failover_log != self.failover_log and state is PartitionState.ACTIVE
-        become_before(self, state, failover_log)
+        change_state_before(self, state, failover_log)
         if has_begun:
             node = _NODE.get()
             node.history.add(BeganHistory(node.name, self.id))
 
     cls._store, cls._set_all, cls._store_all = _store, _set_all, _store_all
-    cls.become = become
+    cls.change_state = change_state
     try:
         with (
-            replaced(publishing, "set_runs", _set_runs),
-            replaced(single_sets, "set_runs", _set_runs),
+            replaced(publishing, "apply_set_runs", _set_runs),
+            replaced(single_sets, "apply_set_runs", _set_runs),
         ):
             yield
     finally:
         cls._store, cls._set_all, cls._store_all = store, set_all, store_all
-        cls.become = become_before
+        cls.change_state = change_state_before

@@ -37,7 +37,7 @@ from upr_protocol.spark.rows import RejectedRow, encode
 from upr_protocol.spark.texts import objects, texts
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_server.engine import MutateResult
-from upr_server.engine.mutate_result import pack
+from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import ANSWER_BYTES, ANSWERS_BYTES_MAX
 
 PARTITIONS = 7
@@ -223,7 +223,7 @@ def worst_answer(*, counted: int = 0, failed: int = 0) -> int:
         chain=largest,
         attempt=largest,
     )
-    return ANSWER_BYTES + len(pack(answer))
+    return ANSWER_BYTES + len(pack_result(answer))
 
 
 def test_a_server_remembers_the_answers_of_all_that_is_in_flight() -> None:

@@ -80,7 +80,7 @@ class Bucket:
         quota_bytes: The memory it may take.
         new_history_id: Draws a fresh non-zero random ID.
         state: What this node is for its partitions.
-        on_collapsible: Called when `collapse_wanted` becomes true.
+        on_collapsible: Called when `needs_collapse` becomes true.
         images: Its partitions as the disk has them; None for a new bucket.
         incarnation: Which bucket of this name it is: a random number, or 0.
         on_update: Called whenever something in it has changed, with the keys of the design
@@ -188,7 +188,7 @@ class Bucket:
     # Keeping within the memory.
 
     @property
-    def collapse_wanted(self) -> bool:
+    def needs_collapse(self) -> bool:
         """Whether `collapse_step` has something to do. O(1)."""
         return bool(self._collapsible)
 
@@ -211,7 +211,7 @@ class Bucket:
         if not self.partitions:
             # The bucket was deleted. A reader of it may still close a snapshot.
             return
-        was_wanted = self.collapse_wanted
+        was_wanted = self.needs_collapse
         self._collapsible[partition_id] = None
         if not was_wanted and self._on_collapsible is not None:
             self._on_collapsible()
@@ -258,7 +258,7 @@ class Bucket:
             yield self.partitions[self._next_to_free]
 
     def _collapse(self, budget: int) -> bool:
-        was_wanted = self.collapse_wanted
+        was_wanted = self.needs_collapse
         self.collapse_step(budget)
         return was_wanted
 
@@ -296,7 +296,7 @@ class Bucket:
         managers = [partition.manager for partition in self.partitions]
         return {
             "partitions": len(self.partitions),
-            "items": sum(partition.items for partition in self.partitions),
+            "items": sum(partition.item_count for partition in self.partitions),
             "keys": sum(len(partition.table) for partition in self.partitions),
             "cursors_dropped": sum(manager.dropped_count for manager in managers),
             "cursors": sum(manager.cursor_count for manager in managers),
@@ -313,7 +313,7 @@ class Bucket:
             partition.check_invariants()
             partition.recount(recount)
             # What was to be collapsed may have been freed since; the next step finds that out.
-            assert not partition.manager.collapse_wanted or partition_id in self._collapsible
+            assert not partition.manager.needs_collapse or partition_id in self._collapsible
         recount.backfills = self.memory.backfills  # these are held elsewhere
         assert recount == self.memory, (recount, self.memory)
 
@@ -322,13 +322,13 @@ class BucketObserver(Protocol):
     """Hears what becomes of buckets. The engine calls it in the middle of a change: it must be
     quick and must not raise."""
 
-    def created(self, bucket: Bucket) -> None:
+    def bucket_created(self, bucket: Bucket) -> None:
         """A bucket was made."""
 
-    def deleted(self, bucket: Bucket) -> None:
+    def bucket_deleted(self, bucket: Bucket) -> None:
         """A bucket was deleted; nothing more of it will be heard."""
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
+    def bucket_updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
         """Something in a bucket has changed.
 
         Args:
@@ -420,7 +420,7 @@ class Buckets:
             on_collapsible=partial(self._became_collapsible, name),
             images=images,
             incarnation=incarnation,
-            on_update=self._observer.updated if self._observer is not None else None,
+            on_update=self._observer.bucket_updated if self._observer is not None else None,
             in_steps=True,
         )
 
@@ -428,7 +428,7 @@ class Buckets:
         """Adds a bucket that was begun, and that has its partitions."""
         self._buckets[bucket.name] = bucket
         if is_new and self._observer is not None:
-            self._observer.created(bucket)
+            self._observer.bucket_created(bucket)
 
     def check_absent(self, name: str) -> None:
         """Raises `BucketError` when there is a bucket of this name."""
@@ -451,7 +451,7 @@ class Buckets:
         for partition in bucket.partitions:
             partition.stop_notifying()
         if self._observer is not None:
-            self._observer.deleted(bucket)
+            self._observer.bucket_deleted(bucket)
         return bucket
 
     def _became_collapsible(self, name: str) -> None:

@@ -31,7 +31,7 @@ from upr_server.engine.lookup import (
     is_damaged,
     is_plain_set,
 )
-from upr_server.engine.operations import JoinedValue, StoredItem, outcome
+from upr_server.engine.operations import JoinedValue, StoredItem, operation_outcome
 from upr_server.engine.snapshots import (
     ARRAY_BYTES_MAX,
     ARRAY_MUTATIONS_MAX,
@@ -74,7 +74,7 @@ CUT_BYTES: Final = 256 * 1024
 """Rows are made so many at a time, unless one of them is larger."""
 
 
-class PartitionPosition(NamedTuple):
+class ContentVersion(NamedTuple):
     """What a partition's content depends on: while it is the same, so are all its items.
 
     Attributes:
@@ -92,7 +92,7 @@ class EvaluatedPartition(Protocol):
     """What an evaluation asks of its partition."""
 
     @property
-    def position(self) -> PartitionPosition:
+    def content_version(self) -> ContentVersion:
         """What its content depends on."""
 
     def expire_due(self, now: float) -> None:
@@ -153,7 +153,7 @@ class EvaluationResult:
 
     def __init__(self, now: float) -> None:
         self.now = now
-        self.position: PartitionPosition | None = None
+        self.position: ContentVersion | None = None
         self.copied_bytes = 0
         self.first_seq = self.last_seq = SeqNo(0)
         self.first_cas = Cas(0)
@@ -213,7 +213,7 @@ class Evaluation:
             What must be read from disk before it can go on.
         """
         result, work = self.result, self._work
-        if result.position is not None and result.position != self._partition.position:
+        if result.position is not None and result.position != self._partition.content_version:
             # An outcome rests on what its key held. After any change all of them are worked out
             # again: to find those that still hold would cost as much. The rows that were cut stay.
             self.is_done = False
@@ -287,7 +287,7 @@ class _Work:
             yield from self._fetch()
             # In this order: an expiry takes a number, and so moves the position.
             self._partition.expire_due(self._result.now)
-            self._result.position = self._partition.position
+            self._result.position = self._partition.content_version
             if (yield from self._find_outcomes()):
                 break
         yield from self._join()
@@ -373,7 +373,7 @@ class _Work:
                     # What the batch itself stored counts, unless it had expired when it came: once
                     # stored, such an item would read as missing.
                     item = earlier
-            stored = outcome(operation, item)
+            stored = operation_outcome(operation, item)
             if isinstance(stored, Status):
                 # It takes no number: those of the successes must follow on.
                 failures.append((index, stored))

@@ -167,7 +167,7 @@ class KeyEviction:
             # While writes come, a sweep would mostly pass tombstones that the index does not know,
             # and a table that grows would have to move its keys twice.
             is_due = self._tombstones_through < through and through >= high
-            tombstones = self._table.tombstones
+            tombstones = self._table.tombstone_count
             if not (is_due and tombstones > TOMBSTONES_SHARE_MIN * len(self._table)):
                 return 0
             self._tombstones_through = through

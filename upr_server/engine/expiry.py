@@ -107,15 +107,15 @@ class ExpiryIndex:
         return heap[0][0] if heap else None
 
     def is_due(self, now: float) -> bool:
-        """Whether `take` has something to do: an item has expired, or may have. It is true without
-        one only where more than `STALE_MAX` stale entries are due. O(log entries)."""
+        """Whether `take_expired` has something to do: an item has expired, or may have. It is true
+        without one only where more than `STALE_MAX` stale entries are due. O(log entries)."""
         heap = self._first_heap()
         if not heap or heap[0][0] > now:
             return False
         expiry = self.next_expiry()
         return expiry is not None and expiry <= now
 
-    def take(self, now: float, entries_max: int) -> list[bytes]:
+    def take_expired(self, now: float, entries_max: int) -> list[bytes]:
         """The keys of items that have expired, by their times; they leave the index.
 
         O(entries_max log entries). It ends early after so many entries, stale ones too: see

@@ -48,12 +48,12 @@ class HashTable:
         return iter(self.kernel_table.entries())
 
     @property
-    def items(self) -> int:
+    def item_count(self) -> int:
         """Keys that exist: those whose newest mutation is not a tombstone."""
         return self.kernel_table.items
 
     @property
-    def tombstones(self) -> int:
+    def tombstone_count(self) -> int:
         """Keys whose newest mutation is a tombstone."""
         return len(self.kernel_table) - self.kernel_table.items
 
@@ -145,7 +145,7 @@ class HashTable:
 
     def statistics(self) -> dict[str, int]:
         """Keys, keys that exist, and bytes."""
-        return {"keys": len(self), "items": self.items, "bytes": self.nbytes}
+        return {"keys": len(self), "items": self.item_count, "bytes": self.nbytes}
 
     def check_invariants(self) -> None:
         """The kernel's, and that no number occurs twice. O(keys)."""

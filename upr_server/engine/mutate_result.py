@@ -81,7 +81,7 @@ def _gaps(rows: Sequence[tuple[int, int]]) -> list[int]:
     return [after - before for (before, _), (after, _) in pairwise([(0, 0), *rows])]
 
 
-def pack(result: MutateResult) -> bytes:
+def pack_result(result: MutateResult) -> bytes:
     """The result of a batch that was not refused, in few bytes, as memory, disk and replicas keep
     it. O(failures + counters)."""
     # As a tuple, for speed: the fields of `_Packed`.
@@ -102,8 +102,8 @@ def pack(result: MutateResult) -> bytes:
     )
 
 
-def unpack(data: bytes, *, repeated: bool = False) -> MutateResult:
-    """The reverse of `pack`, marked as repeated if asked."""
+def unpack_result(data: bytes, *, repeated: bool = False) -> MutateResult:
+    """The reverse of `pack_result`, marked as repeated if asked."""
     if data[:1] and data[0] in _MAP_HEADS:
         return msgspec.structs.replace(_decode_map(data), repeated=repeated)
     packed = _decode(data)

@@ -79,7 +79,7 @@ class StoredItem(Protocol):
         """The expiry time."""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredOutcome(msgspec.Struct, frozen=True):
     """What an operation comes to.
 
     Attributes:
@@ -97,10 +97,10 @@ class Stored(msgspec.Struct, frozen=True):
     counter: int | None = None
 
 
-Outcome = Stored | Status
+Outcome = StoredOutcome | Status
 
 
-def outcome(request: Mutation, item: StoredItem | None) -> Outcome:
+def operation_outcome(request: Mutation, item: StoredItem | None) -> Outcome:
     """What `request` comes to.
 
     Args:
@@ -121,7 +121,7 @@ def outcome(request: Mutation, item: StoredItem | None) -> Outcome:
 
 
 def _set(request: Mutation, _item: StoredItem | None) -> Outcome:
-    return Stored(Operation.SET, request.value, request.flags, request.expiry)
+    return StoredOutcome(Operation.SET, request.value, request.flags, request.expiry)
 
 
 def _replace(request: Mutation, item: StoredItem | None) -> Outcome:
@@ -129,13 +129,13 @@ def _replace(request: Mutation, item: StoredItem | None) -> Outcome:
 
 
 def _delete(_request: Mutation, item: StoredItem | None) -> Outcome:
-    return Status.NOT_FOUND if item is None else Stored(Operation.DELETE)
+    return Status.NOT_FOUND if item is None else StoredOutcome(Operation.DELETE)
 
 
 def _touch(request: Mutation, item: StoredItem | None) -> Outcome:
     if item is None:
         return Status.NOT_FOUND
-    return Stored(Operation.SET, item.value, item.flags, request.expiry)
+    return StoredOutcome(Operation.SET, item.value, item.flags, request.expiry)
 
 
 def _append(request: Mutation, item: StoredItem | None) -> Outcome:
@@ -158,7 +158,7 @@ def _joined(
     # is superseded now. To copy it would cost as much as joining at each operation.
     joined = value if isinstance(value, JoinedValue) else JoinedValue(value)
     join(joined, request.value)
-    return Stored(Operation.SET, joined, item.flags, item.expiry)
+    return StoredOutcome(Operation.SET, joined, item.flags, item.expiry)
 
 
 def _increment(request: Mutation, item: StoredItem | None) -> Outcome:
@@ -185,7 +185,7 @@ def _counted(request: Mutation, item: StoredItem | None, sign: int) -> Outcome:
             else max(0, old_number - delta.delta)
         )
         flags, expiry = item.flags, item.expiry
-    return Stored(Operation.SET, b"%d" % count, flags, expiry, count)
+    return StoredOutcome(Operation.SET, b"%d" % count, flags, expiry, count)
 
 
 def _number(value: bytes | JoinedValue) -> int | None:

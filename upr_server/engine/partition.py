@@ -22,7 +22,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_server.engine.batch import CheckedChunk, MutationBatch, is_design_key
-from upr_server.engine.evaluation import BULK_ROWS_MIN, Evaluation, PartitionPosition
+from upr_server.engine.evaluation import BULK_ROWS_MIN, ContentVersion, Evaluation
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
@@ -88,7 +88,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
     indexed: SeqNo = SeqNo(0)
     purge_seq: SeqNo = SeqNo(0)
     answers: Mapping[WriterToken, MutateResult] = {}
-    items: int = 0
+    item_count: int = 0
 
 
 class Partition:
@@ -99,7 +99,7 @@ class Partition:
         new_history_id: Draws a fresh non-zero random ID.
         state: What this node is for it.
         memory: What the bucket holds.
-        on_collapsible: Called when `manager.collapse_wanted` becomes true.
+        on_collapsible: Called when `manager.needs_collapse` becomes true.
         image: What the disk has of it; None for a new one.
         on_update: Called whenever something in it has changed, with the keys of the design
             documents that did, and how many batches have changed something.
@@ -177,7 +177,7 @@ class Partition:
         self._lookup = ItemLookup(self.table, self.snapshots, self._expiries, self.eviction)
         self.replicas = ReplicaProgress()
         self.purge_seq = image.purge_seq
-        self.indexed_items = image.items
+        self.indexed_items = image.item_count
         self.begins_no_stream = False
 
     def __repr__(self) -> str:
@@ -194,9 +194,9 @@ class Partition:
         return self.snapshots.open.start
 
     @property
-    def items(self) -> int:
+    def item_count(self) -> int:
         """Keys that exist. Once the table has forgotten some, as of `eviction.indexed`."""
-        return self.indexed_items if self.eviction.has_evicted else self.table.items
+        return self.indexed_items if self.eviction.has_evicted else self.table.item_count
 
     @property
     def last_cas(self) -> Cas:
@@ -206,9 +206,9 @@ class Partition:
     # Writing.
 
     @property
-    def position(self) -> PartitionPosition:
+    def content_version(self) -> ContentVersion:
         """What its content depends on: while it is the same, so are all items."""
-        return PartitionPosition(self.failover_log.current, self.high_seq, Cas(self.rows.last_cas))
+        return ContentVersion(self.failover_log.current, self.high_seq, Cas(self.rows.last_cas))
 
     def evaluate(self, batch: MutationBatch, *, now: float) -> Evaluation | None:
         """The evaluation of a batch, which can be worked out in slices before `mutate`.
@@ -316,7 +316,7 @@ class Partition:
     def _store_all(self, evaluation: Evaluation) -> MutateResult:
         assert evaluation.is_done, "the evaluation must be done"
         result = evaluation.result
-        assert result.position == self.position, "the partition must not have changed since"
+        assert result.position == self.content_version, "the partition must not have changed since"
         first_seq, last_seq = result.first_seq, result.last_seq
         first_cas, rows = result.first_cas, result.rows
         if result.arrays is not None:
@@ -432,7 +432,7 @@ class Partition:
             self.snapshots.wake()
 
     def _expire_due(self, now: float, entries_max: int = EXPIRE_MAX) -> int:
-        keys = self._expiries.take(now, entries_max)
+        keys = self._expiries.take_expired(now, entries_max)
         if len(keys) < BULK_ROWS_MIN:
             for key in keys:
                 self._store_expiry(key, now)
@@ -485,7 +485,7 @@ class Partition:
 
     # What this node is for it.
 
-    def become(self, state: PartitionState, failover_log: FailoverLog) -> None:
+    def change_state(self, state: PartitionState, failover_log: FailoverLog) -> None:
         """Takes another state, and the failover log that goes with it.
 
         A node that hands over is still followed: in the same history, as active or pending, what
@@ -534,7 +534,7 @@ class Partition:
             self.indexed_items = 0
         return self.repeated_batches.truncate(seq)
 
-    def index_advanced(self, indexed: SeqNo, items: int) -> None:
+    def note_index_progress(self, indexed: SeqNo, items: int) -> None:
         """The disk's index knows the newest mutation of every key up to `indexed`, and `items` keys
         that exist."""
         self.eviction.indexed = indexed
@@ -606,7 +606,7 @@ class Partition:
         return {
             **self.manager.statistics(),
             "state": self.state,
-            "items": self.items,
+            "items": self.item_count,
             "keys": len(self.table),
             "indexed": self.eviction.indexed,
             "expiring": len(self._expiries),

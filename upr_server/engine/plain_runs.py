@@ -41,7 +41,7 @@ class AppliedRuns(NamedTuple):
     left: Sequence[int]
 
 
-def set_runs(
+def apply_set_runs(
     bucket: Bucket,
     columns: CheckedChunk,
     directory: bytes,
@@ -88,7 +88,7 @@ def set_runs(
     memory.arrays += row_bytes
     memory.writers += answer_bytes
     for partition_id, superseded in notes:
-        partitions[partition_id].snapshots.open.settle(superseded)
+        partitions[partition_id].snapshots.open.note_added_run(superseded)
     design_keys: list[bytes] = []
     if columns.may_expire or columns.may_hold_designs:
         design_keys = _note_rows(bucket, columns, decode_runs(directory), first_row, lines)

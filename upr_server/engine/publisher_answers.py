@@ -110,11 +110,11 @@ class PublisherAnswers:
         other questions must be asked. O(1)."""
         return self.kernel_answers.is_new(token.writer, token.counter, attempt)
 
-    def attempt(self, writer: bytes) -> int:
+    def newest_attempt(self, writer: bytes) -> int:
         """The highest attempt of this writer; 0 where it has none. O(1)."""
         return self.kernel_answers.attempt(writer)
 
-    def newest(self, writer: bytes) -> tuple[WriterToken, bytes] | None:
+    def newest_answer(self, writer: bytes) -> tuple[WriterToken, bytes] | None:
         """The newest batch of a writer, and its answer. O(1)."""
         newest = self.kernel_answers.newest(writer)
         return None if newest is None else (WriterToken(writer, newest[0]), newest[1])
@@ -198,7 +198,7 @@ class PublisherAnswers:
 
     # For replicas.
 
-    def between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
+    def answers_between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
         and answer. O(log answers), beside what is found."""
         answers = self.kernel_answers.between(start, end)

@@ -15,7 +15,7 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import SeqNo
 from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
-from upr_server.engine.mutate_result import MutateResult, pack, unpack
+from upr_server.engine.mutate_result import MutateResult, pack_result, unpack_result
 from upr_server.engine.publisher_answers import PublisherAnswers, WriterToken
 
 
@@ -40,9 +40,9 @@ class RepeatedBatches:
             # that, so that a truncation that undoes the batch forgets the answer too.
             given_at = min(result.last_seq, high)
             # A writer's later batches have higher numbers, unless the disk is damaged.
-            newest = self._answers.newest(token.writer)
+            newest = self._answers.newest_answer(token.writer)
             if newest is None or newest[0].counter < token.counter:
-                self._answers.remember(token, pack(result), given_at, result.attempt)
+                self._answers.remember(token, pack_result(result), given_at, result.attempt)
 
     def __len__(self) -> int:
         """Writers whose answers are remembered."""
@@ -66,7 +66,7 @@ class RepeatedBatches:
         if token is None or (not batch.chain and self.is_certainly_new(token, batch.attempt)):
             return True
         return (
-            batch.attempt >= answers.attempt(token.writer)
+            batch.attempt >= answers.newest_attempt(token.writer)
             and not answers.overtakes_refused(token)
             and self._answer(token, batch) is None
         )
@@ -84,7 +84,7 @@ class RepeatedBatches:
         token, answers = batch.token, self._answers
         if token is None or (not batch.chain and self.is_certainly_new(token, batch.attempt)):
             return None
-        if batch.attempt < answers.attempt(token.writer):
+        if batch.attempt < answers.newest_attempt(token.writer):
             return Status.SUPERSEDED
         if answers.refuse_overtaking(token):
             return Status.TEMPORARY_FAILURE
@@ -92,14 +92,16 @@ class RepeatedBatches:
         if answer is Status.REPLAY_DIFFERS:
             # The publisher hears of this later: what it has sent behind the batch must not be done.
             answers.note_refused(token)
-        elif isinstance(answer, MutateResult) and batch.attempt > answers.attempt(token.writer):
+        elif isinstance(answer, MutateResult) and batch.attempt > answers.newest_attempt(
+            token.writer
+        ):
             self._supersede_older(token.writer, batch.attempt, high)
         return answer
 
     def _answer(self, token: WriterToken, batch: MutationBatch) -> MutateResult | Status | None:
         packed, may_be_forgotten = self._answers.answer_to(token)
         if packed is not None:
-            result = unpack(packed, repeated=True)
+            result = unpack_result(packed, repeated=True)
             differs = batch.chain and result.chain and batch.chain != result.chain
             return Status.REPLAY_DIFFERS if differs else result
         if may_be_forgotten:
@@ -110,20 +112,20 @@ class RepeatedBatches:
         """Whether a new batch follows what its publisher sent before, as far as can be told."""
         if not batch.chain:
             return True
-        newest = self._answers.newest(token.writer)
+        newest = self._answers.newest_answer(token.writer)
         if newest is None or newest[0].counter + 1 != token.counter:
             return True
-        previous_chain = unpack(newest[1]).chain
+        previous_chain = unpack_result(newest[1]).chain
         return not previous_chain or batch.chunk.chained_crc(previous_chain) == batch.chain
 
     def _supersede_older(self, writer: bytes, attempt: int, high: SeqNo) -> None:
         """Refuses older attempts from now on, though this one has sent nothing new yet: the newest
         answer gets the attempt's number, so that it is on disk too."""
-        newest = self._answers.newest(writer)
+        newest = self._answers.newest_answer(writer)
         assert newest is not None
         token, answer = newest
-        result = msgspec.structs.replace(unpack(answer), attempt=attempt)
-        self._answers.replace_newest(token, pack(result), high, attempt)
+        result = msgspec.structs.replace(unpack_result(answer), attempt=attempt)
+        self._answers.replace_newest(token, pack_result(result), high, attempt)
 
     def note_refused(self, token: WriterToken | None) -> None:
         """A batch was refused for a passing reason. What its publisher has sent behind it will be
@@ -137,7 +139,7 @@ class RepeatedBatches:
 
     def remember(self, token: WriterToken, result: MutateResult, high: SeqNo) -> None:
         """Keeps the result of a batch that was applied, for when it is sent again."""
-        self._answers.remember(token, pack(result), high, result.attempt)
+        self._answers.remember(token, pack_result(result), high, result.attempt)
 
     # For the disk.
 
@@ -152,27 +154,28 @@ class RepeatedBatches:
 
     # For replicas.
 
-    def between(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
+    def answers_between(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
         and packed result. Some may be of batches that are older than `start`.
 
         O(log answers), beside what is returned.
         """
-        return self._answers.between(start, end)
+        return self._answers.answers_between(start, end)
 
     def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
-        """Keeps what another node gave as `between`, for changes that come next or just came."""
+        """Keeps what another node gave as `answers_between`, for changes that come next or just
+        came."""
         for writer, counter, seq, answer in rows:
             token = WriterToken(writer, counter)
-            newest = self._answers.newest(writer)
+            newest = self._answers.newest_answer(writer)
             if newest is None or newest[0].counter < counter:
-                result = unpack(answer)
+                result = unpack_result(answer)
                 self._answers.remember(token, answer, seq, result.attempt)
                 # It may be a later answer to a batch whose first answer never came here.
                 if 0 < result.last_seq < seq:
                     self._answers.note_applied(token, result.last_seq)
             elif newest[0] == token and newest[1] != answer:
-                self._answers.replace_newest(token, answer, seq, unpack(answer).attempt)
+                self._answers.replace_newest(token, answer, seq, unpack_result(answer).attempt)
 
     def tokens_above(self, seq: SeqNo) -> list[WriterToken]:
         """The tokens of answers that `truncate` would forget. O(answers)."""

@@ -62,7 +62,7 @@ class ReplicaProgress:
         self._reports[replica] = _Report(source, received, persisted)
         self._call_reached()
 
-    def forget(self, replica: str, source: object = None) -> None:
+    def forget_replica(self, replica: str, source: object = None) -> None:
         """The connection of a replica is gone. What it was counted for stays counted."""
         report = self._reports.get(replica)
         if report is not None and report.source is source:
@@ -76,7 +76,7 @@ class ReplicaProgress:
         for wait in waiting:
             wait.call(False)
 
-    def reached(self, copies: int, *, persisted: bool = False) -> SeqNo:
+    def seq_reached_by(self, copies: int, *, persisted: bool = False) -> SeqNo:
         """The number that so many replicas have, at least; 0 when there are not so many."""
         seqs = sorted(report.reached(persisted=persisted) for report in self._reports.values())
         return seqs[-copies] if 0 < copies <= len(seqs) else SeqNo(0)
@@ -90,15 +90,15 @@ class ReplicaProgress:
             seq: The number.
             copies: How many, 1 or more.
             persisted: Whether they must have it on disk.
-            deadline: When to give up; see `give_up`.
+            deadline: When to give up; see `expire_waiting`.
             call: What is called.
         """
-        if self.reached(copies, persisted=persisted) >= seq:
+        if self.seq_reached_by(copies, persisted=persisted) >= seq:
             call(True)
         else:
             self._waiting.append(_WaitingCall(seq, copies, persisted, deadline, call))
 
-    def give_up(self, now: float) -> None:
+    def expire_waiting(self, now: float) -> None:
         """Answers calls that have waited beyond their deadline with False. O(waiting calls)."""
         if self._waiting:
             late = [wait for wait in self._waiting if wait.deadline <= now]
@@ -115,7 +115,7 @@ class ReplicaProgress:
         for wait in self._waiting:
             level = wait.copies, wait.persisted
             if level not in reached:
-                reached[level] = self.reached(wait.copies, persisted=wait.persisted)
+                reached[level] = self.seq_reached_by(wait.copies, persisted=wait.persisted)
             (due_calls if wait.seq <= reached[level] else remaining).append(wait)
         self._waiting = remaining
         # Last, since a call may ask for more to be waited for.
@@ -123,7 +123,7 @@ class ReplicaProgress:
             wait.call(True)
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Calls that wait."""
         return len(self._waiting)
 

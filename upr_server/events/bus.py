@@ -15,7 +15,7 @@ from upr_protocol.concurrency import Notifier, background_nursery
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.events.producer import Producer
-from upr_server.events.queues import EventQueues, is_own
+from upr_server.events.queues import EventQueues, is_own_consumer
 from upr_server.storage.api import Store
 from upr_server.storage.calls import SaveEventQueues, TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StorageError
@@ -97,12 +97,12 @@ class EventBus:
         acknowledged: int,
         wait_s: float,
     ) -> tuple[int, bool, tuple[BucketEvent, ...]]:
-        """Answers a consumer's question; see `EventFeeds.next`.
+        """Answers a consumer's question; see `EventFeeds.next_batch`.
 
         Returns:
             The batch's ID, or 0; whether to look at everything; what became of buckets.
         """
-        batch = await self._feeds.next(
+        batch = await self._feeds.next_batch(
             consumer, event_filter, timeout_s=timeout_s, acknowledged=acknowledged, wait_s=wait_s
         )
         return batch.id, batch.everything, batch.events
@@ -114,7 +114,7 @@ class EventBus:
             name: Its name. It begins with a dot, which no name that comes over a connection does.
             timeout_s: How long its queue is kept when nobody subscribes to it.
         """
-        assert is_own(name)
+        assert is_own_consumer(name)
         assert self._nursery is not None
         consumer = self._local_consumers.get(name)
         if consumer is None:

@@ -50,7 +50,7 @@ class EventFeeds:
         self._new_id = new_id
         self._interval_s = interval_s
 
-    async def next(
+    async def next_batch(
         self,
         consumer: str,
         event_filter: EventFilter,

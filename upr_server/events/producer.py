@@ -21,21 +21,21 @@ class Producer:
         self._queues = queues
         self._on_change = on_change
 
-    def created(self, bucket: Bucket) -> None:
+    def bucket_created(self, bucket: Bucket) -> None:
         """Counts a bucket's creation."""
         for queue in self._queues:
-            queue.created(bucket.name, bucket.incarnation)
+            queue.count_creation(bucket.name, bucket.incarnation)
         self._on_change()
 
-    def deleted(self, bucket: Bucket) -> None:
+    def bucket_deleted(self, bucket: Bucket) -> None:
         """Counts a bucket's deletion."""
         for queue in self._queues:
-            queue.deleted(bucket.name, bucket.incarnation)
+            queue.count_deletion(bucket.name, bucket.incarnation)
         self._on_change()
 
-    def updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
+    def bucket_updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
         """Counts each batch as an update, and notes the design documents among what it changed."""
         name, incarnation = bucket.name, bucket.incarnation
         for queue in self._queues:
-            queue.updated(name, incarnation, designs, batch_count)
+            queue.count_updates(name, incarnation, designs, batch_count)
         self._on_change()

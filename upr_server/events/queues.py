@@ -147,14 +147,14 @@ class EventQueue:
     # newer one says that the earlier one is gone. So creations and deletions are counted even if
     # the filter lets only updates of the bucket through.
 
-    def created(self, bucket: str, incarnation: int) -> None:
+    def count_creation(self, bucket: str, incarnation: int) -> None:
         """A bucket was created."""
         if self._kinds_of(bucket):
             counter = BucketCounter(incarnation)
             counter.value = packed_counter.with_creation(counter.value)
             self.counters[bucket] = counter
 
-    def updated(
+    def count_updates(
         self, bucket: str, incarnation: int, designs: Sequence[bytes], batch_count: int = 1
     ) -> None:
         """Batches changed something in a bucket, and these of its design documents."""
@@ -172,7 +172,7 @@ class EventQueue:
             if designs and kinds & _DESIGN:
                 counter.add_designs(designs)
 
-    def deleted(self, bucket: str, incarnation: int) -> None:
+    def count_deletion(self, bucket: str, incarnation: int) -> None:
         """A bucket was deleted."""
         if not self._kinds_of(bucket):
             return
@@ -219,13 +219,13 @@ class EventQueue:
 _OWN_PREFIX: Final = "."
 
 
-def is_own(consumer: str) -> bool:
+def is_own_consumer(consumer: str) -> bool:
     """Whether the name is one of the node's own consumers. Names of consumers that come over a
     connection never begin with a dot."""
     return consumer.startswith(_OWN_PREFIX)
 
 
-def user_of(name: str) -> str:
+def user_of_consumer(name: str) -> str:
     """The user whose consumer has this name in the queues, which is `CONSUMER@USER`; empty where
     nobody logs in."""
     return name.partition("@")[2]
@@ -276,13 +276,17 @@ class EventQueues:
                 `CONSUMERS_OF_USER_MAX` of the same user.
         """
         count = self.consumer_count
-        if count >= CONSUMERS_MAX and not is_own(consumer):
+        if count >= CONSUMERS_MAX and not is_own_consumer(consumer):
             raise TooManyConsumersError(
                 f"this node already has {count} event consumers, which is the maximum; wait until "
                 "one of them times out"
             )
-        user = user_of(consumer)
-        if user and sum(user_of(name) == user for name in self._queues) >= CONSUMERS_OF_USER_MAX:
+        user = user_of_consumer(consumer)
+        if (
+            user
+            and sum(user_of_consumer(name) == user for name in self._queues)
+            >= CONSUMERS_OF_USER_MAX
+        ):
             raise TooManyConsumersError(
                 f"user {user} already has {CONSUMERS_OF_USER_MAX} event consumers on this node, "
                 "which is the maximum; wait until one of them times out"
@@ -305,7 +309,7 @@ class EventQueues:
     @property
     def consumer_count(self) -> int:
         """How many consumers are registered, without the node's own."""
-        return sum(not is_own(name) for name in self._queues)
+        return sum(not is_own_consumer(name) for name in self._queues)
 
     # A clean restart.
 

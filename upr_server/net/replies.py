@@ -41,7 +41,7 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
         """The number up to which a partition has reached this target."""
         seq = partition.manager.persistence.committed if self.persists else partition.high_seq
         if self.copies:
-            seq = min(seq, partition.replicas.reached(self.copies, persisted=self.persists))
+            seq = min(seq, partition.replicas.seq_reached_by(self.copies, persisted=self.persists))
         return seq
 
 

@@ -122,7 +122,7 @@ class RequestContext:
         self.log_in.close()
         self.streamer.close()
         for partition, replica in self._replicas.items():
-            partition.replicas.forget(replica, self)
+            partition.replicas.forget_replica(replica, self)
         self._replicas.clear()
         # Each refers to this object.
         self._in_order.clear()

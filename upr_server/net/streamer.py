@@ -324,7 +324,7 @@ class Streamer:
             or session.streams[partition.id].state is not StreamState.BETWEEN
         ):
             return False
-        chunk = stream.reader.next_whole()
+        chunk = stream.reader.next_whole_snapshot()
         if chunk is None:
             return False
         if stream.answers_from is not None:
@@ -408,7 +408,7 @@ class Streamer:
         as a whole."""
         rows: list[tuple[bytes, int, int, bytes]] = []
         nbytes = 0
-        answers = stream.partition.repeated_batches.between(start, end)
+        answers = stream.partition.repeated_batches.answers_between(start, end)
         for count, row in enumerate(answers, 1):
             rows.append(row)
             nbytes += len(row[3]) + ANSWER_OVERHEAD_BYTES

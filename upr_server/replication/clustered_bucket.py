@@ -4,8 +4,8 @@ in memory.
 **Fencing.** Before a failover, replicas get a map without an active node. `ClusteredBucket.apply`
 stops their replicators (`BucketReplicators.stop_all_but`), so a deposed active that still runs has
 nothing more acknowledged as replicated. The deposed node itself, once it gets a newer map, is
-demoted in `apply` before anything is awaited: `Partition.become` makes it refuse writes. And a node
-streams only to replicas that its own map names (`net.handlers.streams`).
+demoted in `apply` before anything is awaited: `Partition.change_state` makes it refuse writes. And
+a node streams only to replicas that its own map names (`net.handlers.streams`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ClusteredBucket:
             )
             if partition.state is PartitionState.ACTIVE and state is not PartitionState.ACTIVE:
                 demoted[partition] = partition.failover_log
-                partition.become(PartitionState.PENDING, partition.failover_log)
+                partition.change_state(PartitionState.PENDING, partition.failover_log)
             if count % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
         self._warn_of_suspects(new_map, states)
@@ -121,7 +121,7 @@ class ClusteredBucket:
             changes = await self._prepare(new_map, states, demoted)
         except UprError:
             for partition, failover_log in demoted.items():
-                partition.become(PartitionState.ACTIVE, failover_log)
+                partition.change_state(PartitionState.ACTIVE, failover_log)
             with trio.CancelScope(shield=True):
                 await self.follow()
             raise
@@ -215,7 +215,7 @@ class ClusteredBucket:
     def _carry_out(self, change: RoleChange) -> None:
         partition, state = change.partition, change.state
         has_new_history = change.failover_log != partition.failover_log
-        partition.become(state, change.failover_log)
+        partition.change_state(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             # Such a partition keeps nothing in memory: it stands where its disk stands.
             partition.restart_at(partition.manager.persistence.committed)

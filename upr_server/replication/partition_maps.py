@@ -157,7 +157,7 @@ class PartitionMaps:
             state = stored.partitions[partition.id].state_of(self.node)
             if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING
-            partition.become(state, partition.failover_log)
+            partition.change_state(state, partition.failover_log)
             if partition.id in partials:
                 clustered.replicators.restore(partition, partials[partition.id])
 

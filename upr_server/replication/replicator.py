@@ -27,7 +27,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
-from upr_server.engine import Partition, unpack
+from upr_server.engine import Partition, unpack_result
 from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
@@ -364,7 +364,7 @@ class Replicator:
         partition.notify_update(write.chunks)
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
         if partition.failover_log != failover_log:
-            partition.become(partition.state, failover_log)
+            partition.change_state(partition.state, failover_log)
         self._report(partition_id)
 
     # Rolling back.
@@ -409,7 +409,7 @@ class Replicator:
                 partition.truncate(seq)
                 received.truncate(seq)
                 self._on_disk[partition_id] = record
-                partition.become(partition.state, failover_log)
+                partition.change_state(partition.state, failover_log)
         log.warning(
             "replica rolled back",
             bucket=bucket.name,
@@ -458,7 +458,7 @@ def checked_answers(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Publi
     """
     try:
         for _, _, _, answer in rows:
-            unpack(answer)
+            unpack_result(answer)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"malformed answer to a publisher: {error}") from error
     return [(writer, batch, SeqNo(seq), answer) for writer, batch, seq, answer in rows]

@@ -40,7 +40,7 @@ def leave_snapshots(partition: Partition, count: int, *keys: bytes) -> None:
 
 def collapse(partition: Partition, budget: int = 100) -> int:
     steps = 0
-    while partition.manager.collapse_wanted:
+    while partition.manager.needs_collapse:
         partition.manager.collapse_step(budget)
         partition.check_invariants()
         steps += 1
@@ -50,9 +50,9 @@ def collapse(partition: Partition, budget: int = 100) -> int:
 def test_small_snapshots_are_collapsed_eight_at_a_time() -> None:
     partition = new_partition()
     leave_snapshots(partition, COLLAPSE_SNAPSHOTS_MIN - 1, b"a")
-    assert not partition.manager.collapse_wanted
+    assert not partition.manager.needs_collapse
     leave_snapshots(partition, 1, b"a", b"b")
-    assert partition.manager.collapse_wanted
+    assert partition.manager.needs_collapse
     collapse(partition)
     assert len(partition.snapshots) == 2
     assert read(partition) == "(0,9] a@8 b@9 ."
@@ -62,7 +62,7 @@ def test_small_snapshots_are_collapsed_eight_at_a_time() -> None:
 def test_seven_small_snapshots_of_one_key_become_one() -> None:
     partition = new_partition()
     leave_snapshots(partition, 7, b"a")
-    assert not partition.manager.collapse_wanted
+    assert not partition.manager.needs_collapse
     partition.manager.consider_short_runs()
     collapse(partition)
     assert read(partition) == "(0,7] a@7 ."
@@ -90,7 +90,7 @@ def test_a_small_snapshot_is_not_reason_enough_to_copy_a_large_one() -> None:
     read(partition)
     leave_snapshots(partition, 1, b"a")
     partition.manager.consider_short_runs()
-    assert not partition.manager.collapse_wanted
+    assert not partition.manager.needs_collapse
 
 
 def test_two_snapshots_that_are_not_small_wait_for_more() -> None:
@@ -100,7 +100,7 @@ def test_two_snapshots_that_are_not_small_wait_for_more() -> None:
             put(partition, b"a", value=bytes(value_bytes))
             read(partition, partition.snapshot_end)
         partition.manager.consider_short_runs()
-        assert partition.manager.collapse_wanted == is_wanted
+        assert partition.manager.needs_collapse == is_wanted
 
 
 def test_short_runs_are_looked_for_only_after_a_cursor_has_moved() -> None:
@@ -151,11 +151,11 @@ def test_a_bucket_collapses_its_partitions_in_turn() -> None:
     for partition_id in (2, 0):
         leave_snapshots(bucket.partitions[partition_id], 8, b"a")
     assert calls == [1]
-    assert bucket.collapse_wanted
+    assert bucket.needs_collapse
     steps = 0
-    while bucket.collapse_wanted:
+    while bucket.needs_collapse:
         steps += 1
-        assert bucket.collapse_step(3) == bucket.collapse_wanted
+        assert bucket.collapse_step(3) == bucket.needs_collapse
         bucket.check_invariants()
     assert steps > 4
     assert [len(partition.snapshots) for partition in bucket.partitions] == [2, 1, 2]
@@ -167,7 +167,7 @@ def test_a_snapshot_with_a_cursor_inside_is_not_collapsed() -> None:
     inside = cursor_at(partition, 3)
     inside.next()
     leave_snapshots(partition, 7, b"a")
-    assert not partition.manager.collapse_wanted, "3 on one side, 7 on the other"
+    assert not partition.manager.needs_collapse, "3 on one side, 7 on the other"
     leave_snapshots(partition, 1, b"a")
     collapse(partition)
     assert transcript(items(inside)) == "a@4 . (4,12] a@12 ."
@@ -191,12 +191,12 @@ def test_a_cursor_that_leaves_makes_its_slot_collapsible() -> None:
         cursor = cursor_at(partition, partition.high_seq)
         leave_snapshots(partition, 4, b"a")
         cursor.next()
-        assert not partition.manager.collapse_wanted
+        assert not partition.manager.needs_collapse
         if leave == "close":
             cursor.close()
         else:
             transcript(items(cursor))
-        assert partition.manager.collapse_wanted
+        assert partition.manager.needs_collapse
         collapse(partition)
         leave_snapshots(partition, 4, b"a")
 
@@ -302,12 +302,12 @@ def test_large_snapshots_are_collapsed_by_their_size() -> None:
     partition = new_partition()
     big(partition, 0, 3000)
     big(partition, 0, 1000)
-    assert not partition.manager.collapse_wanted, "a third of it is not worth rewriting it"
+    assert not partition.manager.needs_collapse, "a third of it is not worth rewriting it"
     big(partition, 500, 1500)
-    assert partition.manager.collapse_wanted
+    assert partition.manager.needs_collapse
     collapse(partition, 2000)
     assert len(partition.snapshots) == 2
-    assert partition.table.items == 3000
+    assert partition.table.item_count == 3000
     assert read(partition).count("@") == 3000
 
 

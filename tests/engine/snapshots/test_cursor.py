@@ -178,7 +178,7 @@ def test_end_at_least_holds_what_it_announced() -> None:
     for _ in range(12):
         put(partition, b"a", b"b")
         read(partition)
-    while partition.manager.collapse_wanted:
+    while partition.manager.needs_collapse:
         partition.manager.collapse_step(1000)
     for _ in range(12):
         put(partition, b"a", b"b")
@@ -187,7 +187,7 @@ def test_end_at_least_holds_what_it_announced() -> None:
     cursor = cursor_at(partition, 1, end)
     start = cursor.next()
     assert isinstance(start, SnapshotStartItem)
-    while partition.manager.collapse_wanted:
+    while partition.manager.needs_collapse:
         partition.manager.collapse_step(1000)
     assert transcript(items(cursor)).count(".") >= 1
     assert cursor.seq == partition.high_seq
@@ -440,12 +440,12 @@ def test_many_counters_are_divided_among_chunks() -> None:
 def test_a_snapshot_of_one_chunk_can_be_read_at_once() -> None:
     partition = new_partition()
     cursor = cursor_at(partition)
-    assert cursor.next_whole() is None, "there is nothing"
+    assert cursor.next_whole_snapshot() is None, "there is nothing"
     put(partition, b"a", b"b")
-    chunk = cursor.next_whole()
+    chunk = cursor.next_whole_snapshot()
     assert chunk is not None
     assert (chunk.start, chunk.end, chunk.keys()) == (0, 2, [b"a", b"b"])
-    assert cursor.next_whole() is None
+    assert cursor.next_whole_snapshot() is None
     assert not cursor.is_reading
     assert not cursor.poll()
     put(partition, b"c")
@@ -457,15 +457,15 @@ def test_what_is_no_whole_snapshot_is_not_read_at_once() -> None:
     partition = new_partition()
     first = cursor_at(partition)
     put(partition, b"a", b"b")
-    assert first.next_whole() is not None
+    assert first.next_whole_snapshot() is not None
     put(partition, b"c")
     inside = cursor_at(partition, 1)
     resumed = partition.manager.register("r", SeqNo(0), end_at_least=SeqNo(3)).cursor
-    assert inside.next_whole() is None
-    assert resumed.next_whole() is None
+    assert inside.next_whole_snapshot() is None
+    assert resumed.next_whole_snapshot() is None
     begun = cursor_at(partition, 2)
     begun.next()
-    assert begun.next_whole() is None
+    assert begun.next_whole_snapshot() is None
     assert transcript(items(inside)) == "(1,2] b@2 . (2,3] c@3 ."
     assert transcript(items(resumed)) == "(0,3]* a@1 b@2 c@3 ."
     assert transcript(items(begun)) == "c@3 ."
@@ -475,7 +475,7 @@ def test_what_the_disk_has_read_at_once_stays_until_it_is_committed() -> None:
     partition = new_partition()
     put(partition, b"a")
     disk = partition.manager.persistence
-    assert disk.next_whole() is not None
+    assert disk.next_whole_snapshot() is not None
     assert not partition.manager.free_oldest()
     disk.commit(SeqNo(1))
     assert partition.manager.free_oldest()

@@ -120,11 +120,11 @@ def test_the_window_begins_anew_when_it_was_empty() -> None:
     assert 4 not in window
     assert 5 in window
     window.skip(6)
-    assert (window.skipped(5, 7), window.skipped(7, 7)) == (1, 0)
+    assert (window.count_skipped(5, 7), window.count_skipped(7, 7)) == (1, 0)
     window.drop_below(6)
     assert (window.base, window.flags) == (6, bytearray([1, 0]))
     window.clear(6, 6)
-    assert window.skipped(6, 7) == 0
+    assert window.count_skipped(6, 7) == 0
     window.flags.clear()
     window.extend(SeqNo(20), 1)
     assert window.base == 20
@@ -132,8 +132,8 @@ def test_the_window_begins_anew_when_it_was_empty() -> None:
 
 def test_the_skip_flags_stay_in_proportion_to_the_live_rows() -> None:
     window = skip_flags(1, 8193)
-    assert window.excess(1000) == 0
-    assert window.excess(0) == 8193 - 4096
+    assert window.excess_flags(1000) == 0
+    assert window.excess_flags(0) == 8193 - 4096
 
 
 # In an open snapshot.

@@ -24,12 +24,12 @@ from upr_server.engine.snapshots.snapshot_list import SnapshotList
 def drop_last_row_of_chunk() -> Iterator[None]:
     """A cursor leaves out the last row of each chunk that has several."""
     read: Any = Cursor.next
-    read_whole: Any = Cursor.next_whole
+    read_whole: Any = Cursor.next_whole_snapshot
 
     def next_item(self: Cursor) -> Any:
         return without_last_row(self, read(self))
 
-    def next_whole(self: Cursor) -> Any:
+    def next_whole_snapshot(self: Cursor) -> Any:
         return without_last_row(self, read_whole(self))
 
     def without_last_row(self: Cursor, item: Any) -> Any:
@@ -39,7 +39,10 @@ def drop_last_row_of_chunk() -> Iterator[None]:
                 return Chunk.build(rows[:-1], item.start, item.end)
         return item
 
-    with replaced(Cursor, "next", next_item), replaced(Cursor, "next_whole", next_whole):
+    with (
+        replaced(Cursor, "next", next_item),
+        replaced(Cursor, "next_whole_snapshot", next_whole_snapshot),
+    ):
         yield
 
 
@@ -47,14 +50,14 @@ def drop_last_row_of_chunk() -> Iterator[None]:
 def collapse_under_cursor() -> Iterator[None]:
     """Snapshots are collapsed while cursors read them."""
 
-    def run_to_collapse(
+    def entries_to_collapse(
         entries: Sequence[SnapshotEntry], entry: SnapshotEntry, *, shortest: bool = False
     ) -> list[SnapshotEntry] | None:
         del entry, shortest
         return list(entries[:-1]) if len(entries) > 2 else None
 
     with (
-        replaced(managers, "run_to_collapse", run_to_collapse),
+        replaced(managers, "entries_to_collapse", entries_to_collapse),
         replaced(SnapshotList, "is_run_free", lambda _self, _run: True),
     ):
         yield
@@ -94,7 +97,7 @@ def acknowledge_before_replication() -> Iterator[None]:
         del persisted
         return SEQ_MAX
 
-    with replaced(ReplicaProgress, "reached", reached):
+    with replaced(ReplicaProgress, "seq_reached_by", reached):
         yield
 
 

@@ -84,7 +84,7 @@ def stay_active_after_restart() -> Iterator[None]:
         restore(self, disk, document, *arguments, **options)
         for partition in disk.bucket.partitions:
             if partition.state is PartitionState.PENDING:
-                partition.become(PartitionState.ACTIVE, partition.failover_log)
+                partition.change_state(PartitionState.ACTIVE, partition.failover_log)
 
     with (
         replaced(partition_maps, "ClusteredBucket", confirmed_bucket),
@@ -96,14 +96,14 @@ def stay_active_after_restart() -> Iterator[None]:
 @planted(HANDOVERS)
 def accept_writes_during_handover() -> Iterator[None]:
     """The source of a takeover accepts writes until it hears that the target is active."""
-    become: Any = Partition.become
+    become: Any = Partition.change_state
 
     def become_later(self: Partition, state: PartitionState, failover_log: Any) -> None:
         if self.state is PartitionState.ACTIVE and state is PartitionState.PENDING:
             return
         become(self, state, failover_log)
 
-    with replaced(Partition, "become", become_later):
+    with replaced(Partition, "change_state", become_later):
         yield
 
 

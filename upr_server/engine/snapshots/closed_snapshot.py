@@ -76,7 +76,7 @@ class ClosedSnapshot:
         """The segment at `index`, encoded; O(its mutations) for the first call, then O(1)."""
         return self._segments[index].chunk()
 
-    def index(self, after: int) -> int:
+    def segment_index_after(self, after: int) -> int:
         """The first segment with numbers above `after`. O(log segments)."""
         return 0 if after == self.start else bisect_right(self._segments, after, key=_END)
 

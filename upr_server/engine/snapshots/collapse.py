@@ -56,7 +56,7 @@ WIDEN_COST: Final = 4096
 _START: Final = attrgetter("start")
 
 
-def run_to_collapse(
+def entries_to_collapse(
     entries: Sequence[SnapshotEntry],
     entry: SnapshotEntry,
     *,

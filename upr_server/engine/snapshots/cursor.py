@@ -151,7 +151,7 @@ class Cursor:
         """Whether `next` would hand on anything; if not, the cursor waits, as after `next` did."""
         if self.has_next:
             return True
-        self._snapshots.wait(self)
+        self._snapshots.add_waiting(self)
         return False
 
     @property
@@ -187,7 +187,7 @@ class Cursor:
         self.seq = chunk.end
         return chunk
 
-    def next_whole(self) -> Chunk | None:
+    def next_whole_snapshot(self) -> Chunk | None:
         """The next snapshot at once, if it is one chunk: what `next` would hand on as a start, the
         chunk and an end, at a third of the cost. None if it is not, or there is none, or the cursor
         stands inside one; ask `next` then.
@@ -210,19 +210,19 @@ class Cursor:
 
     def _has_read_at_once(self, entry: SnapshotEntry) -> None:
         """It was at the front of `entry`, and is behind it."""
-        self._snapshots.released((entry,))
+        self._snapshots.note_released((entry,))
 
     def _begin(self) -> SnapshotStartItem | None:
         snapshots, entry = self._snapshots, self.entry
         if entry.snapshot is snapshots.open and snapshots.open.high <= self.seq:
-            snapshots.wait(self)
+            snapshots.add_waiting(self)
             return None
         if self.at_front:
             self.at_front = False
             entry.front_count -= 1
             self._hold(entry)
         snapshot = snapshots.close(entry)
-        self._index = snapshot.index(self.seq)
+        self._index = snapshot.segment_index_after(self.seq)
         # A reader that was interrupted in a snapshot ending at `_end_at_least` may hold a part of
         # it: its state is consistent at that end at the earliest. All snapshots up to there are
         # announced as one, though a key may then repeat.
@@ -266,9 +266,9 @@ class Cursor:
     def _release(self, entries: list[SnapshotEntry]) -> None:
         for entry in entries:
             entry.inside_count -= 1
-        self._snapshots.released(entries)
+        self._snapshots.note_released(entries)
 
-    def step_over(self, following: SnapshotEntry) -> None:
+    def move_to_front_of(self, following: SnapshotEntry) -> None:
         """Moves on to the front of `following`: it has read all of the entry that it stands in.
 
         For the snapshot list, which closes that one.
@@ -356,7 +356,7 @@ class PersistenceCursor(Cursor):
         self.at_front = True
         entry.front_count += 1
         self.seq = entry.start
-        self._snapshots.wait(self)
+        self._snapshots.add_waiting(self)
 
     def commit(self, through: SeqNo) -> None:
         """The disk has everything up to `through`, the end of a snapshot that was read whole.

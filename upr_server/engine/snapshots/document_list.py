@@ -137,7 +137,7 @@ class DocumentList:
             covered_count = array.last + 1 - array.first
             skip_flags.extend(array.first, covered_count)
         self._append(array)
-        self.count(ROW_BYTES * (covered_count - array.count))
+        self.count_added_bytes(ROW_BYTES * (covered_count - array.count))
 
     def add(self, row: Mutation) -> None:
         """Takes in one document that is not large. O(1)."""
@@ -267,14 +267,14 @@ class DocumentList:
             return
         for array in self._arrays[bisect_left(self._arrays, skip_flags.base, key=_FIRST) :]:
             if array.skip is None:
-                array.live = array.count - skip_flags.skipped(array.first, array.last)
+                array.live = array.count - skip_flags.count_skipped(array.first, array.last)
         live_bytes = sum(size for size, _ in self._live_sizes())
         nbytes = sum(array.nbytes for array in self._arrays) + rows.row_bytes
         too_much = nbytes - 2 * live_bytes - SLACK_BYTES
         is_complete = True
         if too_much > 0 or len(self._arrays) > ARRAYS_TO_MERGE_MIN:
             is_complete = self._rewrite(self._rewrite_divisor(too_much))
-        excess = skip_flags.excess(live)
+        excess = skip_flags.excess_flags(live)
         if excess and len(rows) and rows.first < skip_flags.base + excess:
             self.seal()
         self.move_flags_to_arrays(skip_flags.base + excess)
@@ -288,7 +288,7 @@ class DocumentList:
         rows = self._rows
         count = len(rows)
         if count:
-            live = count - self.skip_flags.skipped(rows.first, rows.last)
+            live = count - self.skip_flags.count_skipped(rows.first, rows.last)
             sizes.append((rows.row_bytes * live // count, live))
         return sizes
 
@@ -301,11 +301,11 @@ class DocumentList:
         total = sum(nbytes for nbytes, _ in sizes)
         return sum(nbytes * nbytes // live for nbytes, live in sizes) // total if total else 0
 
-    def count(self, nbytes: int) -> None:
+    def count_added_bytes(self, nbytes: int) -> None:
         """Counts bytes that were added elsewhere towards the next tidying."""
         self._rows.added += nbytes
 
-    def superseded(self, count: int) -> None:
+    def count_superseded(self, count: int) -> None:
         """Counts documents that were superseded towards the next tidying."""
         self._rows.superseded += count
 
@@ -441,7 +441,7 @@ class DocumentList:
                 if not skipped:
                     rows.append(array.mutation(index))
             if array.skip is None:
-                outside = skip_flags.skipped(array.first, array.last)
+                outside = skip_flags.count_skipped(array.first, array.last)
                 inside = sum(skip_flags.flags[n - skip_flags.base] for n in array.seqs())
                 assert outside == inside, "a flag that is for no document"
         open_rows = self._rows
@@ -452,7 +452,7 @@ class DocumentList:
         if seqs:
             assert last < open_rows.first <= seqs[0], "rows before arrays"
             assert all(seq in skip_flags for seq in seqs), "rows without a flag"
-            outside = skip_flags.skipped(open_rows.first, open_rows.last)
+            outside = skip_flags.count_skipped(open_rows.first, open_rows.last)
             skipped_seqs = [seq for seq in seqs if skip_flags.flags[seq - skip_flags.base]]
             assert outside == len(skipped_seqs), "a flag that is for no document"
             rows += [self.find(seq) for seq in seqs if seq not in skipped_seqs]

@@ -31,7 +31,7 @@ from upr_kernel import OpenRows
 from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
-from upr_server.engine.snapshots.collapse import Collapse, run_to_collapse
+from upr_server.engine.snapshots.collapse import Collapse, entries_to_collapse
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, PersistenceCursor
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
@@ -59,7 +59,7 @@ class MutationManager:
         start: The number before the first mutation that it will take in.
         rows: The rows of the open snapshot.
         memory: What the bucket holds.
-        on_collapsible: Called when `collapse_wanted` becomes true.
+        on_collapsible: Called when `needs_collapse` becomes true.
 
     Attributes:
         snapshots: The snapshots.
@@ -226,7 +226,7 @@ class MutationManager:
         snapshots = self.snapshots
         if snapshots.persisted < snapshots.high:
             raise ValueError(f"the disk has {snapshots.persisted} of {snapshots.high}")
-        waiting = snapshots.waiting()
+        waiting = snapshots.waiting_cursors()
         for cursor in list(snapshots.readers):
             if cursor is not self.persistence:
                 cursor.drop()
@@ -240,7 +240,7 @@ class MutationManager:
     # Collapsing.
 
     @property
-    def collapse_wanted(self) -> bool:
+    def needs_collapse(self) -> bool:
         """Whether `collapse_step` has something to do. O(1)."""
         return self._collapse is not None or bool(self._candidates)
 
@@ -266,7 +266,7 @@ class MutationManager:
         elif collapse.step(budget_mutations):
             self._collapse = None
             self._finish(collapse)
-        return self.collapse_wanted
+        return self.needs_collapse
 
     def consider_short_runs(self) -> None:
         """Has snapshots collapsed that cursors have left and that are too few and too small to be
@@ -297,10 +297,10 @@ class MutationManager:
             entry.inside_count
             or entry in self._candidates
             or entry.start < self.snapshots.oldest
-            or run_to_collapse(entries, entry, may_be_short=may_be_short, shortest=True) is None
+            or entries_to_collapse(entries, entry, may_be_short=may_be_short, shortest=True) is None
         ):
             return
-        was_wanted = self.collapse_wanted
+        was_wanted = self.needs_collapse
         self._candidates[entry] = may_be_short
         if not was_wanted and self._on_collapsible is not None:
             self._on_collapsible()
@@ -310,7 +310,7 @@ class MutationManager:
             entry, may_be_short = next(iter(self._candidates.items()))
             del self._candidates[entry]
             # Cursors may have come since it became a candidate.
-            run = run_to_collapse(self.snapshots.entries, entry, may_be_short=may_be_short)
+            run = entries_to_collapse(self.snapshots.entries, entry, may_be_short=may_be_short)
             if run is not None:
                 return Collapse(run, [self.snapshots.close(entry) for entry in run])
         return None
@@ -335,7 +335,7 @@ class MutationManager:
             "oldest": snapshots.oldest,
             "snapshots": len(snapshots),
             "cursors": len(snapshots.readers),
-            "waiting": len(snapshots.waiting()),
+            "waiting": len(snapshots.waiting_cursors()),
             "persisted": snapshots.persisted,
             "collapses": self._collapsed_count,
             "dropped": self.dropped_count,
@@ -359,6 +359,6 @@ class MutationManager:
         for cursor in snapshots.resuming_in_open():
             assert cursor.entry is snapshots.entries[-1], cursor
             assert not cursor.at_front, cursor
-        for cursor in snapshots.waiting():
+        for cursor in snapshots.waiting_cursors():
             assert not cursor.has_next, "a cursor that waits has nothing to read"
         assert self.persistence in snapshots.readers

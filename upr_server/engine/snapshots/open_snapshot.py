@@ -129,10 +129,10 @@ class OpenSnapshot:
                 superseded = [seq for seq in superseded if not counters.remove(seq)]
             documents.skip_all(superseded)
         if fresh < count:
-            documents.superseded(count - fresh)
+            documents.count_superseded(count - fresh)
         documents.tidy(rows.live)
 
-    def settle(self, superseded: Sequence[int]) -> None:
+    def note_added_run(self, superseded: Sequence[int]) -> None:
         """The kernel has added a run to the rows: does what it left to do.
 
         Args:
@@ -179,13 +179,13 @@ class OpenSnapshot:
             self.rows.live += 1  # the older event, if any, is in another snapshot
         elif not documents.pop(previous_seq) and not self._counters.remove(previous_seq):
             documents.skip(previous_seq)
-            documents.superseded(1)
+            documents.count_superseded(1)
         if len(row.value) > LARGE_VALUE_BYTES:
             documents.add_large(row, published)
         else:
             covered_count = documents.skip_flags.extend_through(row.seq)
             documents.add(row)
-            documents.count(ROW_BYTES * (covered_count - 1))
+            documents.count_added_bytes(ROW_BYTES * (covered_count - 1))
         self.rows.high = row.seq
         documents.tidy(self.rows.live)
 
@@ -220,7 +220,7 @@ class OpenSnapshot:
             rows.has_counters = True
             high = SeqNo(max(rows.high, counter_rows[-1].seq))
             if high > rows.high and documents.skip_flags:
-                documents.count(ROW_BYTES * documents.skip_flags.extend_through(high))
+                documents.count_added_bytes(ROW_BYTES * documents.skip_flags.extend_through(high))
             rows.high = high
         documents.tidy(rows.live)
 
@@ -234,7 +234,7 @@ class OpenSnapshot:
             superseded = [seq for seq in superseded if not counters.remove(seq)]
         if superseded:
             documents.skip_all(superseded)
-            documents.superseded(len(superseded))
+            documents.count_superseded(len(superseded))
 
     def add_counter(self, row: Mutation, previous_seq: int) -> None:
         """Takes in one counter: the result of an increment or decrement. O(1).
@@ -246,12 +246,12 @@ class OpenSnapshot:
             self.rows.live += 1
         elif not counters.remove(previous_seq):
             documents.skip(previous_seq)
-            documents.superseded(1)
+            documents.count_superseded(1)
         counters.append(row)
         self.rows.high = row.seq
         self.rows.has_counters = True
         if documents.skip_flags:
-            documents.count(ROW_BYTES * documents.skip_flags.extend_through(row.seq))
+            documents.count_added_bytes(ROW_BYTES * documents.skip_flags.extend_through(row.seq))
             documents.tidy(self.rows.live)
 
     # Reading.

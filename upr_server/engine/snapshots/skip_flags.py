@@ -66,7 +66,7 @@ class SkipFlags:
         """Flags a covered number."""
         self.flags[seq - self.base] = 1
 
-    def skipped(self, first: int, last: int) -> int:
+    def count_skipped(self, first: int, last: int) -> int:
         """How many of the numbers in [`first`, `last`] are flagged. At memory speed."""
         return self.flags.count(1, first - self.base, last + 1 - self.base)
 
@@ -79,7 +79,7 @@ class SkipFlags:
         del self.flags[: seq - self.base]
         self._rows.base = seq
 
-    def excess(self, live: int) -> int:
+    def excess_flags(self, live: int) -> int:
         """How many flags to let go of, with so many live mutations: none up to a limit, and then
         down to half of it, so that the cost is spread over as many numbers."""
         limit = COVERED_MIN + COVERED_PER_LIVE * live

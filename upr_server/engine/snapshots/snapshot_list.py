@@ -23,21 +23,21 @@ class NotInMemory(LookupError):  # noqa: N818  # it is an answer, not a fault
     """The mutation was freed: the disk has it."""
 
 
-class Reader(Protocol):
+class ListedCursor(Protocol):
     """What the list asks of a cursor that stands in it."""
 
     @property
     def seq(self) -> SeqNo:
         """Everything up to this number was handed on."""
 
-    def step_over(self, following: SnapshotEntry) -> None:
+    def move_to_front_of(self, following: SnapshotEntry) -> None:
         """Moves on to the front of `following`: the cursor has read all of the entry before."""
 
     def wake(self) -> None:
         """There is something to read."""
 
 
-ReaderT = TypeVar("ReaderT", bound=Reader)
+ReaderT = TypeVar("ReaderT", bound=ListedCursor)
 
 
 class SnapshotList(Generic[ReaderT]):
@@ -135,7 +135,7 @@ class SnapshotList(Generic[ReaderT]):
         self.open.rows.is_awaited = bool(self._waiting)
         self._resuming_in_open.pop(reader, None)
 
-    def released(self, entries: Sequence[SnapshotEntry]) -> None:
+    def note_released(self, entries: Sequence[SnapshotEntry]) -> None:
         """A cursor has left these entries, which rise."""
         for index, entry in enumerate(entries, 1):
             # Neighbours that are free belong to one run, which is found from the last of them.
@@ -147,7 +147,7 @@ class SnapshotList(Generic[ReaderT]):
         """Nobody is told any more of what cursors have left."""
         self._on_released = lambda _entry: None
 
-    def wait(self, reader: ReaderT) -> None:
+    def add_waiting(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""
         self._waiting[reader] = None
         self.open.rows.is_awaited = True
@@ -160,7 +160,7 @@ class SnapshotList(Generic[ReaderT]):
             for reader in waiting:
                 reader.wake()
 
-    def waiting(self) -> list[ReaderT]:
+    def waiting_cursors(self) -> list[ReaderT]:
         """The cursors that wait."""
         return list(self._waiting)
 
@@ -181,7 +181,7 @@ class SnapshotList(Generic[ReaderT]):
                 # one it would announce a snapshot without mutations.
                 for reader in self._resuming_in_open:
                     if reader.seq == snapshot.end:
-                        reader.step_over(following)
+                        reader.move_to_front_of(following)
                 self._resuming_in_open.clear()
         return snapshot
 

@@ -125,7 +125,7 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
                     partition.failover_log.current,
                     partition.high_seq,
                     partition.manager.persistence.committed,
-                    partition.replicas.reached(len(partition.replicas)),
+                    partition.replicas.seq_reached_by(len(partition.replicas)),
                 )
                 for partition in partitions
             ),

@@ -25,7 +25,7 @@ from upr_server.engine import (
     MutateResult,
     MutationBatch,
     Partition,
-    set_runs,
+    apply_set_runs,
 )
 from upr_server.engine.evaluation import BYTES_PER_COST
 from upr_server.net.partition_request_queue import FETCHED_BYTES_MAX, UNFINISHED, StillNeeded
@@ -196,7 +196,7 @@ class _BundleRequest(OrderedReply):
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
         targets = self._targets(bucket, bundle.runs[low:high])
-        runs = set_runs(
+        runs = apply_set_runs(
             bucket,
             batches.columns,
             bundle.directory[RUN_BYTES * low : RUN_BYTES * high],

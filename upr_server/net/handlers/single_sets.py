@@ -9,7 +9,7 @@ from __future__ import annotations
 from upr_protocol.chunk import RUN_BYTES, decode_runs
 from upr_protocol.ids import WRITER_BYTES
 from upr_protocol.wire import RESULT_BYTES, SetFrames
-from upr_server.engine import Bucket, CheckedChunk, set_runs
+from upr_server.engine import Bucket, CheckedChunk, apply_set_runs
 from upr_server.net.request_context import RequestContext
 
 
@@ -36,7 +36,7 @@ def _apply(context: RequestContext, bucket: Bucket, sets: SetFrames) -> bytes:
     skip = _skip(context, bucket, sets) if context.may_have_earlier else None
     lines, low = b"", 0
     while low < sets.frame_count:
-        runs = set_runs(
+        runs = apply_set_runs(
             bucket,
             columns,
             sets.directory[RUN_BYTES * low :],

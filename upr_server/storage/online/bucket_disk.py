@@ -19,7 +19,7 @@ from upr_server.engine import (
     Partition,
     PartitionImage,
     WriterToken,
-    unpack,
+    unpack_result,
 )
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
@@ -290,7 +290,8 @@ def recover_partitions(
 def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionImage:
     record = partition.record
     answers = {
-        WriterToken(token.writer, token.counter): unpack(token.answer) for token in partition.tokens
+        WriterToken(token.writer, token.counter): unpack_result(token.answer)
+        for token in partition.tokens
     }
     # On disk they are ordered by publisher. The engine needs them by age, to forget the oldest.
     by_age = dict(sorted(answers.items(), key=lambda item: (item[1].last_seq, item[0].counter)))

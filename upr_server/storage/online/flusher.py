@@ -244,7 +244,7 @@ class Flusher:
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
         # `_collect_group` others may write more, and close the snapshot.
         while cursor.seq < high_seq or cursor.is_reading:
-            whole = cursor.next_whole()
+            whole = cursor.next_whole_snapshot()
             if whole is not None:
                 bytes_max -= whole.nbytes
                 yield whole

@@ -49,7 +49,7 @@ class LeasedReader:
         """True: there is always something to read, now or once the disk has answered."""
         return True
 
-    def next_whole(self) -> None:
+    def next_whole_snapshot(self) -> None:
         """None: memory has nothing of it."""
 
     def next(self) -> CursorItem | Wait:

@@ -203,7 +203,7 @@ class Maintenance:
             return False
         partition = self._bucket.partitions[step.partition]
         self._note_damage(partition.id, step)
-        partition.index_advanced(step.indexed, step.items)
+        partition.note_index_progress(step.indexed, step.items)
         partition.purge_seq = max(partition.purge_seq, step.purge_seq)
         self._progress.notify()
         self._on_progress()

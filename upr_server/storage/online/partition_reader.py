@@ -149,13 +149,13 @@ class PartitionReader:
         self._follow(item)
         return item
 
-    def next_whole(self) -> Chunk | None:
+    def next_whole_snapshot(self) -> Chunk | None:
         """The next snapshot at once, if memory has it as one chunk. None if not; ask `next` then.
-        See `Cursor.next_whole`."""
+        See `Cursor.next_whole_snapshot`."""
         cursor = self._cursor
         if cursor is None or self._backfill is not None or self.is_reading:
             return None
-        chunk = cursor.next_whole()
+        chunk = cursor.next_whole_snapshot()
         if chunk is not None:
             self.seq = chunk.end
             self._end_at_least = SeqNo(0)
