@@ -20,7 +20,7 @@ from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation,
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import NO_PARTITION, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Mutate, encode_reply
-from upr_server.engine import Bucket, BundleBatches, Partition, batch_of, apply_set_runs
+from upr_server.engine import Bucket, BundleBatches, Partition, apply_set_runs, batch_of
 
 KEYS: Final = 100_000
 VALUE: Final = bytes(100)

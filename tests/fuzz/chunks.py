@@ -148,16 +148,16 @@ def _read(key: bytes, value: bytes, rows: list[Mutation], start: SeqNo, end: Seq
         writer.put(key, value)
     log, partition = ChunkLog(disk), parse_chunk_key(key)[0]
     middle = SeqNo((start + end) // 2)
-    assert log.sizes() == {partition: len(value)}
+    assert log.chunk_bytes() == {partition: len(value)}
     if start < end:
-        (whole,) = log.read(partition, middle, end, bytes_max=1)
+        (whole,) = log.read_chunks(partition, middle, end, bytes_max=1)
         assert list(whole) == [row for row in rows if row.seq > middle]
         most = len(value) // 2
-        (front,) = log.read(partition, start, end, bytes_max=most, in_pieces=True)
+        (front,) = log.read_chunks(partition, start, end, bytes_max=most, in_pieces=True)
         assert list(front) == [row for row in rows if row.seq <= front.end]
         assert len(front) <= 1 or front.nbytes <= most
     numbers = [row.seq for row in rows][::-1]
-    assert log.find(partition, numbers, 1 << 40) == rows[::-1]
+    assert log.find_mutations(partition, numbers, 1 << 40) == rows[::-1]
 
 
 def record(data: bytes) -> None:

@@ -36,8 +36,8 @@ from upr_server.storage.online.backfill import (
     BUDGET_SHARE,
     READ_BYTES_MIN,
     WAIT_FOR_DISK,
+    ReaderWait,
     StreamBrokenError,
-    Wait,
 )
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leases import BACKFILL_LEASE_S
@@ -150,7 +150,7 @@ class Reader:
     def _is_ready(self) -> None:
         self._ready.set()
 
-    def step(self) -> CursorItem | Wait | None:
+    def step(self) -> CursorItem | ReaderWait | None:
         """Takes the next item, if there is one now."""
         self._ready = trio.Event()
         return self._take(self.reader.next())
@@ -166,7 +166,7 @@ class Reader:
         self._take(SnapshotEndItem(chunk.end))
         return True
 
-    def _take(self, item: CursorItem | Wait | None) -> CursorItem | Wait | None:
+    def _take(self, item: CursorItem | ReaderWait | None) -> CursorItem | ReaderWait | None:
         if isinstance(item, SnapshotStartItem):
             assert item.start == self._at
             assert item.end >= self._end
@@ -195,7 +195,7 @@ class Reader:
                 continue
             if self.step() in (None, WAIT_FOR_DISK):
                 await self._ready.wait()
-            self.reader.sent()
+            self.reader.note_sent()
             items -= 1
 
     def _has_read_all(self) -> bool:
@@ -237,7 +237,7 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
             assert (SnapshotKind.DISK in other_reader.kinds) == (start < 300)
             other_reader.close()
         assert model.disk.memory.backfills == 0
-        assert model.disk.leases.ranges() == []
+        assert model.disk.leases.held_ranges() == []
 
 
 async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
@@ -477,9 +477,9 @@ async def test_a_backfill_that_takes_an_hour_ends_its_stream(
         reader = Reader(model)
         assert reader.step() is WAIT_FOR_DISK
         await trio.sleep(BACKFILL_LEASE_S - 1)
-        assert model.disk.leases.ranges() == [(0, 0, 120)]
+        assert model.disk.leases.held_ranges() == [(0, 0, 120)]
         await trio.sleep(2)
-        assert model.disk.leases.ranges() == []
+        assert model.disk.leases.held_ranges() == []
         with pytest.raises(StreamBrokenError) as broken:
             await reader.read()
         assert broken.value.status is Status.TOO_SLOW
@@ -549,18 +549,18 @@ async def test_a_backfills_end_is_fixed_and_compaction_leaves_it_complete(
         reader = Reader(model)
         assert reader.step() is WAIT_FOR_DISK
         await trio.testing.wait_all_tasks_blocked()
-        assert model.disk.leases.ranges() == [(0, 0, 60)]
+        assert model.disk.leases.held_ranges() == [(0, 0, 60)]
         for turn in range(1, 9):
             model.write(*items(turn * 60, 60))
             await model.persist()
             await trio.sleep(INDEXED_S)
             model.forget()
         assert int(str(model.disk.maintenance.statistics()["compactions"])) > 0
-        assert model.disk.leases.ranges() == [(0, 0, 60)]
+        assert model.disk.leases.held_ranges() == [(0, 0, 60)]
         store.released.set()
         await reader.read()
         assert reader.ends == [60, 540]
-        assert model.disk.leases.ranges() == []
+        assert model.disk.leases.held_ranges() == []
         # Nobody holds it now: what is superseded goes.
         before = int(str(model.disk.maintenance.statistics()["chunk_bytes"]))
         for turn in range(9, 12):
@@ -610,7 +610,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
             reader.close()
         await trio.testing.wait_all_tasks_blocked()
         assert memory.backfills == 0
-        assert model.disk.leases.ranges() == []
+        assert model.disk.leases.held_ranges() == []
         assert model.partition.manager.cursor_count == 1
 
 

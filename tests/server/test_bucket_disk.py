@@ -424,4 +424,4 @@ async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
             await disk.leases.acquire(5, "o", [(0, 0, SeqNo(0))], 1)
         autojump_clock.jump(2 * LAPSED_S)
         await trio.sleep(1)
-        assert [lease.lease_id for lease in disk.leases.lapsed()] == [5]
+        assert [lease.lease_id for lease in disk.leases.lapsed_leases()] == [5]

@@ -215,7 +215,7 @@ async def _find(disk: BucketDisk, numbers: Iterable[int]) -> None:
     partition = disk.bucket.partitions[0]
     pin = partition.eviction.pin()
     try:
-        rows = await disk.find(partition, [FetchRequest(b"key", 0, needs_value=True)])
+        rows = await disk.find_items(partition, [FetchRequest(b"key", 0, needs_value=True)])
         assert rows[b"key"] is not None
     finally:
         partition.eviction.unpin(pin)
@@ -226,7 +226,7 @@ async def _ask(disk: BucketDisk, numbers: Iterable[int]) -> None:
 
 
 async def _expire(disk: BucketDisk, numbers: Iterable[int]) -> None:
-    await disk.expire(2_000.0)
+    await disk.expire_on_disk(2_000.0)
 
 
 async def _truncate(disk: BucketDisk, numbers: Iterable[int]) -> None:
@@ -244,9 +244,9 @@ DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[F
     ),
     _forget_leases: tries(LeaseBook.delete_lapsed),
     _persist: tries(Flusher.wait_until_persisted),
-    _find: tries(BucketDisk.find, Store.ask),
+    _find: tries(BucketDisk.find_items, Store.ask),
     _ask: tries(BucketDisk.ask, Store.ask),
-    _expire: tries(BucketDisk.expire, Store.ask),
+    _expire: tries(BucketDisk.expire_on_disk, Store.ask),
     _truncate: tries(BucketDisk.truncate, Store.ask),
 }
 
@@ -690,7 +690,7 @@ async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockC
             pin = partition.eviction.pin()
             try:
                 wants = [FetchRequest(key, 0, needs_value=True) for key in persisted[-5:]]
-                for key, row in (await disk.find(partition, wants)).items():
+                for key, row in (await disk.find_items(partition, wants)).items():
                     assert row is not None, f"{key!r} is lost"
             finally:
                 partition.eviction.unpin(pin)

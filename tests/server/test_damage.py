@@ -51,9 +51,9 @@ async def stored(is_index_damaged: bool) -> SimulatedStore:
             await answer_to(peer, await send(peer, sets(key), PERSISTED, partition))
     log, index = store.directory.disks[BUCKET]
     if is_index_damaged:
-        index.flip(index_key(0, K0), 5)
+        index.flip_bit(index_key(0, K0), 5)
     else:
-        log.flip(chunk_key(0, 2), 8 * 60)
+        log.flip_bit(chunk_key(0, 2), 8 * 60)
     return SimulatedStore(store.directory)
 
 

@@ -320,11 +320,11 @@ async def test_commits_wait_for_an_index_that_can_move(
 
         put(first, *(b"%d" % number for number in range(6)))
         await trio.sleep(1.0)
-        assert flusher.unindexed() == 6
+        assert flusher.unindexed_count() == 6
         assert not await is_written()
         # One whose index is damaged is waited for no longer.
         flusher.set_index_stuck(P0, True)
-        assert flusher.unindexed() == 0
+        assert flusher.unindexed_count() == 0
         await trio.sleep(1.0)
         assert second.manager.persistence.committed == 1
         flusher.set_index_stuck(P0, False)

@@ -242,7 +242,7 @@ async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> 
         disk.maintenance.abandon()
         disk.maintenance._step_lock.release()
         await trio.testing.wait_all_tasks_blocked()
-        assert not disk.leases.lapsed()
+        assert not disk.leases.lapsed_leases()
         assert len(disk.leases) == 0
         await client.delete_bucket("b")
         await client.create_bucket("b", 2)
@@ -322,7 +322,7 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
             ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
             await client.acquire_lease(ranges, time_to_live_s=60, owner="orders", lease_id=lease_id)
             clock.now += 1
-        assert disk.leases.ranges() == []
+        assert disk.leases.held_ranges() == []
         assert consumers() == [
             {
                 "name": "orders",
@@ -338,7 +338,7 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
         await disk.leases.delete_lapsed()
         (row,) = consumers()
         assert row["numbers_behind"] == len(KEYS)
-        assert disk.leases.ranges() == []
+        assert disk.leases.held_ranges() == []
         await client.release_lease(6)
         assert consumers()[0]["numbers_behind"] == 2 * len(KEYS), "the one before"
 

@@ -138,5 +138,5 @@ def flip(directory: SimulatedDirectory, chance: Random) -> bool:
         return False
     for _ in range(chance.randint(1, 8)):
         key = chance.choice(chunks if chance.random() < 0.8 else keys)
-        log.flip(key, chance.randrange(1 << 16))
+        log.flip_bit(key, chance.randrange(1 << 16))
     return True

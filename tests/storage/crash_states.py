@@ -120,7 +120,7 @@ def commit_some(log: ChunkLog, random: Random) -> None:
     """One commit of one to all partitions."""
     writes = []
     for partition in sorted(random.sample(range(PARTITIONS), random.randint(1, PARTITIONS))):
-        high = int(log.high(partition))
+        high = int(log.high_seq(partition))
         chunks = []
         for _ in range(random.choice((1, 1, 2, 5))):
             chunks.append(some_chunk(random, high))
@@ -155,7 +155,7 @@ def record(folder: Path) -> Recording:
             commit_some(log, random)
         if commit % 15 == 14:
             for partition in range(PARTITIONS):
-                while (mark := index.follow(partition, 1_000)).seq < log.high(partition):
+                while (mark := index.follow_log(partition, 1_000)).seq < log.high_seq(partition):
                     pass
                 if mark.seq and not any(sweep.partition == partition for sweep in sweeps):
                     sweeps.append(Compaction(log, index, partition, mark.seq))
@@ -258,7 +258,7 @@ def read_all(log: ChunkLog) -> None:
     for index, partition in enumerate(log.load().partitions):
         after, high = 0, partition.record.high
         while after < high:
-            after = log.read(index, after, high, bytes_max=1 << 20)[-1].end
+            after = log.read_chunks(index, after, high, bytes_max=1 << 20)[-1].end
 
 
 def examine(folder: Path, right: list[bytes], tally: Tally) -> None:

@@ -52,7 +52,7 @@ def read(
     rows: list[Mutation] = []
     after = start
     while after < end:
-        chunks = log.read(partition, after, end, bytes_max=bytes_max)
+        chunks = log.read_chunks(partition, after, end, bytes_max=bytes_max)
         assert chunks
         for chunk in chunks:
             assert chunk.start == after, f"{chunk!r} does not touch {after}"

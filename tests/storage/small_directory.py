@@ -53,14 +53,14 @@ def make(path: Path) -> None:
         )
         if turn % 4 == 2:
             for partition in range(PARTITIONS):
-                storage.index.follow(partition, 1 << 20)
+                storage.index.follow_log(partition, 1 << 20)
         if turn == 15:
             _compact(storage, 0, purge_before_cas=0)
             _compact(storage, 1, purge_before_cas=400)
-    lease = LeaseRecord(5, "a consumer", ((1, 0, storage.log.high(1)),), 60, EXPIRY)
+    lease = LeaseRecord(5, "a consumer", ((1, 0, storage.log.high_seq(1)),), 60, EXPIRY)
     storage.log.put_lease(lease)
     for partition in range(PARTITIONS):
-        storage.index.follow(partition, 1 << 20)
+        storage.index.follow_log(partition, 1 << 20)
     storage.log.mark_clean_stop()
     storage.close()
 
@@ -68,7 +68,7 @@ def make(path: Path) -> None:
 def _write(
     storage: BucketStorage, partition: int, turn: int, chance: random.Random
 ) -> PartitionWrite:
-    high = storage.log.high(partition)
+    high = storage.log.high_seq(partition)
     count = chance.choice([1, 3, 20, 40])
     rows = []
     for position in range(count):
@@ -129,13 +129,13 @@ def answers(storage: BucketStorage) -> Answers:
     streams = [
         [
             bytes(chunk)
-            for chunk in storage.log.read(index, 0, partition.record.high, bytes_max=PLENTY)
+            for chunk in storage.log.read_chunks(index, 0, partition.record.high, bytes_max=PLENTY)
         ]
         for index, partition in enumerate(stored.partitions)
     ]
     keys = [want.key for want in wants()]
     items = [
-        dict(zip(keys, storage.index.find(partition, wants()), strict=True))
+        dict(zip(keys, storage.index.find_items(partition, wants()), strict=True))
         for partition in range(PARTITIONS)
     ]
     return Answers(stored, streams, items)

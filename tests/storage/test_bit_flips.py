@@ -25,7 +25,7 @@ from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.offline.bucket_files import open_bucket
-from upr_server.storage.offline.check import Check
+from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.findings import Problem
 
 FLIPS: Final = effort(700, 10_000)
@@ -137,7 +137,7 @@ def _read_stream(storage: BucketStorage, good: Answers, partition: int) -> bytes
     after = 0
     try:
         while after < high:
-            read = storage.log.read(partition, after, high, bytes_max=PLENTY)
+            read = storage.log.read_chunks(partition, after, high, bytes_max=PLENTY)
             after = read[-1].end
             chunks += map(bytes, read)
     except StorageError:
@@ -153,7 +153,7 @@ def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     # What the server knows, that has seen it come so far.
     indexed = good.stored.partitions[partition].record.high
     try:
-        items = storage.index.find(partition, wants(), indexed=indexed)
+        items = storage.index.find_items(partition, wants(), indexed=indexed)
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it
@@ -187,7 +187,7 @@ def _is_noticed(folder: Path, name: str) -> bool:
     except StorageError:
         return True
     try:
-        return any(isinstance(finding, Problem) for finding in Check(name, log, index).run())
+        return any(isinstance(finding, Problem) for finding in BucketCheck(name, log, index).run())
     finally:
         log.close()
         index.close()

@@ -208,8 +208,8 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
     for partition, high in enumerate(model.highs):
         model.check_read(bucket.log, partition, 0, high)
         mark = bucket.index.watermark(partition)
-        assert (mark.seq, mark.items) == (high, len(model.contents(partition, high)))
-        assert bucket.log.sizes()[partition] == bucket._partitions[partition].chunk_bytes
+        assert (mark.seq, mark.item_count) == (high, len(model.contents(partition, high)))
+        assert bucket.log.chunk_bytes()[partition] == bucket._partitions[partition].chunk_bytes
     assert refused > 20
 
 
@@ -278,5 +278,5 @@ def test_a_chunk_may_be_larger_than_a_step_of_compaction(
         tidy(bucket, urgent=True, before_cas=max(model.highs) - 100)
     assert any(usage.purge_seq for usage in bucket._partitions)
     for partition, high in enumerate(model.highs):
-        assert bucket.log.sizes()[partition] == bucket._partitions[partition].chunk_bytes
+        assert bucket.log.chunk_bytes()[partition] == bucket._partitions[partition].chunk_bytes
         model.check_read(bucket.log, partition, 0, high)

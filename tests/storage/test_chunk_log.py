@@ -95,11 +95,11 @@ def test_committed_mutations_are_read_between_any_two_numbers(
             writes.append(PartitionWrite(index, record_of(high), chunks))
         log.commit(writes)
         model.take(writes)
-    measured = log.sizes()
+    measured = log.chunk_bytes()
     assert [measured.get(partition, 0) for partition in range(PARTITIONS)] == sizes
     for index, history in enumerate(model.histories):
         high = model.highs[index]
-        assert log.high(index) == high
+        assert log.high_seq(index) == high
         start = data.draw(st.integers(0, high))
         end = data.draw(st.integers(start, high))
         bytes_max = data.draw(st.sampled_from([1, 300, PLENTY]))
@@ -108,7 +108,7 @@ def test_committed_mutations_are_read_between_any_two_numbers(
         picked = data.draw(
             st.lists(st.sampled_from(history), max_size=6) if history else st.just([])
         )
-        assert log.find(index, [row.seq for row in picked], PLENTY) == picked
+        assert log.find_mutations(index, [row.seq for row in picked], PLENTY) == picked
 
 
 @settings(max_examples=200)
@@ -153,10 +153,10 @@ def test_a_read_ends_with_the_chunk_that_reaches_its_limit(log: ChunkLog) -> Non
     chunks = [some_chunk(start, 5) for start in range(0, 50, 5)]
     log.commit([write(0, *chunks)])
     read_of = chunks[0].nbytes * 2 + 1
-    assert log.read(0, 0, 50, bytes_max=read_of) == chunks[:3]
-    assert log.read(0, 0, 50, bytes_max=chunks[0].nbytes) == chunks[:1]
-    assert log.read(0, 0, 50, bytes_max=PLENTY, mutations_max=6) == chunks[:2]
-    first, second = log.read(0, 3, 7, bytes_max=PLENTY)
+    assert log.read_chunks(0, 0, 50, bytes_max=read_of) == chunks[:3]
+    assert log.read_chunks(0, 0, 50, bytes_max=chunks[0].nbytes) == chunks[:1]
+    assert log.read_chunks(0, 0, 50, bytes_max=PLENTY, mutations_max=6) == chunks[:2]
+    first, second = log.read_chunks(0, 3, 7, bytes_max=PLENTY)
     assert [(first.start, first.end), (second.start, second.end)] == [(3, 5), (5, 7)]
 
 
@@ -166,18 +166,22 @@ def test_of_a_chunk_larger_than_a_read_the_front_is_read(log: ChunkLog) -> None:
     for count in range(1, 5):
         front = first.slice(SeqNo(0), SeqNo(count))
         more = first.slice(SeqNo(0), SeqNo(count + 1))
-        assert log.read(0, 0, 10, bytes_max=front.nbytes, in_pieces=True) == [front]
-        assert log.read(0, 0, 10, bytes_max=more.nbytes - 1, in_pieces=True) == [front]
+        assert log.read_chunks(0, 0, 10, bytes_max=front.nbytes, in_pieces=True) == [front]
+        assert log.read_chunks(0, 0, 10, bytes_max=more.nbytes - 1, in_pieces=True) == [front]
     # At least one mutation.
-    assert log.read(0, 0, 10, bytes_max=1, in_pieces=True) == [first.slice(SeqNo(0), SeqNo(1))]
-    assert log.read(0, 7, 10, bytes_max=1, in_pieces=True) == [second.slice(SeqNo(7), SeqNo(8))]
-    assert log.read(0, 0, 10, bytes_max=1) == [first]
+    assert log.read_chunks(0, 0, 10, bytes_max=1, in_pieces=True) == [
+        first.slice(SeqNo(0), SeqNo(1))
+    ]
+    assert log.read_chunks(0, 7, 10, bytes_max=1, in_pieces=True) == [
+        second.slice(SeqNo(7), SeqNo(8))
+    ]
+    assert log.read_chunks(0, 0, 10, bytes_max=1) == [first]
 
 
 def test_what_was_read_stays_when_the_transaction_has_ended(log: ChunkLog) -> None:
     chunk = some_chunk(0, 5)
     log.commit([write(0, chunk)])
-    (middle,) = log.read(0, 0, 5, bytes_max=PLENTY)
+    (middle,) = log.read_chunks(0, 0, 5, bytes_max=PLENTY)
     for start in range(5, 500, 5):
         log.commit([write(0, some_chunk(start, 5))])
     assert middle == chunk
@@ -200,7 +204,7 @@ def test_a_commit_that_does_not_begin_at_the_end_changes_nothing(
     with pytest.raises(ValueError, match="partition 1"):
         log.commit([write(0, some_chunk(0, 5)), wrong])
     assert log.load() == before
-    assert log.sizes() == {}
+    assert log.chunk_bytes() == {}
     log.commit([write(0, some_chunk(0, 5)), write(1, some_chunk(0, 5))])
 
 
@@ -265,19 +269,19 @@ def test_a_commit_that_fails_is_there_whole_or_not_at_all(is_kept: bool) -> None
     disk.crash()
     highs = [partition.record.high for partition in log.load().partitions]
     assert highs == ([5, 0, 4] if is_kept else [0, 0, 0])
-    assert set(log.sizes()) == ({0, 2} if is_kept else set())
+    assert set(log.chunk_bytes()) == ({0, 2} if is_kept else set())
 
 
 def test_every_flipped_bit_of_a_chunk_is_noticed() -> None:
     disk = SimulatedDisk()
     log = created(disk)
     log.commit([write(0, some_chunk(0, 5), some_chunk(5, 5))])
-    for bit in range(8 * log.sizes()[0]):
-        disk.flip(chunk_key(0, 5), bit)
+    for bit in range(8 * log.chunk_bytes()[0]):
+        disk.flip_bit(chunk_key(0, 5), bit)
         with pytest.raises(CorruptionError):
-            log.read(0, 0, 10, bytes_max=PLENTY)
-        disk.flip(chunk_key(0, 5), bit)
-    assert len(log.read(0, 0, 10, bytes_max=PLENTY)) == 2
+            log.read_chunks(0, 0, 10, bytes_max=PLENTY)
+        disk.flip_bit(chunk_key(0, 5), bit)
+    assert len(log.read_chunks(0, 0, 10, bytes_max=PLENTY)) == 2
 
 
 def test_every_flipped_bit_of_a_record_is_noticed() -> None:
@@ -285,10 +289,10 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
     log = created(disk)
     for key in (BUCKET, partition_key(PARTITION, 1)):
         for bit in range(8 * 30):
-            disk.flip(key, bit)
+            disk.flip_bit(key, bit)
             with pytest.raises(CorruptionError):
                 log.load()
-            disk.flip(key, bit)
+            disk.flip_bit(key, bit)
     log.load()
 
 
@@ -312,11 +316,11 @@ def test_a_chunk_that_is_missing_is_noticed(log: ChunkLog) -> None:
         transaction.delete(chunk_key(0, 10))
     with pytest.raises(CorruptionError):
         read(log, 0, 0, 15, PLENTY)
-    before, missing, behind = log.find(0, [3, 7, 13], PLENTY)
+    before, missing, behind = log.find_mutations(0, [3, 7, 13], PLENTY)
     assert isinstance(missing, str)
-    assert [before, behind] == log.find(0, [3, 13], PLENTY)
+    assert [before, behind] == log.find_mutations(0, [3, 13], PLENTY)
     with log.ordered_map.write() as transaction:
         transaction.delete(chunk_key(0, 15))
     assert len(read(log, 0, 0, 5, PLENTY)) == 5
     with pytest.raises(CorruptionError):
-        log.read(0, 5, 15, bytes_max=PLENTY)
+        log.read_chunks(0, 5, 15, bytes_max=PLENTY)

@@ -137,14 +137,14 @@ class Life(RuleBasedStateMachine):
             lapsed=list(self.lapsed.values()),
             purge_before_cas=self.purge_before(age),
         )
-        for lease_id in step.broken:
+        for lease_id in step.broken_leases:
             assert self.lapsed.pop(lease_id).ranges[0][0] == step.partition
         if step.partition >= 0:
             partition = step.partition
             assert before[partition] <= step.purge_seq <= self.model.highs[partition]
             assert step.purge_seq == self.log.load().partitions[partition].purge_seq
             mark = self.index.watermark(partition)
-            assert (step.indexed, step.items) == (mark.seq, mark.items)
+            assert (step.indexed, step.item_count) == (mark.seq, mark.item_count)
         return step
 
     @rule(urgent=st.booleans(), age=AGES)
@@ -214,15 +214,15 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def whole(self) -> None:
-        sizes = self.log.sizes()
+        sizes = self.log.chunk_bytes()
         for partition, high in enumerate(self.model.highs):
             self.model.check_read(self.log, partition, 0, high)
             if high:
                 newest = self.model.histories[partition][-1]
-                assert self.log.find(partition, [high], 1) == [newest]
+                assert self.log.find_mutations(partition, [high], 1) == [newest]
                 assert read(self.log, partition, high - 1, high) == [newest]
             assert self.storage._partitions[partition].chunk_bytes == sizes.get(partition, 0)
-            assert self.log.high(partition) == high
+            assert self.log.high_seq(partition) == high
 
     # Point reads.
 
@@ -240,20 +240,20 @@ class Life(RuleBasedStateMachine):
         for partition in range(PARTITIONS):
             mark = self.index.watermark(partition)
             contents = self.model.contents(partition, mark.seq)
-            assert mark.items == len(contents)
+            assert mark.item_count == len(contents)
             expected = [contents.get(key) for key in KEYS]
-            items = self.index.find(
+            items = self.index.find_items(
                 partition, [FetchRequest(key, 0, needs_value=True) for key in KEYS]
             )
             assert items == expected
-            items = self.index.find(
+            items = self.index.find_items(
                 partition, [FetchRequest(key, 0, needs_value=False) for key in KEYS]
             )
             assert [self.bare(item) for item in items] == [self.bare(item) for item in expected]
             known = [
                 FetchRequest(item.key, item.seq, needs_value=True) for item in contents.values()
             ]
-            assert self.index.find(partition, known) == list(contents.values())
+            assert self.index.find_items(partition, known) == list(contents.values())
             expected_expired += [
                 (item.expiry, partition, item.seq, key)
                 for key, item in contents.items()
@@ -318,7 +318,7 @@ class Life(RuleBasedStateMachine):
         self.open()
         whole = {lease.lease_id for lease in self.log.load().leases if lease.is_whole}
         self.lapsed = {key: lease for key, lease in self.lapsed.items() if key in whole}
-        if any(self.log.high(write.partition) == write.record.high for write in writes):
+        if any(self.log.high_seq(write.partition) == write.record.high for write in writes):
             self.model.take(writes)
 
     @rule()

@@ -66,16 +66,16 @@ class DamagedBucket:
         self.model.take([write])
 
     def flip_chunk(self, partition: int, end: int) -> None:
-        self._log.flip(chunk_key(partition, end), self._random.randrange(8 * 100))
+        self._log.flip_bit(chunk_key(partition, end), self._random.randrange(8 * 100))
 
     def flip_entry(self, partition: int, key: bytes) -> None:
-        self._index.flip(index_key(partition, key), self._random.randrange(8 * 16))
+        self._index.flip_bit(index_key(partition, key), self._random.randrange(8 * 16))
 
     def flip_watermark(self, partition: int) -> None:
-        self._index.flip(partition_key(WATERMARK, partition), self._random.randrange(8 * 8))
+        self._index.flip_bit(partition_key(WATERMARK, partition), self._random.randrange(8 * 8))
 
     def flip_expiry(self, expiry: int, partition: int, seq: int) -> None:
-        self._index.flip(expiry_key(expiry, partition, seq), self._random.randrange(8 * 8))
+        self._index.flip_bit(expiry_key(expiry, partition, seq), self._random.randrange(8 * 8))
 
     def maintain(self) -> list[MaintenanceStep]:
         """Maintains it until there is nothing to do. Returns the steps that met damage."""
@@ -93,7 +93,7 @@ class DamagedBucket:
         return changes[-1] if changes else None
 
     def find(self, partition: int, key: bytes) -> Mutation | None:
-        return self.storage.index.find(partition, [FetchRequest(key, 0, needs_value=True)])[0]
+        return self.storage.index.find_items(partition, [FetchRequest(key, 0, needs_value=True)])[0]
 
     def damaged_partitions(self) -> object:
         return self.storage.statistics()["damaged_partitions"]
@@ -138,10 +138,10 @@ def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
     start = CHUNK_ROWS * (numbers[0] - 1)
     log, high = bucket.storage.log, bucket.model.highs[damaged]
     if start:
-        (chunk, *other_chunks) = log.read(damaged, 0, high, bytes_max=1 << 20)
+        (chunk, *other_chunks) = log.read_chunks(damaged, 0, high, bytes_max=1 << 20)
         assert (other_chunks[-1] if other_chunks else chunk).end == start
     with pytest.raises(CorruptionError):
-        log.read(damaged, start, high, bytes_max=1 << 20)
+        log.read_chunks(damaged, start, high, bytes_max=1 << 20)
     assert read(log, damaged, end, high) == bucket.model.histories[damaged][end:]
     # Writes go on, and what they change is known again. A later start knows of the damage.
     for _ in range(4):

@@ -32,7 +32,7 @@ class LoggedIndex:
 
     def commit(self, rows: Sequence[Mutation], partition: int = 0) -> None:
         """One chunk a mutation."""
-        start = int(self.log.high(partition))
+        start = int(self.log.high_seq(partition))
         chunks = []
         for mutation in rows:
             chunks.append(chunk_of([mutation], start, mutation.seq))
@@ -40,7 +40,7 @@ class LoggedIndex:
         self.log.commit([PartitionWrite(partition, record_of(start), chunks)])
 
     def follow(self, partition: int = 0) -> None:
-        while self.index.follow(partition, 2).seq < self.log.high(partition):
+        while self.index.follow_log(partition, 2).seq < self.log.high_seq(partition):
             pass
 
     def sweep(self, partition: int = 0) -> None:
@@ -50,7 +50,7 @@ class LoggedIndex:
             pass
 
     def find(self, *keys: bytes, partition: int = 0, value: bool = True) -> list[Mutation | None]:
-        return self.index.find(partition, [FetchRequest(key, 0, value) for key in keys])
+        return self.index.find_items(partition, [FetchRequest(key, 0, value) for key in keys])
 
 
 def sets(*keys: bytes, first: int = 1, expiry: int = 0) -> list[Mutation]:
@@ -80,7 +80,7 @@ def test_it_finds_the_newest_of_each_key_as_of_its_watermark(logged_index: Logge
     assert logged_index.find(b"b", b"c") == [rows[1], None]
     logged_index.follow()
     assert logged_index.find(b"b") == [None]
-    assert logged_index.index.watermark(0).items == 2
+    assert logged_index.index.watermark(0).item_count == 2
 
 
 def test_partitions_and_keys_with_a_common_prefix_are_kept_apart(logged_index: LoggedIndex) -> None:
@@ -108,8 +108,8 @@ def test_an_answer_that_is_too_large_has_the_first_items(logged_index: LoggedInd
     logged_index.commit(rows)
     logged_index.follow()
     wants = [FetchRequest(key, 0, needs_value=True) for key in (b"d", b"none", b"a", b"b")]
-    assert logged_index.index.find(0, wants, bytes_max=1) == [rows[3], None]
-    assert logged_index.index.find(0, wants[2:], bytes_max=1) == [rows[0]]
+    assert logged_index.index.find_items(0, wants, bytes_max=1) == [rows[3], None]
+    assert logged_index.index.find_items(0, wants[2:], bytes_max=1) == [rows[0]]
 
 
 def test_an_item_expires_once_and_not_when_it_was_overwritten(logged_index: LoggedIndex) -> None:
@@ -134,7 +134,7 @@ def test_a_lookup_that_compaction_overtakes_is_repeated(
 ) -> None:
     logged_index.commit(sets(b"a", b"b"))
     logged_index.follow()
-    find = logged_index.log.find
+    find = logged_index.log.find_mutations
     newer = sets(b"a", first=3)
 
     def overwritten_first(
@@ -146,7 +146,7 @@ def test_a_lookup_that_compaction_overtakes_is_repeated(
         logged_index.sweep()
         return find(partition, numbers, bytes_max)
 
-    monkeypatch.setattr(logged_index.log, "find", overwritten_first)
+    monkeypatch.setattr(logged_index.log, "find_mutations", overwritten_first)
     assert logged_index.find(b"a", b"b") == [newer[0], sets(b"b", first=2)[0]]
 
 
@@ -161,12 +161,12 @@ def test_an_item_with_a_damaged_chunk_is_refused_and_others_are_not(
     logged_index.commit(rows)
     logged_index.follow()
     for bit in range(0, 2_000, 37):
-        log.flip(chunk_key(0, 1), bit)
+        log.flip_bit(chunk_key(0, 1), bit)
         damaged, intact = logged_index.find(b"a", b"b")
         assert damaged is not None
         assert is_damaged(damaged)
         assert intact == rows[1]
-        log.flip(chunk_key(0, 1), bit)
+        log.flip_bit(chunk_key(0, 1), bit)
     assert logged_index.find(b"a") == [rows[0]]
 
 
@@ -177,14 +177,14 @@ def test_an_entry_that_is_damaged_is_refused(
     logged_index.commit(sets(b"a", b"b", expiry=70))
     logged_index.follow()
     for bit in range(8 * 16):
-        index.flip(index_key(0, b"a"), bit)
+        index.flip_bit(index_key(0, b"a"), bit)
         damaged, intact = logged_index.find(b"a", b"b")
         assert damaged is not None
         assert is_damaged(damaged)
         assert intact is not None
         assert not is_damaged(intact)
-        index.flip(index_key(0, b"a"), bit)
-    index.flip(expiry_key(70, 0, 2), 3)
+        index.flip_bit(index_key(0, b"a"), bit)
+    index.flip_bit(expiry_key(70, 0, 2), 3)
     items, _ = logged_index.index.find_expired(100, b"", 10)
     assert [item.key for item in items] == [b"a"]
 
@@ -198,7 +198,7 @@ def test_an_index_ahead_of_its_log_is_refused(
     older = ChunkLog(SimulatedDisk())
     older.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
     with pytest.raises(CorruptionError, match="beyond the log's end at 0"):
-        KeyIndex(index, older).follow(0, 10)
+        KeyIndex(index, older).follow_log(0, 10)
 
 
 @pytest.mark.parametrize("last", [b"\x09", b"\x79"])

@@ -64,11 +64,11 @@ class SlotsMachine(RuleBasedStateMachine):
     def read(self, sizes: list[int]) -> None:
         slot = self._slots.lend()
         assert (slot is None) == (len(self._answers) == COUNT)
-        self._writer.begin(NO_SLOT if slot is None else slot.number)
+        self._writer.begin_answer(NO_SLOT if slot is None else slot.number)
         written = []
         for size in sizes:
             self._seq += 1
-            written.append(self._writer.put(a_chunk(self._seq, size)))
+            written.append(self._writer.put_chunk(a_chunk(self._seq, size)))
         buffers = [chunk.encode() for chunk in written]
         chunks, offset = [], 0
         for chunk, is_there in zip(written, self._writer.are_in_slot(list(buffers)), strict=True):
@@ -117,8 +117,8 @@ def test_a_column_of_a_chunk_keeps_its_slot_lent() -> None:
     with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None
-        buffer.begin(slot.number)
-        nbytes = buffer.put(a_chunk(1, 100)).nbytes
+        buffer.begin_answer(slot.number)
+        nbytes = buffer.put_chunk(a_chunk(1, 100)).nbytes
         chunk = Chunk(slot.view[:nbytes])
         del slot
         values = chunk.value_bytes
@@ -137,8 +137,8 @@ def test_unused_memory_is_given_back() -> None:
         assert resident_bytes(descriptor) == 0
         lent = [slot for slot in (slots.lend(), slots.lend(), slots.lend()) if slot is not None]
         for index in (slot.number for slot in lent):
-            buffer.begin(index)
-            buffer.put(a_chunk(1, 1000))
+            buffer.begin_answer(index)
+            buffer.put_chunk(a_chunk(1, 1000))
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES
         before = bytes(lent[0].view)
         del lent[1:]
@@ -158,9 +158,9 @@ def test_views_outlive_both_ends() -> None:
     with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None
-        buffer.begin(slot.number)
+        buffer.begin_answer(slot.number)
         chunk = a_chunk(1, draw.randrange(1000))
-        buffer.put(chunk)
+        buffer.put_chunk(chunk)
         view = slot.view[: chunk.nbytes]
         del slot, slots, buffer
     assert bytes(view) == bytes(chunk)
@@ -170,8 +170,8 @@ def test_a_chunk_in_the_slot_must_be_in_the_answer() -> None:
     with both_ends() as (slots, buffer, _):
         slot = slots.lend()
         assert slot is not None
-        buffer.begin(slot.number)
-        buffer.put(a_chunk(1, 10))
-        second = buffer.put(a_chunk(2, 10))
+        buffer.begin_answer(slot.number)
+        buffer.put_chunk(a_chunk(1, 10))
+        second = buffer.put_chunk(a_chunk(2, 10))
         with pytest.raises(AssertionError, match="not in the answer"):
             buffer.are_in_slot([second.encode()])

@@ -52,7 +52,7 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
-from upr_server.storage.messages import Unpacker, pack
+from upr_server.storage.messages import Unpacker, pack_message
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.processes import SLOT_READ_BYTES_MIN, ProcessStore, open_store
 from upr_server.storage.records import BucketRecord, LeaseRecord
@@ -705,7 +705,7 @@ def test_items_with_large_values_go_beside_the_message() -> None:
         Mutation(Operation.SET, b"b", b"small", SeqNo(8), Cas(4)),
         Mutation(Operation.SET, b"c", large, SeqNo(9), Cas(5)),
     ]
-    packed, buffers = pack(ItemsFound.of(list(rows)))
+    packed, buffers = pack_message(ItemsFound.of(list(rows)))
     assert len(packed) < 1000
     items = Unpacker().unpack(packed, ItemsFound, buffers)
     assert items.all_rows() == rows

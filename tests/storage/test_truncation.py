@@ -65,7 +65,7 @@ class Truncations(RuleBasedStateMachine):
         rows: list[Mutation] = []
         after = SeqNo(0)
         while after < through:
-            chunks = self.storage.log.read(PARTITION, after, through, bytes_max=200)
+            chunks = self.storage.log.read_chunks(PARTITION, after, through, bytes_max=200)
             rows += [row for chunk in chunks for row in chunk]
             after = chunks[-1].end
         return rows
@@ -176,11 +176,13 @@ class Truncations(RuleBasedStateMachine):
         for mutation in self.rows:
             if mutation.seq <= mark:
                 state[mutation.key] = mutation
-        items = self.storage.index.find(PARTITION, [FetchRequest(key, 0, True) for key in KEYS])
+        items = self.storage.index.find_items(
+            PARTITION, [FetchRequest(key, 0, True) for key in KEYS]
+        )
         for key, item in zip(KEYS, items, strict=True):
             newest = state.get(key)
             assert item == (newest if newest and newest.op is Operation.SET else None)
-        assert self.storage.index.watermark(PARTITION).items == sum(
+        assert self.storage.index.watermark(PARTITION).item_count == sum(
             row.op is Operation.SET for row in state.values()
         )
 
@@ -252,7 +254,7 @@ def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_ind
     ends = [SeqNo(10), SeqNo(20), SeqNo(30)]
     bucket.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
     assert bucket.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
-    while bucket.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
+    while bucket.log.read_chunks(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
         bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
     again = BucketStorage(log, SimulatedDisk())
     again.open()
@@ -275,7 +277,7 @@ def test_the_first_snapshot_end_is_at_or_above_the_number_and_any_compaction(
         return bucket.log.find_first_snapshot_end(PARTITION, SeqNo(floor))
 
     assert [first(floor) for floor in (0, 1, 10, 11, 20, 21, 30)] == [0, 10, 10, 20, 20, 30, 30]
-    while bucket.log.read(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
+    while bucket.log.read_chunks(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
         bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
     assert first(1) == 30, "compaction has dropped what the key was before"
 
@@ -332,7 +334,7 @@ def test_a_partition_map_is_stored_with_its_partition_records() -> None:
     after = chunk_of([row(Operation.SET, b"k", 31, 31)], 30, 31)
     written = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(31), 31)
     bucket.commit([PartitionWrite(PARTITION, written, [after])])
-    assert [chunk.end for chunk in bucket.log.read(PARTITION, 0, 31, bytes_max=PLENTY)] == [
+    assert [chunk.end for chunk in bucket.log.read_chunks(PARTITION, 0, 31, bytes_max=PLENTY)] == [
         10,
         20,
         30,

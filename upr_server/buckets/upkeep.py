@@ -175,7 +175,7 @@ class Upkeep:
     async def _expire_on_disk(self, now: float) -> None:
         for disk in list(self._disks.values()):
             try:
-                await disk.expire(now)
+                await disk.expire_on_disk(now)
             except CorruptionError as error:
                 log.error("damaged record", bucket=disk.bucket.name, error=str(error))
             except StorageError:

@@ -78,7 +78,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
         indexed: The disk's index knows the newest mutation up to here of every key.
         purge_seq: Tombstones at or below it may be gone.
         answers: What publishers were answered, by token, oldest first.
-        items: Keys that exist, as of `indexed`.
+        item_count: Keys that exist, as of `indexed`.
     """
 
     state: PartitionState

@@ -175,7 +175,7 @@ class PartitionRequestQueue:
     async def _fetch(self, missing: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
         rows: dict[bytes, Mutation | None]
         try:
-            rows = await self._disk.find(self._partition, missing)
+            rows = await self._disk.find_items(self._partition, missing)
         except CorruptionError as error:
             # Nothing of what is missing can be found. What is in memory is served.
             rows = {request.key: damaged_item(request, str(error)) for request in missing}

@@ -24,7 +24,7 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
-from upr_server.storage.online.backfill import WAIT_FOR_DISK, StreamBrokenError, Wait
+from upr_server.storage.online.backfill import WAIT_FOR_DISK, ReaderWait, StreamBrokenError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leased_reader import LeasedReader
 from upr_server.storage.online.partition_reader import PartitionReader
@@ -308,7 +308,7 @@ class Streamer:
     def sent(self) -> None:
         """Everything that was put into the session so far has left this process."""
         for stream in self._disk_streams:
-            stream.reader.sent()
+            stream.reader.note_sent()
         self._disk_streams.clear()
 
     def _send_whole(self, stream: _Stream) -> bool:
@@ -342,7 +342,7 @@ class Streamer:
             return True
         return self._put(stream, item)
 
-    def _put(self, stream: _Stream, item: CursorItem | Wait | None) -> bool:
+    def _put(self, stream: _Stream, item: CursorItem | ReaderWait | None) -> bool:
         session, partition = self._session, stream.partition
         if stream.reader.reads_disk:
             # The disk reads on when the item has been sent, not now. Else a consumer that does not

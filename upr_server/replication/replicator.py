@@ -298,7 +298,7 @@ class Replicator:
                     self._commits += 1
                     await self._take_over(writes)
         self._written.notify()
-        self._disk.has_committed()
+        self._disk.note_committed()
 
     def _partition_write(
         self, partition_id: PartitionId, received: ReceivedSnapshots

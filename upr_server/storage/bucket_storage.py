@@ -62,22 +62,22 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     Attributes:
         partition: The partition that it worked on; -1 when there was nothing to do.
         indexed: How far the index has followed its log.
-        items: How many keys exist at `indexed`.
+        item_count: How many keys exist at `indexed`.
         purge_seq: The partition's purge number.
         is_compaction: Whether it was a step of a compaction, and not of indexing.
         has_more: Whether there is more to do at once.
-        broken: Leases that compaction broke.
+        broken_leases: Leases that compaction broke.
         damage: The damage that it met in the partition; empty for none.
         is_stuck: Whether the partition's index is damaged, and follows its log no further.
     """
 
     partition: int = -1
     indexed: SeqNo = SeqNo(0)
-    items: int = 0
+    item_count: int = 0
     purge_seq: SeqNo = SeqNo(0)
     is_compaction: bool = False
     has_more: bool = False
-    broken: Sequence[int] = ()
+    broken_leases: Sequence[int] = ()
     damage: str = ""
     is_stuck: bool = False
 
@@ -156,7 +156,7 @@ class BucketStorage:
             CorruptionError: A record of the log is damaged or missing.
         """
         stored = self.log.load()
-        sizes = self.log.sizes()
+        sizes = self.log.chunk_bytes()
         reindexed: dict[int, str] = {}
         self._partitions = [
             _PartitionUsage(
@@ -180,7 +180,7 @@ class BucketStorage:
             stored,
             partitions=[
                 msgspec.structs.replace(
-                    partition, indexed=usage.watermark.seq, items=usage.watermark.items
+                    partition, indexed=usage.watermark.seq, item_count=usage.watermark.item_count
                 )
                 for partition, usage in zip(stored.partitions, self._partitions, strict=True)
             ],
@@ -301,7 +301,7 @@ class BucketStorage:
         return MaintenanceStep(
             partition,
             usage.watermark.seq,
-            usage.watermark.items,
+            usage.watermark.item_count,
             usage.purge_seq,
             is_compaction,
             self._furthest_behind(urgent, keep_unindexed) is not None
@@ -336,7 +336,7 @@ class BucketStorage:
         lag_sum = sum(partition_usage.lag for partition_usage in self._partitions)
         through = SeqNo(usage.high - keep_unindexed * usage.lag // lag_sum)
         try:
-            usage.watermark = self.index.follow(partition, INDEX_MUTATIONS, through=through)
+            usage.watermark = self.index.follow_log(partition, INDEX_MUTATIONS, through=through)
         except CorruptionError as error:
             try:
                 usage.watermark = self.index.skip_damage(partition)
@@ -392,8 +392,8 @@ class BucketStorage:
                 pass
             except CorruptionError as error:
                 usage.is_stuck = True
-                return step.broken, str(error)
-        return step.broken, ""
+                return step.broken_leases, str(error)
+        return step.broken_leases, ""
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes."""

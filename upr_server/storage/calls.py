@@ -59,7 +59,7 @@ class BucketCall(StoreCall[Answer_co], Generic[Answer_co], frozen=True):
 
     def run_on(self, server: StorageServer) -> Answer_co:
         """Carries it out on the bucket, which is opened if it is not open yet."""
-        return self.run(server.bucket(self.bucket))
+        return self.run(server.bucket_storage(self.bucket))
 
     def run(self, bucket: BucketStorage) -> Answer_co:
         """Carries it out."""
@@ -101,7 +101,7 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
         leftovers = server.remove_leftovers()
         for name in server.names():
             try:
-                bucket = server.bucket(name).open()
+                bucket = server.bucket_storage(name).open()
                 if bucket.record.name != name:
                     # Somebody has copied or renamed the folder.
                     raise CorruptionError(f"its record is that of the bucket {bucket.record.name}")
@@ -360,7 +360,7 @@ class ReadChunks(BucketCall[list[Chunk]], frozen=True):
     bytes_max: int
 
     def run(self, bucket: BucketStorage) -> list[Chunk]:
-        return bucket.log.read(
+        return bucket.log.read_chunks(
             self.partition,
             self.after,
             self.through,
@@ -378,7 +378,7 @@ class MeasureRanges(BucketCall[list[int]], frozen=True):
     ranges: Sequence[tuple[int, int, int]]
 
     def run(self, bucket: BucketStorage) -> list[int]:
-        return bucket.log.measure(self.ranges)
+        return bucket.log.measure_ranges(self.ranges)
 
 
 class ItemsFound(msgspec.Struct, frozen=True):
@@ -431,7 +431,7 @@ class FindItems(BucketCall[ItemsFound], frozen=True):
     indexed: int = 0
 
     def run(self, bucket: BucketStorage) -> ItemsFound:
-        rows = bucket.index.find(self.partition, self.requests, indexed=self.indexed)
+        rows = bucket.index.find_items(self.partition, self.requests, indexed=self.indexed)
         return ItemsFound.of(rows)
 
 

@@ -96,14 +96,14 @@ class StoredPartition(msgspec.Struct, frozen=True):
         purge_seq: Its purge number.
         tokens: Answers to publishers, by publisher and rising counter.
         indexed: How far the index has followed the log.
-        items: How many keys exist at `indexed`.
+        item_count: How many keys exist at `indexed`.
     """
 
     record: PartitionRecord
     purge_seq: SeqNo
     tokens: Sequence[StoredAnswer]
     indexed: SeqNo = SeqNo(0)
-    items: int = 0
+    item_count: int = 0
 
 
 class StoredBucket(msgspec.Struct, frozen=True):
@@ -338,7 +338,7 @@ class ChunkLog:
 
     # Reading.
 
-    def high(self, partition: int) -> SeqNo:
+    def high_seq(self, partition: int) -> SeqNo:
         """The persisted snapshot end of a partition."""
         with self.ordered_map.read() as transaction:
             return self._record(transaction, partition).high
@@ -426,7 +426,7 @@ class ChunkLog:
                 return chunk
         return None
 
-    def read(
+    def read_chunks(
         self,
         partition: int,
         after: int,
@@ -497,7 +497,9 @@ class ChunkLog:
                 return SeqNo(min(chunk.start, through))
         return SeqNo(through)
 
-    def find(self, partition: int, seqs: Sequence[int], bytes_max: int) -> list[Mutation | str]:
+    def find_mutations(
+        self, partition: int, seqs: Sequence[int], bytes_max: int
+    ) -> list[Mutation | str]:
         """The mutations with these sequence numbers, in the same order; what is damaged, in words,
         in place of one that is missing or whose chunk is damaged. Each chunk is checked once.
 
@@ -521,7 +523,7 @@ class ChunkLog:
                     break
         return mutations
 
-    def measure(self, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
+    def measure_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
         """About how many bytes the chunks in each (partition, start, end] have. A chunk that
         reaches beyond the range counts by the share of its sequence numbers. O(chunks)."""
         sizes = []
@@ -541,7 +543,7 @@ class ChunkLog:
                 sizes.append(nbytes)
         return sizes
 
-    def sizes(self) -> dict[int, int]:
+    def chunk_bytes(self) -> dict[int, int]:
         """Stored bytes of chunks, by partition. O(chunks)."""
         sizes: dict[int, int] = {}
         last = chunk_key(PARTITIONS_END - 1, SEQS_END)

@@ -58,7 +58,7 @@ class CompactionStep(msgspec.Struct, frozen=True):
         grown_bytes: By how much the log's chunks have grown: mostly a negative number.
         purge_seq: The partition's purge number now.
         purged: Key and sequence number of each tombstone dropped.
-        broken: Lapsed leases of whose ranges something was dropped.
+        broken_leases: Lapsed leases of whose ranges something was dropped.
     """
 
     seq: SeqNo
@@ -66,7 +66,7 @@ class CompactionStep(msgspec.Struct, frozen=True):
     grown_bytes: int
     purge_seq: SeqNo
     purged: Sequence[tuple[bytes, int]] = ()
-    broken: Sequence[int] = ()
+    broken_leases: Sequence[int] = ()
 
 
 class Compaction:
@@ -108,9 +108,9 @@ class Compaction:
         partition, log = self.partition, self._log
         if leases:
             self._left_superseded = True
-        high = log.high(partition)
+        high = log.high_seq(partition)
         # Whole chunks: a rewritten one is stored under the same last number.
-        read = log.read(partition, self.seq, high, bytes_max=bytes_max)
+        read = log.read_chunks(partition, self.seq, high, bytes_max=bytes_max)
         chunks = [chunk for chunk in read if chunk.end <= self.through]
         rewrite = _Rewrite()
         leased = _merged(leases)

@@ -29,7 +29,7 @@ from upr_server.storage.records import (
     Watermark,
     expiry_key,
     index_key,
-    pack_entries,
+    pack_index_entries,
     pack_record,
     parse_expiry_key,
     parse_record,
@@ -39,10 +39,10 @@ from upr_server.storage.records import (
 )
 
 READ_BYTES_MAX: Final = 8 * 1024 * 1024
-"""What one step of `follow` reads of the log at most."""
+"""What one step of `follow_log` reads of the log at most."""
 
 FIND_BYTES_MAX: Final = 32 * 1024 * 1024
-"""About how large one answer of `find` may become."""
+"""About how large one answer of `find_items` may become."""
 
 CHUNK_BYTES: Final = 128
 """About what a chunk takes on disk beside its mutations. It counts as garbage, so that partitions
@@ -88,7 +88,7 @@ class KeyIndex:
 
     # Following the log.
 
-    def follow(
+    def follow_log(
         self, partition: int, mutations_max: int, *, through: SeqNo | None = None
     ) -> Watermark:
         """Indexes about so many mutations of the log behind the watermark.
@@ -105,7 +105,7 @@ class KeyIndex:
         Raises:
             CorruptionError: The log or the index is damaged.
         """
-        high = self._log.high(partition)
+        high = self._log.high_seq(partition)
         mark = self.watermark(partition)
         if mark.seq > high:
             raise CorruptionError(
@@ -114,13 +114,13 @@ class KeyIndex:
             )
         if mark.seq >= (high if through is None else through):
             return mark
-        chunks = self._log.read(
+        chunks = self._log.read_chunks(
             partition, mark.seq, high, bytes_max=READ_BYTES_MAX, mutations_max=mutations_max
         )
         if through is not None:
             chunks = [chunk for chunk in chunks if chunk.end <= through] or chunks[:1]
         newest = _newest(partition, chunks)
-        items = mark.items
+        items = mark.item_count
         with self.ordered_map.write() as transaction:
             keys = sorted(newest)
             entries = [newest[key] for key in keys]
@@ -132,7 +132,7 @@ class KeyIndex:
                 if old_entry.expiry:
                     transaction.delete(expiry_key(old_entry.expiry, partition, old_entry.seq))
             items += sum(signed_seq > 0 for signed_seq, _ in entries)
-            transaction.put_all(pack_entries(keys, entries))
+            transaction.put_all(pack_index_entries(keys, entries))
             transaction.put_all(_expiring(partition, keys, entries))
             garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(keys) - known_keys)
             mark = Watermark(chunks[-1].end, items, garbage_bytes, mark.damaged_through)
@@ -141,8 +141,8 @@ class KeyIndex:
 
     def skip_damage(self, partition: int) -> Watermark:
         """Moves the watermark past chunks of the log that are damaged or missing. Nobody knows
-        which keys were in them. So from then on `find` refuses the keys of this partition that the
-        index does not know from a later mutation.
+        which keys were in them. So from then on `find_items` refuses the keys of this partition
+        that the index does not know from a later mutation.
 
         Returns:
             The new watermark.
@@ -151,7 +151,7 @@ class KeyIndex:
             CorruptionError: The log is intact at the watermark, so the index is damaged.
         """
         mark = self.watermark(partition)
-        intact = self._log.find_intact(partition, mark.seq, self._log.high(partition))
+        intact = self._log.find_intact(partition, mark.seq, self._log.high_seq(partition))
         if intact <= mark.seq:
             raise CorruptionError(f"the index of partition {partition} is damaged, and not its log")
         mark = msgspec.structs.replace(mark, seq=intact, damaged_through=intact)
@@ -215,7 +215,7 @@ class KeyIndex:
 
     # Reading.
 
-    def find(
+    def find_items(
         self,
         partition: int,
         requests: Sequence[FetchRequest],
@@ -292,7 +292,7 @@ class KeyIndex:
             for request, entry in zip(requests, entries, strict=True)
             if isinstance(entry, KeyIndexEntry) and request.needs_value
         ]
-        rows = iter(self._log.find(partition, seqs, bytes_max) if seqs else ())
+        rows = iter(self._log.find_mutations(partition, seqs, bytes_max) if seqs else ())
         items: list[Mutation | None] = []
         for request, entry in zip(requests, entries, strict=True):
             if entry is None:

@@ -33,7 +33,7 @@ _RECORD: Final = Struct("<I?")
 RECORD_BYTES: Final = _RECORD.size
 
 
-class Request(msgspec.Struct, Generic[AnyCall], frozen=True, array_like=True):
+class StoreRequest(msgspec.Struct, Generic[AnyCall], frozen=True, array_like=True):
     """What the server sends to a process.
 
     Attributes:
@@ -47,7 +47,7 @@ class Request(msgspec.Struct, Generic[AnyCall], frozen=True, array_like=True):
 
 def request_type() -> Any:
     """The type to unpack a request as: it can hold any call that was imported by now."""
-    return Request[Union[tuple(all_calls())]]  # type: ignore[misc]  # noqa: UP007  # made at run time
+    return StoreRequest[Union[tuple(all_calls())]]  # type: ignore[misc]  # noqa: UP007  # made at run time
 
 
 _ERRORS: Final[dict[str, type[StorageError]]] = {
@@ -81,7 +81,7 @@ class CallFailure(msgspec.Struct, frozen=True):
         return _ERRORS[self.kind](self.sentence)
 
 
-def head_of(
+def message_head(
     message: bytes, buffers: Sequence[Buffer], in_slot: Sequence[bool], *, failed: bool = False
 ) -> bytes:
     """The bytes before a message. `in_slot` says of each buffer whether it is in the slot."""
@@ -97,7 +97,7 @@ def parse_records(data: Buffer) -> list[tuple[int, bool]]:
     return list(_RECORD.iter_unpack(data))
 
 
-def pack(value: object) -> tuple[bytes, list[Buffer]]:
+def pack_message(value: object) -> tuple[bytes, list[Buffer]]:
     """A message, and the buffers of the chunks in it. In the message stands only a chunk's length
     and checksum."""
     buffers: list[Buffer] = []
@@ -112,8 +112,8 @@ def pack(value: object) -> tuple[bytes, list[Buffer]]:
 
 
 class Unpacker:
-    """The reverse of `pack`, for one thread. It keeps the decoder of each type: making one costs
-    more than a hundred small messages."""
+    """The reverse of `pack_message`, for one thread. It keeps the decoder of each type: making one
+    costs more than a hundred small messages."""
 
     def __init__(self) -> None:
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}

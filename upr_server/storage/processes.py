@@ -29,10 +29,10 @@ from upr_server.storage.messages import (
     HEAD,
     RECORD_BYTES,
     CallFailure,
-    Request,
+    StoreRequest,
     Unpacker,
-    head_of,
-    pack,
+    message_head,
+    pack_message,
     parse_records,
 )
 from upr_server.storage.shared_slots import NO_SLOT, Slot, SlotPool, make_shared_memory
@@ -126,10 +126,10 @@ class _Worker:
             pending = self._to_send.popleft()
             self._sent.append(pending)
             slot_number = NO_SLOT if pending.slot is None else pending.slot.number
-            message, buffers = pack(Request(pending.call, slot_number))
+            message, buffers = pack_message(StoreRequest(pending.call, slot_number))
             # The local name would keep the answer alive, and its slot lent, until the next call.
             del pending
-            head = head_of(message, buffers, [False] * len(buffers))
+            head = message_head(message, buffers, [False] * len(buffers))
             parts: list[Buffer] = [head + message, *buffers]
             await write_all(self._pipe, parts, float("inf"))
 

@@ -305,7 +305,7 @@ class Watermark(msgspec.Struct, frozen=True):
 
     Attributes:
         seq: The index has the newest mutation of every key up to here.
-        items: How many keys exist at `seq`.
+        item_count: How many keys exist at `seq`; `items` on disk.
         garbage_bytes: About how many bytes of the log up to here are superseded mutations.
         damaged_through: The last number of the log that could not be read when the index passed it;
             0 for none. An entry that is not above it may have been superseded by a lost mutation.
@@ -313,7 +313,7 @@ class Watermark(msgspec.Struct, frozen=True):
     """
 
     seq: SeqNo = SeqNo(0)
-    items: int = 0
+    item_count: int = msgspec.field(default=0, name="items")
     garbage_bytes: int = 0
     damaged_through: SeqNo = SeqNo(0)
 
@@ -334,7 +334,7 @@ class KeyIndexEntry(msgspec.Struct, frozen=True):
     def pack(self, key: bytes) -> bytes:
         """The value stored under `key`."""
         signed_seq = -self.seq if self.is_tombstone else self.seq
-        return bytes(pack_entries([key], [(signed_seq, self.expiry)])[0][1])
+        return bytes(pack_index_entries([key], [(signed_seq, self.expiry)])[0][1])
 
     @classmethod
     def parse(cls, key: bytes, value: Buffer) -> KeyIndexEntry:
@@ -356,7 +356,7 @@ class KeyIndexEntry(msgspec.Struct, frozen=True):
 _UNSIGNED: Final = Struct("<qI")
 
 
-def pack_entries(
+def pack_index_entries(
     keys: Iterable[bytes], entries: Iterable[tuple[int, int]]
 ) -> list[tuple[bytes, Buffer]]:
     """Index entries as they are stored under `keys`.

@@ -113,15 +113,15 @@ class SlotBuffer:
         self._rest = memoryview(b"")
         self._put_bytes = 0
 
-    def begin(self, slot: int) -> None:
-        """Begins an answer: `put` writes to this slot, or to none if it is `NO_SLOT`."""
+    def begin_answer(self, slot: int) -> None:
+        """Begins an answer: `put_chunk` writes to this slot, or to none if it is `NO_SLOT`."""
         self._rest = memoryview(b"")
         if slot != NO_SLOT:
             offset = slot * self._slot_bytes
             self._rest = memoryview(self._map)[offset : offset + self._slot_bytes]
         self._put_bytes = 0
 
-    def put(self, chunk: Chunk) -> Chunk:
+    def put_chunk(self, chunk: Chunk) -> Chunk:
         """Copies a chunk: into the slot if it fits, else into memory of its own."""
         if chunk.nbytes > len(self._rest):
             return chunk.copied()

@@ -76,7 +76,7 @@ class SimulatedDisk:
         self._failed = False
         self.fault = None
 
-    def flip(self, key: bytes, bit: int) -> None:
+    def flip_bit(self, key: bytes, bit: int) -> None:
         """Flips one bit of a value."""
         value = bytearray(self._items[key])
         value[bit // 8 % len(value)] ^= 1 << bit % 8

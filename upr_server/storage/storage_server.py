@@ -93,7 +93,7 @@ class StorageServer:
         name."""
         return self._directory.remove_leftovers()
 
-    def bucket(self, name: str) -> BucketStorage:
+    def bucket_storage(self, name: str) -> BucketStorage:
         """A bucket's disk; it is opened if it is not open yet.
 
         Raises:
@@ -112,7 +112,7 @@ class StorageServer:
             BucketStorage(log, index).log.create(record, partitions)
 
         self._directory.create(record.name, fill)
-        self.bucket(record.name).open()
+        self.bucket_storage(record.name).open()
 
     def delete(self, name: str) -> None:
         """Closes a bucket and deletes it.

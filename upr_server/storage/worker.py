@@ -25,8 +25,8 @@ from upr_server.storage.messages import (
     RECORD_BYTES,
     CallFailure,
     Unpacker,
-    head_of,
-    pack,
+    message_head,
+    pack_message,
     parse_records,
     request_type,
 )
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str]) -> None:
     slots = None
     if int(slots_descriptor) != NO_DESCRIPTOR:
         slots = SlotBuffer(int(slots_descriptor))
-    server = StorageServer(directory) if slots is None else StorageServer(directory, slots.put)
+    server = (
+        StorageServer(directory) if slots is None else StorageServer(directory, slots.put_chunk)
+    )
     unpacker = Unpacker()
 
     with socket.socket(fileno=int(descriptor)) as pipe:
@@ -78,13 +80,13 @@ def _serve(
     try:
         request = unpacker.unpack(message, REQUEST, buffers)
         if slots is not None:
-            slots.begin(request.slot)
+            slots.begin_answer(request.slot)
         answer = request.call.run_on(server)
     except Exception as error:  # noqa: BLE001  # the server gets every error
         answer, failed = CallFailure.of(error), True
-    packed, chunks = pack(answer)
+    packed, chunks = pack_message(answer)
     in_slot = [False] * len(chunks) if slots is None else slots.are_in_slot(chunks)
-    head = head_of(packed, chunks, in_slot, failed=failed)
+    head = message_head(packed, chunks, in_slot, failed=failed)
     unshared_chunks = [
         chunk for chunk, is_in_slot in zip(chunks, in_slot, strict=True) if not is_in_slot
     ]

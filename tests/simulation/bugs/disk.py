@@ -134,10 +134,10 @@ def roll_back_into_snapshot() -> Iterator[None]:
     def find_snapshot_end(
         self: ChunkLog, partition: int, ceiling: SeqNo, floor: SeqNo
     ) -> SeqNo | None:
-        through = min(ceiling, self.high(partition))
+        through = min(ceiling, self.high_seq(partition))
         if through <= floor:
             return through if through == floor else None
-        chunks = self.read(partition, floor, through, bytes_max=1 << 62)
+        chunks = self.read_chunks(partition, floor, through, bytes_max=1 << 62)
         ends = [chunk.end for chunk in chunks if chunk.end <= through]
         return ends[-1] if ends else None
 
@@ -148,7 +148,7 @@ def roll_back_into_snapshot() -> Iterator[None]:
 @planted(LEASED_BACKFILLS, seeds=20)
 def compact_leased_range() -> Iterator[None]:
     """Compaction ignores the leases of backfills."""
-    with replaced(LeaseBook, "ranges", lambda _self: []):
+    with replaced(LeaseBook, "held_ranges", lambda _self: []):
         yield
 
 

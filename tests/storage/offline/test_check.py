@@ -24,7 +24,7 @@ from upr_server.storage.directory import default_data_dir, lock, lock_for_readin
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.offline.bucket_files import open_bucket
-from upr_server.storage.offline.check import Check
+from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.findings import Problem
 from upr_server.storage.ordered_map import WriteTransaction
 from upr_server.storage.records import (
@@ -94,7 +94,7 @@ def problems_in(data: Path) -> list[tuple[int, str]]:
     try:
         return [
             (finding.partition, finding.description)
-            for finding in Check(BUCKET, log, index).run()
+            for finding in BucketCheck(BUCKET, log, index).run()
             if isinstance(finding, Problem)
         ]
     finally:

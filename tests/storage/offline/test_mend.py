@@ -39,7 +39,7 @@ def stored(data: Path) -> list[tuple[StoredPartition, list[bytes]]]:
     partitions = []
     for index, partition in enumerate(storage.open().partitions):
         high = partition.record.high
-        chunks = storage.log.read(index, 0, high, bytes_max=PLENTY) if high else []
+        chunks = storage.log.read_chunks(index, 0, high, bytes_max=PLENTY) if high else []
         partitions.append((partition, [bytes(chunk) for chunk in chunks]))
     storage.close()
     return partitions
@@ -48,8 +48,8 @@ def stored(data: Path) -> list[tuple[StoredPartition, list[bytes]]]:
 def flip_a_chunk(data: Path, partition: int) -> None:
     """Flips a bit at the end of a partition's first chunk."""
     storage = opened(data)
-    high = storage.log.high(partition)
-    chunk = bytes(storage.log.read(partition, 0, high, bytes_max=PLENTY)[0])
+    high = storage.log.high_seq(partition)
+    chunk = bytes(storage.log.read_chunks(partition, 0, high, bytes_max=PLENTY)[0])
     storage.close()
     path = data / "buckets" / BUCKET / "log" / "data.mdb"
     content = bytearray(path.read_bytes())
@@ -81,7 +81,7 @@ def test_only_a_replica_empties_a_damaged_partition(tmp_path: Path, state: Parti
         if partition != 1:
             assert after[partition] == before[partition]
     emptied, chunks = after[1]
-    assert (emptied.record.high, emptied.indexed, emptied.items, chunks) == (0, 0, 0, [])
+    assert (emptied.record.high, emptied.indexed, emptied.item_count, chunks) == (0, 0, 0, [])
     assert not emptied.tokens
     assert emptied.record.last_cas == before[1][0].record.last_cas
 

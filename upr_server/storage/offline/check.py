@@ -35,7 +35,7 @@ PROBLEMS_MAX: Final = 20
 """The most problems of one stage that are reported one by one; the others are counted."""
 
 
-class Check:
+class BucketCheck:
     """A check of one bucket.
 
     Args:

@@ -133,8 +133,8 @@ def check_entries(
                 text = f"the log has no mutation of the key {_shown(key)}"
                 yield Damage(text, partition, in_index=True)
     yield Progress(keys=len(newest))
-    if items != watermark.items:
-        text = f"the index has {items} items, and should have {watermark.items}"
+    if items != watermark.item_count:
+        text = f"the index has {items} items, and should have {watermark.item_count}"
         yield Damage(text, partition, in_index=True)
 
 

@@ -45,7 +45,7 @@ class DumpOptions(msgspec.Struct, frozen=True):
     history: bool = False
 
 
-class Dump:
+class BucketDump:
     """Writes what a bucket holds.
 
     Args:

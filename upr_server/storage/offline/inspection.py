@@ -20,8 +20,8 @@ import msgspec
 
 from upr_server.storage.errors import DataDirectoryError, StorageError
 from upr_server.storage.offline.bucket_files import open_map
-from upr_server.storage.offline.check import Check
-from upr_server.storage.offline.dump import Dump, DumpOptions
+from upr_server.storage.offline.check import BucketCheck
+from upr_server.storage.offline.dump import BucketDump, DumpOptions
 from upr_server.storage.offline.findings import INDEX_ADVICE, LOG_ADVICE, Finding, Problem, Stage
 
 Task = Literal["check", "dump"]
@@ -154,9 +154,9 @@ def _findings(
     try:
         log = open_map(folder / "log")
         if task == "dump":
-            yield from Dump(name, log, options).run(first_stage)
+            yield from BucketDump(name, log, options).run(first_stage)
         else:
             advice = f"{INDEX_ADVICE}; then check again"
-            yield from Check(name, log, open_map(folder / "index")).run(first_stage)
+            yield from BucketCheck(name, log, open_map(folder / "index")).run(first_stage)
     except (StorageError, OSError) as error:
         yield Problem(name, -1, str(error), advice)

@@ -94,7 +94,7 @@ def _damage_in(log: ChunkLog, partition_id: int, partition: StoredPartition) -> 
     after, through = SeqNo(0), partition.record.received
     try:
         while after < through:
-            after = log.read(partition_id, after, through, bytes_max=_READ_BYTES)[-1].end
+            after = log.read_chunks(partition_id, after, through, bytes_max=_READ_BYTES)[-1].end
     except CorruptionError as error:
         return str(error)
     return ""

@@ -38,14 +38,14 @@ log = structlog.get_logger(__name__)
 
 
 @unique
-class Wait(Enum):
+class ReaderWait(Enum):
     """What a reader answers in place of an item."""
 
     FOR_DISK = "for disk"
     """The next item is being read from disk; the reader's `on_disk` is called when it is there."""
 
 
-WAIT_FOR_DISK: Final = Wait.FOR_DISK
+WAIT_FOR_DISK: Final = ReaderWait.FOR_DISK
 
 
 class StreamBrokenError(UprError):
@@ -67,7 +67,7 @@ class Backfill:
         disk: The bucket's disk.
         partition: The partition.
         start: Where the reader stands.
-        on_disk: Called when there is something to take after `take` found nothing.
+        on_disk: Called when there is something to take after `take_item` found nothing.
         end: Where the snapshot ends. By default at the first snapshot end on disk at or above
             `stream_end`; where the disk is not so far, at the persisted snapshot end when it
             begins.
@@ -119,7 +119,7 @@ class Backfill:
         self._disk.backfills += 1
         self._disk.nursery.start_soon(self._run)
 
-    def take(self) -> CursorItem | None:
+    def take_item(self) -> CursorItem | None:
         """Takes the next item out of the queue; None while the queue is empty."""
         if not self._queue:
             if self._broken is not None:
@@ -133,7 +133,7 @@ class Backfill:
             self._taken.notify()
         return item
 
-    def sent(self) -> None:
+    def note_sent(self) -> None:
         """Tells that what was taken has been sent: it takes no memory here any more."""
         self._disk.memory.backfills -= self.unsent_bytes
         self.unsent_bytes = 0
@@ -146,7 +146,7 @@ class Backfill:
         self._disk.memory.backfills -= self._queue_bytes
         self._queue_bytes = 0
         self._queue.clear()
-        self.sent()
+        self.note_sent()
         self._disk.leases.release_range(self)
         if self.cursor is not None:
             self.cursor.close()

@@ -89,7 +89,7 @@ class BucketDisk:
         self.bucket = bucket
         self.memory = bucket.memory
         self._on_memory_freed = on_memory_freed
-        self.flusher = Flusher(store, bucket, self.has_committed)
+        self.flusher = Flusher(store, bucket, self.note_committed)
         self.leases = LeaseBook(store, bucket, time, new_id, leases)
         self.maintenance = Maintenance(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
@@ -121,9 +121,9 @@ class BucketDisk:
         self.maintenance.check_not_deleted()
         return answer
 
-    def has_committed(self) -> None:
+    def note_committed(self) -> None:
         """Tells that something was put on disk: maintenance may have work, and memory can go."""
-        self.maintenance.has_committed()
+        self.maintenance.note_committed()
         self._on_memory_freed()
 
     async def run(self) -> None:
@@ -143,7 +143,7 @@ class BucketDisk:
                     self._flushed.set()
                     nursery.cancel_scope.cancel()
         finally:
-            self.flusher.refuse_all()
+            self.flusher.refuse_callbacks()
             self._ended.set()
 
     async def stop(self) -> None:
@@ -193,7 +193,7 @@ class BucketDisk:
 
     # Reading.
 
-    async def find(
+    async def find_items(
         self, partition: Partition, requests: Sequence[FetchRequest]
     ) -> dict[bytes, Mutation | None]:
         """Items from disk, by key: as many of those asked for as fit into a bounded number of
@@ -212,7 +212,7 @@ class BucketDisk:
         rows = items.all_rows()
         return {request.key: row for request, row in zip(requests, rows, strict=False)}
 
-    async def expire(self, now: float) -> None:
+    async def expire_on_disk(self, now: float) -> None:
         """Deletes items that have expired on disk. Deletions stay in memory until they are indexed;
         so it stops when memory is short, and a later call goes on.
 
@@ -303,5 +303,5 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
         partition.indexed,
         partition.purge_seq,
         by_age,
-        partition.items,
+        partition.item_count,
     )

@@ -140,7 +140,7 @@ class Flusher:
         if not callbacks:
             self._callbacks.pop(partition.id, None)
 
-    def refuse_all(self) -> None:
+    def refuse_callbacks(self) -> None:
         """Answers all callbacks that durability cannot be promised now."""
         callbacks_of, self._callbacks = self._callbacks, {}
         for callbacks in callbacks_of.values():
@@ -182,11 +182,13 @@ class Flusher:
         await trio.lowlevel.checkpoint()
         await self._index_moved.wait_until(
             lambda: (
-                not self._index_can_move or self._is_stopping or self.unindexed() <= UNINDEXED_MAX
+                not self._index_can_move
+                or self._is_stopping
+                or self.unindexed_count() <= UNINDEXED_MAX
             )
         )
 
-    def unindexed(self) -> int:
+    def unindexed_count(self) -> int:
         """How many mutations are on disk and not yet in the index, without the partitions whose
         index is stuck. O(partitions)."""
         return sum(
@@ -282,7 +284,7 @@ class Flusher:
                 if not self.full:
                     log.error("disk full", bucket=self._bucket.name, error=str(error))
                 self.full = str(error)
-                self.refuse_all()
+                self.refuse_callbacks()
                 if self._is_stopping:
                     raise
                 await trio.sleep(FULL_DISK_RETRY_S)

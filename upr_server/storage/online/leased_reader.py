@@ -7,7 +7,7 @@ from collections.abc import Callable
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo
 from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
-from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
+from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, ReaderWait
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 
@@ -52,13 +52,13 @@ class LeasedReader:
     def next_whole_snapshot(self) -> None:
         """None: memory has nothing of it."""
 
-    def next(self) -> CursorItem | Wait:
+    def next(self) -> CursorItem | ReaderWait:
         """The next item; `WAIT_FOR_DISK` when it has yet to be read.
 
         Raises:
             StreamBrokenError: The stream cannot go on.
         """
-        item = self._backfill.take()
+        item = self._backfill.take_item()
         if item is None:
             return WAIT_FOR_DISK
         if isinstance(item, SnapshotStartItem):
@@ -69,9 +69,9 @@ class LeasedReader:
             self.is_reading = False
         return item
 
-    def sent(self) -> None:
+    def note_sent(self) -> None:
         """Tells that everything that was handed on so far has been sent."""
-        self._backfill.sent()
+        self._backfill.note_sent()
 
     @property
     def reads_disk(self) -> bool:

@@ -84,7 +84,7 @@ class LeaseBook:
         now = self._time()
         return [lease for lease in self._leases.values() if lease.expires_at > now]
 
-    def ranges(self) -> list[tuple[int, int, int]]:
+    def held_ranges(self) -> list[tuple[int, int, int]]:
         """(partition, start, end) of all ranges that clients and backfills hold now."""
         # An empty range marks a position. Compaction would purge nothing of a partition of which
         # something is held. To take the tuples as they are takes 2 ms for `LEASED_RANGES_MAX`; to
@@ -97,7 +97,7 @@ class LeaseBook:
         ]
         return of_clients + list(self._backfills.values())
 
-    def lapsed(self) -> list[LeaseRecord]:
+    def lapsed_leases(self) -> list[LeaseRecord]:
         """The leases that have lapsed, and are whole: they can be renewed."""
         now = self._time()
         return [

@@ -85,9 +85,9 @@ class Maintenance:
         """Has it look for something to do."""
         self._wakeup.notify()
 
-    def has_committed(self) -> None:
+    def note_committed(self) -> None:
         """Tells of a commit. If there is little to index, it can wait until `run` looks again."""
-        if self._flusher.unindexed() >= INDEX_LAG_MUTATIONS:
+        if self._flusher.unindexed_count() >= INDEX_LAG_MUTATIONS:
             self.wake()
 
     def abandon(self) -> None:
@@ -191,19 +191,19 @@ class Maintenance:
             Maintain(
                 self._bucket.name,
                 urgent=is_idle or needs_index,
-                leases=self._leases.ranges(),
-                lapsed=self._leases.lapsed(),
+                leases=self._leases.held_ranges(),
+                lapsed=self._leases.lapsed_leases(),
                 purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
                 keep_unindexed=0 if needs_index else self.undo_mutations,
             )
         )
-        self._leases.mark_broken(step.broken)
+        self._leases.mark_broken(step.broken_leases)
         self._flusher.set_index_can_move(True)
         if step.partition < 0:
             return False
         partition = self._bucket.partitions[step.partition]
         self._note_damage(partition.id, step)
-        partition.note_index_progress(step.indexed, step.items)
+        partition.note_index_progress(step.indexed, step.item_count)
         partition.purge_seq = max(partition.purge_seq, step.purge_seq)
         self._progress.notify()
         self._on_progress()
@@ -228,5 +228,5 @@ class Maintenance:
         """Figures of the bucket's disk, as of the last step, and of what is left to do."""
         return {
             **self._figures,
-            "unindexed_mutations": self._flusher.unindexed(),
+            "unindexed_mutations": self._flusher.unindexed_count(),
         }

@@ -28,7 +28,7 @@ from upr_server.engine import (
     SnapshotEndItem,
     SnapshotStartItem,
 )
-from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, Wait
+from upr_server.storage.online.backfill import WAIT_FOR_DISK, Backfill, ReaderWait
 from upr_server.storage.online.bucket_disk import BucketDisk
 
 EXCESS_MUTATIONS_MAX: Final = 4096
@@ -129,20 +129,20 @@ class PartitionReader:
         is called when there is."""
         return self._cursor is None or self._backfill is not None or self._cursor.poll()
 
-    def next(self) -> CursorItem | Wait | None:
+    def next(self) -> CursorItem | ReaderWait | None:
         """The next item; `WAIT_FOR_DISK` when it has yet to be read, None when there is nothing
         more.
 
         Raises:
             StreamBrokenError: The stream cannot go on.
         """
-        item: CursorItem | Wait | None = None
+        item: CursorItem | ReaderWait | None = None
         if self._backfill is not None:
-            item = self._backfill.take()
+            item = self._backfill.take_item()
             if item is None:
                 if not self._backfill.is_done:
                     return WAIT_FOR_DISK
-                self.sent()
+                self.note_sent()
                 self._cursor, self._backfill = self._backfill.cursor, None
         if item is None:
             item = self._from_memory()
@@ -161,7 +161,7 @@ class PartitionReader:
             self._end_at_least = SeqNo(0)
         return chunk
 
-    def _from_memory(self) -> CursorItem | Wait | None:
+    def _from_memory(self) -> CursorItem | ReaderWait | None:
         if self._cursor is not None:
             item = self._cursor.next()
             if not isinstance(item, BackfillNeeded):
@@ -194,7 +194,7 @@ class PartitionReader:
         )
         self._backfill.start()
 
-    def _follow(self, item: CursorItem | Wait | None) -> None:
+    def _follow(self, item: CursorItem | ReaderWait | None) -> None:
         if isinstance(item, SnapshotStartItem):
             self.is_reading = True
             self._end = item.end
@@ -204,10 +204,10 @@ class PartitionReader:
         elif isinstance(item, SnapshotEndItem):
             self.is_reading = False
 
-    def sent(self) -> None:
+    def note_sent(self) -> None:
         """Tells that everything that was handed on so far has been sent."""
         if self._backfill is not None:
-            self._backfill.sent()
+            self._backfill.note_sent()
 
     @property
     def reads_disk(self) -> bool:
