@@ -438,10 +438,10 @@ def opcodes_sentence() -> str:
         if answer.opcode != kind.opcode | 0x80
     }
     return (
-        f"The client's opcodes lie below 0x80, and so do those of {listed(names)}, which either "
-        "side says; the server's others lie from 0x80 on. An answer's opcode is its request's with "
-        f"the high bit set, but {listed(sorted(of_their_own))} answer requests of other opcodes "
-        "too, and `Refusal` answers any."
+        f"The client's opcodes are below 0x80, also {listed(names)}, which either side sends. The "
+        "server's other opcodes are 0x80 or above. An answer's opcode is the opcode of its request "
+        f"with the high bit set. {listed(sorted(of_their_own))} also answer requests with other "
+        "opcodes, and `Refusal` answers any request."
     )
 
 

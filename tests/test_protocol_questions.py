@@ -442,7 +442,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: is_bucket_name("a.b") and not is_bucket_name(".a"),
     ),
     "which opcodes below 0x80 does a server say?": (
-        "below 0x80, and so do those of `Error` and `Noop`, which either side says",
+        "below 0x80, also `Error` and `Noop`, which either side sends",
         lambda: (
             {kind.__name__ for kind in MESSAGES.values() if kind.opcode < 0x80 and kind.sender & 2}
             == {"Error", "Noop"}

@@ -78,23 +78,23 @@ class Assignment(
     """Which nodes hold one partition.
 
     Attributes:
-        active: The node that takes writes; empty while none does.
-        replicas: The nodes that follow, each with the node that it follows; empty for the active,
-            or for the node that is handing over.
-        handing_over: The node that was active, takes no more writes, and is still followed; empty
-            while no node hands over.
-        continues_from: Where `active` continues the history of the node before it: it must have
-            exactly everything up to this point. None if it begins a new history. A node that is
-            active already ignores it.
-        lost_active: The node that was active before a failover that is under way, or before a
-            takeover that was interrupted and is being resumed. It is one of the replicas, to return
-            as one, but never counts as a replica that acknowledged.
+        active: The node that accepts writes; empty while no node does.
+        replicas: The replicas, each with the node that it follows. An empty name stands for the
+            active node, or for the node in `handing_over`.
+        handing_over: During a takeover, the node that was active. It accepts no more writes, and
+            the replicas still follow it. Otherwise empty.
+        continues_from: After a takeover, the point at which `active` continues the previous node's
+            history. It must have exactly everything up to this point. None if it begins a new
+            history. A node that is already active ignores it.
+        lost_active: During a failover, or when a command resumes an interrupted takeover: the node
+            that was active before. It is also in the replicas, because it returns as a replica. But
+            it does not count as a replica that acknowledged.
         promotion_point: The point up to which `active` had everything when a failover or takeover
-            last made it active; None before the first. A replica that has less is being refilled,
-            and may have given up what it acknowledged earlier.
+            last made it active; None before the first. A replica with less is copying the partition
+            again, and may lack changes that it acknowledged earlier.
         failover_revision: The revision of the map in which a failover last chose `active` after
-            comparing all copies; 0 if none did. A node that restarted uncleanly since then must not
-            become active because of a map that merely restores earlier assignments.
+            comparing all copies; 0 if none did. If a node has crashed and restarted since then, a
+            map that only restores earlier assignments must not make it active.
     """
 
     active: str = ""

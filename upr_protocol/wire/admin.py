@@ -9,11 +9,11 @@ from upr_protocol.wire.message import CONTROL, Message, Role, SessionState, allo
 
 
 class Refusal(Message, frozen=True):
-    """Refuses a request: the status field says why. The connection goes on.
+    """Refuses a request; the status field says why. The connection continues.
 
     Attributes:
-        map_revision: The revision of the partition map that the server has, 0 for none. After
-            `NOT_MY_PARTITION` the client needs a map at least as new.
+        map_revision: The revision of the server's partition map; 0 for none. After
+            `NOT_MY_PARTITION` the client needs this revision or a newer one.
     """
 
     opcode = 0xFF

@@ -95,8 +95,8 @@ class GetMap(Message, frozen=True):
 
 
 class SetMap(Message, frozen=True):
-    """Replaces a node's partition map; the node has applied it when it answers. Refused with
-    `REVISION_CONFLICT` when the node has another map than expected."""
+    """Replaces a node's partition map. When the node answers, it has applied the map. If its old
+    map does not have the expected revision, it refuses with `REVISION_CONFLICT`."""
 
     opcode = 0x21
     sender = Role.CLIENT
@@ -113,8 +113,8 @@ class SetMap(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """Has a node that does not have a bucket yet ask the node at `address` for the partition map,
-    and apply it. A node that has the bucket gets maps with `SetMap`."""
+    """For a node that does not have the bucket: it asks the node at `address` for the partition
+    map, and applies it. A node that has the bucket gets maps with `SetMap`."""
 
     opcode = 0x22
     sender = Role.CLIENT
@@ -130,8 +130,8 @@ class Join(Message, frozen=True):
 
 
 class PartitionAnswers(Message, frozen=True):
-    """Answers to publishers, for batches in one snapshot: the one under way, else the
-    `PartitionSnapshot` that follows. Sent only on streams that ask for them."""
+    """Answers to publishers, for batches in one snapshot: the snapshot that has begun, or the
+    `PartitionSnapshot` that follows. Only streams `with_answers` have it."""
 
     opcode = 0xA2
     sender = Role.SERVER
@@ -180,7 +180,7 @@ class PartitionAnswers(Message, frozen=True):
 
 class ReplicaAck(Message, frozen=True):
     """A replica reports the complete snapshot ends that it has received and persisted, for any
-    number of partitions. Of several rows about a partition the last counts."""
+    number of partitions. If a partition has several rows, the last is valid."""
 
     opcode = 0x16
     sender = Role.CLIENT

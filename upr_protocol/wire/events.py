@@ -39,10 +39,10 @@ _EVENT = cs.ExprAdapter(
 
 
 class EventsReply(Message, frozen=True):
-    """Events of buckets since the consumer asked last; empty when none came in time.
+    """Events of buckets since the consumer's last request; empty if no event came in time.
 
     Attributes:
-        batch: The number to acknowledge it by; 0 for an empty one.
+        batch: The number with which the consumer acknowledges this batch; 0 if the batch is empty.
         everything: Whether the consumer must look at all buckets once, because it is new, was away
             for too long, or the server was killed. Later changes come as events.
         events: The events, by name of the bucket.
@@ -57,8 +57,8 @@ class EventsReply(Message, frozen=True):
         "everything" / cs.Flag * "1 when the consumer must look at all buckets",
         "events"
         / tuple_of(_EVENT)
-        * "per bucket: which one of that name, its fate (1 deleted, 2 neither, 3 created), how "
-        "often it was told of updates, the keys of design documents that changed",
+        * "per bucket: its incarnation, its fate (1 deleted, 2 neither, 3 created), the number of "
+        "updates, and the keys of changed design documents",
     )
 
     batch: int
@@ -70,13 +70,13 @@ class NextEvents(Message, frozen=True):
     """Asks for events of buckets, and waits for some.
 
     Attributes:
-        consumer: The consumer's name, under which it comes back after a lost connection.
-        acknowledged: The batch that it has handled; 0 for none. The server sends a batch again that
-            is not acknowledged.
-        timeout_s: A consumer that does not ask for so long, 1 to 3,600 seconds, counts as dead, and
-            its queue is dropped.
+        consumer: The consumer's name; with it the consumer continues after a lost connection.
+        acknowledged: The batch that the consumer has handled; 0 for none. The server sends a batch
+            again if it is not acknowledged.
+        timeout_s: 1 to 3,600 seconds. If the consumer does not ask for this time, the server
+            regards it as dead, and drops its queue.
         wait_ms: How long to wait for an event.
-        kinds: The kinds of events: 1 created, 2 deleted, 4 updated, 8 design documents, added up.
+        kinds: The kinds of events, as a sum: 1 created, 2 deleted, 4 updated, 8 design documents.
         pattern: The buckets whose events to send.
     """
 

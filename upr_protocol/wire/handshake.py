@@ -50,8 +50,9 @@ class Hello(Message, frozen=True):
         identity: `what:who`, at most 200 bytes, e.g. `indexer:node-7`.
         versions: The versions the client speaks.
         features: A bit for each feature the client wants; none is defined yet.
-        window_bytes: How many bytes of stream frames may be on their way unacknowledged.
-        idle_interval_s: After how many seconds of silence a side says `NOOP`.
+        window_bytes: The flow-control window: how many bytes of stream frames the server may send
+            before the client acknowledges some.
+        idle_interval_s: After this time without a message, a side sends `Noop`.
     """
 
     opcode = 0x01
@@ -89,9 +90,8 @@ class Hello(Message, frozen=True):
 
 
 class HelloReply(Message, frozen=True):
-    """The server's answer: what was agreed, and the limits it holds its peers to. If it names ways
-    to log in, the client must log in before anything else is answered, and the session is then
-    `UNAUTHENTICATED`, not `READY`."""
+    """The server's answer: what was agreed, and the limits for the client. If it names mechanisms,
+    the client must log in first: the session is then `UNAUTHENTICATED`, not `READY`."""
 
     opcode = 0x81
     sender = Role.SERVER
@@ -149,8 +149,8 @@ class HelloReply(Message, frozen=True):
 
 
 class LogIn(Message, frozen=True):
-    """Begins the log-in. There is one attempt for each connection: after one that fails, the server
-    says `Error` and closes the connection."""
+    """Begins the log-in. A connection has one attempt: if it fails, the server sends `Error` and
+    closes the connection."""
 
     opcode = 0x1D
     sender = Role.CLIENT
@@ -165,7 +165,7 @@ class LogIn(Message, frozen=True):
 
 
 class LogInChallenge(Message, frozen=True):
-    """What the client must answer, to prove that it is who it says."""
+    """The server's message of the log-in; the client must answer it."""
 
     opcode = 0x9D
     sender = Role.SERVER
@@ -187,7 +187,7 @@ class LogInResponse(Message, frozen=True):
 
 
 class LoggedIn(Message, frozen=True):
-    """The client is who it says. The server proves the same of itself, if the mechanism does."""
+    """The log-in has succeeded. With some mechanisms, the server also proves its identity here."""
 
     opcode = 0x9E
     sender = Role.SERVER
@@ -198,8 +198,8 @@ class LoggedIn(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """Why the connection is about to be closed; the code is in the header's status field. Its
-    layout is the same in all versions."""
+    """Why the sender closes the connection; the code is in the header's status field. Its layout is
+    the same in all versions."""
 
     opcode = 0x02
     sender = Role.EITHER
@@ -215,8 +215,8 @@ class Error(Message, frozen=True):
 
 
 class PartitionLog(Message, frozen=True):
-    """One partition's state and failover log, in answer to `Open`. For a partition that the server
-    does not own (it is dead there), the status is `NOT_MY_PARTITION`, the log empty, and all
+    """One partition's state and failover log, in answer to `Open`. If the server does not have the
+    partition (it is dead there), the status is `NOT_MY_PARTITION`, the log is empty, and all
     numbers are 0."""
 
     opcode = 0x85
@@ -269,8 +269,8 @@ class Opened(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Chooses a bucket, and names the partitions that the client wants to be told of. No partition
-    may be named twice."""
+    """Chooses a bucket, and names the partitions whose `PartitionLog` the client wants, each at
+    most once."""
 
     opcode = 0x04
     sender = Role.CLIENT
@@ -286,11 +286,11 @@ class Open(Message, frozen=True):
 
 
 class StreamReply(Message, frozen=True):
-    """The answer to `Stream`, in its status: `OK` (the stream continues after `seq`),
-    `NOT_MY_PARTITION` (it is dead here), `WRONG_STATE` (it is in another state than `Stream` asks
-    for), `BAD_ARGUMENT` (a partition in that state, or with that prefix, is not streamed),
-    `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not hold the
-    range)."""
+    """The answer to `Stream`. Its status is `OK` (the stream continues after `seq`),
+    `NOT_MY_PARTITION` (the partition is dead here), `WRONG_STATE` (the partition is not in the
+    requested state), `BAD_ARGUMENT` (the server never streams with this state or prefix),
+    `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not protect
+    the range)."""
 
     opcode = 0x86
     sender = Role.SERVER
@@ -328,17 +328,17 @@ class Stream(Message, frozen=True):
     """Asks for one partition's changes after those that the client has.
 
     Attributes:
-        state: The state the client expects the partition to be in: active or replica; or, with
-            `with_answers`, pending.
+        state: The state that the partition must have: active or replica; with `with_answers` also
+            pending.
         position: What the client has.
-        end_seq: Where the stream ends; all ones for never. Inside a snapshot it means that
-            snapshot's end.
-        lease_id: The lease that holds the range from the position to `end_seq`: then just that
-            range is read from disk, with every version in it, and then the stream ends. 0 for none.
-        with_answers: Whether to send answers to publishers, too: a replica needs them, to give them
-            again should it become active.
-        key_prefix: What the keys of the changes to send begin with; at most `KEY_BYTES_MAX` bytes.
-            Chunks, snapshots and positions cover the same numbers as without it. Empty for all.
+        end_seq: Where the stream ends; all ones for never. If it is inside a snapshot, the stream
+            ends at that snapshot's end.
+        lease_id: A lease on the range from the position to `end_seq`. The stream then has exactly
+            this range, from disk, with every version in it, and ends. 0 for none.
+        with_answers: Whether to send the answers to publishers, too. A replica needs them, because
+            it may become active, and must then give the same answers.
+        key_prefix: The prefix of the keys to stream, at most `KEY_BYTES_MAX` bytes. Chunks,
+            snapshots and positions cover the same numbers as without it. Empty for all.
     """
 
     opcode = 0x06

@@ -20,11 +20,11 @@ _GET: Final = Struct("<QH")
 
 
 class GetReply(Message, frozen=True):
-    """The items asked for, in order: an existing one as a `SET` with its sequence number and CAS, a
-    missing one as a `DELETE` with sequence number 0. The flags of a `DELETE` are 0, or a status
-    that refuses this key alone: `BAD_KEY` where the key is empty or too long, `DAMAGED` where the
-    disk cannot tell what it holds. An answer has some hundred keys at most, and about 1 MiB.
-    `next_index` is the first key without an answer; ask again from there."""
+    """The requested items, in the order of the keys. An existing item is a `SET` with its sequence
+    number and CAS. A missing item is a `DELETE` with sequence number 0 and flags 0. If the server
+    refuses a key, its row is a `DELETE` with the status in its flags: `BAD_KEY` if the key is empty
+    or too long, `DAMAGED` if its record on disk is damaged. An answer has at most some hundred
+    keys, and about 1 MiB. `next_index` is the first key without an answer; ask again from there."""
 
     opcode = 0x93
     sender = Role.SERVER
@@ -55,8 +55,8 @@ class GetReply(Message, frozen=True):
 
 
 class Get(Message, frozen=True):
-    """Asks for items of one partition. Unless `history_id` is 0, the request is refused with
-    `HISTORY_CHANGED` in another history."""
+    """Asks for items of one partition. If `history_id` is not 0, and the partition is in another
+    history, the server refuses the request with `HISTORY_CHANGED`."""
 
     opcode = 0x13
     sender = Role.CLIENT
@@ -96,7 +96,7 @@ class Get(Message, frozen=True):
 
 
 class SeqnosReply(Message, frozen=True):
-    """The sequence numbers of the partitions asked for."""
+    """The sequence numbers of the requested partitions."""
 
     opcode = 0x94
     sender = Role.SERVER
@@ -120,9 +120,9 @@ class SeqnosReply(Message, frozen=True):
 
 
 class Seqnos(Message, frozen=True):
-    """Asks for partitions' sequence numbers; an empty list for all. Refused with `NOT_MY_PARTITION`
-    when the server is not active for one of them, unless copies will do: a copy's numbers do not
-    tell what was acknowledged."""
+    """Asks for partitions' sequence numbers. If the server is not active for one of them, it
+    refuses with `NOT_MY_PARTITION`. With `of_copies` it answers for every copy that it has; a
+    replica's numbers may be lower than what was acknowledged."""
 
     opcode = 0x14
     sender = Role.CLIENT
@@ -130,7 +130,7 @@ class Seqnos(Message, frozen=True):
     answers = (SeqnosReply,)
     layout = cs.Struct(
         "partitions" / tuple_of(cs.Int16ul) * "the partitions; none for all",
-        "of_copies" / cs.Flag * "whether the server tells of a copy, too, where it is not active",
+        "of_copies" / cs.Flag * "whether to answer also for copies, where the server is not active",
     )
 
     partitions: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class Seqnos(Message, frozen=True):
 
 
 class SeqnosAtReply(Message, frozen=True):
-    """Where the partitions asked for stood at a time."""
+    """The sequence numbers of the requested partitions at the requested time."""
 
     opcode = 0x9C
     sender = Role.SERVER
@@ -154,11 +154,12 @@ class SeqnosAtReply(Message, frozen=True):
 
 
 class SeqnosAt(Message, frozen=True):
-    """Asks where partitions stood at a time: for the highest sequence number on disk such that each
-    change up to it has a CAS below `time_ns`, as a CAS is the time at which a change was numbered;
-    0 when there is none. A stream from there has every later change. What is not on disk yet counts
-    as later. Refused with `NOT_MY_PARTITION` when the server is not active for one of the
-    partitions, and with `HISTORY_CHANGED` when a history changes meanwhile."""
+    """Asks for the sequence numbers of partitions at a given time. Of each partition the answer has
+    the highest sequence number on disk whose CAS is below `time_ns`, or 0. (A CAS is the time at
+    which a change was numbered.) A stream from this number has every later change; changes that are
+    not on disk yet count as later. If the server is not active for one of the partitions, it
+    refuses with `NOT_MY_PARTITION`. If a history changes meanwhile, it refuses with
+    `HISTORY_CHANGED`."""
 
     opcode = 0x1C
     sender = Role.CLIENT
@@ -174,7 +175,7 @@ class SeqnosAt(Message, frozen=True):
 
 
 class AwaitReply(Message, frozen=True):
-    """The sequence number is as durable as asked for."""
+    """The sequence number is as durable as requested."""
 
     opcode = 0x95
     sender = Role.SERVER
@@ -186,10 +187,11 @@ class AwaitReply(Message, frozen=True):
 
 
 class Await(Message, frozen=True):
-    """Waits until a sequence number is as durable as asked for. Refused with `HISTORY_CHANGED` in
-    another history, also when it changes meanwhile; with `TIMED_OUT` when the time is over; with
-    `BAD_ARGUMENT` for a number that the partition has not given yet, or a replicated level with no
-    copies; with `TOO_FEW_REPLICAS`; and with `NOT_MY_PARTITION` where the server is not active."""
+    """Waits until a sequence number is as durable as requested. The server refuses with
+    `HISTORY_CHANGED` if the partition is in another history, or begins one meanwhile; with
+    `TIMED_OUT` after `deadline_ms`; with `BAD_ARGUMENT` if the partition has not reached the
+    number, or a replicated level has 0 copies; with `TOO_FEW_REPLICAS` if the partition has fewer
+    replicas than `copies`; and with `NOT_MY_PARTITION` if the server is not active for it."""
 
     opcode = 0x15
     sender = Role.CLIENT
@@ -224,7 +226,7 @@ class LeaseAction(IntEnum):
 
 
 class LeaseReply(Message, frozen=True):
-    """The lease as it is now. A released one has a time to live of 0 and holds nothing.
+    """The lease as it is now. A released lease has a time to live of 0 and no ranges.
 
     Attributes:
         lease_id: The lease.

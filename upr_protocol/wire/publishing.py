@@ -58,12 +58,12 @@ def decode_results(lines: Buffer) -> list[RunResult]:
 
 
 class MutateReply(Message, frozen=True):
-    """The result of a bundle. It is sent once every run has its result.
+    """The results of a bundle's runs, when every run has its result.
 
     Attributes:
-        map_revision: The revision of the map by which runs were refused for a wrong node; 0 for
-            none.
-        runs: What became of each run, in their order.
+        map_revision: If runs were refused because another node is active: the revision of this
+            server's map. Otherwise 0.
+        runs: The result of each run, in their order.
         failures: (row of the bundle, status) of each mutation that failed alone, by row.
         counters: (row of the bundle, new value) of each increment and decrement that succeeded.
     """
@@ -147,9 +147,9 @@ class Mutate(Message, frozen=True):
 
     Attributes:
         writer: The publisher's 16-byte ID; zeros: the runs have no tokens.
-        attempt: Which run of its task the writer is, for engines that rerun tasks. Once a later
-            attempt has reached a partition, earlier ones are refused there. 0 for no attempts.
-        durability: What must hold before the answer.
+        attempt: For engines that run a task again: which attempt of the task this is. When a
+            partition has seen a later attempt, it refuses earlier ones. 0 without attempts.
+        durability: How durable the runs must be before the answer.
         copies: How many replicas beside the active, for the replicated levels.
         bundle: The operations, and which of them are for which partition.
     """
@@ -197,8 +197,8 @@ def _structs(layout: str, count: int) -> Struct:
 
 
 class Credit(U64Message, frozen=True):
-    """Allows the client so many more bytes of the frames that take from its credit, headers
-    counted."""
+    """Adds bytes to the client's credit. Frames that take from the credit count with their
+    headers."""
 
     opcode = 0x92
     sender = Role.SERVER

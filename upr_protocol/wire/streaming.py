@@ -30,11 +30,13 @@ _U16: Final = Struct("<H")
 
 
 class PartitionStart(Message, frozen=True):
-    """A snapshot of one partition begins. A second one without an end between replaces the first.
+    """A snapshot of one partition begins. A second `PartitionStart` before a `PartitionEnd`
+    replaces the first.
 
     Attributes:
         start: The sequence number after which the snapshot begins.
-        end: The last sequence number it covers; the client is consistent once it has all of it.
+        end: The last sequence number of the snapshot. The client is consistent when it has received
+            everything up to it.
         may_repeat: Older versions of a key may appear before its newest.
     """
 
@@ -74,8 +76,8 @@ class PartitionStart(Message, frozen=True):
 
 
 class PartitionChunk(Message, frozen=True):
-    """Some of the snapshot's mutations, in order. The body is the chunk and nothing else, so that
-    the same bytes serve every consumer."""
+    """Some of the snapshot's mutations, in order. The body is the chunk alone, so all consumers get
+    the same bytes."""
 
     opcode = 0x89
     sender = Role.SERVER
@@ -103,9 +105,8 @@ class PartitionChunk(Message, frozen=True):
 
 
 class PartitionSnapshot(PartitionChunk, frozen=True):
-    """A whole snapshot in one frame, from memory and without repeats: the chunk covers all of it.
-    The stream's last `PartitionStart` has named its history and the purge sequence number; there
-    was one."""
+    """A whole snapshot from memory in one frame, without repeated keys. Its history and purge
+    sequence number are those of the stream's last `PartitionStart`; at least one comes before."""
 
     opcode = 0x8D
 
@@ -117,7 +118,7 @@ def snapshot_frame(chunk: Chunk, partition: PartitionId, opaque: int) -> tuple[b
 
 
 class PartitionEnd(U64Message, frozen=True):
-    """The snapshot is complete: only here is the client consistent, at `end`."""
+    """The snapshot is complete. Only now is the client consistent, at `end`."""
 
     opcode = 0x8A
     sender = Role.SERVER
@@ -129,8 +130,8 @@ class PartitionEnd(U64Message, frozen=True):
 
 
 class CycleEnd(U64Message, frozen=True):
-    """Every registered partition was streamed or skipped once more; sent after each cycle that sent
-    anything, and after the first."""
+    """The end of a cycle: the server has streamed or skipped every stream once more. It follows the
+    first cycle, and each later cycle in which the server sent anything."""
 
     opcode = 0x8B
     sender = Role.SERVER
@@ -141,7 +142,7 @@ class CycleEnd(U64Message, frozen=True):
 
 
 class BarrierReply(Message, frozen=True):
-    """A barrier comes back: every partition was streamed or skipped since it arrived."""
+    """Returns a barrier: since it arrived, the server has streamed or skipped every stream."""
 
     opcode = 0x8C
     sender = Role.SERVER
@@ -180,8 +181,8 @@ class BarrierReply(Message, frozen=True):
 
 
 class Barrier(Message, frozen=True):
-    """Asks for an answer once everything up to now was streamed. No open barrier may have the same
-    cookie."""
+    """The server returns a barrier when it has streamed everything that it had when the barrier
+    arrived. Open barriers must have different cookies."""
 
     opcode = 0x0C
     sender = Role.CLIENT
@@ -192,8 +193,8 @@ class Barrier(Message, frozen=True):
 
 
 class Ack(U64Message, frozen=True):
-    """Gives back bytes of the window: the client has handled so many more bytes of the frames that
-    take from it, headers counted."""
+    """Adds to the window the bytes of frames that the client has handled since its last `Ack`. Only
+    frames that take from the window count, with their headers."""
 
     opcode = 0x0D
     sender = Role.CLIENT
@@ -224,8 +225,8 @@ class StreamEnd(Message, frozen=True):
 
 
 class CloseStream(Message, frozen=True):
-    """Ends one partition's stream. Frames on their way still come: the client drops them, but they
-    count for flow control. The last of them is `StreamEnd`."""
+    """Ends one partition's stream. Frames that the server has already sent still arrive. The client
+    drops them, but they count for flow control. The last one is `StreamEnd`."""
 
     opcode = 0x0F
     sender = Role.CLIENT
