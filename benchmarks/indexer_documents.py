@@ -1,9 +1,9 @@
 """The indexer and generated documents of 1 kB: `python -m benchmarks.indexer_documents`.
 
 It tells, in one run: documents a second that three indexes are built with, beside the bare stream's
-mutations and SQLite with the same indexes; what scans take at each consistency while a writer goes
-at full rate; and what the running indexes, a live consumer and scans notice while one index more is
-built. Further options go to the indexer: `--workers 2`.
+mutations and SQLite with the same indexes; what scans take at each consistency while a writer
+writes as fast as it can, or with `--rate`; and what the running indexes, a live consumer and scans
+notice while one index more is built. Further options go to the indexer: `--workers 2`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import attrs
 
 from benchmarks.kit.indexers import (
     INDEXER,
+    POLL_S,
     SERVER,
     processor_s,
     quantiles,
@@ -36,12 +37,21 @@ from benchmarks.kit.indexers import (
     until_ready,
 )
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import BlockingClient, BlockingConsumer, ChunkReceived, IndexClient
+from upr_protocol.client import (
+    BlockingClient,
+    BlockingConsumer,
+    ChunkReceived,
+    IndexClient,
+    IndexerError,
+)
 from upr_protocol.ids import Operation
 
 PARTITIONS: Final = 64
 BATCH: Final = 2000
 DOCUMENT_BYTES: Final = 1000
+TIMEOUT_S: Final = 30.0
+"""How long a scan waits to be fresh. Beside a writer that is faster it waits in vain."""
+
 CITIES: Final = 1000
 MAKERS: Final = 100_000
 FIRST: Final = {
@@ -104,11 +114,16 @@ class Counters:
     is_over: Synchronized[int] = attrs.field(factory=lambda: SPAWN.Value(c_longlong, 0))
 
 
-def keep_writing(url: str, count: int, counters: Counters) -> None:
-    """Writes the documents again and again, as fast as it can."""
+def keep_writing(url: str, count: int, rate: float, counters: Counters) -> None:
+    """Writes the documents again and again: so many a second, or as fast as it can if `rate` is
+    0."""
+    began = time.monotonic()
 
     def on_batch(size: int) -> bool:
         counters.written.value += size
+        if rate:
+            ahead_s = began + counters.written.value / rate - time.monotonic()
+            threading.Event().wait(max(0.0, ahead_s))
         return not counters.is_over.value
 
     version = 0
@@ -136,18 +151,18 @@ def keep_receiving(url: str, counters: Counters) -> None:
 
 
 @contextmanager
-def beside(url: str, count: int) -> Iterator[Counters]:
-    """A writer at full rate and a live consumer, as processes, for as long as the context."""
+def beside(url: str, count: int, rate: float) -> Iterator[Counters]:
+    """A writer and a live consumer, as processes, for as long as the context."""
     counters = Counters()
     processes = [
         SPAWN.Process(target=keep_receiving, args=(url, counters)),
-        SPAWN.Process(target=keep_writing, args=(url, count, counters)),
+        SPAWN.Process(target=keep_writing, args=(url, count, rate, counters)),
     ]
     for process in processes:
         process.start()
     try:
         while not counters.received.value:
-            threading.Event().wait(0.05)
+            threading.Event().wait(POLL_S)
         yield counters
     finally:
         counters.is_over.value = 1
@@ -188,7 +203,9 @@ class Phase:
             f"of them {counters.latest_s.value * 1000:.0f} ms"
         )
         for name, times_ms in times.items():
-            print(f"  scans of 100, {name}: {quantiles(times_ms)}")
+            late = sum(time_ms >= TIMEOUT_S * 1000 for time_ms in times_ms)
+            refused = f"; {late} of them were refused as not fresh" if late else ""
+            print(f"  scans of 100, {name}: {quantiles(times_ms)}{refused}")
 
     def _figures(self) -> tuple[float, ...]:
         counters = self._counters
@@ -201,7 +218,7 @@ class Phase:
         )
 
     def _scans(self, goes_on: Callable[[], bool]) -> dict[str, list[float]]:
-        options: dict[str, Any] = {"prefix": ["city-0007"], "limit": 100, "timeout_s": 120}
+        options: dict[str, Any] = {"prefix": ["city-0007"], "limit": 100, "timeout_s": TIMEOUT_S}
         times: dict[str, list[float]] = {"any": [], "now": [], "at_least": []}
         with BlockingClient(self._url) as client:
 
@@ -220,7 +237,11 @@ class Phase:
             while goes_on() or len(times["at_least"]) < 2:
                 for name, scan in kinds.items():
                     began_at[0] = time.perf_counter()
-                    scan()
+                    try:
+                        scan()
+                    except IndexerError as error:
+                        if error.code != "not_fresh":
+                            raise
                     times[name].append((time.perf_counter() - began_at[0]) * 1000)
         return times
 
@@ -242,6 +263,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=5_000_000)
     parser.add_argument("--seconds", type=float, default=60.0, help="of writing before the build")
+    parser.add_argument(
+        "--build-seconds",
+        type=float,
+        default=300.0,
+        help="of writing beside the build, at most: it ends when it has caught up",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="documents a second of the writer; 0 for all it can"
+    )
     parser.add_argument("--data-dir", type=Path, help="where to keep everything meanwhile")
     parser.add_argument("--no-sqlite", action="store_true")
     options, indexer_options = parser.parse_known_args()
@@ -280,6 +310,10 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
             )
         )
         asking = stack.enter_context(IndexClient(where))
+        began = time.monotonic()
+        while asking.status()["applied"] < count:
+            threading.Event().wait(POLL_S)
+        print(f"stream read, no index yet: {count / (time.monotonic() - began):,.0f} documents/s")
         asking.create("first", FIRST)
         used_s, took_s = processor_s(indexer), until_ready(asking, NAMES)
         used_s = processor_s(indexer) - used_s
@@ -287,7 +321,7 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
             f"three indexes built: {count / took_s:,.0f} documents/s, {took_s:.0f} s; "
             f"{used_s / count * 1e6:.1f} µs of the processors a document"
         )
-        _measure_load(url, count, asking, options.seconds)
+        _measure_load(url, asking, options)
         disk_bytes = sum(row["disk_bytes"] for row in asking.indexes())
         print(
             f"memory of the indexer: {resident(indexer)} MiB; its four indexes: "
@@ -301,25 +335,30 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
         print("compared: every index has an entry for each document")
 
 
-def _measure_load(url: str, count: int, asking: IndexClient, seconds: float) -> None:
-    def is_building() -> bool:
-        return any(row["state"] != "ready" for row in asking.indexes())
+def _measure_load(url: str, asking: IndexClient, options: argparse.Namespace) -> None:
+    is_in_time = for_seconds(options.build_seconds)
 
-    with beside(url, count) as counters:
+    def is_building() -> bool:
+        return is_in_time() and any(row["state"] != "ready" for row in asking.indexes())
+
+    with beside(url, options.documents, options.rate) as counters:
         phase = Phase(asking, url, counters)
-        phase.run("while a writer goes at full rate", for_seconds(seconds))
+        phase.run("while a writer writes", for_seconds(options.seconds))
         began = time.monotonic()
         asking.create("added", ADDED)
         until_known(asking, "added/n")
         phase.run("while one index more is built beside that", is_building)
-        took_s = time.monotonic() - began
-        print(f"one index built beside that: {count / took_s:,.0f} documents/s, {took_s:.0f} s")
+    if not is_in_time():
+        print("the writer was ended before the build had caught up")
+    until_ready(asking, {"added/n"})
+    took_s = time.monotonic() - began
+    print(f"one index built: {options.documents / took_s:,.0f} documents/s, {took_s:.0f} s")
 
 
 def until_known(asking: IndexClient, name: str) -> None:
     """Waits until the indexer has heard of an index."""
     while all(row["name"] != name for row in asking.indexes()):
-        threading.Event().wait(0.05)
+        threading.Event().wait(POLL_S)
 
 
 if __name__ == "__main__":
