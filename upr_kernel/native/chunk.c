@@ -335,6 +335,9 @@ copy_rows(const Part *part, uint32_t low, uint32_t high, const Chunk *to, Sizes 
 {
     const Chunk *from = &part->chunk;
     size_t at = written->count, count = high - low;
+    /* For no rows there may be no block. */
+    if (!count)
+        return;
     if (part->is_numbered) {
         uint64_t seq = part->first_seq + (low - part->low), cas = part->first_cas + (low - part->low);
         for (size_t row = 0; row < count; row++) {
