@@ -86,7 +86,7 @@ def test_the_defaults_are_as_documented() -> None:
                 defaults[name] = default
     read = ReadOptions.parse({**URL, **defaults}, streaming=None)
     assert read == ReadOptions.parse(URL, streaming=None)
-    assert len(defaults) == 12
+    assert len(defaults) == 13
 
     defaults = {}
     for name, cells in table(WRITE).items():

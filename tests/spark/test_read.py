@@ -217,6 +217,45 @@ def test_values_are_parsed_into_a_struct_on_request(
         load(spark, url, "value STRUCT<price: DECIMAL(9, 2)>").collect()
 
 
+def test_values_are_parsed_by_a_schema_that_is_given_or_inferred(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    url = new_bucket(3)
+    with pytest.raises(PySparkException, match=r"UPR_NO_SAMPLE.*newest 1000 values"):
+        load(spark, url, valueSchema="infer")
+    with durable_client(url) as client:
+        client.apply(
+            Mutation(Operation.SET, b"plane %d" % index, b'{"seats":%d,"at":{"x":1.5}}' % index)
+            for index in range(40)
+        )
+        client.set("plane 40", '{"model":"A320","old":true}')
+        client.set("car", '{"wheels":4}')
+        client.set("text", "no JSON")
+        client.delete("plane 0")
+    frame = load(spark, url, valueSchema="infer", metadata="false")
+    assert frame.schema["value"].dataType.simpleString() == (
+        "struct<at:struct<x:double>,model:string,old:boolean,seats:bigint,wheels:bigint>"
+    )
+    assert frame.columns == ["seq", "key", "value", "unparsed", "deleted"]
+    assert frame.where("value.seats >= 30 and value.at.x = 1.5").count() == 10
+    assert frame.where("value.model = 'A320'").count() == 1
+    unparsed = frame.where("unparsed is not null").collect()
+    assert [(bytes(row.key), bytes(row.unparsed)) for row in unparsed] == [(b"text", b"no JSON")]
+    # Of the rows that are read.
+    frame = load(spark, url, valueSchema="infer", keyPrefix="car")
+    assert frame.schema["value"].dataType.simpleString() == "struct<wheels:bigint>"
+    given = load(spark, url, valueSchema="seats INT, `a b` STRING")
+    assert given.schema["value"].dataType.simpleString() == "struct<seats:int,a b:string>"
+    assert given.schema["key"].nullable is False
+    assert given.where("value.seats = 7").count() == 1
+    with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out one of them"):
+        load(spark, url, "key STRING", valueSchema="infer").collect()
+    with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out includeValue=false"):
+        load(spark, url, valueSchema="infer", includeValue="false")
+    with pytest.raises(PySparkException, match="PARSE_SYNTAX_ERROR"):
+        load(spark, url, valueSchema="seats INT, ,")
+
+
 def test_an_empty_bucket_has_no_rows(spark: SparkSession, new_bucket: NewBucket) -> None:
     assert load(spark, new_bucket(1)).collect() == []
 

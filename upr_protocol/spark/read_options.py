@@ -53,6 +53,12 @@ class IndexQuery:
     high: Sequence[Any] | None
 
 
+INFER: Final = "infer"
+"""The `value_schema` that is to be inferred."""
+
+INFER_SAMPLE_DEFAULT: Final = 1000
+
+
 @attrs.frozen
 class ReadOptions:
     """Options of a read or a stream, as docs/spark.md describes them.
@@ -73,6 +79,9 @@ class ReadOptions:
         index: Instead of all changes, the items that these entries of an index are of.
         metadata: Whether the columns are all there are, or the few that most need.
         include_value: Whether values are among them.
+        value_schema: The fields of the values, which are read as structs: a list of columns as in
+            SQL, or `infer`; empty to read values as bytes.
+        infer_sample: How many values are looked at to infer the fields.
         deduplicate: Whether a read has only the newest row of each key.
         durable: Whether only what is on disk is read: else it may be undone by a crash.
         marks_rollback: Whether a rollback becomes a row; else it fails the query.
@@ -105,6 +114,8 @@ class ReadOptions:
     index: IndexQuery | None
     metadata: bool
     include_value: bool
+    value_schema: str
+    infer_sample: int
     deduplicate: bool
     durable: bool
     marks_rollback: bool
@@ -148,6 +159,8 @@ class ReadOptions:
         start_time = _time(options, "startingTimestamp", "startingOffsets")
         metadata = options.flag("metadata", default=True)
         include_value = options.flag("includeValue", default=True)
+        value_schema = _value_schema(options, include_value=include_value)
+        infer_sample = options.number("inferSample", INFER_SAMPLE_DEFAULT, low=1, high=100_000)
         durable = options.choice("stability", "durable", ("durable", "any")) == "durable"
         fails = options.flag("failOnDataLoss", default=True)
         task_bytes = options.number("maxPartitionBytes", TASK_BYTES_DEFAULT, low=1)
@@ -221,6 +234,8 @@ class ReadOptions:
             index,
             metadata,
             include_value,
+            value_schema,
+            infer_sample,
             deduplicate,
             durable,
             marks_rollback,
@@ -303,6 +318,13 @@ def _check_named(
             )
 
 
+def _value_schema(options: Options, *, include_value: bool) -> str:
+    text = options.text("valueSchema", "").strip()
+    if text and not include_value:
+        raise OptionError("the option valueSchema needs the values: leave out includeValue=false")
+    return INFER if text.lower() == INFER else text
+
+
 def _key_bytes(options: Options, name: str, *, low: int) -> bytes | None:
     """A key, or how keys begin, of at least `low` bytes; None when the option was not given."""
     text = options.text(name, None)
@@ -317,7 +339,7 @@ def _key_bytes(options: Options, name: str, *, low: int) -> bytes | None:
 
 
 _NOT_WITH_INDEX: Final = (
-    *("buckets", "bucketPattern", "partitions", "key", "keyPrefix", "deduplicate"),
+    *("buckets", "bucketPattern", "partitions", "key", "keyPrefix", "deduplicate", "valueSchema"),
     *("startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp"),
 )
 

@@ -83,6 +83,51 @@ def default_schema(options: ReadOptions) -> StructType:
     return StructType([StructField(name, *READ_COLUMNS[name]) for name in names])
 
 
+def schema_with_fields(options: ReadOptions, struct: StructType) -> StructType:
+    """The columns of a read whose user named none, with values parsed into `struct`, and
+    `UNPARSED`."""
+    fields = []
+    for field in default_schema(options):
+        is_value = field.name == "value"
+        fields.append(StructField("value", struct) if is_value else field)
+        if is_value:
+            fields.append(StructField(UNPARSED, BinaryType()))
+    return StructType(fields)
+
+
+def ddl_with_fields(options: ReadOptions) -> str:
+    """The same as SQL, with the struct of `options.value_schema`: only Spark's JVM parses that."""
+    columns = []
+    for field in default_schema(options):
+        if field.name == "value":
+            columns += [f"value STRUCT<{options.value_schema}>", f"{UNPARSED} BINARY"]
+        else:
+            null = "" if field.nullable else " NOT NULL"
+            columns.append(f"{field.name} {field.dataType.simpleString()}{null}")
+    return ", ".join(columns)
+
+
+def check_value_schema(options: ReadOptions, schema: StructType) -> None:
+    """Makes sure that `valueSchema` is not given together with a schema that does not follow it.
+
+    Args:
+        options: The options.
+        schema: The columns asked for.
+
+    Raises:
+        OptionError: It is.
+    """
+    if not options.value_schema:
+        return
+    for field in schema:
+        if field.name == "value" and isinstance(field.dataType, StructType):
+            return
+    raise OptionError(
+        "the option valueSchema says which columns there are, and .schema(...) says others: leave "
+        "out one of them"
+    )
+
+
 def check_schema(
     schema: StructType, columns: Mapping[str, tuple[DataType, bool]] = READ_COLUMNS
 ) -> None:

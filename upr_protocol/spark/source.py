@@ -35,12 +35,17 @@ class UprDataSource(DataSource):
         return "upr"
 
     @sentence_first()
-    def schema(self) -> StructType:
+    def schema(self) -> StructType | str:
         """The columns of a read; a user's `.schema(...)` chooses among them."""
-        from upr_protocol.spark.read_options import ReadOptions
-        from upr_protocol.spark.schema import default_schema
+        from upr_protocol.spark.read_options import INFER, ReadOptions
+        from upr_protocol.spark.schema import ddl_with_fields, default_schema
 
-        return default_schema(ReadOptions.parse(self.options, streaming=None))
+        options = ReadOptions.parse(self.options, streaming=None)
+        if options.value_schema == INFER:
+            from upr_protocol.spark.value_sample import inferred_schema
+
+            return inferred_schema(options)
+        return ddl_with_fields(options) if options.value_schema else default_schema(options)
 
     @sentence_first()
     def reader(self, schema: StructType) -> BatchReader | IndexReader:
@@ -48,8 +53,10 @@ class UprDataSource(DataSource):
         from upr_protocol.spark.batch_reader import BatchReader
         from upr_protocol.spark.index_reader import IndexReader
         from upr_protocol.spark.read_options import ReadOptions
+        from upr_protocol.spark.schema import check_value_schema
 
         options = ReadOptions.parse(self.options)
+        check_value_schema(options, schema)
         if options.index is not None:
             return IndexReader(options, schema)
         return BatchReader(options, schema, self._lease_id)
@@ -62,8 +69,10 @@ class UprDataSource(DataSource):
         from upr_protocol.spark.buckets_reader import BucketsReader
         from upr_protocol.spark.micro_batch_reader import MicroBatchReader
         from upr_protocol.spark.read_options import ReadOptions
+        from upr_protocol.spark.schema import check_value_schema
 
         options = ReadOptions.parse(self.options, streaming=True)
+        check_value_schema(options, schema)
         if options.are_several_buckets:
             return BucketsReader(options, schema)
         return MicroBatchReader(options, schema)

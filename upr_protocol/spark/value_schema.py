@@ -1,0 +1,109 @@
+"""The struct into which a sample of JSON objects fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any, Final
+
+import msgspec
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DataType,
+    DoubleType,
+    LongType,
+    NullType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+_LONG_MAX: Final = (1 << 63) - 1
+
+_UNKNOWN: Final[DataType] = NullType()
+
+
+class _Mixed(NullType):
+    """The type of a field whose values have types that no column has together."""
+
+
+def struct_of(values: Iterable[bytes]) -> StructType | None:
+    """The struct whose fields the objects among `values` have, by their names.
+
+    Whole numbers are BIGINT, or DOUBLE if any of the field's has a fraction or more than 64 bits. A
+    field is left out if it is null in all of them, an array or an object without anything in it, or
+    of types that no column has together, as a number here and a text there.
+
+    Args:
+        values: JSON texts. What is no object counts for nothing.
+
+    Returns:
+        The struct; None if no value is an object with a field that can be a column.
+    """
+    kinds = [_kind_of(value) for value in map(_object_in, values) if value is not None]
+    if not kinds:
+        return None
+    struct = _without_unknown(reduce(_merged, kinds))
+    return struct if isinstance(struct, StructType) else None
+
+
+def _object_in(value: bytes) -> dict[str, Any] | None:
+    try:
+        parsed: object = msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _kind_of(value: object) -> DataType:
+    if value is None:
+        return NullType()
+    if isinstance(value, bool):
+        return BooleanType()
+    if isinstance(value, int):
+        return LongType() if -_LONG_MAX - 1 <= value <= _LONG_MAX else DoubleType()
+    if isinstance(value, float):
+        return DoubleType()
+    if isinstance(value, str):
+        return StringType()
+    if isinstance(value, list):
+        return ArrayType(reduce(_merged, map(_kind_of, value), _UNKNOWN))
+    assert isinstance(value, dict)
+    return StructType([StructField(name, _kind_of(field)) for name, field in value.items()])
+
+
+def _merged(one: DataType, other: DataType) -> DataType:
+    """The type that values of both fit into."""
+    if isinstance(one, StructType) and isinstance(other, StructType):
+        kinds = {field.name: field.dataType for field in one}
+        for field in other:
+            known = kinds.get(field.name)
+            kinds[field.name] = field.dataType if known is None else _merged(known, field.dataType)
+        return StructType([StructField(name, kind) for name, kind in kinds.items()])
+    if isinstance(one, ArrayType) and isinstance(other, ArrayType):
+        return ArrayType(_merged(one.elementType, other.elementType))
+    if one == other or type(other) is NullType:
+        return one
+    if type(one) is NullType:
+        return other
+    if {type(one), type(other)} == {LongType, DoubleType}:
+        return DoubleType()
+    return _Mixed()
+
+
+def _without_unknown(kind: DataType) -> DataType | None:
+    """The type without the fields that can be no column, the others by name; None if nothing is
+    left of it."""
+    if isinstance(kind, StructType):
+        known = {
+            field.name: known_kind
+            for field in kind
+            if (known_kind := _without_unknown(field.dataType)) is not None
+        }
+        fields = [StructField(name, known[name]) for name in sorted(known)]
+        return StructType(fields) if fields else None
+    if isinstance(kind, ArrayType):
+        element = _without_unknown(kind.elementType)
+        return None if element is None else ArrayType(element)
+    return None if isinstance(kind, NullType) else kind
