@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import Server
+from upr_protocol.cli.server import lease_rows
 from upr_protocol.client import BlockingClient
-from upr_protocol.errors import ADVICE, ServerError, Status
+from upr_protocol.errors import ADVICE, RemoteProtocolError, ServerError, Status
 
 
 def test_a_bucket_is_created_listed_and_deleted(server: Server, run: Run) -> None:
@@ -90,6 +92,15 @@ def test_leases_are_listed_and_released(bucket: str, run: Run) -> None:
     assert run("leases", "list", bucket, "--json").stdout == ""
     refused = run("leases", "release", bucket, row["id"], code=3)
     assert "it was released or has expired" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "statistics", [{}, {"leases": []}, {"leases": {"leases": [{"id": 7, "owner": "me"}]}}]
+)
+def test_statistics_without_a_list_of_leases_are_refused(statistics: dict[str, Any]) -> None:
+    """A hostile server may send any JSON."""
+    with pytest.raises(RemoteProtocolError, match="no list of leases"):
+        lease_rows(statistics)
 
 
 def test_unknown_leases_and_ranges_are_refused(bucket: str, run: Run) -> None:

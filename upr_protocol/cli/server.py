@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
+import msgspec
 
 from upr_protocol.cli.connection import ask
 from upr_protocol.cli.output import print_json, print_line, print_table
@@ -14,7 +17,8 @@ from upr_protocol.cli.parameters import (
     server_argument,
     size,
 )
-from upr_protocol.client import Address
+from upr_protocol.client import Address, Client
+from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.limits import PARTITIONS_DEFAULT, PARTITIONS_MAX
 
 
@@ -102,13 +106,54 @@ def list_leases(target: Address, as_json: bool) -> None:
 
     `numbers` counts the sequence numbers that a lease holds, over all its partitions.
     """
-    statistics = ask(target, lambda client: client.stats(target.bucket), bucket=False)
-    columns = ("id", "owner", "partitions", "numbers", "time_to_live_s", "expires_in_s")
+
+    async def lease_rows_there(client: Client) -> list[LeaseRow]:
+        return lease_rows(await client.stats(target.bucket))
+
+    rows = ask(target, lease_rows_there, bucket=False)
     print_table(
-        columns,
-        [tuple(row[column] for column in columns) for row in statistics["leases"]["leases"]],
-        as_json=as_json,
+        LeaseRow.__struct_fields__, [msgspec.structs.astuple(row) for row in rows], as_json=as_json
     )
+
+
+class LeaseRow(msgspec.Struct, frozen=True):
+    """A lease as the statistics of its bucket list it.
+
+    Attributes:
+        id: Its ID, in hexadecimal digits.
+        owner: Who has it.
+        partitions: How many partitions it names.
+        numbers: How many sequence numbers it holds.
+        time_to_live_s: For how long it is renewed, in seconds.
+        expires_in_s: When it expires, in seconds from now.
+    """
+
+    id: str
+    owner: str
+    partitions: int
+    numbers: int
+    time_to_live_s: float
+    expires_in_s: float
+
+
+class _Leases(msgspec.Struct):
+    leases: list[LeaseRow]
+
+
+class _BucketStatistics(msgspec.Struct):
+    leases: _Leases
+
+
+def lease_rows(statistics: dict[str, Any]) -> list[LeaseRow]:
+    """The leases that a bucket's statistics list.
+
+    Raises:
+        RemoteProtocolError: They list none: the server is none of ours, or of another version.
+    """
+    try:
+        return msgspec.convert(statistics, _BucketStatistics).leases.leases
+    except msgspec.ValidationError:
+        raise RemoteProtocolError("the server's statistics have no list of leases") from None
 
 
 @leases.command(cls=TargetCommand)

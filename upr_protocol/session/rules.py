@@ -50,15 +50,15 @@ from upr_protocol.wire import (
 
 def _check_identity(identity: str) -> None:
     if not 1 <= len(identity.encode()) <= IDENTITY_BYTES_MAX:
-        raise ProtocolError(f"identity: must be 1 to {IDENTITY_BYTES_MAX} bytes")
+        raise ProtocolError(f"the identity must be 1 to {IDENTITY_BYTES_MAX} bytes")
     if not identity.isprintable():
-        raise ProtocolError("identity: must not have control, format or separator characters")
+        raise ProtocolError("the identity must have no control, format or separator characters")
 
 
 def _check_interval(interval_s: int) -> None:
     if not IDLE_INTERVAL_S_MIN <= interval_s <= IDLE_INTERVAL_S_MAX:
         raise ProtocolError(
-            f"idle interval: must be {IDLE_INTERVAL_S_MIN} to {IDLE_INTERVAL_S_MAX} seconds"
+            f"the idle interval must be {IDLE_INTERVAL_S_MIN} to {IDLE_INTERVAL_S_MAX} seconds"
         )
 
 
@@ -179,7 +179,9 @@ _REASONS: Final = frozenset(
 
 def _check_status(_context: SessionContext, message: Message) -> None:
     if message.status not in _STATUSES:
-        raise ProtocolError(f"{type(message).__name__}: unknown status {message.status}")
+        raise ProtocolError(
+            f"{type(message).__name__} has status {message.status}, which is not defined"
+        )
 
 
 def _check_refusal(context: SessionContext, message: Refusal) -> None:

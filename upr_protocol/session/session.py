@@ -260,7 +260,7 @@ class Session(SessionContext):
             raise ProtocolError(f"{len(self._requests)} requests are open already", Status.TOO_MANY)
         if isinstance(message, Open) and self._requests:
             # Its refusal could not be told from another's.
-            raise ProtocolError("Open while other requests are open", _OUT_OF_TURN)
+            raise ProtocolError("Open must wait until no other request is open", _OUT_OF_TURN)
 
     def _check_answer(self, message: Message) -> None:
         """Checks that an answer has a request."""

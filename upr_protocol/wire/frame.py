@@ -72,15 +72,22 @@ def unpack_header(data: Buffer) -> Header:
         _HEADER.unpack_from(data)
     )
     if magic != MAGIC:
-        raise RemoteProtocolError("not a UPR frame: bad magic", Status.BAD_MAGIC)
+        raise RemoteProtocolError(
+            "a frame begins with the bytes 0x55 0x50, and this does not", Status.BAD_MAGIC
+        )
     if crc32c(data[:_CHECKED_BYTES]) != header_crc:
-        raise RemoteProtocolError("checksum mismatch in a frame header", Status.BAD_CHECKSUM)
+        raise RemoteProtocolError(
+            "the checksum of a frame's header does not match", Status.BAD_CHECKSUM
+        )
     if version != VERSION:
         raise RemoteProtocolError(
-            f"frame of protocol version {version}; this side speaks {VERSION}", Status.BAD_VERSION
+            f"a frame has protocol version {version}; this side speaks {VERSION}",
+            Status.BAD_VERSION,
         )
     if length & 7:
-        raise RemoteProtocolError(f"frame body of {length} bytes; must be a multiple of 8")
+        raise RemoteProtocolError(
+            f"the body of a frame has {length} bytes, which is not a multiple of 8"
+        )
     return Header(opcode, status, partition, opaque, length, body_crc)
 
 
@@ -272,7 +279,9 @@ class FrameBuffer:
         else:
             return None
         if crc != header.body_crc:
-            raise RemoteProtocolError("checksum mismatch in a frame body", Status.BAD_CHECKSUM)
+            raise RemoteProtocolError(
+                "the checksum of a frame's body does not match", Status.BAD_CHECKSUM
+            )
         self._header = None
         if length > self._largest:
             self._largest = min(length, TRUSTED_BYTES_MAX)

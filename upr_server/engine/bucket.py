@@ -433,7 +433,7 @@ class Buckets:
     def check_absent(self, name: str) -> None:
         """Raises `BucketError` when there is a bucket of this name."""
         if name in self._buckets:
-            raise BucketError(f"bucket {name!r} exists", Status.BUCKET_EXISTS)
+            raise BucketError(f"bucket {name!r} exists already", Status.BUCKET_EXISTS)
 
     def get(self, name: str) -> Bucket | None:
         """The bucket of this name; None when there is no such bucket."""

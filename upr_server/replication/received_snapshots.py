@@ -111,7 +111,9 @@ class ReceivedSnapshots:
             RemoteProtocolError: It does not follow what was received.
         """
         if chunk.start != self.received:
-            raise RemoteProtocolError(f"{chunk!r} does not follow {self.received}")
+            raise RemoteProtocolError(
+                f"the chunk ({chunk.start}, {chunk.end}] does not follow {self.received}"
+            )
         self._chunks.append(chunk)
         self.nbytes += chunk.nbytes
         self.received = chunk.end

@@ -189,7 +189,9 @@ def test_a_damaged_body_is_noticed(bodies: list[bytes], data: st.DataObject) -> 
             while buffer.next_frame() is not None:
                 whole += 1
 
-    with pytest.raises(RemoteProtocolError, match="checksum mismatch in a frame body") as caught:
+    with pytest.raises(
+        RemoteProtocolError, match="checksum of a frame's body does not match"
+    ) as caught:
         receive_all()
     assert caught.value.status is Status.BAD_CHECKSUM
     assert whole == len(bodies) - 1
