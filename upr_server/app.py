@@ -112,17 +112,17 @@ class Server:
         scheme = "upr" if self.certificates is None else "uprs"
         return f"{scheme}://{host}:{self.port}/{bucket}"
 
-    def recovered(self) -> AbstractAsyncContextManager[None]:
+    def recovered_buckets(self) -> AbstractAsyncContextManager[None]:
         """The buckets that are on disk, for as long as the context; see `BucketCatalog`."""
-        return self.catalog.recovered(self.partition_maps)
+        return self.catalog.recovered_buckets(self.partition_maps)
 
     # What replication needs: `LocalServer` documents these.
 
     def disk_of(self, bucket: str) -> BucketDisk | None:
         return self.catalog.disk_of(bucket)
 
-    async def create_held(self, name: str, partition_count: int) -> BucketDisk:
-        return await self.catalog.create_held(name, partition_count)
+    async def create_dead_bucket(self, name: str, partition_count: int) -> BucketDisk:
+        return await self.catalog.create_dead_bucket(name, partition_count)
 
     def end_streams(
         self,
@@ -181,7 +181,7 @@ async def running_server(
         await server.users.load()
         has_users = not server.users.users.is_open
         config.check_exposure(has_users=has_users)
-        async with _noting(audit_log if has_users else None), server.recovered():
+        async with _noting(audit_log if has_users else None), server.recovered_buckets():
             # Not before the disk was found to be in order: a start that fails changes nothing. And
             # before any bucket changes, as that has to be counted in the restored queues.
             if bus is not None:
@@ -271,9 +271,9 @@ async def _accepting(
     # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.upkeep.collapse)
-            nursery.start_soon(server.upkeep.free_memory)
-            nursery.start_soon(server.upkeep.expire)
+            nursery.start_soon(server.upkeep.run_collapsing)
+            nursery.start_soon(server.upkeep.run_freeing)
+            nursery.start_soon(server.upkeep.run_expiring)
             nursery.start_soon(server.connections.resources.frame_budget.run)
             nursery.start_soon(server.connections.resources.step_writes.run)
             nursery.start_soon(server.partition_maps.run)

@@ -119,7 +119,7 @@ class UserStore:
         the steps."""
         self._on_change.append(callback)
 
-    async def change(self, change: Callable[[Users], Users]) -> Users:
+    async def apply_change(self, change: Callable[[Users], Users]) -> Users:
         """Makes the next revision; it is on disk when this returns. Cancelled, it is made or not,
         in memory and on disk alike.
 
@@ -140,7 +140,7 @@ class UserStore:
             await self._put(users)
             return users
 
-    async def adopt(self, users: Users) -> bool:
+    async def adopt_users(self, users: Users) -> bool:
         """Takes the users of another node, if they count for more than this node's.
 
         Of two different values with one revision, made by changes on two nodes at the same moment,

@@ -223,7 +223,7 @@ async def test_a_verdict_counts_for_a_second(
         monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
         front.access._verdicts.clear()
         assert (await front.ask("GET", "/v1/status", reader))[0] == 200
-        await front.server.users.change(lambda users: users.without_user(name))
+        await front.server.users.apply_change(lambda users: users.without_user(name))
         assert (await front.ask("GET", "/v1/status", reader))[0] == 401
 
 

@@ -28,7 +28,7 @@ def password_file(tmp_path: Path) -> Path:
 async def test_a_user_who_may_read_is_enough(tmp_path: Path, password_file: Path) -> None:
     reader = User("reader", VERIFIER, (Grant(Right.READ, "b"),))
     async with server_with_users() as server:
-        await server.users.change(lambda _: USERS.with_user(reader))
+        await server.users.apply_change(lambda _: USERS.with_user(reader))
         async with connect(address_of(server, BOB)) as client:
             await client.set("k", "{}")
         config = IndexerConfig(

@@ -200,7 +200,7 @@ async def test_a_link_ends_when_its_user_may_not_have_it_any_more(
         path = f"{membership.url}/v1/slices/0?{await query_of(membership)}"
         security = Security(credentials=Credentials("other", "pencil"))
         async with aclosing(await open_web_socket(path, security)) as stream:
-            await server.users.change(change)
+            await server.users.apply_change(change)
             with trio.fail_after(20):
                 while await stream.receive_some(2**20):
                     pass

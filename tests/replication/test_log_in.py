@@ -133,7 +133,7 @@ async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -
             if "replicate" not in sentence:
                 with pytest.raises(ServerError, match="none of the other nodes gave it"):
                     await give_map(a, b, security)
-            await b.catalog.create_held("b", 1)
+            await b.catalog.create_dead_bucket("b", 1)
             await give_map(a, b, security)
             await eventually(lambda: any(troubles(b)), "the replica says why it has nothing")
             assert sentence in troubles(b)[0]
@@ -159,7 +159,9 @@ async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certif
     for server_certificate, is_believed in ((certificates.server, False), (cert, True)):
         async with two_nodes(users, of_b=server_certificate.settings(), **settings) as (a, b):
             await give_map(a, b, security)
-            await b.users.change(lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT)))
+            await b.users.apply_change(
+                lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT))
+            )
             exchange = UserExchange(a.users, a.partition_maps)
             refusals = exchange._refusals
             async with background_nursery() as nursery:
@@ -195,7 +197,9 @@ async def test_a_node_takes_users_by_password_only_if_the_proof_is_bound(
     users = users_with(node)
     async with two_nodes(users, **settings) as (a, b):
         await give_map(a, b, Security(certificates.security().tls, OPERATOR))
-        await b.users.change(lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT)))
+        await b.users.apply_change(
+            lambda users: users.with_user(User("eve", VERIFIER, EVERY_GRANT))
+        )
         exchange = UserExchange(a.users, a.partition_maps)
         async with background_nursery() as nursery:
             nursery.start_soon(exchange.run)

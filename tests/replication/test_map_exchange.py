@@ -147,4 +147,4 @@ async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothin
             await attacked.partition_maps.join("b", f"{HOST}:{PORT}")
         with pytest.raises(RemoteProtocolError, match="sent that of 'secret'"):
             await connections.status(THERE)
-        assert attacked.partition_maps.maps() == []
+        assert attacked.partition_maps.all_maps() == []

@@ -109,14 +109,14 @@ async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
             async with connect(as_bob(there)) as client:
                 await client.list_buckets()
                 name = f"joe{here.port}"
-                await here.users.change(partial(_with_user, name=name))
+                await here.users.apply_change(partial(_with_user, name=name))
                 began = trio.current_time()
                 changed = trio.Event()
                 there.users.call_on_change(partial(_setting, changed))
                 await changed.wait()
                 assert trio.current_time() - began < WITHIN_S
                 assert there.users.users == here.users.users
-        await second.users.change(lambda users: users.without_user("bob"))
+        await second.users.apply_change(lambda users: users.without_user("bob"))
         await trio.sleep(WITHIN_S)
         with pytest.raises(ServerError):
             async with connect(as_bob(first)):
@@ -132,7 +132,7 @@ async def test_nodes_that_hang_do_not_hold_up_a_change(
     async with two_nodes(password_file, others=others) as (first, second):
         for number in range(10):
             await trio.sleep(10.3)
-            await first.users.change(partial(_with_user, name=f"joe{number}"))
+            await first.users.apply_change(partial(_with_user, name=f"joe{number}"))
             await trio.sleep(WITHIN_S)
             assert second.users.users == first.users.users
 
@@ -148,7 +148,9 @@ async def test_a_change_of_a_role_counts_on_the_other_node_within_a_second(
         async with consume(as_bob(first, "b")) as consumer:
             await trio.sleep(1)
             began = trio.current_time()
-            await second.users.change(lambda users: users.revoking_from_role("readers", (READ,)))
+            await second.users.apply_change(
+                lambda users: users.revoking_from_role("readers", (READ,))
+            )
             with pytest.raises(ServerError, match="right revoked") as caught:
                 async for _ in consumer:
                     pass
@@ -166,7 +168,7 @@ async def test_nodes_in_the_clear_take_no_users_from_other_machines(
 ) -> None:
     """Whoever is named in a map could pass the log-in on to a real node, and make users up."""
     async with two_nodes(password_file, host="10.0.0.2") as (first, second):
-        await first.users.change(partial(_with_user, name="joe"))
+        await first.users.apply_change(partial(_with_user, name="joe"))
         await trio.sleep(10)
         assert second.users.users == USERS
 
@@ -176,8 +178,8 @@ async def test_two_changes_at_the_same_moment_end_in_one(
 ) -> None:
     async with two_nodes(password_file) as (first, second):
         await trio.sleep(10)
-        await first.users.change(partial(_with_user, name="joe"))
-        await second.users.change(partial(_with_user, name="eve"))
+        await first.users.apply_change(partial(_with_user, name="joe"))
+        await second.users.apply_change(partial(_with_user, name="eve"))
         await trio.sleep(2 * WITHIN_S)
         assert first.users.users == second.users.users
         assert first.users.users.revision == USERS.revision + 1
@@ -187,14 +189,14 @@ async def test_a_node_without_the_right_to_replicate_is_told_nothing(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
     async with two_nodes(password_file) as (first, second):
-        await first.users.change(
+        await first.users.apply_change(
             lambda users: users.revoking("node", (Grant(Right.REPLICATE, EVERYTHING),))
         )
-        await first.users.change(partial(_with_user, name="joe"))
+        await first.users.apply_change(partial(_with_user, name="joe"))
         await trio.sleep(10)
         assert second.users.users == USERS
         # The other direction has its right still: with the newer users nobody has it.
-        await second.users.change(partial(_with_user, name="eve"))
+        await second.users.apply_change(partial(_with_user, name="eve"))
         await trio.sleep(10)
         assert first.users.users.get("eve") is None
 
@@ -208,13 +210,13 @@ async def test_a_node_with_another_password_leaves_attempts_to_others(
         failures = first.connections.resources.log_ins.failures
         assert not failures.failed
         new_password = new_verifier("another", b"sixteen bytes...", 4096)
-        await first.users.change(lambda users: users.with_verifier("node", new_password))
+        await first.users.apply_change(lambda users: users.with_verifier("node", new_password))
         await trio.sleep(10)
         network.cut(first.port)
         await trio.sleep(120)
         assert failures.failed in range(4, 12)
         assert not failures.refused
-        await first.users.change(lambda users: users.with_verifier("node", VERIFIER))
+        await first.users.apply_change(lambda users: users.with_verifier("node", VERIFIER))
         await trio.sleep(PAUSE_MAX_S + 2)
         assert second.users.users == first.users.users
 
@@ -227,7 +229,7 @@ async def test_a_node_that_was_away_learns_what_it_missed(
         network.cut(first.port)
         network.away.add(second.port)
         network.cut(second.port)
-        await first.users.change(partial(_with_user, name="joe"))
+        await first.users.apply_change(partial(_with_user, name="joe"))
         await trio.sleep(10)
         assert second.users.users == USERS
         network.away.clear()
@@ -253,7 +255,7 @@ async def test_a_consumer_goes_on_while_a_changed_password_spreads(
             new_password = new_verifier("another", b"sixteen bytes...", 4096)
             network.away.add(second.port)
             network.cut(second.port)
-            await second.users.change(partial(_with_verifier, verifier=new_password))
+            await second.users.apply_change(partial(_with_verifier, verifier=new_password))
             network.cut(first.port)
             await trio.sleep(0.5)
             network.away.clear()

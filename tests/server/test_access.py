@@ -181,13 +181,13 @@ def access_of(*grants: Grant, bucket: str = OWN, by_role: bool = False) -> Acces
     store.users = Users(1, {ADMIN.name: ADMIN, USER: bob}, roles=roles)
     access = Access(store)
     access.user_name = USER
-    access.open_bucket(bucket)
+    access.set_bucket(bucket)
     return access
 
 
 def is_allowed(access: Access, message: Message) -> bool:
     try:
-        access.check(message)
+        access.check_message(message)
     except ServerError as error:
         return error.status is not Status.NOT_ALLOWED
     return True
@@ -248,11 +248,11 @@ def test_nobody_may_do_what_is_not_granted(name: str) -> None:
     assert is_allowed(access_of(), message) == is_free
     stranger = access_of(*(Grant(right, EVERYTHING) for right in Right))
     stranger.user_name = None
-    stranger.open_bucket(OWN)
+    stranger.set_bucket(OWN)
     assert is_allowed(stranger, message) == is_free
     removed = access_of(*(Grant(right, EVERYTHING) for right in Right))
     removed.user_name = "eve"
-    removed.open_bucket(OWN)
+    removed.set_bucket(OWN)
     assert is_allowed(removed, message) == is_free
 
 
@@ -295,13 +295,13 @@ def test_a_map_that_names_two_buckets_needs_the_right_on_the_one_that_counts(
 
 def test_a_map_that_is_none_is_refused_before_anything_is_looked_up() -> None:
     with pytest.raises(ServerError) as refused:
-        access_of().check(SetMap(0, "{}", opaque=1))
+        access_of().check_message(SetMap(0, "{}", opaque=1))
     assert refused.value.status is Status.BAD_ARGUMENT
 
 
 def test_without_users_everything_is_allowed() -> None:
     access = Access(UserStore(SimulatedStore()))
-    access.open_bucket(OWN)
+    access.set_bucket(OWN)
     for name in ALLOWED:
         assert is_allowed(access, sample(name, OTHER))
     assert not access.is_lost
@@ -309,7 +309,7 @@ def test_without_users_everything_is_allowed() -> None:
 
 def test_a_refusal_says_what_is_missing() -> None:
     with pytest.raises(ServerError) as refused:
-        access_of().check(sample("Get", OWN))
+        access_of().check_message(sample("Get", OWN))
     assert str(refused.value) == (
         "user bob may not do this: Get needs the right read on bucket own: log in as a user "
         "who may, or have the right granted: upr user grant USER RIGHT BUCKET"
@@ -318,7 +318,7 @@ def test_a_refusal_says_what_is_missing() -> None:
 
 def test_a_refusal_says_that_a_right_on_some_keys_is_not_enough() -> None:
     with pytest.raises(ServerError, match="Stream needs the right read on the whole bucket own"):
-        access_of(Grant(Right.READ, OWN, b"k")).check(sample("Stream", OWN))
+        access_of(Grant(Right.READ, OWN, b"k")).check_message(sample("Stream", OWN))
 
 
 # With a server.
@@ -335,7 +335,7 @@ async def logged_in(*grants: Grant) -> AsyncIterator[tuple[Server, Peer]]:
         (connection,) = server.connections.connections
         connection.context.access.user_name = USER
         bob = User(USER, None, grants)
-        await server.users.change(lambda users: users.with_user(ADMIN).with_user(bob))
+        await server.users.apply_change(lambda users: users.with_user(ADMIN).with_user(bob))
         yield server, peer
 
 
@@ -348,7 +348,7 @@ def writing() -> Grant:
 
 
 async def revoke(server: Server, *grants: Grant) -> None:
-    await server.users.change(lambda users: users.revoking(USER, grants))
+    await server.users.apply_change(lambda users: users.revoking(USER, grants))
 
 
 async def test_a_reader_reads_and_does_not_write() -> None:
@@ -495,7 +495,7 @@ async def test_rights_of_many_connections_are_looked_up_in_slices(
         for connection in (first, second):
             connection.context.access.user_name = USER
         bob = User(USER, None, (reading(),))
-        await server.users.change(lambda users: users.with_user(ADMIN).with_user(bob))
+        await server.users.apply_change(lambda users: users.with_user(ADMIN).with_user(bob))
         server.users.users = server.users.users.revoking(USER, (reading(),))
         steps = server.connections._apply_rights()
         # A slice may be used up before the first connection.
@@ -526,14 +526,14 @@ async def test_taking_another_right_leaves_streams_alone() -> None:
 async def test_a_right_that_is_granted_counts_at_once() -> None:
     async with logged_in(reading()) as (server, peer):
         await peer.open()
-        await server.users.change(lambda users: users.granting(USER, (writing(),)))
+        await server.users.apply_change(lambda users: users.granting(USER, (writing(),)))
         assert not (await peer.mutate(sets(b"k"))).status
 
 
 async def test_the_connections_of_a_removed_user_end() -> None:
     async with logged_in(reading()) as (server, peer):
         await peer.open()
-        await server.users.change(lambda users: users.without_user(USER))
+        await server.users.apply_change(lambda users: users.without_user(USER))
         error = await peer.hear(Error)
         assert error.status == Status.NOT_ALLOWED
         assert await peer.hangs_up()
@@ -542,7 +542,7 @@ async def test_the_connections_of_a_removed_user_end() -> None:
 async def test_another_password_leaves_connections_alone() -> None:
     async with logged_in(reading()) as (server, peer):
         await peer.open()
-        await server.users.change(lambda users: users.with_verifier(USER, None))
+        await server.users.apply_change(lambda users: users.with_verifier(USER, None))
         await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
         await peer.hear(GetReply)
 

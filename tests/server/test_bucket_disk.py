@@ -205,8 +205,8 @@ async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(
         steps = StepCounter()
         server.upkeep.call_after_step(steps.count_step)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.upkeep.free_memory)
-            server.upkeep.relieve(bucket)
+            nursery.start_soon(server.upkeep.run_freeing)
+            server.upkeep.request_relief(bucket)
             await steps.first.wait()
             assert bucket.needs_collapse
             await server.catalog.delete_bucket(BUCKET)
@@ -245,7 +245,7 @@ async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
             pass
         high_seq = partition.high_seq
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.upkeep.expire)
+            nursery.start_soon(server.upkeep.run_expiring)
             await store.is_asked.wait()
             await server.catalog.delete_bucket(BUCKET)
             bucket.memory_policy.limit_bytes = 1
@@ -257,7 +257,7 @@ async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
             nursery.cancel_scope.cancel()
         # Nobody tries for ever to free the memory of a bucket that is gone.
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.upkeep.free_memory)
+            nursery.start_soon(server.upkeep.run_freeing)
             steps = StepCounter()
             server.upkeep.call_after_step(steps.count_step)
             await trio.sleep(1)
@@ -324,7 +324,11 @@ async def test_items_that_expire_together_stay_within_the_quota(
         bucket.memory_policy.limit_bytes = quota_bytes
         peak = 0
         async with trio.open_nursery() as nursery:
-            for task in (server.upkeep.expire, server.upkeep.free_memory, server.upkeep.collapse):
+            for task in (
+                server.upkeep.run_expiring,
+                server.upkeep.run_freeing,
+                server.upkeep.run_collapsing,
+            ):
                 nursery.start_soon(task)
             with trio.fail_after(100_000):
                 await trio.lowlevel.checkpoint()
@@ -344,7 +348,7 @@ async def test_deleted_keys_leave_the_memory_of_an_idle_bucket(
         bucket = server.catalog.bucket(BUCKET)
         partition = bucket.partitions[0]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.upkeep.expire)
+            nursery.start_soon(server.upkeep.run_expiring)
             for first in range(0, count, 1000):
                 partition.mutate(batch_of(batch(first, 1000, nbytes=1)), now=NOW)
             deletions = [Mutation(Operation.DELETE, b"%d" % index) for index in range(10, count)]

@@ -144,7 +144,7 @@ async def _create_and_delete(server: Server) -> None:
 
 
 async def _hold_and_delete(server: Server) -> None:
-    await server.create_held("c", 1)
+    await server.create_dead_bucket("c", 1)
     await server.catalog.delete_bucket("c")
 
 
@@ -155,7 +155,7 @@ BUCKETS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] 
         BucketDisk.abandon,
         Store.ask,
     ),
-    _hold_and_delete: tries(BucketCatalog.create_held, Server.create_held),
+    _hold_and_delete: tries(BucketCatalog.create_dead_bucket, Server.create_dead_bucket),
 }
 
 
@@ -335,7 +335,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
 
 # Connections.
 
-USERS: Final = tries(UserStore.load, UserStore.change, UserStore.adopt)
+USERS: Final = tries(UserStore.load, UserStore.apply_change, UserStore.adopt_users)
 
 
 async def test_the_users(autojump_clock: MockClock) -> None:
@@ -349,8 +349,8 @@ async def test_the_users(autojump_clock: MockClock) -> None:
 
     async def change() -> None:
         await store.load()
-        await store.change(adding)
-        await store.adopt(adding(store.users))
+        await store.apply_change(adding)
+        await store.adopt_users(adding(store.users))
 
     def agree() -> None:
         data = directory.users.data
@@ -365,7 +365,7 @@ EXCHANGE: Final = tries(UserExchange.run, NodeConnections.users)
 
 async def test_asking_other_nodes_for_users(server: Server, autojump_clock: MockClock) -> None:
     port, store = 77, UserStore(SimulatedStore())
-    await store.change(
+    await store.apply_change(
         lambda users: users.with_user(User("ada", None, (Grant(Right.SECURE, EVERYTHING),)))
     )
     await _name_replica(server, f"{HOST}:{port}")
@@ -391,7 +391,7 @@ async def test_room_for_unfinished_frames(autojump_clock: MockClock) -> None:
 
     async def hold() -> None:
         frame = UnfinishedFrame(budget, "192.0.2.1", lambda reason: None)
-        frame.hold(6, trio.current_time(), is_new=True)
+        frame.set_held_bytes(6, trio.current_time(), is_new=True)
         try:
             await frame.wait_for_turn()
             await frame.pause(0.1)
@@ -585,19 +585,19 @@ async def _give(server: Server) -> None:
 
 
 async def _adopt(server: Server) -> None:
-    assert await server.partition_maps.adopt(_map(server))
+    assert await server.partition_maps.adopt_map(_map(server))
 
 
 async def _confirm(server: Server) -> None:
     partition_maps = server.partition_maps
     partition_maps._buckets["b"].is_confirmed = False
-    await partition_maps.confirm("b", partition_maps.revision("b"))
+    await partition_maps.confirm_map("b", partition_maps.revision("b"))
 
 
 MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
-    _give: tries(PartitionMaps.set_map, ClusteredBucket.apply, ClusteredBucket.follow),
-    _adopt: tries(PartitionMaps.adopt),
-    _confirm: tries(PartitionMaps.confirm),
+    _give: tries(PartitionMaps.set_map, ClusteredBucket.apply_map, ClusteredBucket.follow_map),
+    _adopt: tries(PartitionMaps.adopt_map),
+    _confirm: tries(PartitionMaps.confirm_map),
 }
 
 
@@ -662,10 +662,10 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
 
 WHOLE: Final = tries(
     running_server,
-    BucketCatalog.recovered,
-    Upkeep.collapse,
-    Upkeep.free_memory,
-    Upkeep.expire,
+    BucketCatalog.recovered_buckets,
+    Upkeep.run_collapsing,
+    Upkeep.run_freeing,
+    Upkeep.run_expiring,
     BucketDisk.run,
     BucketDisk.stop,
     Flusher.run,

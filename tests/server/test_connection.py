@@ -210,7 +210,7 @@ async def connected(
     ours, theirs = streams or trio.testing.memory_stream_pair()
     async with AsyncExitStack() as stack:
         if not server.catalog.disks:
-            await stack.enter_async_context(server.recovered())
+            await stack.enter_async_context(server.recovered_buckets())
             await server.catalog.create_bucket("b", 1, server.catalog.quota_bytes_default)
         async with trio.open_nursery() as nursery:
             connection = server.connections.new_connection(theirs, "memory")
@@ -741,7 +741,7 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
     store = HeldStore()
     server = make_server(store=store)
     async with connected(server) as peer, trio.open_nursery() as nursery:
-        nursery.start_soon(server.upkeep.free_memory)
+        nursery.start_soon(server.upkeep.run_freeing)
         await server.catalog.create_bucket("small", 1, 8 * 1024 * 1024)
         await peer.open("small")
         assert peer.session.credit.left == CREDIT_BYTES_MIN
@@ -810,7 +810,7 @@ async def test_a_peer_that_was_not_listened_to_is_not_called_silent(
     async with connected(server, idle_interval_s=1) as peer:
         await peer.open()
         for frame in frames:
-            frame.hold(BUDGET_BYTES // len(frames), trio.current_time(), is_new=True)
+            frame.set_held_bytes(BUDGET_BYTES // len(frames), trio.current_time(), is_new=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer.mutate, sets(b"k", value=bytes(2_000_000)))
             await trio.sleep(5)

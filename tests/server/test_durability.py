@@ -82,7 +82,7 @@ _ids = count(1)
 async def serving(store: Store, partitions: int = 2) -> AsyncIterator[Server]:
     """A server with a bucket on `store`; the bucket is made, or found."""
     server = make_server(store, ids=_ids)
-    async with server.recovered():
+    async with server.recovered_buckets():
         if BUCKET not in server.catalog.buckets:
             await server.catalog.create_bucket(BUCKET, partitions, QUOTA_BYTES)
         yield server

@@ -42,7 +42,7 @@ class _Frames:
             self.next_drop.set()
 
         frame = UnfinishedFrame(self.budget, address, drop)
-        frame.hold(nbytes, now, is_new=True)
+        frame.set_held_bytes(nbytes, now, is_new=True)
         return frame
 
     def sweep(self, now: float) -> None:
@@ -50,8 +50,8 @@ class _Frames:
             self.budget.check_invariants()
 
     def progress(self, frame: UnfinishedFrame, count: int, now: float) -> None:
-        frame.read(count, now)
-        frame.hold(frame.nbytes + count, now, is_new=False)
+        frame.note_read(count, now)
+        frame.set_held_bytes(frame.nbytes + count, now, is_new=False)
 
 
 def test_many_frames_are_dropped_some_in_each_step() -> None:
@@ -74,7 +74,7 @@ def test_counts_what_frames_hold() -> None:
     second = frames.begin("second", 20)
     frames.progress(first, 10, 1.0)
     assert frames.budget.used == 90
-    first.hold(5, 2.0, is_new=True)
+    first.set_held_bytes(5, 2.0, is_new=True)
     assert frames.budget.used == 25
     second.release()
     second.release()
@@ -122,9 +122,9 @@ def test_what_was_sent_quickly_buys_no_time_to_pause() -> None:
 def test_time_in_which_the_server_does_not_read_does_not_count() -> None:
     frames = _Frames(100)
     unread = frames.begin("unread", 8)
-    unread.read(8, 1.0)
+    unread.note_read(8, 1.0)
     frames.sweep(1000.0)
-    unread.hold(16, 1000.0, is_new=False)
+    unread.set_held_bytes(16, 1000.0, is_new=False)
     frames.sweep(1000.0 + FRAME_TIMEOUT_S - 1.1)
     assert not frames.dropped
 
@@ -136,15 +136,15 @@ def test_time_in_which_a_read_waits_for_its_turn_does_not_count() -> None:
     frames.sweep(1000.0)
     assert not frames.dropped
     assert waiting.lag_s(1000.0) == 1.0
-    waiting.read(8, 1000.0)
+    waiting.note_read(8, 1000.0)
     assert waiting.lag_s(1000.0) < 1.0
 
 
 def test_another_frame_begins_without_the_lag_of_the_one_before() -> None:
     frames = _Frames(100)
     frame = frames.begin("frame", 8)
-    frame.read(8, 29.0)
-    frame.hold(8, 29.0, is_new=True)
+    frame.note_read(8, 29.0)
+    frame.set_held_bytes(8, 29.0, is_new=True)
     frames.sweep(50.0)
     assert not frames.dropped
 
@@ -211,7 +211,7 @@ async def test_connections_above_their_share_wait_and_the_first_continues(
         nursery.start_soon(wait, name, frame)
     await trio.testing.wait_all_tasks_blocked()
     assert sorted(went_on) == ["first", "small"]
-    first.hold(0, 1.0, is_new=True)
+    first.set_held_bytes(0, 1.0, is_new=True)
     await trio.testing.wait_all_tasks_blocked()
     assert went_on[2:] == ["second"]
 
@@ -259,8 +259,8 @@ def test_agrees_with_a_sum_over_all_frames(steps: list[tuple[int, int, bool]]) -
     frames = _Frames(100)
     by_number = [frames.begin(f"{n}", 0, address=(ONE, OTHER)[n % 2]) for n in range(5)]
     for now, (frame, nbytes, is_new) in enumerate(steps):
-        by_number[frame].read(1, now)
-        by_number[frame].hold(nbytes, now, is_new=is_new)
+        by_number[frame].note_read(1, now)
+        by_number[frame].set_held_bytes(nbytes, now, is_new=is_new)
         frames.budget.check_invariants()
         frames.sweep(now)
         frames.budget.check_invariants()

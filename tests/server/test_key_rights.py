@@ -65,7 +65,7 @@ BUNDLES: Final = st.lists(KEYS, min_size=1, max_size=6)
 def refusal_of(access: Access, message: Get | Mutate) -> str:
     """What is said of a message that is refused; empty if it is not."""
     try:
-        access.check(message)
+        access.check_message(message)
         if isinstance(message, Get):
             access.check_read_keys(message)
         else:
@@ -128,7 +128,7 @@ def test_the_audit_log_has_changes_of_roles() -> None:
     for access in (access_of(Grant(Right.SECURE, EVERYTHING), by_role=True), access_of()):
         access._audit_log = log
         with nullcontext() if access.rights_on("").whole else pytest.raises(ServerError):
-            access.check(message)
+            access.check_message(message)
     (_, allowed), (_, refused) = log.notes
     assert (allowed["allowed"], refused["allowed"]) == (True, False)
     assert allowed["detail"] == repr(change)
@@ -341,7 +341,7 @@ async def ends(peer: Peer) -> None:
 async def test_a_stream_ends_when_only_some_keys_are_left() -> None:
     async with logged_in(READ_ALL, Grant(Right.WRITE, "b")) as (server, peer):
         await streaming(peer)
-        await server.users.change(lambda users: users.granting(USER, (READ_A,)))
+        await server.users.apply_change(lambda users: users.granting(USER, (READ_A,)))
         await revoke(server, READ_ALL)
         await ends(peer)
 
@@ -350,32 +350,34 @@ async def test_a_stream_ends_when_only_some_keys_are_left() -> None:
 async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(how: str) -> None:
     grants = (READ_ALL, Grant(Right.WRITE, "b"))
     async with logged_in() as (server, peer):
-        await server.users.change(lambda users: users.with_role(UserRole("editors", grants)))
-        await server.users.change(lambda users: users.assigning(USER, ("editors",)))
+        await server.users.apply_change(lambda users: users.with_role(UserRole("editors", grants)))
+        await server.users.apply_change(lambda users: users.assigning(USER, ("editors",)))
         await streaming(peer)
         # Who also may by another role goes on.
-        await server.users.change(lambda users: users.with_role(UserRole("others", grants)))
-        await server.users.change(lambda users: users.assigning(USER, ("others",)))
-        await server.users.change(lambda users: users.without_role("others"))
+        await server.users.apply_change(lambda users: users.with_role(UserRole("others", grants)))
+        await server.users.apply_change(lambda users: users.assigning(USER, ("others",)))
+        await server.users.apply_change(lambda users: users.without_role("others"))
         assert not (await peer.mutate(sets(b"k2"))).status
         assert not any(isinstance(message, StreamEnd) for message in peer.heard)
         if how == "revoke":
-            await server.users.change(lambda users: users.revoking_from_role("editors", grants[:1]))
+            await server.users.apply_change(
+                lambda users: users.revoking_from_role("editors", grants[:1])
+            )
         elif how == "withdraw":
-            await server.users.change(lambda users: users.withdrawing(USER, ("editors",)))
+            await server.users.apply_change(lambda users: users.withdrawing(USER, ("editors",)))
         else:
-            await server.users.change(lambda users: users.without_role("editors"))
+            await server.users.apply_change(lambda users: users.without_role("editors"))
         await ends(peer)
         assert await written(peer, Operation.SET, b"k3") == (how == "revoke")
 
 
 async def test_what_a_role_is_granted_counts_at_once() -> None:
     async with logged_in(READ_A) as (server, peer):
-        await server.users.change(lambda users: users.with_role(UserRole("editors")))
-        await server.users.change(lambda users: users.assigning(USER, ("editors",)))
+        await server.users.apply_change(lambda users: users.with_role(UserRole("editors")))
+        await server.users.apply_change(lambda users: users.assigning(USER, ("editors",)))
         await peer.open()
         assert not await written(peer, Operation.SET, b"a/1")
-        await server.users.change(lambda users: users.granting_to_role("editors", (WRITE_A,)))
+        await server.users.apply_change(lambda users: users.granting_to_role("editors", (WRITE_A,)))
         assert await written(peer, Operation.SET, b"a/1")
         assert not await written(peer, Operation.SET, b"b")
 
@@ -384,10 +386,10 @@ def test_events_tell_a_user_of_some_keys_of_no_design_document() -> None:
     """Their names are keys. A right on the whole bucket, whichever, tells of them."""
     event = BucketEvent(OWN, 1, BucketFate.NONE, 3, (b"_design/a",))
     some_keys = access_of(Grant(Right.READ, OWN, b"a/"))
-    assert some_keys.visible(event) == BucketEvent(OWN, 1, BucketFate.NONE, 3)
-    assert some_keys.visible(BucketEvent(OWN, 1, BucketFate.NONE, 0, (b"_design/a",))) is None
-    assert access_of(Grant(Right.WRITE, EVERYTHING)).visible(event) == event
-    assert access_of(Grant(Right.READ, "other", b"a/")).visible(event) is None
+    assert some_keys.visible_part(event) == BucketEvent(OWN, 1, BucketFate.NONE, 3)
+    assert some_keys.visible_part(BucketEvent(OWN, 1, BucketFate.NONE, 0, (b"_design/a",))) is None
+    assert access_of(Grant(Right.WRITE, EVERYTHING)).visible_part(event) == event
+    assert access_of(Grant(Right.READ, "other", b"a/")).visible_part(event) is None
 
 
 def test_a_user_of_some_keys_may_ask_for_events() -> None:

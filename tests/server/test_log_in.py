@@ -452,7 +452,7 @@ async def test_what_comes_with_the_log_in_waits_for_what_the_user_owes(
     """Or each new connection would have some bytes read beyond the user's limit."""
     users = USERS.with_limits("bob", Limits(bytes_in=BYTES_A_SECOND_MIN))
     async with server_with_users(users) as server:
-        usage = server.connections.resources.log_ins.usages.of("bob")
+        usage = server.connections.resources.log_ins.usages.usage_of("bob")
         async with stranger(server) as peer:
             client, challenge = await challenged(peer, "bob", "pencil")
             usage.pause_after_reading(30 * BYTES_A_SECOND_MIN, trio.current_time())
@@ -478,7 +478,7 @@ async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
         frame = b"".join(
             bytes(piece) for piece in Mutate(bundle, opaque=peer.opaque()).frame_buffers()
         )
-        usage = server.connections.resources.log_ins.usages.of("bob")
+        usage = server.connections.resources.log_ins.usages.usage_of("bob")
         usage.pause_after_reading(50 * BYTES_A_SECOND_MIN, trio.current_time())
         began = trio.current_time()
         await peer.send_bytes(frame[:500])
@@ -535,7 +535,9 @@ async def test_it_is_noted_which_host_must_wait() -> None:
     log = AuditNotes()
     async with server_with_users() as server, stranger(server) as peer:
         for _ in range(FAILURES_MAX + 1):
-            server.connections.resources.log_ins.failures.count("127.0.0.1", trio.current_time())
+            server.connections.resources.log_ins.failures.count_failure(
+                "127.0.0.1", trio.current_time()
+            )
         (connection,) = server.connections.connections
         connection.context.access._audit_log = log
         await peer.send(LogIn(SCRAM, ScramClient("bob", "pencil", "nonce").client_first()))
@@ -547,11 +549,11 @@ def test_failures_are_forgotten_with_time() -> None:
     failures = FailedLogIns()
     for _ in range(FAILURES_MAX):
         assert not failures.is_limited("a", 100.0)
-        failures.count("a", 100.0)
+        failures.count_failure("a", 100.0)
     assert failures.is_limited("a", 100.0)
     assert not failures.is_limited("b", 100.0)
     assert not failures.is_limited("a", 100.0 + FAILURE_DELAY_S)
-    failures.count("a", 100.0 + FAILURE_DELAY_S)
+    failures.count_failure("a", 100.0 + FAILURE_DELAY_S)
     assert failures.is_limited("a", 100.0 + FAILURE_DELAY_S)
     assert not failures.is_limited("a", 1000.0)
     assert failures.refused == 2
@@ -560,10 +562,10 @@ def test_failures_are_forgotten_with_time() -> None:
 def test_hosts_that_failed_take_bounded_memory() -> None:
     failures = FailedLogIns()
     for number in range(HOSTS_MAX):
-        failures.count(str(number), 0.0)
+        failures.count_failure(str(number), 0.0)
     # The one that failed longest ago is forgotten: that is no longer the first.
-    failures.count("0", 0.0)
-    failures.count("new", 0.0)
+    failures.count_failure("0", 0.0)
+    failures.count_failure("new", 0.0)
     assert len(failures._free_at) == HOSTS_MAX
     assert {"0", "new", "2"} <= failures._free_at.keys()
     assert "1" not in failures._free_at

@@ -112,7 +112,7 @@ async def test_nothing_of_a_connection_is_left_when_the_peer(
     how: str, autojump_clock: trio.testing.MockClock
 ) -> None:
     server = make_server()
-    async with server.recovered():
+    async with server.recovered_buckets():
         await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
         with no_collections():
             before = alive(OF_A_CONNECTION)
@@ -126,7 +126,7 @@ async def test_nothing_of_a_stream_is_left_when_it_ends_before_its_connection(
     status: Status, is_on_disk: bool, autojump_clock: trio.testing.MockClock
 ) -> None:
     server = make_server()
-    async with server.recovered():
+    async with server.recovered_buckets():
         await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
         bucket = server.catalog.bucket("b")
         partition = bucket.partitions[0]
@@ -168,7 +168,7 @@ async def test_nothing_of_a_bundle_is_left_once_it_is_answered(
 ) -> None:
     """Also when its only run is refused: the second key does not belong to the partition."""
     server = make_server()
-    async with server.recovered():
+    async with server.recovered_buckets():
         await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
         ours, theirs = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
@@ -198,7 +198,7 @@ async def test_nothing_of_a_connection_is_left_that_is_reset_while_answers_wait(
     """The writer meets the error while the reader waits: for more, or until the peer has taken
     enough of the answers."""
     server = make_server()
-    async with server.recovered():
+    async with server.recovered_buckets():
         await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
         with no_collections():
             before = alive(OF_A_CONNECTION)
@@ -229,7 +229,7 @@ async def test_nothing_of_a_bucket_is_left_when_it_is_deleted(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     server = make_server()
-    async with server.recovered():
+    async with server.recovered_buckets():
         with no_collections():
             before = alive(OF_A_BUCKET)
             await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)

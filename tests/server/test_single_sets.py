@@ -118,7 +118,7 @@ async def answers_to(
     """
     store = HeldDisk()
     server: Server = make_server(store, ids=count(1))
-    async with server.recovered():
+    async with server.recovered_buckets():
         await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
         bucket = server.catalog.bucket(BUCKET)
         async with connected(server) as peer:
@@ -221,7 +221,7 @@ async def test_refused_frames_are_joined_once_and_not_again_for_each(
         return sets
 
     monkeypatch.setattr(RequestContext, "read_sets", recording_read_sets)
-    async with server.recovered():
+    async with server.recovered_buckets():
         await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
         partition = server.catalog.bucket(BUCKET).partitions[1]
         partition.change_state(PartitionState.PENDING, partition.failover_log)
@@ -244,7 +244,7 @@ async def test_a_fault_of_the_server_ends_the_connection_and_changes_nothing(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
-    async with server.recovered():
+    async with server.recovered_buckets():
         await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
         bucket = server.catalog.bucket(BUCKET)
         # Nothing can be taken in together.

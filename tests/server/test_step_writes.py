@@ -28,7 +28,7 @@ class Recorder:
     def wake_writer(self) -> None:
         self.calls.append("woken")
 
-    def write_now(self) -> None:
+    def flush_now(self) -> None:
         self.calls.append("written")
         # What a write makes room for is for the writer.
         self._writes.add(self)
@@ -57,7 +57,7 @@ def test_a_connection_that_cannot_be_written_to_does_not_keep_others_waiting() -
     writes = StepWrites()
 
     class Failing(Recorder):
-        def write_now(self) -> None:
+        def flush_now(self) -> None:
             raise ValueError("a fault of this connection")
 
     connections = [Recorder(writes), Failing(writes), Recorder(writes)]

@@ -156,7 +156,7 @@ async def test_leases_count_by_bucket_and_from_the_servers_start(
         (connection,) = server.connections.connections
         usage = connection.context.log_in.usage
         assert usage is not None
-        await server.users.change(lambda users: users.with_limits("bob", Limits(leases=1)))
+        await server.users.apply_change(lambda users: users.with_limits("bob", Limits(leases=1)))
         now = connection.context.time()
         with usage.acquiring_lease("b", 1, now):
             pass
@@ -226,7 +226,7 @@ async def test_a_removed_user_who_waits_to_be_written_to_ends_at_once(
         usage.pause_after_writing(30 * MIB, trio.current_time())
         await client.set("k", "v")
         await trio.sleep(1)
-        await server.users.change(lambda users: users.without_user("bob"))
+        await server.users.apply_change(lambda users: users.without_user("bob"))
         await trio.sleep(5)
         assert not server.connections.connections
 
@@ -235,7 +235,7 @@ async def test_the_servers_own_pause_does_not_count_as_the_peers(
     autojump_clock: MockClock,
 ) -> None:
     frame = UnfinishedFrame(FrameBudget(), "address", lambda _reason: None)
-    frame.hold(1, trio.current_time(), is_new=True)
+    frame.set_held_bytes(1, trio.current_time(), is_new=True)
     await frame.pause(60)
     assert frame.lag_s(trio.current_time()) == 0
     await trio.sleep(1)
@@ -288,7 +288,9 @@ async def test_a_change_of_limits_counts_at_once(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with server_with(connections=1) as server, connect(address("bob")):
-        await server.users.change(lambda users: users.with_limits("bob", Limits(connections=2)))
+        await server.users.apply_change(
+            lambda users: users.with_limits("bob", Limits(connections=2))
+        )
         async with connect(address("bob")):
             pass
 

@@ -72,7 +72,7 @@ def noting(store: UserStore, changes: list[Users]) -> Callable[[], Iterator[None
 
 async def store_with_admin(directory: SimulatedDirectory | None = None) -> UserStore:
     store = UserStore(SimulatedStore(directory))
-    await store.change(lambda users: users.with_user(ADMIN))
+    await store.apply_change(lambda users: users.with_user(ADMIN))
     return store
 
 
@@ -91,7 +91,7 @@ async def test_a_change_whose_asker_leaves_is_made_to_its_end(
 
     store.call_on_change(end_in_steps)
     with trio.move_on_after(0.5):
-        await store.change(lambda users: users.with_user(ADMIN))
+        await store.apply_change(lambda users: users.with_user(ADMIN))
     assert Users.from_json(directory.users.data) == store.users
     assert not store.users.is_open
     assert steps == [0, 1, 2]
@@ -100,7 +100,7 @@ async def test_a_change_whose_asker_leaves_is_made_to_its_end(
 async def test_a_change_is_there_after_a_restart() -> None:
     directory = SimulatedDirectory()
     store = await store_with_admin(directory)
-    await store.change(adding("bob"))
+    await store.apply_change(adding("bob"))
     restarted = UserStore(SimulatedStore(directory))
     assert restarted.users.is_open
     await restarted.load()
@@ -126,7 +126,7 @@ async def test_changes_at_the_same_moment_are_all_made() -> None:
     store = await store_with_admin()
     async with trio.open_nursery() as nursery:
         for name in ("bob", "eve", "joe"):
-            nursery.start_soon(store.change, adding(name))
+            nursery.start_soon(store.apply_change, adding(name))
     assert list(store.users.users) == ["ada", "bob", "eve", "joe"]
     assert store.users.revision == 4
 
@@ -137,13 +137,13 @@ async def test_a_change_that_is_refused_or_not_stored_changes_nothing() -> None:
     changes: list[Users] = []
     store.call_on_change(noting(store, changes))
     with pytest.raises(UsersError):
-        await store.change(adding("bob"))
+        await store.apply_change(adding("bob"))
     with pytest.raises(DiskFullError):
-        await store.change(lambda users: users.with_user(ADMIN))
+        await store.apply_change(lambda users: users.with_user(ADMIN))
     assert store.users == Users()
     assert not disk.directory.users.data
     disk.is_full = False
-    await store.change(lambda users: users.with_user(ADMIN))
+    await store.apply_change(lambda users: users.with_user(ADMIN))
     assert changes == [store.users]
 
 
@@ -151,7 +151,7 @@ async def test_a_change_is_made_though_its_author_left() -> None:
     directory = SimulatedDirectory()
     store = await store_with_admin(directory)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(store.change, adding("bob"))
+        nursery.start_soon(store.apply_change, adding("bob"))
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     restarted = UserStore(SimulatedStore(directory))
@@ -163,26 +163,26 @@ async def test_each_change_is_told() -> None:
     store = await store_with_admin()
     changes: list[Users] = []
     store.call_on_change(noting(store, changes))
-    await store.change(adding("bob"))
-    await store.adopt(store.users.with_user(User("eve")))
+    await store.apply_change(adding("bob"))
+    await store.adopt_users(store.users.with_user(User("eve")))
     assert [users.revision for users in changes] == [2, 3]
 
 
 async def test_the_higher_revision_counts() -> None:
     store = await store_with_admin()
     newer = store.users.with_user(User("bob"))
-    assert await store.adopt(newer)
-    assert not await store.adopt(newer)
-    assert not await store.adopt(Users())
+    assert await store.adopt_users(newer)
+    assert not await store.adopt_users(newer)
+    assert not await store.adopt_users(Users())
     assert store.users == newer
 
 
 async def test_nodes_choose_the_same_of_two_changes_at_the_same_moment() -> None:
     first, second = await store_with_admin(), await store_with_admin()
-    await first.change(adding("bob"))
-    await second.change(adding("eve"))
+    await first.apply_change(adding("bob"))
+    await second.apply_change(adding("eve"))
     bobs, eves = first.users, second.users
-    adopted = [await first.adopt(eves), await second.adopt(bobs)]
+    adopted = [await first.adopt_users(eves), await second.adopt_users(bobs)]
     assert sorted(adopted) == [False, True]
     assert first.users == second.users
 
@@ -220,7 +220,7 @@ def test_a_file_that_was_deleted_opens_nothing(tmp_path: Path) -> None:
 
 async def test_a_server_whose_file_of_users_was_deleted_does_not_start(tmp_path: Path) -> None:
     async with open_store(tmp_path) as store:
-        await UserStore(store).change(lambda users: users.with_user(ADMIN))
+        await UserStore(store).apply_change(lambda users: users.with_user(ADMIN))
         (tmp_path / "users").unlink()
         with pytest.raises(DataDirectoryError, match="users was deleted"):
             await UserStore(store).load()
@@ -256,32 +256,34 @@ def test_damage_is_noticed(tmp_path: Path, flipped: int) -> None:
 
 async def test_the_first_change_draws_a_secret_that_stays() -> None:
     store = UserStore(SimulatedStore())
-    first = await store.change(lambda users: users.with_user(ADMIN))
-    second = await store.change(lambda users: users.with_user(User("bob")))
+    first = await store.apply_change(lambda users: users.with_user(ADMIN))
+    second = await store.apply_change(lambda users: users.with_user(User("bob")))
     assert len(first.secret) == 32
     assert second.secret == first.secret
     assert Users.from_json(second.to_json()) == second
     # Logs and listings do not tell it.
     assert str(first.secret) not in repr(second)
     assert "secret" not in second.listing().to_json()
-    assert (await UserStore(SimulatedStore()).change(lambda users: users.with_user(ADMIN))) != first
+    assert (
+        await UserStore(SimulatedStore()).apply_change(lambda users: users.with_user(ADMIN))
+    ) != first
 
 
 async def test_rights_are_kept_until_the_users_change() -> None:
     store = await store_with_admin()
-    await store.change(adding("bob"))
+    await store.apply_change(adding("bob"))
     right = Grant(Right.READ, "b")
     for name in ("ada", "bob", None):
         assert store.rights_of(name, "b") == store.users.rights_of(name, "b")
     assert store.rights_of("bob", "b") is store.rights_of("bob", "b")
     assert store.rights_of("bob", "b") == NO_RIGHTS
-    await store.change(lambda users: users.granting("bob", (right,)))
+    await store.apply_change(lambda users: users.granting("bob", (right,)))
     assert store.rights_of("bob", "b").whole == {Right.READ}
     for number in range(RIGHTS_MAX + 10):
         assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
     assert len(store._rights) <= RIGHTS_MAX
     assert store.rights_of("bob", "b1") is store.rights_of("bob", "b2"), "equal ones are kept once"
-    await store.adopt(store.users.without_user("bob"))
+    await store.adopt_users(store.users.without_user("bob"))
     assert not store._equal_rights
     assert store.rights_of("bob", "b") == NO_RIGHTS
 
@@ -302,7 +304,7 @@ async def test_rights_that_differ_take_bounded_memory() -> None:
     store = await store_with_admin()
     letters = "abcdefghijklmn"
     grants = tuple(Grant(Right.READ, f"*{letter}*", letter.encode()) for letter in letters)
-    await store.change(lambda users: users.with_user(User("bob", None, grants)))
+    await store.apply_change(lambda users: users.with_user(User("bob", None, grants)))
     for number in range(RIGHTS_MAX + 10):
         name = "".join(letter for bit, letter in enumerate(letters) if number >> bit & 1)
         assert store.rights_of("bob", name or "x").read_prefixes == tuple(
@@ -328,23 +330,23 @@ async def test_others_have_their_turn_between_the_steps_of_a_change() -> None:
     store.call_on_change(steps)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(beside)
-        await store.change(adding("bob"))
+        await store.apply_change(adding("bob"))
     assert "step step" not in " ".join(turns)
 
 
 async def test_rights_by_a_role_are_kept_until_the_users_change() -> None:
     store = await store_with_admin()
-    await store.change(adding("bob"))
-    await store.change(lambda users: users.with_role(UserRole("readers")))
-    await store.change(lambda users: users.assigning("bob", ("readers",)))
+    await store.apply_change(adding("bob"))
+    await store.apply_change(lambda users: users.with_role(UserRole("readers")))
+    await store.apply_change(lambda users: users.assigning("bob", ("readers",)))
     assert store.rights_of("bob", "b") == NO_RIGHTS
     grants = (Grant(Right.READ, "b"),)
-    await store.change(lambda users: users.granting_to_role("readers", grants))
+    await store.apply_change(lambda users: users.granting_to_role("readers", grants))
     assert store.rights_of("bob", "b").whole == {Right.READ}
     for number in range(RIGHTS_MAX + 10):
         assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
     assert len(store._rights_of_roles) <= RIGHTS_MAX
-    await store.change(lambda users: users.revoking_from_role("readers", grants))
+    await store.apply_change(lambda users: users.revoking_from_role("readers", grants))
     assert store.rights_of("bob", "b") == NO_RIGHTS
 
 

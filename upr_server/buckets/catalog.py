@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 class MapLifecycle(Protocol):
     """What recovering, deleting and stopping buckets means to their partition maps."""
 
-    def restore(
+    def restore_map(
         self,
         disk: BucketDisk,
         document: str,
@@ -155,7 +155,7 @@ class BucketCatalog:
     # Starting and stopping.
 
     @asynccontextmanager
-    async def recovered(self, maps: MapLifecycle) -> AsyncIterator[None]:
+    async def recovered_buckets(self, maps: MapLifecycle) -> AsyncIterator[None]:
         """The buckets that are on disk, for as long as the context. When it ends, everything that
         has changed meanwhile is on disk, and the mark of a clean stop with it.
 
@@ -218,7 +218,7 @@ class BucketCatalog:
                 for partition_number, partition in enumerate(stored.partitions)
                 if partition.record.partial is not None
             }
-            self._maps.restore(disk, stored.partition_map, partials, is_clean=stored.is_clean)
+            self._maps.restore_map(disk, stored.partition_map, partials, is_clean=stored.is_clean)
 
     async def _stop_disks(self) -> None:
         """Brings every bucket to disk, and marks those that are complete there. A bucket that finds
@@ -251,7 +251,7 @@ class BucketCatalog:
         check_bucket(name, partition_count, quota_bytes)
         await self._create(name, quota_bytes, [PartitionState.ACTIVE] * partition_count)
 
-    async def create_held(self, name: str, partition_count: int) -> BucketDisk:
+    async def create_dead_bucket(self, name: str, partition_count: int) -> BucketDisk:
         """Creates a bucket whose partitions are dead and empty.
 
         Raises:

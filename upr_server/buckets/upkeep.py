@@ -91,7 +91,7 @@ class Upkeep:
         self._collapsible[bucket] = None
         self._collapse_wanted.notify()
 
-    async def collapse(self) -> None:
+    async def run_collapsing(self) -> None:
         """Collapses snapshots whenever there are any to collapse, until cancelled."""
         while True:
             if not self._collapsible:
@@ -104,7 +104,7 @@ class Upkeep:
 
     # Freeing memory.
 
-    def relieve(self, bucket: Bucket) -> None:
+    def request_relief(self, bucket: Bucket) -> None:
         """`bucket` is short of memory: some is to be freed. A deleted bucket is left alone."""
         if bucket not in self._disks:
             return
@@ -115,7 +115,7 @@ class Upkeep:
         """The disk has come further, so that more memory may be freed."""
         self._relief_wanted.notify()
 
-    async def free_memory(self) -> None:
+    async def run_freeing(self) -> None:
         """Frees memory of buckets that are short of it, until cancelled."""
         while True:
             with trio.move_on_after(RELIEF_RETRY_S if self._short else math.inf):
@@ -142,7 +142,7 @@ class Upkeep:
 
     # Expiring items, and returning memory.
 
-    async def expire(self) -> None:
+    async def run_expiring(self) -> None:
         """Turns expired items into deletions, and returns freed memory, until cancelled."""
         while True:
             await trio.sleep(EXPIRY_INTERVAL_S)
@@ -182,7 +182,7 @@ class Upkeep:
                 # The bucket was deleted meanwhile, or the store fails, and all of it ends.
                 pass
             if disk.bucket.memory_action() is not MemoryAction.NOTHING:
-                self.relieve(disk.bucket)
+                self.request_relief(disk.bucket)
 
     def _return_memory(self) -> None:
         self._heap_trimmer.note_use(sum(count() for count in self._memory_counts))

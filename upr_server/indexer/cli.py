@@ -15,7 +15,7 @@ from upr_protocol.errors import UprError
 from upr_server.indexer.app import serve
 from upr_server.indexer.config import load_config
 from upr_server.indexer.indexer import SWITCH_INTERVAL_S
-from upr_server.runtime import ConfigError, rare_collections, set_up_logging
+from upr_server.runtime import ConfigError, collect_rarely, set_up_logging
 
 EXIT_FAILED: Final = 1
 
@@ -162,7 +162,7 @@ def main(config_path: Path | None, **options: Any) -> None:
     set_up_logging(config.log_level, config.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The received keys and the documents of a round are many objects, none of them in a cycle.
-    rare_collections()
+    collect_rarely()
     try:
         trio.run(serve, config, lambda url: print(f"listening on {url}", flush=True))
     except* (UprError, OSError) as errors:

@@ -321,7 +321,7 @@ class HttpAccess:
             raise LogInNeededError(str(error)) from error
         except BrokenError:
             if last is None:
-                self._failures_of_hosts.count(host, trio.current_time())
+                self._failures_of_hosts.count_failure(host, trio.current_time())
                 raise
             self._away_until = trio.current_time() + VERDICT_S
             return last
@@ -331,7 +331,7 @@ class HttpAccess:
                 self._note_failure(digest, host)
                 raise LogInNeededError(error.sentence) from error
             if last is None:
-                self._failures_of_hosts.count(host, trio.current_time())
+                self._failures_of_hosts.count_failure(host, trio.current_time())
             raise
         self._away_until = 0.0
         verdict = _Verdict(may_read, trio.current_time())
@@ -359,8 +359,8 @@ class HttpAccess:
     def _note_failure(self, digest: bytes, host: str) -> None:
         self._verdicts.pop(digest, None)
         now = trio.current_time()
-        self._failures_of_hosts.count(host, now)
-        self._failures.count("", now)
+        self._failures_of_hosts.count_failure(host, now)
+        self._failures.count_failure("", now)
 
     def _check_limits(self, host: str) -> None:
         now = trio.current_time()

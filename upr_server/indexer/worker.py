@@ -35,7 +35,7 @@ from upr_server.indexer.worker_messages import (
     ToWorker,
     failure_of,
 )
-from upr_server.runtime import rare_collections, set_up_logging
+from upr_server.runtime import collect_rarely, set_up_logging
 
 STOP_MARGIN_S: Final = 1.0
 """The indexer waits for so much longer than the worker applies what it has read."""
@@ -154,5 +154,5 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    rare_collections()
+    collect_rarely()
     trio.run(_serve, descriptor)

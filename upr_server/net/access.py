@@ -137,8 +137,8 @@ class Access:
         users = self._users.users
         return not users.is_open and (self.user_name is None or users.get(self.user_name) is None)
 
-    def open_bucket(self, name: str) -> None:
-        """The client opens a bucket."""
+    def set_bucket(self, name: str) -> None:
+        """Notes the bucket that the client opens, and works out its rights there. O(grants)."""
         self._bucket_name = name
         self._refresh()
 
@@ -165,7 +165,7 @@ class Access:
         """Whether the client may know of a bucket. O(grants)."""
         return not USE.isdisjoint(self.rights_on(bucket).on_some_keys)
 
-    def visible(self, event: BucketEvent) -> BucketEvent | None:
+    def visible_part(self, event: BucketEvent) -> BucketEvent | None:
         """What the client may know of an event; None for nothing. Design documents belong to the
         whole bucket, and so do their names. O(grants)."""
         if not USE.isdisjoint(self.rights_on(event.bucket).whole):
@@ -237,7 +237,7 @@ class Access:
                 detail=_detail(message, allowed=allowed),
             )
 
-    def check(self, message: Message) -> None:
+    def check_message(self, message: Message) -> None:
         """Checks what the client asks for. O(1), for messages about the bucket that it opened. What
         is refused, and what changes more than keys, is noted in the audit log.
 

@@ -37,7 +37,7 @@ from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
 from upr_server.net.handlers.single_sets import apply_sets
 from upr_server.net.log_in import offered_mechanisms
-from upr_server.net.request_context import Handler, RequestContext, others_after_first
+from upr_server.net.request_context import Handler, RequestContext, remaining_steps
 from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import streams_in_steps
 
@@ -205,7 +205,7 @@ class AcceptedConnection:
         """There is something for the writer to send, or to end."""
         self._to_send.notify()
 
-    def write_now(self) -> None:
+    def flush_now(self) -> None:
         """Writes what the socket takes now, if the writer does not write already; leaves the rest
         to the writer."""
         # Woken, the writer is idle for a moment still: what was left for it must go first.
@@ -234,13 +234,13 @@ class AcceptedConnection:
                 scope.cancel()
                 return
             self._bytes_in += count
-            self._frame.read(count, session.now)
+            self._frame.note_read(count, session.now)
             has_whole_frame = await self._handle_frames()
             if session.state is SessionState.CLOSED:
                 return
             held_bytes = session.unfinished_frame_bytes
             if held_bytes or self._frame.nbytes:
-                self._frame.hold(held_bytes, trio.current_time(), is_new=has_whole_frame)
+                self._frame.set_held_bytes(held_bytes, trio.current_time(), is_new=has_whole_frame)
                 if held_bytes and self._resources.frame_budget.holds_up_frames:
                     await self._wait_for_frame_memory()
             if (usage := self.context.log_in.usage) is not None:
@@ -370,7 +370,7 @@ class AcceptedConnection:
         handler = self._handlers.get(type(message))
         if handler is not None:
             try:
-                self.context.access.check(message)
+                self.context.access.check_message(message)
                 return handler(self.context, message)
             except (ServerError, BucketError) as error:
                 self.context.refuse_for(message, error)
@@ -378,7 +378,7 @@ class AcceptedConnection:
                 log.exception("request failed", peer=self.peer, request=type(message).__name__)
                 self.context.fail(message)
         elif isinstance(message, CloseStream):
-            self.context.streamer.end(message.partition, Status.STREAM_CLOSED)
+            self.context.streamer.end_stream(message.partition, Status.STREAM_CLOSED)
         elif isinstance(message, Error):
             log.warning(
                 "client reports an error",
@@ -394,7 +394,7 @@ class AcceptedConnection:
             self.wake()
             await trio.lowlevel.checkpoint()
             try:
-                if others_after_first(steps) is None:
+                if remaining_steps(steps) is None:
                     break
             except Exception:
                 log.exception("request failed", peer=self.peer, request=type(message).__name__)
@@ -494,7 +494,7 @@ class AcceptedConnection:
 
     def _has_sent(self) -> None:
         self._unwritten = ()
-        self.context.streamer.sent()
+        self.context.streamer.note_sent()
         self.context.backlog.end_write()
 
     # Silence.

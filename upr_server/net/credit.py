@@ -76,7 +76,7 @@ class CreditShares:
         """`bucket` was deleted."""
         self._publishers.pop(bucket, None)
 
-    def refuse(self, publisher: PublisherCredit) -> None:
+    def withhold_credit(self, publisher: PublisherCredit) -> None:
         """`publisher` gets no credit before there is room again."""
         self._refused[publisher] = None
 
@@ -110,12 +110,12 @@ class PublisherCredit:
         self._bucket: Bucket | None = None
         self.user: str | None = None
 
-    def open(self, bucket: Bucket, user: str | None) -> None:
+    def open_bucket(self, bucket: Bucket, user: str | None) -> None:
         """The client, who logged in as `user`, opened `bucket`: grants its first credit."""
         self._bucket, self.user = bucket, user
         self.top_up()
 
-    def spend(self) -> None:
+    def note_spent(self) -> None:
         """A batch came, and has spent some of its credit."""
         if self._bucket is not None:
             self._shares.add(self._bucket, self)
@@ -133,9 +133,9 @@ class PublisherCredit:
             return
         relief = bucket.memory_action()
         if relief is not MemoryAction.NOTHING:
-            self._shares.upkeep.relieve(bucket)
+            self._shares.upkeep.request_relief(bucket)
         if relief is MemoryAction.REFUSE_CREDIT:
-            self._shares.refuse(self)
+            self._shares.withhold_credit(self)
             return
         session.send(Credit(missing))
         self._wake()

@@ -72,14 +72,14 @@ class UnfinishedFrame:
         self._since = 0.0
         self._is_reading = False
 
-    def read(self, count: int, now: float) -> None:
+    def note_read(self, count: int, now: float) -> None:
         """`count` bytes came at `now`. What they mean is looked at next, and takes its time."""
         if self.nbytes:
             rate = SHORT_BYTES_PER_S_MIN if self._budget.is_short else FRAME_BYTES_PER_S_MIN
             self._lag_s = max(0.0, self.lag_s(now) - count / rate)
             self._is_reading = False
 
-    def hold(self, nbytes: int, now: float, *, is_new: bool) -> None:
+    def set_held_bytes(self, nbytes: int, now: float, *, is_new: bool) -> None:
         """The connection holds so many bytes of a frame, and is read from `now` on.
 
         Args:
@@ -91,11 +91,11 @@ class UnfinishedFrame:
             self._lag_s = 0.0
         self._since = now
         self._is_reading = nbytes > 0
-        self._budget.change(self, nbytes, is_new=is_new)
+        self._budget.set_held_bytes(self, nbytes, is_new=is_new)
 
     def stop_waiting(self, now: float) -> None:
         """Something came at `now`, and the server does not read it yet: from here on the peer is
-        not the slower for it, until `read`."""
+        not the slower for it, until `note_read`."""
         self._lag_s = self.lag_s(now)
         self._is_reading = False
 
@@ -116,7 +116,7 @@ class UnfinishedFrame:
     def release(self) -> None:
         """The connection holds nothing any more."""
         self._is_reading = False
-        self._budget.change(self, 0, is_new=True)
+        self._budget.set_held_bytes(self, 0, is_new=True)
 
     def close(self) -> None:
         """The connection is over: releases what it held, and forgets `drop`."""
@@ -174,7 +174,7 @@ class FrameBudget:
         """Whether a frame that has begun may have to wait for its turn."""
         return self.is_dropping or self.is_short
 
-    def change(self, frame: UnfinishedFrame, nbytes: int, *, is_new: bool) -> None:
+    def set_held_bytes(self, frame: UnfinishedFrame, nbytes: int, *, is_new: bool) -> None:
         """`frame` holds `nbytes` from now on. O(1)."""
         was_short, used_before = self.is_short, self.used
         self.used += nbytes - frame.nbytes

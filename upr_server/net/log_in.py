@@ -166,7 +166,7 @@ class LogInExchange:
         self._exchange = first.name, verifier, exchange
         self._session.send(LogInChallenge(exchange.server_first()))
 
-    def go_on(self, response: LogInResponse) -> None:
+    def check_response(self, response: LogInResponse) -> None:
         """The client answers the challenge."""
         assert self._exchange is not None, "the table lets it come only after a challenge"
         name, verifier, exchange = self._exchange
@@ -191,7 +191,7 @@ class LogInExchange:
             self.usage.disconnect(self._session)
 
     def _accept(self, name: str, mechanism: str, outcome: bytes) -> None:
-        usage = self._log_ins.usages.of(name)
+        usage = self._log_ins.usages.usage_of(name)
         try:
             usage.connect(self._session)
         except ServerError as error:
@@ -205,7 +205,7 @@ class LogInExchange:
 
     def _refuse(self, name: str, mechanism: str, sentence: str) -> None:
         self._access.note_log_in(name, mechanism, allowed=False)
-        self._log_ins.failures.count(self._host, trio.current_time())
+        self._log_ins.failures.count_failure(self._host, trio.current_time())
         log.warning("log-in failed", peer=self._peer, user=name, reason=sentence)
 
         async def answer() -> None:

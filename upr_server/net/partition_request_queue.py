@@ -73,7 +73,7 @@ class QueuedClient(Protocol):
 
     backlog: ConnectionBacklog
 
-    def start(self, task: Callable[[], Awaitable[None]]) -> None:
+    def start_task(self, task: Callable[[], Awaitable[None]]) -> None:
         """Runs `task`, which must not raise, until the connection's end cancels it."""
 
 
@@ -125,7 +125,7 @@ class PartitionRequestQueue:
         queue = self._queues.get(client)
         if queue is None:
             queue = self._queues[client] = deque()
-            client.start(partial(self._run_requests, client, queue))
+            client.start_task(partial(self._run_requests, client, queue))
         queue.append(request)
         client.backlog.request_queued(request.nbytes)
 
@@ -203,7 +203,7 @@ class PartitionRequestQueues:
         """Queues that were made."""
         return len(self._queues)
 
-    def of(self, disk: BucketDisk, partition: Partition) -> PartitionRequestQueue:
+    def queue_of(self, disk: BucketDisk, partition: Partition) -> PartitionRequestQueue:
         """The queue of a partition."""
         queue = self._queues.get(partition)
         if queue is None:

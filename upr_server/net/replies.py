@@ -37,7 +37,7 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
         """Whether it is about the disk."""
         return self.durability in (Durability.PERSISTED, Durability.REPLICATED_AND_PERSISTED)
 
-    def reached(self, partition: Partition) -> SeqNo:
+    def reached_seq(self, partition: Partition) -> SeqNo:
         """The number up to which a partition has reached this target."""
         seq = partition.manager.persistence.committed if self.persists else partition.high_seq
         if self.copies:
@@ -72,7 +72,7 @@ def call_when_durable(
         else:
             call(True, True)
         return
-    if target.reached(partition) >= seq:
+    if target.reached_seq(partition) >= seq:
         call(True, True)
         return
     waiting = _Waiting(call)

@@ -154,7 +154,7 @@ class RequestContext:
     def open_bucket(self, bucket: Bucket) -> None:
         """The client chose its bucket."""
         self.bucket = bucket
-        self.access.open_bucket(bucket.name)
+        self.access.set_bucket(bucket.name)
         self._disk = self.catalog.disks[bucket]
 
     @property
@@ -258,7 +258,7 @@ class RequestContext:
             Status.INTERNAL, f"internal error in {kind.__name__}; the server's log has the cause"
         )
 
-    def start(self, task: Callable[[], Awaitable[None]]) -> None:
+    def start_task(self, task: Callable[[], Awaitable[None]]) -> None:
         """Runs `task`, which must not raise, until the connection's end cancels it."""
         assert self._nursery is not None
         self._nursery.start_soon(task)
@@ -275,7 +275,7 @@ class RequestContext:
     def submit(self, partition: Partition, request: PartitionRequest) -> None:
         """Applies `request` once what it needs from disk is there, in the order of the partition's
         requests."""
-        self._queues.of(self.disk, partition).submit(self, request)
+        self._queues.queue_of(self.disk, partition).submit(self, request)
 
     def read_sets(self) -> SetFrames | None:
         """The plain `SET`s that come next, if answers to them may be sent now."""
@@ -286,7 +286,7 @@ class RequestContext:
     def answer_sets(self, sets: SetFrames, lines: bytes) -> None:
         """Sends the answers to the first of these `SET`s, a line for each."""
         self._session.answer_sets(sets, lines)
-        self.credit.spend()
+        self.credit.note_spent()
 
     def answer_bundle(self, request: Mutate, lines: bytes) -> None:
         """Sends the answer to a bundle of which every run succeeded, a line for each, unless the
@@ -296,7 +296,7 @@ class RequestContext:
 
     def reply_later(self, request: Message, answer: ReplyTask) -> None:
         """Runs `answer` as a task of its own, which the connection's end cancels."""
-        self.start(partial(self._run_reply_task, request, answer))
+        self.start_task(partial(self._run_reply_task, request, answer))
 
     def reply_in_order(self, request: Message, answer: ReplyTask, nbytes: int = 0) -> None:
         """The same, once the requests given to this method before are answered. They count as
@@ -310,7 +310,7 @@ class RequestContext:
         self._in_order.append((request, answer, nbytes))
         self.backlog.request_queued(nbytes)
         if len(self._in_order) == 1:
-            self.start(self._run_in_order)
+            self.start_task(self._run_in_order)
 
     async def _run_in_order(self) -> None:
         while self._in_order:
@@ -325,7 +325,7 @@ class RequestContext:
         else the peer says is read."""
         self._streams_to_open.append((request, answer))
         if len(self._streams_to_open) == 1:
-            self.start(self._open_in_order)
+            self.start_task(self._open_in_order)
 
     async def _open_in_order(self) -> None:
         while self._streams_to_open:
@@ -354,7 +354,7 @@ peer has sent is handled before they are done."""
 _FINISHED: Final = object()
 
 
-def others_after_first(steps: Iterator[None]) -> Iterator[None] | None:
+def remaining_steps(steps: Iterator[None]) -> Iterator[None] | None:
     """Does the next of a handler's steps; returns the others, None if it was the last. An error in
     the first one has the request refused."""
     return steps if next(steps, _FINISHED) is not _FINISHED else None

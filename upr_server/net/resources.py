@@ -56,8 +56,8 @@ class PartitionMapProvider(Protocol):
         """Figures of a bucket."""
 
 
-class Events(Protocol):
-    """The event bus: tells consumers what became of buckets."""
+class EventProvider(Protocol):
+    """Tells consumers what became of buckets; `EventBus` is one."""
 
     async def next_events(
         self,
@@ -115,7 +115,7 @@ class ServerResources:
     users: UserStore
     log_ins: LogInResources
     partition_maps: PartitionMapProvider
-    events: Events | None
+    events: EventProvider | None
     credit_shares: CreditShares
     time: Callable[[], float]
     statistics_of: Callable[[str], Generator[None, None, dict[str, object]]]

@@ -21,7 +21,7 @@ from upr_server.net.connection import SLICE_S, AcceptedConnection
 from upr_server.net.credit import CreditShares
 from upr_server.net.log_in import LogInResources
 from upr_server.net.request_context import Handler
-from upr_server.net.resources import Events, PartitionMapProvider, ServerResources
+from upr_server.net.resources import EventProvider, PartitionMapProvider, ServerResources
 from upr_server.net.streamer import streams_in_steps
 from upr_server.runtime import AuditLog, Certificates
 from upr_server.user_store import UserStore
@@ -75,7 +75,7 @@ class ConnectionServer:
         users: UserStore,
         upkeep: Upkeep,
         partition_maps: PartitionMapProvider,
-        events: Events | None,
+        events: EventProvider | None,
         handlers: Mapping[type[Message], Handler],
         *,
         identity: str,
@@ -115,7 +115,7 @@ class ConnectionServer:
         """Serves one connection until it ends; what goes wrong in it stays in it."""
         peer = _peer_of(stream)
         if self._certificates is not None:
-            stream = self._certificates.encrypted(stream)
+            stream = self._certificates.encrypt_stream(stream)
         connection = self.new_connection(stream, peer)
         if len(self.connections) >= self._connections_max:
             await self._refuse(connection, stream)

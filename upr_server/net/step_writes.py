@@ -37,7 +37,7 @@ class Writable(Protocol):
     def wake_writer(self) -> None:
         """Has its writer write what there is to send."""
 
-    def write_now(self) -> None:
+    def flush_now(self) -> None:
         """Writes what its socket takes of it now; its writer writes the rest."""
 
 
@@ -130,7 +130,7 @@ def _has_written(connection: Writable) -> bool:
     """Writes to a connection; whether that went well. An error concerns this connection and not the
     one whose step it is, so it is logged, and this connection's writer meets it again."""
     try:
-        connection.write_now()
+        connection.flush_now()
     except Exception:
         log.exception("writing at a step's end failed")
         return False

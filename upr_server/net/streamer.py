@@ -225,7 +225,7 @@ class Streamer:
         stream = self._streams.get(partition)
         return stream is not None and stream.answers_from is not None
 
-    def end(self, partition: PartitionId, status: Status) -> None:
+    def end_stream(self, partition: PartitionId, status: Status) -> None:
         """Ends the stream of a partition and says why, if there is one."""
         stream = self._streams.pop(partition, None)
         if stream is not None:
@@ -258,7 +258,7 @@ class Streamer:
             if (partitions is None or partition in partitions) and (
                 of_replicas if self.feeds_replica(partition) else of_consumers
             ):
-                self.end(partition, status)
+                self.end_stream(partition, status)
             yield
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class Streamer:
             if stream.reader.reads_disk and nbytes >= DISK_BATCH_BYTES:
                 return
 
-    def sent(self) -> None:
+    def note_sent(self) -> None:
         """Everything that was put into the session so far has left this process."""
         for stream in self._disk_streams:
             stream.reader.note_sent()
@@ -338,7 +338,7 @@ class Streamer:
         try:
             item = stream.reader.next()
         except StreamBrokenError as error:
-            self.end(stream.partition.id, error.status)
+            self.end_stream(stream.partition.id, error.status)
             return True
         return self._put(stream, item)
 
@@ -398,7 +398,7 @@ class Streamer:
 
     def _has_ended(self, stream: _Stream, end: SeqNo) -> None:
         if end >= stream.end_seq:
-            self.end(stream.partition.id, Status.END_REACHED)
+            self.end_stream(stream.partition.id, Status.END_REACHED)
         elif end >= stream.turn_end:
             # Other cursors may have closed several snapshots: the turn ends after the newest.
             self._end_turn(stream)

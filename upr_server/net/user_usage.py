@@ -162,7 +162,7 @@ class UserUsages:
         self._users = users
         self._usages: dict[str, UserUsage] = {}
 
-    def of(self, name: str) -> UserUsage:
+    def usage_of(self, name: str) -> UserUsage:
         """What a user has. It outlives the user's connections: a new one begins with no new limit
         of bytes."""
         usage = self._usages.get(name)

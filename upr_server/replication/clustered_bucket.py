@@ -1,11 +1,12 @@
 """Applies partition maps to one bucket: decides (`roles`), writes to disk, and then changes what is
 in memory.
 
-**Fencing.** Before a failover, replicas get a map without an active node. `ClusteredBucket.apply`
-stops their replicators (`BucketReplicators.stop_all_but`), so a deposed active that still runs has
-nothing more acknowledged as replicated. The deposed node itself, once it gets a newer map, is
-demoted in `apply` before anything is awaited: `Partition.change_state` makes it refuse writes. And
-a node streams only to replicas that its own map names (`net.handlers.streams`).
+**Fencing.** Before a failover, replicas get a map without an active node.
+`ClusteredBucket.apply_map` stops their replicators (`BucketReplicators.stop_all_but`), so a deposed
+active that still runs has nothing more acknowledged as replicated. The deposed node itself, once it
+gets a newer map, is demoted in `apply_map` before anything is awaited: `Partition.change_state`
+makes it refuse writes. And a node streams only to replicas that its own map names
+(`net.handlers.streams`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class ClusteredBucket:
         self.lock = trio.Lock()
         self._nursery = nursery
 
-    async def follow(self) -> None:
+    async def follow_map(self) -> None:
         """Replicates from the nodes that the map names. Call it with `lock` held."""
         await trio.lowlevel.checkpoint()
         sources = await self._sources(self.map)
@@ -94,7 +95,7 @@ class ClusteredBucket:
         if nursery is not None and self._server.disk_of(self.map.bucket) is self.disk:
             self.replicators.start_missing(sources, nursery)
 
-    async def apply(self, new_map: PartitionMap) -> None:
+    async def apply_map(self, new_map: PartitionMap) -> None:
         """Makes this node what `new_map` says. Call it with `lock` held, and shielded.
 
         Raises:
@@ -123,7 +124,7 @@ class ClusteredBucket:
             for partition, failover_log in demoted.items():
                 partition.change_state(PartitionState.ACTIVE, failover_log)
             with trio.CancelScope(shield=True):
-                await self.follow()
+                await self.follow_map()
             raise
         # The disk has the map: from here on nothing fails.
         self.map = new_map
@@ -134,7 +135,7 @@ class ClusteredBucket:
             if roles.is_still_suspect(new_map.partitions[partition], self._node, since)
         }
         await self._change(changes)
-        await self.follow()
+        await self.follow_map()
         counts = {state.name.lower(): 0 for state in PartitionState}
         for state in states.values():
             counts[state.name.lower()] += 1

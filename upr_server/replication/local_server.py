@@ -20,7 +20,7 @@ class LocalServer(Protocol):
     def disk_of(self, bucket: str) -> BucketDisk | None:
         """The disk of a bucket; None when there is no bucket with this name."""
 
-    async def create_held(self, name: str, partition_count: int) -> BucketDisk:
+    async def create_dead_bucket(self, name: str, partition_count: int) -> BucketDisk:
         """Creates a bucket whose partitions are dead, and hold nothing."""
 
     def end_streams(

@@ -45,15 +45,15 @@ class MapExchange:
         async with trio.open_nursery() as nursery:
             connections = NodeConnections(nursery, self._identity, partition_maps.system)
             while True:
-                unconfirmed = partition_maps.unconfirmed()
+                unconfirmed = partition_maps.unconfirmed_buckets()
                 for bucket in unconfirmed:
                     await self._confirm(connections, bucket)
-                for partition_map in partition_maps.maps():
+                for partition_map in partition_maps.all_maps():
                     if partition_map.bucket not in unconfirmed:
                         await self._ask_next(connections, partition_map.bucket)
                 connections.close_others(self._other_nodes())
                 await trio.sleep(
-                    CONFIRM_INTERVAL_S if partition_maps.unconfirmed() else ASK_INTERVAL_S
+                    CONFIRM_INTERVAL_S if partition_maps.unconfirmed_buckets() else ASK_INTERVAL_S
                 )
 
     @property
@@ -64,7 +64,7 @@ class MapExchange:
         return Address.of_bucket(host_port, bucket, self._partition_maps.system.security)
 
     def _other_nodes(self) -> Iterator[Address]:
-        for partition_map in self._partition_maps.maps():
+        for partition_map in self._partition_maps.all_maps():
             for host_port in self._partition_maps.other_nodes(partition_map.bucket).values():
                 yield self._address(host_port, partition_map.bucket)
 
@@ -75,7 +75,7 @@ class MapExchange:
             index = self._last_asked[bucket] = (self._last_asked[bucket] + 1) % len(nodes)
             their_map = await self._fetch(connections, *nodes[index], bucket)
             if their_map is not None:
-                await self._try(self._partition_maps.adopt, their_map)
+                await self._try(self._partition_maps.adopt_map, their_map)
 
     async def _confirm(self, connections: NodeConnections, bucket: str) -> None:
         """Asks all other nodes of the bucket. The newest map counts, and one answer is enough: each
@@ -84,7 +84,7 @@ class MapExchange:
         revision = partition_maps.revision(bucket)
         nodes = partition_maps.other_nodes(bucket)
         if not nodes:
-            await self._try(partition_maps.confirm, bucket, revision)
+            await self._try(partition_maps.confirm_map, bucket, revision)
             return
         answers: list[PartitionMap] = []
 
@@ -108,9 +108,9 @@ class MapExchange:
             return
         newest = max(answers, key=lambda their_map: their_map.revision)
         if newest.revision > revision:
-            await self._try(partition_maps.adopt, newest)
+            await self._try(partition_maps.adopt_map, newest)
         elif newest.revision < revision or newest == partition_maps.map_of(bucket):
-            await self._try(partition_maps.confirm, bucket, revision)
+            await self._try(partition_maps.confirm_map, bucket, revision)
 
     async def _fetch(
         self, connections: NodeConnections, name: str, host_port: str, bucket: str

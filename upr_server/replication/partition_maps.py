@@ -67,11 +67,11 @@ class PartitionMaps:
         clustered = self._buckets.get(bucket)
         return None if clustered is None else clustered.map
 
-    def maps(self) -> list[PartitionMap]:
+    def all_maps(self) -> list[PartitionMap]:
         """The maps of all buckets that have one."""
         return [clustered.map for clustered in self._buckets.values()]
 
-    def unconfirmed(self) -> list[str]:
+    def unconfirmed_buckets(self) -> list[str]:
         """Buckets whose map no other node has confirmed since this node was started."""
         return [name for name, clustered in self._buckets.items() if not clustered.is_confirmed]
 
@@ -126,7 +126,7 @@ class PartitionMaps:
 
     # The beginning and the end.
 
-    def restore(
+    def restore_map(
         self,
         disk: BucketDisk,
         document: str,
@@ -174,7 +174,7 @@ class PartitionMaps:
             try:
                 for clustered in list(self._buckets.values()):
                     async with clustered.lock:
-                        await clustered.follow()
+                        await clustered.follow_map()
                 await trio.sleep_forever()
             finally:
                 # A map may be half applied: it must not start replicators any more.
@@ -244,12 +244,12 @@ class PartitionMaps:
             ) from error
         if their_map is None:
             raise ServerError(Status.BAD_ARGUMENT, f"{address} has no map of {bucket!r}")
-        await self.adopt(their_map)
+        await self.adopt_map(their_map)
         partition_map = self.map_of(bucket)
         assert partition_map is not None, "it was applied, or a newer one holds"
         return partition_map
 
-    async def adopt(self, their_map: PartitionMap) -> bool:
+    async def adopt_map(self, their_map: PartitionMap) -> bool:
         """Applies another node's map, if it is newer than the one that holds here.
 
         Returns:
@@ -267,7 +267,7 @@ class PartitionMaps:
                 await self._apply(their_map, is_from_operator=False)
         return True
 
-    async def confirm(self, bucket: str, revision: int) -> None:
+    async def confirm_map(self, bucket: str, revision: int) -> None:
         """Another node has no map newer than `revision`: this node becomes what that map says."""
         with trio.CancelScope(shield=True):
             async with self._lock:
@@ -278,7 +278,7 @@ class PartitionMaps:
                     and not clustered.is_confirmed
                 ):
                     async with clustered.lock:
-                        await clustered.apply(clustered.map)
+                        await clustered.apply_map(clustered.map)
 
     async def _apply(self, new_map: PartitionMap, *, is_from_operator: bool = True) -> None:
         if new_map.revision <= self.revision(new_map.bucket):
@@ -300,7 +300,7 @@ class PartitionMaps:
             # A map that another node tells was applied elsewhere: to refuse it would not undo it.
             roles.check_hand_over(clustered.map, new_map, self.node, clustered.suspects)
         async with clustered.lock:
-            await clustered.apply(new_map)
+            await clustered.apply_map(new_map)
         if self._server.disk_of(new_map.bucket) is clustered.disk:
             # It was not deleted meanwhile.
             self._buckets[new_map.bucket] = clustered
@@ -322,7 +322,7 @@ class PartitionMaps:
         # has of the bucket was begun anew.
         has_lost_its_disk = not is_from_operator
         if disk is None:
-            disk = await self._server.create_held(new_map.bucket, len(new_map.partitions))
+            disk = await self._server.create_dead_bucket(new_map.bucket, len(new_map.partitions))
             assignment = Assignment()
             # Unless the bucket begins with this map, the node lacks what the map has it hold.
             has_lost_its_disk = new_map.revision > 1

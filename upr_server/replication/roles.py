@@ -83,7 +83,7 @@ def is_still_suspect(assignment: Assignment, node: str, suspect_since: int) -> b
     return assignment.active in ("", node) and assignment.failover_revision <= suspect_since
 
 
-def took_writes(assignment: Assignment, node: str) -> bool:
+def was_last_active(assignment: Assignment, node: str) -> bool:
     """Whether `node` was the last to take writes, and others replicate them."""
     # Without replicas nobody can have what this node lacks: it need not wait for an operator. A
     # `lost_active` is not active in this map, but is again if the command is undone.
@@ -99,7 +99,7 @@ def suspects_in(new_map: PartitionMap, node: str) -> dict[PartitionId, int]:
     return {
         PartitionId(partition): new_map.revision
         for partition, assignment in enumerate(new_map.partitions)
-        if took_writes(assignment, node)
+        if was_last_active(assignment, node)
     }
 
 

@@ -63,7 +63,7 @@ class UserExchange:
         partition_maps = self._partition_maps
         addresses = {
             Address.of_bucket(host_port, "", partition_maps.system.security): None
-            for partition_map in partition_maps.maps()
+            for partition_map in partition_maps.all_maps()
             for host_port in partition_maps.other_nodes(partition_map.bucket).values()
         }
         return list(addresses)
@@ -74,7 +74,7 @@ class UserExchange:
             with trio.move_on_after(ASK_TIMEOUT_S):
                 own = self._users
                 users = await connections.users(address, own.users, own.digest)
-                if users is not None and await own.adopt(users):
+                if users is not None and await own.adopt_users(users):
                     log.info("users taken from another node", revision=users.revision)
                 self._refusals.pop(address, None)
         except UprError as error:

@@ -21,8 +21,8 @@ from upr_server.runtime.memory_return import (
     HeapTrimmer,
     YoungObjects,
     collect_only_young,
+    collect_rarely,
     keep_heap_small,
-    rare_collections,
 )
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
@@ -47,13 +47,13 @@ __all__ = [
     "bind_tcp",
     "certificate_files",
     "collect_only_young",
+    "collect_rarely",
     "is_loopback",
     "keep_heap_small",
     "load_settings",
     "network_of",
     "open_listeners",
     "parse_listen",
-    "rare_collections",
     "run_until_signal",
     "set_up_logging",
 ]

@@ -134,7 +134,7 @@ class Certificates:
         self.context = files.context()
         self._scratch = new_tls_scratch(SERVER_READ_BYTES)
 
-    def encrypted(self, stream: trio.abc.HalfCloseableStream) -> TlsStream:
+    def encrypt_stream(self, stream: trio.abc.HalfCloseableStream) -> TlsStream:
         """An accepted connection; its first read makes the handshake."""
         return TlsStream(stream, TlsLink(self.context, None, self._channel_binding), self._scratch)
 

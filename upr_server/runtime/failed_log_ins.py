@@ -52,7 +52,7 @@ class FailedLogIns:
         """Whether a failure of the host still counts."""
         return self._free_at.get(host, now) > now
 
-    def count(self, host: str, now: float) -> None:
+    def count_failure(self, host: str, now: float) -> None:
         """An attempt of the host has failed."""
         self.failed += 1
         self._free_at[host] = max(self._free_at.get(host, now), now) + FAILURE_DELAY_S

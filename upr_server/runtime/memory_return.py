@@ -63,7 +63,7 @@ def trim() -> None:
         malloc_trim(0)
 
 
-def rare_collections() -> None:
+def collect_rarely() -> None:
     """Excludes the objects that exist now from collection, and collects the others more rarely."""
     gc.collect()
     gc.freeze()

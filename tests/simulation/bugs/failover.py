@@ -73,7 +73,7 @@ def promote_refilling_replica() -> Iterator[None]:
 @planted(REFUSED_FAILOVERS)
 def stay_active_after_restart() -> Iterator[None]:
     """A restarted node is active again without asking another node."""
-    restore: Any = PartitionMaps.restore
+    restore: Any = PartitionMaps.restore_map
 
     def confirmed_bucket(*arguments: Any, **options: Any) -> ClusteredBucket:
         return ClusteredBucket(*arguments, **{**options, "is_confirmed": True, "suspects": {}})
@@ -88,7 +88,7 @@ def stay_active_after_restart() -> Iterator[None]:
 
     with (
         replaced(partition_maps, "ClusteredBucket", confirmed_bucket),
-        replaced(PartitionMaps, "restore", restore_as_before),
+        replaced(PartitionMaps, "restore_map", restore_as_before),
     ):
         yield
 

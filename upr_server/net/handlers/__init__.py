@@ -57,7 +57,7 @@ HANDLERS: Final[Mapping[type[Message], Handler]] = {
     Mutate: publishing.mutate,
     Get: data.get,
     Seqnos: data.seqnos,
-    SeqnosAt: data.seqnos_at,
+    SeqnosAt: data.seqnos_at_time,
     Await: data.await_durable,
     Lease: leases.lease,
     CreateBucket: admin.create_bucket,

@@ -18,7 +18,7 @@ from upr_protocol.wire import (
     StatsReply,
 )
 from upr_server.net.access import SLICE_BUCKETS
-from upr_server.net.request_context import RequestContext, others_after_first
+from upr_server.net.request_context import RequestContext, remaining_steps
 
 
 def create_bucket(context: RequestContext, request: CreateBucket) -> None:
@@ -69,7 +69,7 @@ def list_buckets(context: RequestContext, request: ListBuckets) -> None:
 
 def stats(context: RequestContext, request: Stats) -> Iterator[None] | None:
     """Tells the figures of a bucket, or of the server."""
-    return others_after_first(_tell_statistics(context, request))
+    return remaining_steps(_tell_statistics(context, request))
 
 
 def _tell_statistics(context: RequestContext, request: Stats) -> Iterator[None]:

@@ -134,7 +134,7 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
     )
 
 
-def seqnos_at(context: RequestContext, request: SeqnosAt) -> None:
+def seqnos_at_time(context: RequestContext, request: SeqnosAt) -> None:
     """Finds where partitions stood at a time."""
     partitions = _partitions_of(context, request.partitions, context.active_partition)
     disk = context.disk
@@ -183,8 +183,8 @@ def await_durable(context: RequestContext, request: Await) -> None:
             f"partition {partition.id} has given no number above {partition.high_seq}",
         )
     target = msgspec.structs.replace(target, deadline=trio.current_time() + NO_DEADLINE_S)
-    if target.reached(partition) >= request.seq:
-        _reply_to_await(context, request, target.reached(partition))
+    if target.reached_seq(partition) >= request.seq:
+        _reply_to_await(context, request, target.reached_seq(partition))
         return
 
     async def wait() -> None:
@@ -196,7 +196,7 @@ def await_durable(context: RequestContext, request: Await) -> None:
                 await _wait_for_replicas(partition, request.seq, target)
         if request.history_id != partition.failover_log.current:
             raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history now")
-        reached = target.reached(partition)
+        reached = target.reached_seq(partition)
         if reached < request.seq:
             raise ServerError(
                 Status.TIMED_OUT,

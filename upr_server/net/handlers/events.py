@@ -64,7 +64,7 @@ async def _visible(
     for count, event in enumerate(bucket_events, 1):
         if count % SLICE_BUCKETS == 0:
             await trio.lowlevel.checkpoint()
-        if (visible := context.access.visible(event)) is not None:
+        if (visible := context.access.visible_part(event)) is not None:
             visible_events.append(visible)
     return tuple(visible_events)
 

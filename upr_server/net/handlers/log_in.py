@@ -13,4 +13,4 @@ def log_in(context: RequestContext, request: LogIn) -> None:
 
 def log_in_response(context: RequestContext, response: LogInResponse) -> None:
     """Ends it."""
-    context.log_in.go_on(response)
+    context.log_in.check_response(response)

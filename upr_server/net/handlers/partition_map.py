@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from upr_protocol.concurrency import run_steps
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.wire import GetMap, Join, MapReply, SetMap
-from upr_server.net.request_context import RequestContext, others_after_first
+from upr_server.net.request_context import RequestContext, remaining_steps
 
 
 def get_map(context: RequestContext, request: GetMap) -> Iterator[None] | None:
@@ -15,7 +15,7 @@ def get_map(context: RequestContext, request: GetMap) -> Iterator[None] | None:
     if request.bucket:
         context.catalog.bucket(request.bucket)
     partition_map = context.partition_maps.map_of(request.bucket)
-    return others_after_first(_reply(context, request, partition_map))
+    return remaining_steps(_reply(context, request, partition_map))
 
 
 def set_map(context: RequestContext, request: SetMap) -> None:

@@ -40,7 +40,7 @@ from upr_server.net.request_context import (
     RequestContext,
     misplaced_error,
     not_active_error,
-    others_after_first,
+    remaining_steps,
 )
 
 SLICE_COST: Final = 4096
@@ -97,14 +97,14 @@ def durability_target(
 
 def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
     """Applies a bundle: a slice of it now, and the rest as the returned iterator goes on."""
-    context.credit.spend()
+    context.credit.note_spent()
     writer = context.access.own_writer(request.writer)
     try:
         batches = BundleBatches(request.bundle, writer, request.attempt)
     except ChunkError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
     context.access.check_changed_keys(request)
-    return others_after_first(_BundleRequest(context, request, batches).apply())
+    return remaining_steps(_BundleRequest(context, request, batches).apply())
 
 
 class _BundleRequest(OrderedReply):

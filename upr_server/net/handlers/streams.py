@@ -16,7 +16,7 @@ from upr_server.engine import Bucket, Partition
 from upr_server.net.request_context import (
     RequestContext,
     check_partitions_differ,
-    others_after_first,
+    remaining_steps,
 )
 
 STREAM_OBJECTS: Final = 10
@@ -31,7 +31,7 @@ def open_bucket(context: RequestContext, request: Open) -> Iterator[None] | None
     bucket = context.catalog.bucket(request.bucket)
     check_partitions_differ(request.partitions)
     context.open_bucket(bucket)
-    return others_after_first(_tell_partitions(context, request, bucket))
+    return remaining_steps(_tell_partitions(context, request, bucket))
 
 
 def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> Iterator[None]:
@@ -74,7 +74,7 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
             )
         )
     context.send(Opened(len(bucket.partitions), context.map_revision, opaque=request.opaque))
-    context.credit.open(bucket, context.access.user_name)
+    context.credit.open_bucket(bucket, context.access.user_name)
 
 
 def stream(context: RequestContext, request: Stream) -> None:
@@ -94,7 +94,7 @@ async def _open_stream_later(context: RequestContext, request: Stream) -> None:
     while (partition := context.partition(request.partition)).begins_no_stream:
         await context.streams_may_begin.wait()
     # The right may have been revoked meanwhile.
-    context.access.check(request)
+    context.access.check_message(request)
     _open_stream(context, request, partition)
 
 
@@ -122,7 +122,7 @@ def _check_replica(context: RequestContext, request: Stream) -> None:
 
 def replica_ack(context: RequestContext, request: ReplicaAck) -> Iterator[None] | None:
     """Notes how far a replica is. Reports that fit no partition or history are dropped."""
-    return others_after_first(_note_reports(context, request))
+    return remaining_steps(_note_reports(context, request))
 
 
 def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None]:

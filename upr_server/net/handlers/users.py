@@ -30,7 +30,7 @@ def change_users(context: RequestContext, request: ChangeUsers) -> None:
 
     async def apply() -> None:
         try:
-            users = await context.users.change(change.apply)
+            users = await context.users.apply_change(change.apply)
         except UsersError as error:
             raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
         context.send(UsersReply(users.revision, opaque=request.opaque))
