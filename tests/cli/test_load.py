@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.cli.conftest import Run, Start
 from tests.cli.processes import DEADLINE_S, start_server
-from upr_protocol.cli.load import BATCH_ITEMS_MAX, LOAD_BATCH_BYTES, Batches
+from upr_protocol.cli.load import BATCH_ITEMS_MAX, LOAD_BATCH_BYTES, LoadBatches
 from upr_protocol.errors import ADVICE, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
@@ -204,7 +204,7 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
 def test_batches_hold_each_item_once_by_partition_and_in_order(
     items: list[tuple[bytes, bytes]], partition_count: int
 ) -> None:
-    batches = Batches(partition_count)
+    batches = LoadBatches(partition_count)
     assert all(batches.add(key, value) is None for key, value in items)
     bundles = batches.take_all()
     for partition, chunk in bundles:
@@ -218,7 +218,7 @@ def test_batches_hold_each_item_once_by_partition_and_in_order(
 
 
 def test_a_batch_is_full_with_enough_items() -> None:
-    batches = Batches(1)
+    batches = LoadBatches(1)
     full = [batches.add(b"%d" % index, b"") for index in range(2 * BATCH_ITEMS_MAX)]
     assert [index for index, batch in enumerate(full) if batch is not None] == [
         BATCH_ITEMS_MAX - 1,
@@ -228,7 +228,7 @@ def test_a_batch_is_full_with_enough_items() -> None:
 
 
 def test_a_batch_is_full_with_enough_bytes() -> None:
-    batches = Batches(1)
+    batches = LoadBatches(1)
     assert batches.add(b"a", b"") is None
     full = batches.add(b"b", bytes(LOAD_BATCH_BYTES))
     assert full is not None

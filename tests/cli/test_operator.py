@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.processes import Server, start_server
-from upr_protocol.cli.parameters import partition_numbers
+from upr_protocol.cli.parameters import parse_partition_numbers
 
 
 def test_partitions_of_one_node_as_json(bucket: str, run: Run) -> None:
@@ -49,13 +49,13 @@ def test_partitions_with_the_same_holders_are_one_line(bucket: str, run: Run) ->
     ("text", "numbers"), [("5", (5,)), ("0-3", (0, 1, 2, 3)), ("1,3-4", (1, 3, 4))]
 )
 def test_partition_numbers_and_ranges_are_parsed(text: str, numbers: tuple[int, ...]) -> None:
-    assert partition_numbers(text) == numbers
+    assert parse_partition_numbers(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1024", "1,,2"])
 def test_text_that_names_no_partition_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
-        partition_numbers(text)
+        parse_partition_numbers(text)
 
 
 @pytest.fixture

@@ -70,13 +70,13 @@ async def test_a_closed_reader_is_a_broken_pipe() -> None:
     with pytest.raises(BrokenPipeError):
         await Output(writer).write(b"x")
     with pytest.raises(BrokenPipeError):
-        await Output(writer).watch()
+        await Output(writer).wait_until_closed()
     os.close(writer)
 
 
 async def test_watching_continues_while_somebody_reads(pipe: Pipe, autojump_clock: object) -> None:
     with trio.move_on_after(60) as scope:
-        await Output(pipe[1]).watch()
+        await Output(pipe[1]).wait_until_closed()
     assert scope.cancelled_caught
 
 

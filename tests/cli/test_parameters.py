@@ -4,7 +4,7 @@ import click
 import pytest
 
 from upr_protocol.cli.output import size_text
-from upr_protocol.cli.parameters import size
+from upr_protocol.cli.parameters import parse_size
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from upr_protocol.cli.parameters import size
     ],
 )
 def test_sizes_are_read(text: str, expected: int) -> None:
-    assert size(text) == expected
+    assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1,5G", "1 2"])
 def test_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="not a size"):
-        size(text)
+        parse_size(text)
 
 
 def test_sizes_are_written() -> None:

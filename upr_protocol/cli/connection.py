@@ -22,7 +22,7 @@ _POLL_S: Final = 0.5
 """A connection that is back sooner than this is not reported."""
 
 
-def identity(command: str) -> str:
+def command_identity(command: str) -> str:
     """The name under which the server logs and counts a command."""
     return f"upr-{command}:{socket.gethostname()}"[:IDENTITY_BYTES_MAX]
 
@@ -39,7 +39,7 @@ def ask(target: Address, request: Callable[[Client], Awaitable[T]], *, bucket: b
         BrokenError: The server cannot be reached.
         ServerError: There is no such bucket, or the server refused the request.
     """
-    name = identity(click.get_current_context().info_name or "")
+    name = command_identity(click.get_current_context().info_name or "")
     address = target if bucket else attrs.evolve(target, bucket="")
 
     async def run() -> T:

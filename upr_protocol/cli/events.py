@@ -12,13 +12,13 @@ import msgspec
 import trio
 
 from upr_protocol.bucket_event import ALL_KINDS, ANY_DESIGN, BucketEvent, BucketFate, EventKind
-from upr_protocol.cli.connection import identity, report_connection, run_until_signal
+from upr_protocol.cli.connection import command_identity, report_connection, run_until_signal
 from upr_protocol.cli.escaping import printable, printable_json
 from upr_protocol.cli.output import Output
 from upr_protocol.cli.parameters import (
     TargetCommand,
     json_option,
-    number,
+    number_type,
     retry_timeout_option,
     server_argument,
 )
@@ -53,7 +53,7 @@ _encode: Final = msgspec.json.Encoder().encode
 @click.option(
     "--timeout",
     "timeout_s",
-    type=number(HEALTH_TIMEOUT_S_MIN, HEALTH_TIMEOUT_S_MAX),
+    type=number_type(HEALTH_TIMEOUT_S_MIN, HEALTH_TIMEOUT_S_MAX),
     default=60,
     show_default=True,
     metavar="SECONDS",
@@ -118,12 +118,12 @@ class _Events:
                 kinds=self.kinds,
                 pattern=self.pattern,
                 timeout_s=self.timeout_s,
-                identity=identity("events"),
+                identity=command_identity("events"),
                 retry_timeout_s=self.retry_timeout_s,
             ) as feed,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(self._output.watch)
+            nursery.start_soon(self._output.wait_until_closed)
             nursery.start_soon(self._report_connection, feed)
             async for event in feed:
                 await self._output.write(json_line(event) if self.as_json else text_line(event))

@@ -25,7 +25,7 @@ leases and index scans are about all keys, and need read on the whole bucket.
 """
 
 
-def name_of(kind: str, text: str) -> str:
+def parse_name(kind: str, text: str) -> str:
     """The name of a user or of a role, which `kind` says, normalised."""
     try:
         return normalised_name(text, f"the {kind}'s name")
@@ -34,11 +34,11 @@ def name_of(kind: str, text: str) -> str:
 
 
 def _user(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
-    return name_of("user", text)
+    return parse_name("user", text)
 
 
 def _role(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
-    return name_of("role", text)
+    return parse_name("role", text)
 
 
 def _rights(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[Right, ...]:
@@ -96,7 +96,7 @@ def grant_fields(grant: Grant) -> tuple[str, str, str]:
     return grant.right.value, grant.pattern, grant.prefix.decode(errors="backslashreplace")
 
 
-def described(grants: tuple[Grant, ...]) -> str:
+def describe_grants(grants: tuple[Grant, ...]) -> str:
     """The grants in a sentence."""
     return "; ".join(map(str, grants))
 

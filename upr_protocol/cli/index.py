@@ -14,7 +14,7 @@ import msgspec
 
 from upr_protocol.cli.errors import BadInputError, RefusedError, say
 from upr_protocol.cli.output import print_json, print_line, print_table
-from upr_protocol.cli.parameters import json_option, number
+from upr_protocol.cli.parameters import json_option, number_type
 from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.client import IndexClient, IndexerError, IndexRange, WriteResult
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
@@ -330,12 +330,15 @@ def _written(text: str) -> WriteResult:
 @click.option("--descending", is_flag=True, help="Print the highest key first.")
 @click.option(
     "--distinct",
-    type=number(1, 16),
+    type=number_type(1, 16),
     metavar="PARTS",
     help="Look only at so many first parts of the keys, and at each different beginning once.",
 )
 @click.option(
-    "--limit", type=number(1, 10**12), metavar="NUMBER", help="Print at most this many entries."
+    "--limit",
+    type=number_type(1, 10**12),
+    metavar="NUMBER",
+    help="Print at most this many entries.",
 )
 @click.option("--count", is_flag=True, help="Print only the number of entries.")
 @click.option("--min", "min_key", is_flag=True, help="Print only the lowest key.")
@@ -357,7 +360,7 @@ def _written(text: str) -> WriteResult:
 )
 @click.option(
     "--timeout",
-    type=number(0, 300),
+    type=number_type(0, 300),
     default=10,
     show_default=True,
     metavar="SECONDS",

@@ -21,7 +21,7 @@ from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
     durability_options,
-    number,
+    number_type,
 )
 from upr_protocol.client import Address, Client, Item, RefusedKeysError, WriteResult
 from upr_protocol.errors import ADVICE, Status
@@ -53,7 +53,7 @@ _flags_option = click.option(
 )
 _expire_option = click.option(
     "--expire-in",
-    type=number(1, _EXPIRE_IN_MAX),
+    type=number_type(1, _EXPIRE_IN_MAX),
     metavar="SECONDS",
     help="When the item expires, from now. [default: never]",
 )

@@ -14,7 +14,7 @@ import click
 import trio
 
 from upr_protocol.chunk import Chunk, plain_chunk
-from upr_protocol.cli.connection import identity, run_until_signal
+from upr_protocol.cli.connection import command_identity, run_until_signal
 from upr_protocol.cli.errors import REFUSED, FailedError, say
 from upr_protocol.cli.load_report import LoadReport
 from upr_protocol.cli.output import ProgressDisplay, rate_text, size_text
@@ -173,7 +173,7 @@ def _check_columns(header: Sequence[str], columns: Sequence[str]) -> None:
             )
 
 
-class Batches:
+class LoadBatches:
     """The batches being filled, at most one per partition.
 
     A publisher batches as well, but it takes any operation one by one. These are only stores
@@ -248,7 +248,7 @@ class _Load:
     async def _load(self, rows: Rows, progress: ProgressDisplay | None) -> None:
         publishing = publisher(
             self.target,
-            identity=identity("load"),
+            identity=command_identity("load"),
             durability=self.durability,
             copies=self.copies,
             on_failure=self._refused,
@@ -261,7 +261,7 @@ class _Load:
         ):
             if progress is not None:
                 nursery.start_soon(progress.run)
-            batches = Batches(sink.partition_count)
+            batches = LoadBatches(sink.partition_count)
             async for rows_read in source:
                 await self._send(sink, batches, rows_read)
                 if len(rows_read) < _SLOW_ROWS:
@@ -272,7 +272,7 @@ class _Load:
             self._finished = True
             nursery.cancel_scope.cancel()
 
-    async def _send(self, sink: Publisher, batches: Batches, rows: list[Row | BadRow]) -> None:
+    async def _send(self, sink: Publisher, batches: LoadBatches, rows: list[Row | BadRow]) -> None:
         report = self.report
         for row in rows:
             report.rows += 1
@@ -305,7 +305,7 @@ class _Load:
             return BadRow(row.line, str(error))
         return None if key is None else (key, value)
 
-    async def _flush(self, sink: Publisher, batches: Batches) -> None:
+    async def _flush(self, sink: Publisher, batches: LoadBatches) -> None:
         for partition, chunk in batches.take_all():
             await sink.publish(partition, chunk)
 

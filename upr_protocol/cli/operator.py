@@ -8,14 +8,14 @@ from typing import Any
 import click
 import trio
 
-from upr_protocol.cli.connection import identity, run_until_signal
+from upr_protocol.cli.connection import command_identity, run_until_signal
 from upr_protocol.cli.errors import say
 from upr_protocol.cli.output import ProgressDisplay, print_line
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
-    number,
-    partition_numbers,
+    number_type,
+    parse_partition_numbers,
 )
 from upr_protocol.client import Address
 from upr_protocol.client.operator import (
@@ -33,7 +33,7 @@ from upr_protocol.limits import NODES_MAX
 
 _partitions_option = click.option(
     "--partitions",
-    type=partition_numbers,
+    type=parse_partition_numbers,
     default=(),
     metavar="NUMBERS",
     help="Only these partitions, as in 0-15 or 1,3. [default: all]",
@@ -43,7 +43,7 @@ _partitions_option = click.option(
 def _partitions_arguments(command: Any) -> Any:
     """Declares the arguments PARTITION… and the option `--all-of`."""
     argument = click.argument(
-        "partitions", metavar="[PARTITION]...", nargs=-1, type=partition_numbers
+        "partitions", metavar="[PARTITION]...", nargs=-1, type=parse_partition_numbers
     )
     option = click.option(
         "--all-of", metavar="NODE", default="", help="All partitions for which NODE is active."
@@ -68,7 +68,9 @@ def _named_partitions(partitions: tuple[tuple[int, ...], ...], all_of: str) -> l
 def _operate(target: Address, work: Callable[[Operator], Awaitable[object]]) -> None:
     """Runs `work`, which reports on standard error what it has done. Ctrl-C ends it between any two
     steps."""
-    name = identity(click.get_current_context().command_path.replace(" ", "-").removeprefix("upr-"))
+    name = command_identity(
+        click.get_current_context().command_path.replace(" ", "-").removeprefix("upr-")
+    )
     operator = Operator(target, name, on_progress=lambda sentence: print_line(sentence, err=True))
 
     async def run() -> None:
@@ -191,7 +193,7 @@ def remove(target: Address, node: str, partitions: tuple[int, ...]) -> None:
 @click.option(
     "--wait",
     "wait_s",
-    type=number(1, 10**9),
+    type=number_type(1, 10**9),
     default=300,
     show_default=True,
     metavar="SECONDS",
@@ -200,7 +202,7 @@ def remove(target: Address, node: str, partitions: tuple[int, ...]) -> None:
 @click.option(
     "--deadline",
     "deadline_s",
-    type=number(1, 3600),
+    type=number_type(1, 3600),
     default=10,
     show_default=True,
     metavar="SECONDS",
@@ -250,7 +252,7 @@ def takeover(
 )
 @click.option(
     "--acknowledged",
-    type=number(1, NODES_MAX),
+    type=number_type(1, NODES_MAX),
     default=1,
     show_default=True,
     metavar="NUMBER",

@@ -165,7 +165,7 @@ class Output:
     def _is_writable(self) -> bool:
         return bool(select.select((), (self._descriptor,), (), 0)[1])
 
-    async def watch(self) -> None:
+    async def wait_until_closed(self) -> None:
         """Waits until the reader closes its end, also while there is nothing to write.
 
         Raises:

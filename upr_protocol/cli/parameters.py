@@ -69,7 +69,7 @@ bucket_argument: Final = click.argument("target", metavar="URL", callback=_bucke
 # Numbers and sizes.
 
 
-def number(low: int, high: int) -> Callable[[str], int]:
+def number_type(low: int, high: int) -> Callable[[str], int]:
     """The type of a whole number from `low` to `high`, both included."""
 
     # click.IntRange would add its range to the help text, which names it where it matters.
@@ -85,14 +85,14 @@ def number(low: int, high: int) -> Callable[[str], int]:
     return convert
 
 
-U32: Final = number(0, 2**32 - 1)
-U64: Final = number(0, 2**64 - 1)
+U32: Final = number_type(0, 2**32 - 1)
+U64: Final = number_type(0, 2**64 - 1)
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """The bytes that `text` means: `4096`, `512M`, `1.5GiB`; the units are powers of 1,024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -108,7 +108,7 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGE: Final = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 
 
-def past_time(text: str) -> datetime:
+def parse_past_time(text: str) -> datetime:
     """The moment that `text` means: `2026-01-31T12:00:00Z`, or so long ago: `30s`, `10m`, `2h`,
     `7d`."""
     age = _AGE.fullmatch(text.strip())
@@ -126,7 +126,7 @@ def past_time(text: str) -> datetime:
 # Partitions.
 
 
-def partition_numbers(text: str | tuple[int, ...]) -> tuple[int, ...]:
+def parse_partition_numbers(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """The type of `3`, `0-15`, or several of them with commas."""
     if isinstance(text, tuple):  # a default
         return text
@@ -155,7 +155,7 @@ json_option: Final = click.option(
 
 retry_timeout_option: Final = click.option(
     "--retry-timeout",
-    type=number(0, 10**9),
+    type=number_type(0, 10**9),
     default=300,
     show_default=True,
     metavar="SECONDS",

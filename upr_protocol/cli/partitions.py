@@ -8,7 +8,7 @@ import attrs
 import click
 import trio
 
-from upr_protocol.cli.connection import identity
+from upr_protocol.cli.connection import command_identity
 from upr_protocol.cli.output import print_line, print_table
 from upr_protocol.cli.parameters import TargetCommand, bucket_argument
 from upr_protocol.client import Address, PartitionInfo
@@ -52,7 +52,7 @@ def partitions(target: Address, show_each: bool, as_json: bool) -> None:
     If a node's state is not the one in the map, both are shown: a node that is `pending, to be
     active` waits until another node has confirmed its map.
     """
-    survey = trio.run(Operator(target, identity("partitions")).survey)
+    survey = trio.run(Operator(target, command_identity("partitions")).survey)
     rows = _rows(survey)
     if as_json:
         print_table(_COLUMNS, [attrs.astuple(row) for row in rows], as_json=True)

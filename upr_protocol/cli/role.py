@@ -9,7 +9,7 @@ from upr_protocol.cli.grants import (
     GRANT_COLUMNS,
     RIGHTS_HELP,
     change_users,
-    described,
+    describe_grants,
     grant_arguments,
     grant_fields,
     grants_of,
@@ -59,7 +59,7 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, p
     """
     grants = grants_of(rights, pattern, prefix)
     change_users(target, GrantToRole(name, grants))
-    print_line(f"granted to the role {name}: {described(grants)}")
+    print_line(f"granted to the role {name}: {describe_grants(grants)}")
 
 
 @role.command(cls=TargetCommand, epilog=RIGHTS_HELP)
@@ -75,7 +75,7 @@ def revoke(
     """
     grants = grants_of(rights, pattern, prefix)
     change_users(target, RevokeFromRole(name, grants))
-    print_line(f"revoked from the role {name}: {described(grants)}")
+    print_line(f"revoked from the role {name}: {describe_grants(grants)}")
 
 
 @role.command(cls=TargetCommand)

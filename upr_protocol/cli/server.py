@@ -13,9 +13,9 @@ from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
     json_option,
-    number,
+    number_type,
+    parse_size,
     server_argument,
-    size,
 )
 from upr_protocol.client import Address, Client
 from upr_protocol.errors import RemoteProtocolError
@@ -34,14 +34,14 @@ def bucket() -> None:
 @bucket_argument
 @click.option(
     "--partitions",
-    type=number(1, PARTITIONS_MAX),
+    type=number_type(1, PARTITIONS_MAX),
     metavar="NUMBER",
     help=f"How many partitions the bucket has, 1 to {PARTITIONS_MAX}. It cannot be changed later. "
     f"[default: {PARTITIONS_DEFAULT}]",
 )
 @click.option(
     "--quota",
-    type=size,
+    type=parse_size,
     metavar="SIZE",
     help="How much memory the bucket may use, as in 512M or 2G. [default: the server's]",
 )

@@ -14,15 +14,15 @@ import attrs
 import click
 import trio
 
-from upr_protocol.cli.connection import identity, report_connection, run_until_signal
+from upr_protocol.cli.connection import command_identity, report_connection, run_until_signal
 from upr_protocol.cli.errors import RefusedError, say
 from upr_protocol.cli.event_lines import EventCounts, event_lines
 from upr_protocol.cli.output import Output, ProgressDisplay
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
-    number,
-    past_time,
+    number_type,
+    parse_past_time,
     retry_timeout_option,
 )
 from upr_protocol.client import (
@@ -60,7 +60,7 @@ _SUMMARY_S: Final = 1.0
 )
 @click.option(
     "--since",
-    type=past_time,
+    type=parse_past_time,
     metavar="TIME",
     help="Start with the changes since TIME: a date and time as in 2026-01-31T12:00:00Z, or so "
     "long ago, as in 30s, 10m, 2h or 7d.",
@@ -94,7 +94,7 @@ _SUMMARY_S: Final = 1.0
 @click.option(
     "--partition",
     "partitions",
-    type=number(0, PARTITIONS_MAX - 1),
+    type=number_type(0, PARTITIONS_MAX - 1),
     multiple=True,
     metavar="NUMBER",
     help="Follow only this partition. Repeat it for several.",
@@ -211,7 +211,7 @@ class _Tail:
             if self.as_lines:
                 if self.resume is not None:
                     self._output.end_line()
-                nursery.start_soon(self._output.watch)
+                nursery.start_soon(self._output.wait_until_closed)
             else:
                 nursery.start_soon(progress.run)
             nursery.start_soon(self._report_connection, consumer, progress)
@@ -222,7 +222,7 @@ class _Tail:
             nursery.cancel_scope.cancel()
 
     async def _state_at(self, time: datetime) -> ResumeState:
-        async with connect(self.target, identity=identity("tail")) as client:
+        async with connect(self.target, identity=command_identity("tail")) as client:
             return await client.resume_state_at_time(time, self.partitions)
 
     def _source(
@@ -232,13 +232,13 @@ class _Tail:
             return keep_local_copy(
                 self.target,
                 self.directory,
-                identity=identity("tail"),
+                identity=command_identity("tail"),
                 partitions=self.partitions or None,
                 retry_timeout_s=self.retry_timeout_s,
             )
         return consume(
             self.target,
-            identity=identity("tail"),
+            identity=command_identity("tail"),
             start=self.start,
             resume=resume,
             partitions=self.partitions or None,

@@ -13,15 +13,15 @@ from upr_protocol.cli.grants import (
     GRANT_COLUMNS,
     RIGHTS_HELP,
     change_users,
-    described,
+    describe_grants,
     grant_arguments,
     grant_fields,
     grants_of,
-    name_of,
+    parse_name,
     user_argument,
 )
 from upr_protocol.cli.output import print_line, print_table
-from upr_protocol.cli.parameters import TargetCommand, json_option, number, server_argument
+from upr_protocol.cli.parameters import TargetCommand, json_option, number_type, server_argument
 from upr_protocol.cli.passwords import new_password
 from upr_protocol.client import Address, read_password
 from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
@@ -125,7 +125,7 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, p
     """
     grants = grants_of(rights, pattern, prefix)
     change_users(target, GrantRights(name, grants))
-    print_line(f"granted to {name}: {described(grants)}")
+    print_line(f"granted to {name}: {describe_grants(grants)}")
 
 
 @user.command(cls=TargetCommand, epilog=RIGHTS_HELP)
@@ -142,11 +142,11 @@ def revoke(
     """
     grants = grants_of(rights, pattern, prefix)
     change_users(target, RevokeRights(name, grants))
-    print_line(f"revoked from {name}: {described(grants)}")
+    print_line(f"revoked from {name}: {describe_grants(grants)}")
 
 
 def _roles(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[str, ...]:
-    return tuple(name_of("role", part.strip()) for part in text.split(","))
+    return tuple(parse_name("role", part.strip()) for part in text.split(","))
 
 
 _roles_argument = click.argument("roles", metavar="ROLES", callback=_roles)
@@ -185,7 +185,7 @@ def withdraw(target: Address, name: str, roles: tuple[str, ...]) -> None:
 def _limit_option(name: str, description: str) -> Callable[[Any], Any]:
     return click.option(
         name,
-        type=number(0, REVISION_MAX),
+        type=number_type(0, REVISION_MAX),
         default=0,
         metavar="NUMBER",
         help=f"{description}; 0 for any.",

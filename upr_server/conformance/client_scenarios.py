@@ -146,10 +146,10 @@ def _has(
 
 
 async def _finish(script: ScriptedServer) -> None:
-    """Ends the stream of partition 5, and hears the client's end."""
+    """Ends the stream of partition 5, and waits for the client's end."""
     opaque = script.session.opaque_of(P5)
-    await script.say(StreamEnd(partition=P5, opaque=opaque, status=Status.END_REACHED))
-    await script.hear_end()
+    await script.send(StreamEnd(partition=P5, opaque=opaque, status=Status.END_REACHED))
+    await script.expect_end()
 
 
 # Consumers.
@@ -157,43 +157,43 @@ async def _finish(script: ScriptedServer) -> None:
 
 async def _play_consume(accept: Accept) -> None:
     script = await accept()
-    request = await script.begin()
+    request = await script.begin_streaming()
     _require(request.position.highest_received == 0, "a new client has a position above 0")
-    await script.start(0, 4)
-    await script.chunk(0, 2, rows_of(1, 2))
-    await script.chunk(2, 4, rows_of(4))
-    await script.end(4)
-    await script.whole(4, 6, rows_of(5, 6))
+    await script.begin_snapshot(0, 4)
+    await script.send_chunk(0, 2, rows_of(1, 2))
+    await script.send_chunk(2, 4, rows_of(4))
+    await script.end_snapshot(4)
+    await script.send_snapshot(4, 6, rows_of(5, 6))
     await _finish(script)
 
 
 async def _play_window(accept: Accept) -> None:
     script = await accept()
-    await script.begin()
-    await script.start(0, 1)
-    await script.chunk(0, 1, rows_of(1))
-    await script.end(1)
+    await script.begin_streaming()
+    await script.begin_snapshot(0, 1)
+    await script.send_chunk(0, 1, rows_of(1))
+    await script.end_snapshot(1)
     for seq in range(2, 41):
         row = Mutation(Operation.SET, b"long", bytes(16 * 1024), SeqNo(seq), Cas(seq))
-        await script.whole(seq - 1, seq, [row])
+        await script.send_snapshot(seq - 1, seq, [row])
     row = Mutation(Operation.DELETE, b"long", b"", SeqNo(41), Cas(41))
-    await script.whole(40, 41, [row])
+    await script.send_snapshot(40, 41, [row])
     await _finish(script)
 
 
 async def _play_resume_inside(accept: Accept) -> None:
     script = await accept()
-    await script.begin()
-    await script.start(0, 2)
-    await script.chunk(0, 2, rows_of(1, 2))
-    await script.end(2)
-    await script.start(2, 9)
-    await script.chunk(2, 5, rows_of(4, 5))
+    await script.begin_streaming()
+    await script.begin_snapshot(0, 2)
+    await script.send_chunk(0, 2, rows_of(1, 2))
+    await script.end_snapshot(2)
+    await script.begin_snapshot(2, 9)
+    await script.send_chunk(2, 5, rows_of(4, 5))
     # The client acknowledges nothing so small: what it says next shows that it has the chunk.
-    await script.cut()
+    await script.cut_connection()
     script = await accept()
-    await script.open()
-    request = await script.hear(Stream)
+    await script.open_bucket()
+    request = await script.expect(Stream)
     received = request.position
     _require(received.last_complete == 2, f"last_complete is {received.last_complete}, not 2")
     if received.highest_received != 2:
@@ -203,18 +203,18 @@ async def _play_resume_inside(accept: Accept) -> None:
         assert partial is not None
         _require((partial.history_id, partial.end) == (HISTORY, 9), f"it is {partial}")
     seq = received.highest_received
-    await script.say(StreamReply(seq, "conformance", LOG, partition=P5, opaque=request.opaque))
-    await script.hear(Go)
-    await script.start(seq, 9)
-    await script.chunk(seq, 9, rows_of(*range(seq + 1, 10)))
-    await script.end(9)
+    await script.send(StreamReply(seq, "conformance", LOG, partition=P5, opaque=request.opaque))
+    await script.expect(Go)
+    await script.begin_snapshot(seq, 9)
+    await script.send_chunk(seq, 9, rows_of(*range(seq + 1, 10)))
+    await script.end_snapshot(9)
     await _finish(script)
 
 
 async def _play_missing_end(accept: Accept) -> None:
     script = await accept()
-    await script.open()
-    request = await script.accept()
+    await script.open_bucket()
+    request = await script.accept_stream()
     _require(request.position.highest_received == 9, "the client does not bring its position")
     # All of the snapshot is there, so the stream has reached its end.
     await _finish(script)
@@ -222,16 +222,16 @@ async def _play_missing_end(accept: Accept) -> None:
 
 async def _play_rollback(accept: Accept) -> None:
     script = await accept()
-    await script.open()
-    request = await script.hear(Stream)
+    await script.open_bucket()
+    request = await script.expect(Stream)
     foreign_log = FailoverLog.of_pairs([(HISTORY, 4), (7, 0)])
-    await script.say(
+    await script.send(
         StreamReply(
             SeqNo(4), "conformance", foreign_log,
             partition=P5, opaque=request.opaque, status=Status.ROLLBACK,
         )
     )  # fmt: skip
-    request = await script.hear(Stream)
+    request = await script.expect(Stream)
     seq = request.position.last_complete
     _require(seq <= 4, f"the client went back to {seq}, above the ceiling 4")
     _require(
@@ -239,104 +239,104 @@ async def _play_rollback(accept: Accept) -> None:
     )
     entries = [history for history, start in request.position.log.pairs() if start > seq]
     _require(not entries, "the log has entries above the number that the client went back to")
-    await script.say(
+    await script.send(
         StreamReply(seq, "conformance", foreign_log, partition=P5, opaque=request.opaque)
     )
-    await script.hear(Go)
-    await script.start(seq, 6)
-    await script.chunk(seq, 6, rows_of(*range(seq + 1, 7)))
-    await script.end(6)
+    await script.expect(Go)
+    await script.begin_snapshot(seq, 6)
+    await script.send_chunk(seq, 6, rows_of(*range(seq + 1, 7)))
+    await script.end_snapshot(6)
     await _finish(script)
 
 
 async def _play_disk(accept: Accept) -> None:
     script = await accept()
-    await script.begin()
-    await script.start(0, 8, kind=SnapshotKind.DISK, may_repeat=True)
+    await script.begin_streaming()
+    await script.begin_snapshot(0, 8, kind=SnapshotKind.DISK, may_repeat=True)
     old_mutation = Mutation(Operation.SET, b"key-4", b"old", SeqNo(1), Cas(1))
     deleted_later = Mutation(Operation.SET, b"gone", b"v", SeqNo(2), Cas(2))
-    await script.chunk(0, 3, [old_mutation, deleted_later, *rows_of(3)])
+    await script.send_chunk(0, 3, [old_mutation, deleted_later, *rows_of(3)])
     deleted = Mutation(Operation.DELETE, b"gone", b"", SeqNo(5), Cas(5))
     expired = Mutation(Operation.EXPIRE, b"key-3", b"", SeqNo(7), Cas(7))
-    await script.chunk(3, 8, [*rows_of(4), deleted, expired, *rows_of(8)])
-    await script.end(8)
+    await script.send_chunk(3, 8, [*rows_of(4), deleted, expired, *rows_of(8)])
+    await script.end_snapshot(8)
     await _finish(script)
 
 
 async def _play_replaced(accept: Accept) -> None:
     script = await accept()
-    await script.begin()
-    await script.start(0, 4)
-    await script.chunk(0, 2, rows_of(1, 2))
-    await script.start(2, 7, turn=False)
-    await script.chunk(2, 7, rows_of(4, 6, 7))
-    await script.end(7)
+    await script.begin_streaming()
+    await script.begin_snapshot(0, 4)
+    await script.send_chunk(0, 2, rows_of(1, 2))
+    await script.begin_snapshot(2, 7, turn=False)
+    await script.send_chunk(2, 7, rows_of(4, 6, 7))
+    await script.end_snapshot(7)
     await _finish(script)
 
 
 async def _play_ended_early(accept: Accept) -> None:
     script = await accept()
-    await script.begin()
-    await script.start(0, 2)
-    await script.chunk(0, 2, rows_of(1, 2))
-    await script.end(2)
+    await script.begin_streaming()
+    await script.begin_snapshot(0, 2)
+    await script.send_chunk(0, 2, rows_of(1, 2))
+    await script.end_snapshot(2)
     opaque = script.session.opaque_of(P5)
-    await script.say(StreamEnd(partition=P5, opaque=opaque, status=Status.TOO_SLOW))
+    await script.send(StreamEnd(partition=P5, opaque=opaque, status=Status.TOO_SLOW))
     # The client may ask again on this connection, or on another.
-    message = await script.hear_any()
+    message = await script.receive()
     while isinstance(message, Noop):
-        message = await script.hear_any()
+        message = await script.receive()
     if isinstance(message, Stream):
-        await script.say(
+        await script.send(
             StreamReply(SeqNo(2), "conformance", LOG, partition=P5, opaque=message.opaque)
         )
     else:
-        await script.cut()
+        await script.cut_connection()
         script = await accept()
-        request = await script.begin()
+        request = await script.begin_streaming()
         _require(request.position.last_complete == 2, "the client lost its position")
-    await script.start(2, 3)
-    await script.chunk(2, 3, rows_of(3))
-    await script.end(3)
+    await script.begin_snapshot(2, 3)
+    await script.send_chunk(2, 3, rows_of(3))
+    await script.end_snapshot(3)
     await _finish(script)
 
 
 async def _play_damaged(accept: Accept) -> None:
     script = await accept()
-    await script.begin()
-    await script.start(0, 2)
+    await script.begin_streaming()
+    await script.begin_snapshot(0, 2)
     chunk = Chunk.build(rows_of(1, 2), SeqNo(0), SeqNo(2))
     message = PartitionChunk(chunk, partition=P5, opaque=script.session.opaque_of(P5))
     frame = bytearray(b"".join(map(bytes, message.frame_buffers())))
     frame[-8] ^= 1
-    await script.say_bytes(bytes(frame))
-    reply = await script.hear_any()
+    await script.send_bytes(bytes(frame))
+    reply = await script.receive()
     while isinstance(reply, Noop):
-        reply = await script.hear_any()
+        reply = await script.receive()
     _require(
         reply is None or (isinstance(reply, Error) and reply.status == Status.BAD_CHECKSUM),
         f"a damaged frame is an error, and the client said {reply}",
     )
-    await script.cut()
+    await script.cut_connection()
     script = await accept()
-    request = await script.begin()
+    request = await script.begin_streaming()
     _require(request.position.highest_received == 0, "the client took a damaged chunk in")
-    await script.start(0, 2)
-    await script.chunk(0, 2, rows_of(1, 2))
-    await script.end(2)
+    await script.begin_snapshot(0, 2)
+    await script.send_chunk(0, 2, rows_of(1, 2))
+    await script.end_snapshot(2)
     await _finish(script)
 
 
 async def _play_silence(accept: Accept) -> None:
     script = await accept()
-    await script.begin()
+    await script.begin_streaming()
     for _ in range(2):
         # Said here in time, so that it is the client's turn to be silent.
-        await script.say(Noop())
-        await script.hear(Noop)
-    await script.start(0, 1)
-    await script.chunk(0, 1, rows_of(1))
-    await script.end(1)
+        await script.send(Noop())
+        await script.expect(Noop)
+    await script.begin_snapshot(0, 1)
+    await script.send_chunk(0, 1, rows_of(1))
+    await script.end_snapshot(1)
     await _finish(script)
 
 
@@ -411,38 +411,38 @@ async def _serve_bundles(
 ) -> None:
     """Answers bundles until so many rows were made."""
     while len(store.rows) < count:
-        request = await script.hear(Mutate)
-        await script.say(store.apply(request))
+        request = await script.expect(Mutate)
+        await script.send(store.apply(request))
         if script.session.credit.left <= 0 and credit:
-            await script.say(Credit(credit))
+            await script.send(Credit(credit))
 
 
 async def _play_publish(accept: Accept) -> None:
     script, store = await accept(), _Store()
-    await script.open()
+    await script.open_bucket()
     await _serve_bundles(script, store, len(_SETS))
     _check_made_once(store)
-    await script.hear_end()
+    await script.expect_end()
 
 
 async def _play_credit(accept: Accept) -> None:
     # Little enough for a frame or two, so that it goes below 0: the next must wait.
     script, store = await accept(), _Store()
-    await script.open(credit=100)
+    await script.open_bucket(credit=100)
     await _serve_bundles(script, store, len(_SETS), credit=3000)
     _check_made_once(store)
-    await script.hear_end()
+    await script.expect_end()
 
 
 async def _play_lost_answer(accept: Accept) -> None:
     script, store = await accept(), _Store()
-    await script.open()
-    unanswered = await script.hear(Mutate)
+    await script.open_bucket()
+    unanswered = await script.expect(Mutate)
     store.apply(unanswered)
-    await script.cut()
+    await script.cut_connection()
     script = await accept()
-    await script.open()
-    request = await script.hear(Mutate)
+    await script.open_bucket()
+    request = await script.expect(Mutate)
     _require(request.writer == unanswered.writer, "the runs come again from another writer")
     before = dict(zip(unanswered.bundle.runs, unanswered.bundle.run_chunks(), strict=True))
     again = dict(zip(request.bundle.runs, request.bundle.run_chunks(), strict=True))
@@ -452,43 +452,43 @@ async def _play_lost_answer(accept: Accept) -> None:
     for run, chunk in again.items():
         if (run.partition, run.counter) in oldest:
             _require(before.get(run) == chunk, f"the run {run} has other contents than before")
-    await script.say(store.apply(request))
+    await script.send(store.apply(request))
     await _serve_bundles(script, store, len(_SETS))
     _check_made_once(store)
-    await script.hear_end()
+    await script.expect_end()
 
 
 async def _play_refused_runs(accept: Accept) -> None:
     script, store = await accept(), _Store()
-    await script.open()
-    first_request = await script.hear(Mutate)
+    await script.open_bucket()
+    first_request = await script.expect(Mutate)
     store.check(first_request)
     if len(first_request.bundle.runs) == 1:
         busy = Refusal("try again", opaque=first_request.opaque, status=Status.TEMPORARY_FAILURE)
-        await script.say(busy)
+        await script.send(busy)
     else:
         results = tuple(
             RunResult(PartitionId(run.partition), Status.TEMPORARY_FAILURE)
             for run in first_request.bundle.runs
         )
-        await script.say(MutateReply(0, results, opaque=first_request.opaque))
+        await script.send(MutateReply(0, results, opaque=first_request.opaque))
     lowest = {run.partition: run.counter for run in first_request.bundle.runs}
     while len(store.rows) < len(_SETS):
-        request = await script.hear(Mutate)
+        request = await script.expect(Mutate)
         for run in request.bundle.runs:
             first = lowest.pop(run.partition, run.counter)
             _require(run.counter == first, f"run {run.counter} overtakes the refused {first}")
-        await script.say(store.apply(request))
+        await script.send(store.apply(request))
     _check_made_once(store)
-    await script.hear_end()
+    await script.expect_end()
 
 
 async def _play_failed_rows(accept: Accept) -> None:
     script = await accept()
-    await script.open()
+    await script.open_bucket()
     row_count, result, seq = 0, {}, 0
     while row_count < 3:
-        request = await script.hear(Mutate)
+        request = await script.expect(Mutate)
         _Store().check(request)
         failures, counters, results, row = [], [], [], 0
         for run, chunk in zip(request.bundle.runs, request.bundle.run_chunks(), strict=True):
@@ -518,8 +518,8 @@ async def _play_failed_rows(accept: Accept) -> None:
         reply = MutateReply(
             0, tuple(results), tuple(failures), tuple(counters), opaque=request.opaque
         )
-        await script.say(reply)
-    await script.hear_end()
+        await script.send(reply)
+    await script.expect_end()
 
 
 def _check_failed_rows(outcome: Any) -> None:
@@ -532,12 +532,12 @@ def _check_failed_rows(outcome: Any) -> None:
 
 async def _play_get(accept: Accept) -> None:
     script = await accept()
-    await script.open()
+    await script.open_bucket()
     requested_keys: list[bytes] = []
     # Cut after the first key: the client asks for the rest.
     kinds = {b"missing": 0, b"damaged": Status.DAMAGED}
     for limit in (1, 9):
-        request = await script.hear(Get)
+        request = await script.expect(Get)
         _require(request.partition == P5, f"the partition is {request.partition}, not 5")
         keys = request.keys[:limit]
         requested_keys += keys
@@ -548,27 +548,27 @@ async def _play_get(accept: Accept) -> None:
             for index, key in enumerate(keys)
         ]
         chunk = Chunk.build(rows, SeqNo(0), SeqNo(9))
-        await script.say(GetReply(HISTORY, len(keys), chunk, partition=P5, opaque=request.opaque))
+        await script.send(GetReply(HISTORY, len(keys), chunk, partition=P5, opaque=request.opaque))
     _require(
         requested_keys == [b"one", b"missing", b"damaged", b"two"],
         f"the client asked for {requested_keys}",
     )
-    await script.hear_end()
+    await script.expect_end()
 
 
 async def _play_log_in(accept: Accept) -> None:
     # It asks for no log-in, and so proves nothing.
     stranger = await accept()
-    await stranger.hear_end()
+    await stranger.expect_end()
     impostor = await accept()
     await impostor.log_in(_USER, _PASSWORD, is_impostor=True)
-    await impostor.hear_end()
+    await impostor.expect_end()
     script = await accept()
     await script.log_in(_USER, _PASSWORD)
-    await script.begin()
-    await script.start(0, 1)
-    await script.chunk(0, 1, rows_of(1))
-    await script.end(1)
+    await script.begin_streaming()
+    await script.begin_snapshot(0, 1)
+    await script.send_chunk(0, 1, rows_of(1))
+    await script.end_snapshot(1)
     await _finish(script)
 
 

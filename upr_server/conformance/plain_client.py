@@ -1,4 +1,4 @@
-"""A client that says what it is told to, right or wrong, and hears what comes back."""
+"""A client that says what it is told to, right or wrong, and receives what comes back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PlainClient:
         self._frames = FrameBuffer(_admit_all)
         self._opaque = 0
 
-    def opaque(self) -> int:
+    def new_opaque(self) -> int:
         """An opaque that no request of this connection has had."""
         self._opaque += 1
         return self._opaque
@@ -99,13 +99,13 @@ class PlainClient:
         return await expect_message("server", kind, self.receive, (Noop, Credit))
 
     async def greet(self, window_bytes: int = WINDOW_BYTES_DEFAULT) -> HelloReply:
-        """Says `Hello`, and hears the answer."""
+        """Says `Hello`, and receives the answer."""
         await self.send(Hello("conformance", (VERSION,), 0, window_bytes, IDLE_INTERVAL_S))
         return await self.expect(HelloReply)
 
     async def open(self, bucket: str, partitions: tuple[int, ...] = ()) -> None:
         """Opens a bucket, names these partitions, and waits for the first credit."""
-        await self.send(Open(bucket, partitions, opaque=self.opaque()))
+        await self.send(Open(bucket, partitions, opaque=self.new_opaque()))
         logs = self.logs
         while not isinstance(message := await self.expect(Message), Opened):
             if not isinstance(message, PartitionLog):

@@ -50,7 +50,7 @@ from upr_server.conformance.failure import ConformanceError, expect_message
 
 M = TypeVar("M", bound=Message)
 
-HEAR_TIMEOUT_S: Final = 20.0
+RECEIVE_TIMEOUT_S: Final = 20.0
 HISTORY: Final = HistoryId(0x1122334455667788)
 LOG: Final = FailoverLog.of_pairs([(HISTORY, 0)])
 P5: Final = PartitionId(5)
@@ -88,13 +88,13 @@ class ScriptedServer:
 
     # Hearing and saying.
 
-    async def hear_any(self) -> Message | None:
+    async def receive(self) -> Message | None:
         """The client's next message; None when it has closed the connection.
 
         Raises:
             ConformanceError: It broke a rule of the protocol, or said nothing for long.
         """
-        with trio.move_on_after(HEAR_TIMEOUT_S):
+        with trio.move_on_after(RECEIVE_TIMEOUT_S):
             await trio.lowlevel.checkpoint()
             while not self._heard:
                 await self.flush()
@@ -110,7 +110,7 @@ class ScriptedServer:
                     await self.flush()
                     raise ConformanceError(f"the client broke the protocol: {broken}")
             return self._heard.pop(0)
-        raise ConformanceError(f"the client said nothing for {HEAR_TIMEOUT_S:.0f} s")
+        raise ConformanceError(f"the client said nothing for {RECEIVE_TIMEOUT_S:.0f} s")
 
     def _read_events(self) -> str:
         """Takes what has come from the session; says which rule the client broke, if any."""
@@ -123,16 +123,16 @@ class ScriptedServer:
             return str(error)
         return ""
 
-    async def hear(self, kind: type[M]) -> M:
+    async def expect(self, kind: type[M]) -> M:
         """The client's next message, which must be of this kind; `Noop` and `Ack` may come before.
 
         Raises:
             ConformanceError: Another message came, or the end.
         """
-        return await expect_message("client", kind, self.hear_any, (Noop, Ack))
+        return await expect_message("client", kind, self.receive, (Noop, Ack))
 
-    async def say(self, *messages: Message) -> None:
-        """Says messages, if the session allows them."""
+    async def send(self, *messages: Message) -> None:
+        """Sends messages, if the session allows them."""
         for message in messages:
             self.session.send(message)
         await self.flush()
@@ -143,27 +143,28 @@ class ScriptedServer:
         if data:
             await self._stream.send_all(data)
 
-    async def say_bytes(self, data: bytes) -> None:
-        """Says bytes, whatever they are."""
+    async def send_bytes(self, data: bytes) -> None:
+        """Sends bytes, whatever they are."""
         await self._stream.send_all(data)
 
-    async def cut(self) -> None:
-        """The connection is lost."""
+    async def cut_connection(self) -> None:
+        """Closes the connection without a goodbye: it is lost."""
         await trio.aclose_forcefully(self._stream)
 
-    async def hear_end(self) -> None:
-        """The client says `Close`, or closes the connection; a `Go` may have been on its way."""
-        while (message := await self.hear_any()) is not None and not isinstance(message, Close):
+    async def expect_end(self) -> None:
+        """Waits until the client sends `Close`, or closes the connection; a `Go` may have been on
+        its way."""
+        while (message := await self.receive()) is not None and not isinstance(message, Close):
             if not isinstance(message, Noop | Ack | Go):
                 raise ConformanceError(
                     f"expected the end; the client said {type(message).__name__}"
                 )
-        await self.cut()
+        await self.cut_connection()
 
     # The steps of a conversation.
 
     async def log_in(self, user: str, password: str, *, is_impostor: bool = False) -> None:
-        """Hears a log-in by SCRAM-SHA-256, and lets the client in. An impostor does not know the
+        """Receives a log-in by SCRAM-SHA-256, and lets the client in. An impostor does not know the
         password, and says that the proof is right.
 
         Raises:
@@ -171,42 +172,44 @@ class ScriptedServer:
                 password.
         """
         self.mechanisms = (SCRAM,)
-        request = await self.hear(LogIn)
+        request = await self.expect(LogIn)
         verifier = new_verifier(password, b"conformance salt", SCRAM_ITERATIONS_MIN)
         try:
             first = FirstMessage.read(request.mechanism, request.data, offers_binding=False)
             exchange = ScramServer(first, verifier, "conformance", b"")
-            await self.say(LogInChallenge(exchange.server_first()))
-            outcome = exchange.server_final((await self.hear(LogInResponse)).data)
+            await self.send(LogInChallenge(exchange.server_first()))
+            outcome = exchange.server_final((await self.expect(LogInResponse)).data)
         except (ScramError, UsersError) as error:
             raise ConformanceError(f"the log-in is malformed: {error}") from error
         if first.name != user or outcome is None:
             raise ConformanceError(f"the client does not prove to be {user!r}")
-        await self.say(LoggedIn(b"v=" + b64encode(bytes(32)) if is_impostor else outcome))
+        await self.send(LoggedIn(b"v=" + b64encode(bytes(32)) if is_impostor else outcome))
 
-    async def open(self, log: FailoverLog = LOG, high: int = 100, credit: int = 1 << 20) -> None:
-        """Hears `Open`, and tells of the partitions asked for, all with the same log."""
-        request = await self.hear(Open)
+    async def open_bucket(
+        self, log: FailoverLog = LOG, high: int = 100, credit: int = 1 << 20
+    ) -> None:
+        """Receives `Open`, and tells of the partitions asked for, all with the same log."""
+        request = await self.expect(Open)
         for partition in request.partitions or range(PARTITION_COUNT):
             seq = SeqNo(high)
             state, about = PartitionState.ACTIVE, PartitionId(partition)
-            await self.say(
+            await self.send(
                 PartitionLog(state, seq, seq, SeqNo(0), log, partition=about, opaque=request.opaque)
             )
-        await self.say(Opened(PARTITION_COUNT, 0, opaque=request.opaque), Credit(credit))
+        await self.send(Opened(PARTITION_COUNT, 0, opaque=request.opaque), Credit(credit))
 
-    async def accept(self, log: FailoverLog = LOG) -> Stream:
-        """Hears `Stream` of partition 5, and accepts it."""
-        request = await self.hear(Stream)
+    async def accept_stream(self, log: FailoverLog = LOG) -> Stream:
+        """Receives `Stream` of partition 5, and accepts it."""
+        request = await self.expect(Stream)
         seq = request.position.highest_received
-        await self.say(StreamReply(seq, "conformance", log, partition=P5, opaque=request.opaque))
+        await self.send(StreamReply(seq, "conformance", log, partition=P5, opaque=request.opaque))
         return request
 
-    async def begin(self, log: FailoverLog = LOG) -> Stream:
-        """The whole way to `Go`, with a stream of partition 5 that is accepted."""
-        await self.open(log)
-        request = await self.accept(log)
-        await self.hear(Go)
+    async def begin_streaming(self, log: FailoverLog = LOG) -> Stream:
+        """Plays the whole way to `Go`, with a stream of partition 5 that is accepted."""
+        await self.open_bucket(log)
+        request = await self.accept_stream(log)
+        await self.expect(Go)
         return request
 
     def _turn(self) -> None:
@@ -214,7 +217,7 @@ class ScriptedServer:
         self.session.mark_ready(P5)
         self.session.next_partition()
 
-    async def start(
+    async def begin_snapshot(
         self,
         start: int,
         end: int,
@@ -227,32 +230,32 @@ class ScriptedServer:
         """Begins a snapshot of partition 5."""
         if turn:
             self._turn()
-        await self.say(
+        await self.send(
             PartitionStart(
                 history, SeqNo(start), SeqNo(end), SeqNo(0), kind, may_repeat,
                 partition=P5, opaque=self.session.opaque_of(P5),
             )
         )  # fmt: skip
 
-    async def chunk(self, start: int, end: int, rows: Sequence[Mutation]) -> None:
-        """Some of the snapshot."""
+    async def send_chunk(self, start: int, end: int, rows: Sequence[Mutation]) -> None:
+        """Sends a part of the snapshot."""
         chunk = Chunk.build(rows, SeqNo(start), SeqNo(end))
-        await self.say(PartitionChunk(chunk, partition=P5, opaque=self.session.opaque_of(P5)))
+        await self.send(PartitionChunk(chunk, partition=P5, opaque=self.session.opaque_of(P5)))
 
-    async def end(self, end: int) -> None:
+    async def end_snapshot(self, end: int) -> None:
         """Ends the snapshot, and the turn."""
-        await self.say(PartitionEnd(SeqNo(end), partition=P5, opaque=self.session.opaque_of(P5)))
+        await self.send(PartitionEnd(SeqNo(end), partition=P5, opaque=self.session.opaque_of(P5)))
         self.session.end_turn()
 
-    async def whole(self, start: int, end: int, rows: Sequence[Mutation]) -> None:
-        """A snapshot in one frame, once the window is open."""
+    async def send_snapshot(self, start: int, end: int, rows: Sequence[Mutation]) -> None:
+        """Sends a snapshot in one frame, once the window is open."""
         while not self.session.window.is_open:
-            message = await self.hear_any()
+            message = await self.receive()
             if not isinstance(message, Noop | Ack):
                 raise ConformanceError(
                     f"the window is used up: expected Ack, not {type(message).__name__}"
                 )
         self._turn()
         chunk = Chunk.build(rows, SeqNo(start), SeqNo(end))
-        await self.say(PartitionSnapshot(chunk, partition=P5, opaque=self.session.opaque_of(P5)))
+        await self.send(PartitionSnapshot(chunk, partition=P5, opaque=self.session.opaque_of(P5)))
         self.session.end_turn()

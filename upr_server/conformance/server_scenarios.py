@@ -105,7 +105,7 @@ class ServerUnderTest:
             await client.expect(BucketDone)
 
 
-def check(is_right: bool, sentence: str) -> None:
+def require(is_right: bool, sentence: str) -> None:
     """Raises `ConformanceError` with the sentence where something is not right."""
     if not is_right:
         raise ConformanceError(sentence)
@@ -119,9 +119,9 @@ async def publish(
     counter: int = 0,
     durability: Durability = Durability.MEMORY,
 ) -> MutateReply:
-    """Publishes rows as one run, and hears the result."""
+    """Publishes rows as one run, and receives the result."""
     bundle = Bundle.of_one_run(partition, Chunk.build(rows, SeqNo(0), SeqNo(0)), counter)
-    await client.send(Mutate(bundle, writer, durability, opaque=client.opaque()))
+    await client.send(Mutate(bundle, writer, durability, opaque=client.new_opaque()))
     return await client.expect(MutateReply)
 
 
@@ -131,7 +131,7 @@ async def stream(
     end_seq: SeqNo | None = None,
 ) -> StreamReply:
     """Asks for a stream of partition 0."""
-    state, opaque = PartitionState.ACTIVE, client.opaque()
+    state, opaque = PartitionState.ACTIVE, client.new_opaque()
     request = Stream(state, position, partition=P0, opaque=opaque)
     if end_seq is not None:
         request = Stream(state, position, end_seq, partition=P0, opaque=opaque)
@@ -145,12 +145,12 @@ async def read_stream(client: PlainClient) -> tuple[dict[bytes, bytes], SeqNo]:
     seq, end = SeqNo(0), SeqNo(0)
     while not isinstance(message := await client.expect(Message), StreamEnd):
         if isinstance(message, PartitionStart):
-            check(message.start == seq, f"a snapshot starts at {message.start}, not at {seq}")
+            require(message.start == seq, f"a snapshot starts at {message.start}, not at {seq}")
             end = message.end
         elif isinstance(message, PartitionChunk):  # and a whole snapshot, which is one
             chunk = message.chunk
             chunk.check()
-            check(chunk.start == seq, f"a chunk starts at {chunk.start}, not at {seq}")
+            require(chunk.start == seq, f"a chunk starts at {chunk.start}, not at {seq}")
             for row in chunk:
                 contents[row.key] = row.value
                 if row.op is not Operation.SET:
@@ -159,12 +159,12 @@ async def read_stream(client: PlainClient) -> tuple[dict[bytes, bytes], SeqNo]:
             if isinstance(message, PartitionSnapshot):
                 end = seq
         elif isinstance(message, PartitionEnd):
-            check(message.end == seq == end, f"a snapshot to {end} ends at {message.end}")
+            require(message.end == seq == end, f"a snapshot to {end} ends at {message.end}")
         else:
-            check(
+            require(
                 isinstance(message, CycleEnd | Credit), f"the server said {type(message).__name__}"
             )
-    check(message.status == Status.END_REACHED, f"the stream ended with {message.status}")
+    require(message.status == Status.END_REACHED, f"the stream ended with {message.status}")
     return contents, seq
 
 
@@ -182,8 +182,8 @@ async def publish_and_stream(server: ServerUnderTest) -> None:
         await client.send(Go())
         contents, seq = await read_stream(client)
     expected = {key: key for key in keys[1:]} | {TEXT_KEY: b"text"}
-    check(contents == expected, "the stream does not reach the published changes")
-    check(seq >= last.runs[0].last_seq, "the stream ended before its end")
+    require(contents == expected, "the stream does not reach the published changes")
+    require(seq >= last.runs[0].last_seq, "the stream ended before its end")
 
 
 async def open_limits_nothing(server: ServerUnderTest) -> None:
@@ -193,14 +193,14 @@ async def open_limits_nothing(server: ServerUnderTest) -> None:
         await client.greet()
         await client.open(BUCKET, (P1,))
         partitions = [log.partition for log in client.logs]
-        check(
+        require(
             partitions == [P1], f"PartitionLog came for the partitions {partitions}, not for {P1}"
         )
         reply = await publish(client, Mutation(Operation.SET, KEY, b"v"))
         await stream(client, end_seq=reply.runs[0].last_seq)
         await client.send(Go())
         contents, _ = await read_stream(client)
-    check(contents == {KEY: b"v", TEXT_KEY: b"text"}, f"the stream has {contents}")
+    require(contents == {KEY: b"v", TEXT_KEY: b"text"}, f"the stream has {contents}")
 
 
 async def end_at_the_position(server: ServerUnderTest) -> None:
@@ -208,10 +208,10 @@ async def end_at_the_position(server: ServerUnderTest) -> None:
     async with plain_client(server.host, server.port, BUCKET) as client:
         log, seq = client.logs[0].log, client.logs[0].high_seq
         reply = await stream(client, Position(log, seq, seq, None), seq)
-        check((reply.status, reply.seq) == (Status.OK, seq), "the stream was not accepted")
-        check(reply.log == log, "the log in the reply differs from the one in PartitionLog")
+        require((reply.status, reply.seq) == (Status.OK, seq), "the stream was not accepted")
+        require(reply.log == log, "the log in the reply differs from the one in PartitionLog")
         end = await client.expect(StreamEnd)
-        check(end.status == Status.END_REACHED, f"the stream ended with status {end.status}")
+        require(end.status == Status.END_REACHED, f"the stream ended with status {end.status}")
 
 
 async def resume(server: ServerUnderTest) -> None:
@@ -222,9 +222,9 @@ async def resume(server: ServerUnderTest) -> None:
         await stream(client, Position(log, seq, seq, None), reply.runs[0].last_seq)
         await client.send(Go())
         start = await client.expect(PartitionStart)
-        check(start.start == seq, f"the snapshot starts at {start.start}, not at {seq}")
+        require(start.start == seq, f"the snapshot starts at {start.start}, not at {seq}")
         keys = [row.key for row in (await client.expect(PartitionChunk)).chunk]
-        check(keys == [KEY], f"the snapshot has the keys {keys}")
+        require(keys == [KEY], f"the snapshot has the keys {keys}")
 
 
 async def roll_back(server: ServerUnderTest) -> None:
@@ -235,14 +235,14 @@ async def roll_back(server: ServerUnderTest) -> None:
         unknown = FailoverLog.of_pairs([(UNKNOWN_HISTORY, 0)])
         reply = await stream(client, Position(unknown, SeqNo(9), SeqNo(9), None))
         expected = (Status.ROLLBACK, 0)
-        check((reply.status, reply.seq) == expected, f"unknown: {reply.status} at {reply.seq}")
+        require((reply.status, reply.seq) == expected, f"unknown: {reply.status} at {reply.seq}")
         branched = FailoverLog.of_pairs([(UNKNOWN_HISTORY, seq), (history, 0)])
         reply = await stream(client, Position(branched, SeqNo(9), SeqNo(9), None))
         expected = (Status.ROLLBACK, seq)
-        check((reply.status, reply.seq) == expected, f"branched: {reply.status} at {reply.seq}")
+        require((reply.status, reply.seq) == expected, f"branched: {reply.status} at {reply.seq}")
         ahead = FailoverLog.of_pairs([(history, 0)])
         reply = await stream(client, Position(ahead, SeqNo(9), SeqNo(9), None))
-        check(reply.status in (Status.SEQ_TOO_HIGH, Status.ROLLBACK), f"ahead: {reply.status}")
+        require(reply.status in (Status.SEQ_TOO_HIGH, Status.ROLLBACK), f"ahead: {reply.status}")
 
 
 async def same_token(server: ServerUnderTest) -> None:
@@ -252,10 +252,10 @@ async def same_token(server: ServerUnderTest) -> None:
         first = await publish(client, row, writer=WRITER, counter=1)
     async with plain_client(server.host, server.port, BUCKET) as client:
         again = await publish(client, row, writer=WRITER, counter=1)
-        check(again.runs == first.runs, f"the results differ: {first.runs}, {again.runs}")
-        check(again.counters == first.counters, "the counter's values differ")
+        require(again.runs == first.runs, f"the results differ: {first.runs}, {again.runs}")
+        require(again.counters == first.counters, "the counter's values differ")
         later = await publish(client, row, writer=WRITER, counter=3)
-        check(later.counters == ((0, 10),), f"the counter is {later.counters}, not 10")
+        require(later.counters == ((0, 10),), f"the counter is {later.counters}, not 10")
 
 
 async def rows_fail_alone(server: ServerUnderTest) -> None:
@@ -269,21 +269,21 @@ async def rows_fail_alone(server: ServerUnderTest) -> None:
         reply = await publish(client, *rows)
         run = reply.runs[0]
         expected = (Status.OK, before + 1, before + 2)
-        check((run.status, run.first_seq, run.last_seq) == expected, f"the result is {run}")
+        require((run.status, run.first_seq, run.last_seq) == expected, f"the result is {run}")
         failures = ((1, Status.EXISTS), (2, Status.BAD_KEY), (4, Status.BAD_KEY))
-        check(reply.failures == failures, f"the failures are {reply.failures}")
+        require(reply.failures == failures, f"the failures are {reply.failures}")
 
 
 async def get(server: ServerUnderTest) -> None:
     """Items come in the order of the keys; a missing one is a `DELETE` with number 0."""
     async with plain_client(server.host, server.port, BUCKET) as client:
         keys = (key_in(0, "missing"), TEXT_KEY)
-        await client.send(Get(keys, partition=P0, opaque=client.opaque()))
+        await client.send(Get(keys, partition=P0, opaque=client.new_opaque()))
         reply = await client.expect(GetReply)
         rows = [(row.op, row.key, row.value) for row in reply.chunk]
         expected = [(Operation.DELETE, keys[0], b""), (Operation.SET, TEXT_KEY, b"text")]
-        check(rows == expected, f"the items are {rows}")
-        check(reply.next_index == len(keys), f"next_index is {reply.next_index}")
+        require(rows == expected, f"the items are {rows}")
+        require(reply.next_index == len(keys), f"next_index is {reply.next_index}")
 
 
 async def barrier(server: ServerUnderTest) -> None:
@@ -296,11 +296,11 @@ async def barrier(server: ServerUnderTest) -> None:
         while not isinstance(message := await client.expect(Message), BarrierReply):
             messages.append(message)
         chunks = [message for message in messages if isinstance(message, PartitionChunk)]
-        check(bool(chunks), "the barrier came back before the changes")
-        check(message.cookie == b"first", f"the barrier {message.cookie!r} came back first")
-        check(message.ends == ((P0, chunks[-1].chunk.end),), f"its ends are {message.ends}")
+        require(bool(chunks), "the barrier came back before the changes")
+        require(message.cookie == b"first", f"the barrier {message.cookie!r} came back first")
+        require(message.ends == ((P0, chunks[-1].chunk.end),), f"its ends are {message.ends}")
         second = await client.expect(BarrierReply)
-        check(second.cookie == b"second", "the barriers came back in another order")
+        require(second.cookie == b"second", "the barriers came back in another order")
 
 
 async def durable(server: ServerUnderTest) -> None:
@@ -309,11 +309,11 @@ async def durable(server: ServerUnderTest) -> None:
         row = Mutation(Operation.SET, KEY, b"kept")
         reply = await publish(client, row, durability=Durability.PERSISTED)
         run = reply.runs[0]
-        level, opaque = Durability.PERSISTED, client.opaque()
+        level, opaque = Durability.PERSISTED, client.new_opaque()
         history = HistoryId(run.history_id)
         await client.send(Await(history, run.last_seq, 10_000, level, partition=P0, opaque=opaque))
         reached = (await client.expect(AwaitReply)).seq
-        check(reached >= run.last_seq, f"Await was answered at {reached}")
+        require(reached >= run.last_seq, f"Await was answered at {reached}")
 
 
 async def play_wrong_input(server: ServerUnderTest, case: WrongInput) -> None:
@@ -328,12 +328,12 @@ async def play_wrong_input(server: ServerUnderTest, case: WrongInput) -> None:
         await client.send_bytes(case.frames)
         answer = await _answer_to(client, case)
         code = Status(answer.status).name
-        check(
+        require(
             answer.status == case.status,
             f"expected {case.status.name}; the server answered {type(answer).__name__} {code}",
         )
         if isinstance(answer, Error):
-            check(await client.receive() is None, "the connection was not closed after Error")
+            require(await client.receive() is None, "the connection was not closed after Error")
 
 
 _ANSWERS: Final[Mapping[Outcome, type[Message]]] = {
@@ -350,19 +350,19 @@ async def _answer_to(client: PlainClient, case: WrongInput) -> Message:
     while True:
         message = await client.expect(Message)
         if isinstance(message, Error):
-            check(case.outcome is Outcome.CLOSED, f"the server closed: {message.sentence}")
+            require(case.outcome is Outcome.CLOSED, f"the server closed: {message.sentence}")
             return message
         if message.opaque != OPAQUE or case.outcome is Outcome.CLOSED:
             continue
         if case.outcome is Outcome.ROW_FAILED and isinstance(message, MutateReply):
-            check(len(message.failures) == 1, f"the failures are {message.failures}")
+            require(len(message.failures) == 1, f"the failures are {message.failures}")
             numbers = message.runs[0][3:]
-            check(not any(numbers), f"nothing succeeded, and the run has the numbers {numbers}")
+            require(not any(numbers), f"nothing succeeded, and the run has the numbers {numbers}")
             return Refusal("", status=message.failures[0][1])
         if case.outcome is Outcome.KEY_REFUSED and isinstance(message, GetReply):
             return Refusal("", status=message.chunk.flags[0])
         kind = _ANSWERS.get(case.outcome)
-        check(
+        require(
             kind is type(message),
             f"expected {case.outcome.value}; the server said {type(message).__name__}",
         )
