@@ -241,9 +241,9 @@ async def _record() -> list[Conversation]:
         await record(
             server,
             "A consumer and publisher",
-            "A client introduces itself, opens a bucket and learns its partitions' histories, asks "
-            "for a stream, and says `Go`. It receives a snapshot, acknowledges it, sends a barrier "
-            "and gets it back. Then it publishes an increment, and receives what came of it, as a "
+            "A client sends `Hello`, opens a bucket, gets its partitions' histories, asks for a "
+            "stream, and sends `Go`. It receives a snapshot, acknowledges it, sends a barrier and "
+            "gets it back. Then it publishes an increment, and receives the new value as a "
             "snapshot in one frame.",
             _first,
         )
@@ -251,41 +251,39 @@ async def _record() -> list[Conversation]:
         await record(
             server,
             "Resuming inside a snapshot, and the end of a stream",
-            "The client lost its connection when it had received the numbers up to 2 of a snapshot "
-            "(0, 3], and wants no more than that snapshot. The server sends the rest of it, and "
+            "The client lost its connection after it had received the snapshot (0, 3] up to number "
+            "2. It asks for no more than this snapshot. The server sends the snapshot's rest, and "
             "ends the stream.",
             lambda client: _resume(client, log),
         )
         await record(
             server,
             "A rollback",
-            "The client followed another server, whose history branched off at 3, and has come "
-            "to 7 there. This server has it go back to 3. The client undoes what came after, drops "
-            "the entry of the other history, and asks again.",
+            "The client followed another server, whose history branched off at 3, up to 7. This "
+            "server tells it to roll back to 3. The client undoes the changes above 3, removes the "
+            "entry of the other history, and asks again.",
             lambda client: _roll_back(client, log),
         )
-        await record(
-            server, "Reading keys", "One of the two keys that the client asks for is missing.", _get
-        )
+        await record(server, "Reading keys", "One of the two requested keys is missing.", _get)
         await record(
             server,
             "A refusal",
-            "The client reads in a history that the server does not have. The connection goes on.",
+            "The client reads in a history that the server does not have. The connection remains.",
             _refuse,
         )
         await record(
             server,
             "An error",
-            "The client sends a barrier before `Go`. The server says what is wrong, and closes the "
-            "connection.",
+            "The client sends a barrier before `Go`. The server answers with `Error`, and closes "
+            "the connection.",
             _break,
         )
     async with _server(directory) as (server, _):
         await record(
             server,
             "A snapshot from disk",
-            "The server was stopped and started again, and has nothing in memory: what the client "
-            "asks for is read from the disk.",
+            "The server has restarted, and has nothing in memory. So it reads the client's "
+            "snapshot from disk.",
             _read_disk,
         )
     return recorded

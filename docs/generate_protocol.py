@@ -513,7 +513,7 @@ def wrong_input_rows() -> list[tuple[str, str, str, str]]:
         Outcome.REFUSED: "refused",
         Outcome.NO_STREAM: "refused, by `StreamReply`",
         Outcome.ROW_FAILED: "the row fails alone, in `failures`",
-        Outcome.LOG: "told, by `PartitionLog`",
+        Outcome.LOG: "reported, by `PartitionLog`",
         Outcome.KEY_REFUSED: "the key is refused alone, by a `DELETE` with the code in its flags",
         Outcome.IGNORED: "dropped",
     }

@@ -15,10 +15,10 @@ from upr_protocol.ids import DESIGN_PREFIX
 
 @unique
 class BucketFate(IntEnum):
-    """What became of one incarnation of a bucket; the values are those of the packed counter."""
+    """What happened to one incarnation of a bucket; the values are those of the packed counter."""
 
     DELETED = 1
-    """It was deleted, and so was any earlier bucket of its name, perhaps without an event."""
+    """It was deleted. So were all earlier buckets of this name, perhaps without an event."""
     NONE = 2
     """It was neither created nor deleted."""
     CREATED = 3

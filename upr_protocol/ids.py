@@ -47,16 +47,16 @@ indexer does, hear of each changed design document by its key."""
 class Operation(IntEnum):
     """What one mutation of a chunk does.
 
-    Only the first three are ever stored or streamed. The others are requests; the server turns each
-    into one of the first three, or refuses it.
+    The server stores and streams only the first three. The others are requests: the server stores
+    the result as one of the first three, or refuses the request.
     """
 
     SET = 1
     """Store the value, whether or not the key exists."""
     DELETE = 2
-    """Remove the key; the server keeps and streams a tombstone."""
+    """Remove the key. The server stores and streams a tombstone."""
     EXPIRE = 3
-    """A deletion that the server made because the item's expiry time had passed."""
+    """The server removes the key, because the item has expired."""
     ADD = 4
     """Store the value if the key does not exist."""
     REPLACE = 5
@@ -85,11 +85,11 @@ class PartitionState(IntEnum):
     """The state of one partition on one node."""
 
     ACTIVE = 1
-    """Takes writes."""
+    """Accepts writes."""
     REPLICA = 2
-    """Follows an active elsewhere."""
+    """Follows the active node, or another replica."""
     PENDING = 3
-    """Takes no writes: waits for a peer to confirm the partition map."""
+    """Accepts no writes: hands over, or waits until another node confirms the map."""
     DEAD = 4
     """Answers no requests and streams nothing."""
 
@@ -99,20 +99,20 @@ class SnapshotKind(IntEnum):
     """Where a snapshot is read from."""
 
     MEMORY = 1
-    """From the mutation queue."""
+    """From the snapshots in memory."""
     DISK = 2
-    """From the store, by a backfill."""
+    """From disk, by a backfill."""
 
 
 @unique
 class Durability(IntEnum):
-    """What must be true of a batch before its publisher hears that it was accepted."""
+    """How durable a batch must be before the server acknowledges it."""
 
     MEMORY = 0
-    """The active has it in memory."""
+    """The active node has it in memory."""
     PERSISTED = 1
-    """The active has it on disk."""
+    """The active node has it on disk."""
     REPLICATED = 2
-    """So many replicas as the message says have it in memory, too."""
+    """The active node and `copies` replicas have it in memory."""
     REPLICATED_AND_PERSISTED = 3
-    """The active and so many replicas have it on disk."""
+    """The active node and `copies` replicas have it on disk."""

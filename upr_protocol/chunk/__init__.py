@@ -1,8 +1,8 @@
 """The chunk: mutations of one partition, held as columns.
 
-A publisher sends this shape, the server keeps it in memory and on disk, a consumer receives it, and
-Arrow reads it in place. All integers are little-endian, every column starts at a multiple of 8, and
-offsets are laid out as Arrow lays them out (int32, one more than there are items)::
+Publishers send this layout, the server stores it in memory and on disk, consumers receive it, and
+Arrow reads it without a copy. All integers are little-endian, every column starts at a multiple of
+8, and offsets are laid out as Arrow lays them out (int32, one more than there are items)::
 
     head           count u32, key bytes u32, value bytes u32, reserved u32, start u64, end u64
     seqs           u64 * count
@@ -15,12 +15,12 @@ offsets are laid out as Arrow lays them out (int32, one more than there are item
     keys           key bytes
     values         value bytes
 
-A **stored** chunk has rising sequence numbers in (start, end], and holds every mutation of that
-range that a reader needs. So a reader notices a missing chunk: the next one's start is not the end
-it has reached. A **published** chunk has no numbers yet: start, end and the sequence numbers are 0,
-the CAS column holds what the publisher expects (0 for anything), and the value of an increment or
-decrement is a `CounterDelta`. A **bundle** is a published chunk for several partitions: its rows
-are ordered by partition, and those of one partition are a **run**.
+A **stored** chunk has rising sequence numbers in (start, end], and every mutation of that range
+that a reader needs. The next chunk starts at its end, so a reader notices a missing chunk. A
+**published** chunk has no numbers yet: start, end and the sequence numbers are 0. Its CAS column
+has the expected CAS of each row, or 0, and the value of an increment or decrement is a
+`CounterDelta`. A **bundle** is a published chunk for several partitions: its rows are ordered by
+partition, and the rows of one partition are a **run**.
 """
 
 from upr_protocol.chunk.arrow import to_arrow

@@ -1,29 +1,29 @@
 """What a client must do, played by a scripted server.
 
-The client is a command. It reads one JSON object from standard input, its task, does it, writes
-one JSON object with the outcome to standard output, and ends with code 0. Numbers of 64 bits are
-decimal text, and so are partitions that are keys of an object. Keys and values of items are text;
-the wire has its UTF-8. The tasks:
+The client is a command. It reads its task from standard input, as one JSON object. It executes the
+task, writes one JSON object with the outcome to standard output, and ends with code 0. Numbers of
+64 bits are decimal text; so are partitions as keys of an object. Keys and values of items are text,
+in UTF-8 on the wire. The tasks:
 
 - `{"task": "consume", "host", "port", "bucket", "partitions", "window_bytes", "idle_interval_s",
   "end_seqs": {partition: number}, "positions": {partition: position}}`: stream until every
-  partition has reached its end, over as many connections as it takes. A partition without a
-  position has nothing yet. The outcome is `{"items": {key: value}, "positions": {partition:
-  position}, "rollbacks": [[partition, ceiling]]}`, with the items that were streamed. A client may
-  answer a rollback by going back to 0.
+  partition has reached its end, and connect again when a connection is lost. If a partition has no
+  position, the client has nothing of it yet. The outcome is `{"items": {key: value}, "positions":
+  {partition: position}, "rollbacks": [[partition, ceiling]]}`, with the streamed items. At a
+  rollback, a client may always go back to 0.
 - `{"task": "publish", "host", "port", "bucket", "partition_count", "operations": [{"operation",
-  "key", "value"}]}`: publish these in their order, each made once, over as many connections as it
-  takes. An operation has its name in capitals, and a value, perhaps an empty one. The outcome is
-  `{"results": [{"status", "seq", "cas", "counter"}]}`; what there is not is null. The value of an
-  `INCREMENT` is how much to add, as text; a missing counter begins with it.
+  "key", "value"}]}`: publish these operations in order, each with one effect, and connect again
+  when a connection is lost. An operation has its name in capitals, and a value, which may be empty.
+  The outcome is `{"results": [{"status", "seq", "cas", "counter"}]}`; a missing number is null. The
+  value of an `INCREMENT` is the delta, as text; a missing counter begins with it.
 - `{"task": "get", "host", "port", "bucket", "partition", "keys"}`: the outcome is
   `{"items": {key: value}, "refused": {key: code}}`; a missing key is in neither.
 
-A task may have `"user"` and `"password"`: then the client logs in with them, by SCRAM-SHA-256, and
-does nothing for a server that does not prove to know the user.
+A task may have `"user"` and `"password"`. Then the client logs in with them, by SCRAM-SHA-256. If
+the server does not prove that it stores the user's verifier, the client does nothing.
 
-A position has the fields of the document's; its `log` is a list of [history, number] instead of the
-vectors' objects.
+A position has the fields of a position on this page, and its `log` is a list of [history, number].
+(The vectors have objects instead.)
 """
 
 from __future__ import annotations

@@ -282,11 +282,11 @@ def _cases() -> list[WrongInput]:
 
     case = topic("the log-in", Progress.GREETED)
     unasked = LogIn("SCRAM-SHA-256", b"n,,n=user,r=nonce")
-    case("`LogIn` where nobody needs to log in", unasked, closed, Status.OUT_OF_TURN)
-    case("anything else before it, where everybody must", None, closed, Status.OUT_OF_TURN)
+    case("`LogIn` in a cluster without users", unasked, closed, Status.OUT_OF_TURN)
+    case("another message before it, in a cluster with users", None, closed, Status.OUT_OF_TURN)
     case("a mechanism that `HelloReply` does not name", None, closed, Status.LOG_IN_FAILED)
     case("a message that does not fit the mechanism", None, closed, Status.MALFORMED)
-    case("a user, a password or a certificate", None, closed, Status.LOG_IN_FAILED)
+    case("a wrong user, password or certificate", None, closed, Status.LOG_IN_FAILED)
     case("one more attempt, after too many have failed", None, closed, Status.TOO_MANY)
 
     case = topic("any request", Progress.OPENED)
@@ -296,7 +296,7 @@ def _cases() -> list[WrongInput]:
     case("about a bucket that was deleted meanwhile", None, refused, Status.NO_BUCKET)
 
     case = topic("`Open`", Progress.GREETED)
-    case("a bucket that there is not", Open("nowhere", opaque=OPAQUE), refused, Status.NO_BUCKET)
+    case("a bucket that does not exist", Open("nowhere", opaque=OPAQUE), refused, Status.NO_BUCKET)
     case(
         "a partition that the bucket does not have",
         Open(BUCKET, (MISSING,), opaque=OPAQUE),
@@ -342,7 +342,7 @@ def _cases() -> list[WrongInput]:
         no_stream,
         Status.BAD_ARGUMENT,
     )
-    case("a lease that there is not", _stream(lease_id=7), no_stream, Status.RANGE_GONE)
+    case("a lease that does not exist", _stream(lease_id=7), no_stream, Status.RANGE_GONE)
     unknown = _stream(position=_position(UNKNOWN_HISTORY, 5))
     case("a history that the server does not know", unknown, no_stream, Status.ROLLBACK)
     case("a number that the server has not reached", None, no_stream, Status.SEQ_TOO_HIGH)
@@ -427,14 +427,14 @@ def _add_publishing(topic: Topic) -> None:
     )
     case("the disk is full, or an earlier run was refused", None, refused, Status.TEMPORARY_FAILURE)
     case(
-        "operations that need too many bytes of values that are there",
+        "operations that need too many bytes of old values",
         None,
         refused,
         Status.LIMIT_REACHED,
     )
 
     case = topic("a row of a run", Progress.OPENED)
-    case("a key of no bytes", _mutate(_set(b"")), failed, Status.BAD_KEY)
+    case("an empty key", _mutate(_set(b"")), failed, Status.BAD_KEY)
     case("a key of 251 bytes", _mutate(_set(b"k" * 251)), failed, Status.BAD_KEY)
     case("a value above 20 MiB", None, failed, Status.TOO_LARGE)
     case("`ADD` of a key that exists", _mutate(_row(Operation.ADD)), failed, Status.EXISTS)
@@ -454,8 +454,10 @@ def _add_publishing(topic: Topic) -> None:
     stale = Mutation(Operation.SET, TEXT_KEY, b"", cas=Cas(7))
     case("another CAS than the item's", _mutate(stale), failed, Status.CAS_MISMATCH)
     no_item = Mutation(Operation.SET, absent, b"", cas=Cas(7))
-    case("a CAS, and the key is missing", _mutate(no_item), failed, Status.NOT_FOUND)
-    case("a key that must be read, and whose record is damaged", None, failed, Status.DAMAGED)
+    case("an expected CAS, and a missing key", _mutate(no_item), failed, Status.NOT_FOUND)
+    case(
+        "a key whose old value is damaged, if the operation needs it", None, failed, Status.DAMAGED
+    )
 
 
 def _row(operation: Operation) -> Mutation:
@@ -527,12 +529,12 @@ def _add_requests(topic: Topic) -> None:
     long_name = lease(acquire, (0, 0, 0), owner="x" * (LEASE_OWNER_BYTES_MAX + 1))
     case(f"an owner's name of {LEASE_OWNER_BYTES_MAX + 1} bytes", long_name, refused, bad)
     case("a range that is not on disk", lease(acquire, (0, 0, 1 << 40)), refused, bad)
-    case("`RENEW` of a lease that there is not", lease(LeaseAction.RENEW), refused, range_gone)
-    case("`RELEASE` of a lease that there is not", lease(LeaseAction.RELEASE), refused, bad)
+    case("`RENEW` of an unknown lease", lease(LeaseAction.RENEW), refused, range_gone)
+    case("`RELEASE` of an unknown lease", lease(LeaseAction.RELEASE), refused, bad)
 
     case = topic("buckets and maps", Progress.GREETED)
     exists = CreateBucket(BUCKET, 1, opaque=OPAQUE)
-    case("`CreateBucket` of one that there is", exists, refused, Status.BUCKET_EXISTS)
+    case("`CreateBucket` of an existing bucket", exists, refused, Status.BUCKET_EXISTS)
     case("a name with a slash", CreateBucket("a/b", 1, opaque=OPAQUE), refused, bad)
     case("a name that begins with a dot", CreateBucket(".a", 1, opaque=OPAQUE), refused, bad)
     case("1,025 partitions", CreateBucket("other", 1025, opaque=OPAQUE), refused, bad)
@@ -553,12 +555,12 @@ def _add_requests(topic: Topic) -> None:
     case("`SetMap` in place of another revision", None, refused, Status.REVISION_CONFLICT)
 
     case = topic("`NextEvents`", Progress.GREETED)
-    case("kinds that there are not", _wrong_kinds(), Outcome.CLOSED, Status.MALFORMED)
+    case("an unknown kind", _wrong_kinds(), Outcome.CLOSED, Status.MALFORMED)
     case("a consumer without a name", NextEvents("", opaque=OPAQUE), refused, bad)
     case("a timeout of 0 s", NextEvents("c", timeout_s=0, opaque=OPAQUE), refused, bad)
     long = NextEvents("c", pattern="x" * 201, opaque=OPAQUE)
     case("a pattern of 201 bytes", long, refused, bad)
-    case("a second one at a time", None, refused, Status.LIMIT_REACHED)
+    case("a second open `NextEvents`", None, refused, Status.LIMIT_REACHED)
 
 
 def _wrong_kinds() -> bytes:
