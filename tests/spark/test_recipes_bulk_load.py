@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from pyspark.sql import SparkSession
 
 from tests.spark.bucket import FAR, Stored, contents
+from upr_protocol.cli import main
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes import bulk_load
 
@@ -44,6 +46,26 @@ def test_every_row_is_written_or_reported(
         b"k%d" % index: Stored(b"v%d" % index, index, FAR) for index in range(50)
     }
     assert spark.read.parquet(str(letters)).count() == 6
+
+
+def test_a_load_by_spark_and_one_by_the_command_leave_the_same(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    """Both keep the columns of the key in the value, and join several of them alike."""
+    path = tmp_path / "flights.csv"
+    path.write_text('carrier,flight,seats\nUA,1545,180\nAA,1141,"a ""b"",ä"\n')
+    frame = spark.read.csv(str(path), header=True, escape='"')
+    for columns in (["flight"], ["carrier", "flight"]):
+        by_spark, by_command = new_bucket(), new_bucket()
+        bulk_load(frame, by_spark, key=",".join(columns), value="*")
+        words = [word for column in columns for word in ("--key", column)]
+        result = CliRunner().invoke(main, ["load", by_command, str(path), *words])
+        assert result.exit_code == 0, result.output
+        assert contents(by_spark) == contents(by_command)
+        first = next(iter(sorted(contents(by_spark).items())))
+        key = b"1141" if columns == ["flight"] else b"AA:1141"
+        value = '{"carrier":"AA","flight":"1141","seats":"a \\"b\\",ä"}'
+        assert first == (key, Stored(value.encode(), 0, 0))
 
 
 def test_without_a_folder_for_them_a_bad_row_fails_the_load(
