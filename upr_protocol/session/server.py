@@ -22,7 +22,6 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
-    CycleEnd,
     Hello,
     HelloReply,
     Message,
@@ -34,6 +33,7 @@ from upr_protocol.wire import (
     SessionState,
     SetFrames,
     StreamEnd,
+    cycle_end_frame,
     decode_results,
     encode_reply,
     encode_set_replies,
@@ -240,7 +240,10 @@ class ServerSession(Session):
             self._return_due()
             if not isinstance(turn, EndOfCycle):
                 return turn
-            self.send(CycleEnd(turn.cycle))
+            # Nothing but the session's state says whether it may be sent.
+            frame = cycle_end_frame(turn.cycle)
+            self._outgoing.append(frame)
+            self.outgoing_bytes += len(frame)
 
     def end_turn(self) -> None:
         """The partition whose turn it is has nothing more to send, or nothing after all. When no

@@ -166,6 +166,11 @@ class Session(SessionContext):
         return self._frames.buffered
 
     @property
+    def has_unread(self) -> bool:
+        """Whether bytes have come that are in no message yet: else `messages` has no more."""
+        return self._frames.is_in_frame
+
+    @property
     def unfinished_frame_bytes(self) -> int:
         """The memory that holds what has arrived of a frame that is not whole, in bytes."""
         return self._frames.held_bytes

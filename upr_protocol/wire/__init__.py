@@ -80,6 +80,7 @@ from upr_protocol.wire.streaming import (
     PartitionSnapshot,
     PartitionStart,
     StreamEnd,
+    cycle_end_frame,
     snapshot_frame,
 )
 from upr_protocol.wire.users import ChangeUsers, GetUsers, ListUsers, UsersReply
@@ -182,6 +183,7 @@ __all__ = [
     "StreamEnd",
     "StreamReply",
     "UsersReply",
+    "cycle_end_frame",
     "decode",
     "decode_results",
     "encode_reply",

@@ -6,9 +6,10 @@ from struct import Struct
 from typing import Any, Final
 
 import construct as cs
+from crc32c import crc32c
 
 from upr_protocol.chunk import Buffer, Chunk
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.ids import NO_PARTITION, HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, member_of, octets, row, tuple_of
 from upr_protocol.wire.frame import pack_header
@@ -27,6 +28,7 @@ from upr_protocol.wire.message import (
 
 _START: Final = Struct("<QQQQB?6x")
 _U16: Final = Struct("<H")
+_U64: Final = Struct("<Q")
 
 
 class PartitionStart(Message, frozen=True):
@@ -139,6 +141,13 @@ class CycleEnd(U64Message, frozen=True):
     layout = cs.Struct("cycle" / cs.Int64ul * "cycles completed, from 1")
 
     cycle: int
+
+
+def cycle_end_frame(cycle: int) -> bytes:
+    """The frame of a `CycleEnd`, without the message: a consumer that keeps up gets one for nearly
+    every change."""
+    body = _U64.pack(cycle)
+    return pack_header(CycleEnd.opcode, 0, NO_PARTITION, 0, len(body), crc32c(body)) + body
 
 
 class BarrierReply(Message, frozen=True):

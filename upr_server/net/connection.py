@@ -287,7 +287,8 @@ class AcceptedConnection:
     def _handle_some(self, events: Iterator[Message]) -> Continuation | None:
         began = trio.current_time()
         while True:
-            if not self._apply_sets():
+            has_applied = self._apply_sets()
+            if not has_applied:
                 message = next(events, None)
                 if message is None:
                     return None
@@ -301,6 +302,8 @@ class AcceptedConnection:
             self._handled_count += 1
             if self.context.backlog.is_full:
                 return self._wait_for_backlog
+            if has_applied and not self.session.has_unread:
+                return None
             if trio.current_time() - began > SLICE_S:
                 return trio.lowlevel.checkpoint
 

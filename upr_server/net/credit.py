@@ -25,6 +25,9 @@ table."""
 _TOP_UP_FRACTION: Final = 4
 """Credit is topped up once a quarter of it was spent: one message then serves for many batches."""
 
+_ENOUGH_BYTES: Final = CREDIT_BYTES_MAX - CREDIT_BYTES_MAX // _TOP_UP_FRACTION
+"""Whoever has more left gets nothing now, whatever its share is."""
+
 
 class CreditShares:
     """Divides what lies between the mark at which a bucket is full and its quota among its
@@ -117,7 +120,7 @@ class PublisherCredit:
 
     def note_spent(self) -> None:
         """A batch came, and has spent some of its credit."""
-        if self._bucket is not None:
+        if self._bucket is not None and self._session.credit.left <= _ENOUGH_BYTES:
             self._shares.add(self._bucket, self)
             self.top_up()
 

@@ -43,6 +43,7 @@ from upr_protocol.wire import (
     MESSAGES,
     Barrier,
     BarrierReply,
+    CycleEnd,
     Get,
     GetReply,
     Header,
@@ -60,6 +61,7 @@ from upr_protocol.wire import (
     SeqnosAtReply,
     SeqnosReply,
     Stream,
+    cycle_end_frame,
     decode,
 )
 from upr_protocol.wire.frame import HEADER_BYTES, padding, unpack_header
@@ -400,6 +402,11 @@ def test_a_stranger_may_ask_for_every_partition_of_a_bucket() -> None:
 
 def test_a_message_about_no_partition_says_so() -> None:
     assert Hello("i", (1,), 0, 0, 0).partition == NO_PARTITION
+
+
+@given(st.integers(0, (1 << 64) - 1))
+def test_the_end_of_a_cycle_is_the_same_without_its_message(cycle: int) -> None:
+    assert cycle_end_frame(cycle) == b"".join(map(bytes, CycleEnd(cycle).frame_buffers()))
 
 
 def test_a_chunk_keeps_its_checksum_for_the_next_consumer() -> None:
