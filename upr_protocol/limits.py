@@ -7,41 +7,42 @@ from typing import Final
 from upr_protocol.ids import PARTITIONS_END
 
 KEY_BYTES_MAX: Final = 250
-"""memcached's limit: what the field's keys already keep to."""
+"""memcached's limit. Existing keys already respect it."""
 
 VALUE_BYTES_MAX: Final = 20 * 1024 * 1024
 """Couchbase's limit for a document."""
 
 FRAME_BODY_BYTES_MAX: Final = 32 * 1024 * 1024
-"""A value of the largest size with its key, or a bulk load's batch. A frame is taken in whole, so
-this is also the most that one half-received frame can hold."""
+"""Enough for a value of the largest size with its key, or for a batch of a bulk load. A receiver
+needs the whole frame, so an unfinished frame takes at most this much memory."""
 
 HANDSHAKE_BODY_BYTES_MAX: Final = 4 * 1024
-"""The longest frame before `OPEN` was answered: a stranger costs no more than this."""
+"""The longest body before `Open` is answered: a stranger's frame takes no more memory than this."""
 
 IDENTITY_BYTES_MAX: Final = 200
-"""`what:who` in UTF-8, for logs and statistics. No control, format or separator characters but the
-space: logs and terminals show it."""
+"""`what:who` in UTF-8, for logs and statistics. It has no control, format or separator characters
+except the space, because logs and terminals show it."""
 
 BUCKET_NAME_BYTES_MAX: Final = 100
 """Fits a file name on every file system, with room for a suffix."""
 
 PARTITIONS_MAX: Final = PARTITIONS_END
-"""Couchbase's count; a node's cost must not grow with it, a map of it still fits one frame."""
+"""Couchbase's count. A partition map of so many partitions fits one frame."""
 
 PARTITIONS_DEFAULT: Final = 64
 
 NODES_MAX: Final = 256
-"""Nodes in one partition map: each asks the others for it now and then."""
+"""Nodes in one partition map. Each node regularly asks others for the map."""
 
 REPLICAS_MAX: Final = 16
-"""Replicas of one partition. With so many of each of 1,024, a map is read in 6 ms."""
+"""Replicas of one partition. With 16 replicas of each of 1,024 partitions, a map is read in 6
+ms."""
 
 COOKIE_BYTES_MAX: Final = 64
-"""A barrier cookie is a short text string: a UUID in any spelling fits."""
+"""Enough for a UUID in any spelling."""
 
 OPEN_BARRIERS_MAX: Final = 64
-"""Barriers that one connection may have under way; each costs the server its cookie."""
+"""Open barriers of one connection. The server stores the cookie of each."""
 
 FAILOVER_ENTRIES_MAX: Final = 25
 """Entries that a failover log keeps; the oldest are dropped first."""
@@ -53,8 +54,8 @@ BUNDLE_RUNS_MAX: Final = PARTITIONS_MAX
 """Runs in one bundle: one a partition."""
 
 BUNDLE_MUTATIONS_MAX: Final = 4096
-"""Mutations in one bundle. A server takes in a run whole, in one step of its loop: this many take
-one to eight milliseconds. A bundle's own cost hardly shows beyond 1,000."""
+"""Mutations in one bundle. A server applies a run in one step of its loop, and this many mutations
+take one to eight milliseconds. Above 1,000 mutations, larger bundles are hardly faster."""
 
 GET_KEYS_MAX: Final = 4096
 """Keys in one `Get`."""
@@ -70,29 +71,28 @@ WINDOW_BYTES_MIN: Final = 64 * 1024
 """Smaller windows would turn every chunk into a round trip."""
 
 IDLE_INTERVAL_S_DEFAULT: Final = 20
-"""A side that has sent nothing for this long sends `NOOP`; after twice this its peer takes it for
-dead."""
+"""After this time without a message, a side sends `Noop`. After twice this time, its peer regards
+the connection as broken."""
 
 IDLE_INTERVAL_S_MIN: Final = 1
 IDLE_INTERVAL_S_MAX: Final = 3600
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""The server closes a connection that has not sent `Hello` by then, and logged in where that is
-needed."""
+"""The server closes a connection if the client has not sent `Hello`, and logged in if that is
+needed, within this time."""
 
 SCRAM_ITERATIONS_MIN: Final = 4096
-"""What RFC 7677 asks for. A client accepts no less: somebody who plays the server could then try
-passwords quickly with what the client answers."""
+"""What RFC 7677 asks for. A client accepts no less. Otherwise a false server could use the client's
+answer to test passwords quickly."""
 
 SCRAM_ITERATIONS_DEFAULT: Final = 32 * 1024
 """Iterations of new passwords: some 20 ms at a client's first log-in, and nothing on the server."""
 
 SCRAM_ITERATIONS_MAX: Final = 200_000
-"""Some 200 ms of the client's time, once a log-in: somebody who plays the server cannot take
-more."""
+"""A false server can take at most this much of the client's time: some 200 ms in each log-in."""
 
 SEND_TIMEOUT_S: Final = 60.0
-"""A peer that takes not one byte for this long is gone, not slow."""
+"""If a peer accepts no byte for this time, it is gone, not slow."""
 
 REQUESTS_OPEN_MAX: Final = 4096
 """Requests of one connection that wait for their answers."""
