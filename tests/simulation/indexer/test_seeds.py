@@ -11,7 +11,7 @@ from tests.simulation.indexer.scenario import run_seed
 from tests.simulation.story import digest
 
 SAMPLE = range(1000, 1000 + effort(4, 60))
-SEEDS_OF_A_BUG = 40
+SEEDS_OF_A_BUG = 60
 
 
 def test_answers_are_right_or_name_what_is_missing() -> None:
