@@ -362,6 +362,26 @@ async def test_deleted_keys_leave_the_memory_of_an_idle_bucket(
         bucket.check_invariants()
 
 
+async def test_small_snapshots_of_an_idle_bucket_become_one(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Not at once, as more of them may come."""
+    async with serving(SimulatedStore(), 1) as server:
+        partition = server.catalog.bucket(BUCKET).partitions[0]
+        cursor = partition.manager.register("slow", SeqNo(0)).cursor
+        for _ in range(7):
+            put(partition, b"k")
+            read(partition)
+        assert len(partition.snapshots) >= 7
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.upkeep.run_collapsing)
+            nursery.start_soon(server.upkeep.run_expiring)
+            await trio.sleep(10)
+            nursery.cancel_scope.cancel()
+        assert len(partition.snapshots) == 2
+        cursor.close()
+
+
 async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
