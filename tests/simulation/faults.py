@@ -208,9 +208,10 @@ class Faults:
             await self.draw.choice((self._cut, self._crash, self._resets))()
 
     async def _copy_comes_back(self) -> None:
-        """A node gives up a copy, gets it again, and takes over. Readers that connected to it in
-        between believe that it has no copy, and cannot reach the earlier active node."""
-        if not await self.operator.is_settled():
+        """A node gives up a copy, gets it again, and takes over at once. Readers that connected to
+        it in between believe that it has no copy, and cannot reach the earlier active node."""
+        if not await self.operator.is_settled(caught_up=False):
+            self.had_no_effect("the cluster is not settled")
             return
         source = self.leader()
         (partition_id, *_) = (
@@ -226,8 +227,14 @@ class Faults:
         for link in links:
             link.cut()
         await trio.sleep(self.draw.uniform(2.0, 10.0))
-        # The next fault comes only after this node has its copy.
-        await self.add_back(node)
+        if self.draw.random() < 0.5:
+            # It gets nothing of what was written meanwhile: the takeover waits for that in vain.
+            from_source = self.links([node.name], [source.name])
+            for link in from_source:
+                link.cut()
+            links += from_source
+        with suppress(UprError):
+            await self.operator.add_back(node.name)
         await self.operator.take_over(source.name, node.name)
         await trio.sleep(self.draw.uniform(1.0, 10.0))
         self.mend(links)

@@ -165,10 +165,11 @@ class SimulatedOperator:
         command = partial(remove_replicas, self._operator(), name, partitions=[partition])
         return await self._do(f"removal of partition {partition} from {name}", command)
 
-    async def is_settled(self) -> bool:
-        """Whether all are up, and everybody has what he should."""
+    async def is_settled(self, *, caught_up: bool = True) -> bool:
+        """Whether all are up, and everybody has what he should; all of it, if `caught_up`, which
+        hardly ever holds while publishers write."""
         try:
-            return not await self._step(0)
+            return not await self._step(0, caught_up=caught_up)
         except UprError:
             return False
 
@@ -198,7 +199,7 @@ class SimulatedOperator:
             await trio.sleep(1.0)
         raise NotSettledError(f"I11: the cluster does not settle: {why}")
 
-    async def _step(self, attempt: int) -> str:
+    async def _step(self, attempt: int, *, caught_up: bool = True) -> str:
         """One attempt; why more is to be done."""
         operator = self._operator()
         survey = await operator.survey()
@@ -240,10 +241,11 @@ class SimulatedOperator:
                 # Its disk was replaced, and nobody has told it yet what it is to hold.
                 await self.add_back(name)
                 return f"{name} was empty"
-        return self._behind(base)
+        return self._behind(base, caught_up=caught_up)
 
-    def _behind(self, base: PartitionMap) -> str:
-        """Which replica is not yet what its active is; nothing if none."""
+    def _behind(self, base: PartitionMap, *, caught_up: bool) -> str:
+        """Which replica is not yet what its active is; nothing if none. How far it is counts only
+        if `caught_up`."""
         for partition, assignment in enumerate(base.partitions):
             if not self._nodes[assignment.active].held:
                 return f"{assignment.active} has no bucket"
@@ -253,10 +255,9 @@ class SimulatedOperator:
                 if not partitions:
                     return f"{name} has no bucket"
                 here = partitions[partition]
-                if (here.state, here.high_seq, here.failover_log) != (
+                if (here.state, here.failover_log) != (
                     PartitionState.REPLICA,
-                    active.high_seq,
                     active.failover_log,
-                ):
+                ) or (caught_up and here.high_seq != active.high_seq):
                     return f"{name} has {here!r}, and {assignment.active} {active!r}"
         return ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+import trio
+
 from tests.simulation.bugs.patch import replaced
 from tests.simulation.bugs.planted_bug import planted
 from tests.simulation.profiles import (
     DIVERGED,
     HANDOVERS,
+    MOVING_COPIES,
     OLD_HISTORIES,
     REFILLING,
     REFUSED_FAILOVERS,
@@ -22,6 +25,7 @@ from upr_protocol.client.operator import Operator
 from upr_protocol.client.operator.handback import Handback
 from upr_protocol.client.operator.plan import PartitionCopy
 from upr_protocol.client.operator.survey import NodeReport
+from upr_protocol.client.operator.takeover import _Takeover
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
 from upr_protocol.partition_map import Assignment, HistoryPoint
@@ -138,6 +142,21 @@ def hand_over_after_crash() -> Iterator[None]:
         yield
 
 
+@planted(MOVING_COPIES)
+def activate_copy_that_is_behind() -> Iterator[None]:
+    """A takeover does not wait until the copy has everything, and its node does not check that."""
+
+    async def at_once(*_: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    with (
+        replaced(_Takeover, "_approach", at_once),
+        replaced(_Takeover, "_catch_up", at_once),
+        replaced(roles, "_check_stands_at_the_end", lambda *_: None),
+    ):
+        yield
+
+
 @planted(HANDOVERS)
 def discard_interrupted_takeover() -> Iterator[None]:
     """A takeover that resumes an interrupted one does not look for a node that became active. What
@@ -175,6 +194,7 @@ def trust_first_node() -> Iterator[None]:
 
 
 BUGS: Final = (
+    activate_copy_that_is_behind,
     trust_first_node,
     discard_interrupted_takeover,
     continue_shared_history,
