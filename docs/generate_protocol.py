@@ -364,9 +364,9 @@ def message_section(kind: type[Message]) -> str:
     ]
     sender = "either side" if kind.sender is Role.EITHER else f"the {SENDERS[kind.sender]}"
     header = [
-        f"partition {partition_field(kind)}",
-        f"opaque {opaque_field(kind)}",
-        f"status {kind.status_meaning}",
+        f"`partition` = {partition_field(kind)}",
+        f"`opaque` = {opaque_field(kind)}",
+        f"`status` = {kind.status_meaning}",
     ]
     allowances = [
         f"takes its whole frame from the {allowance}"
@@ -401,7 +401,7 @@ def partition_field(kind: type[Message]) -> str:
     """What stands in the partition field."""
     if kind is Refusal:
         return "its request's"
-    return "the one it is about" if kind.about_partition else "0xFFFF"
+    return "its partition" if kind.about_partition else "0xFFFF"
 
 
 def opaque_field(kind: type[Message]) -> str:
@@ -409,7 +409,7 @@ def opaque_field(kind: type[Message]) -> str:
     if kind in OF_A_STREAM:
         return "the stream's"
     if kind.answers:
-        return "one that is not in use"
+        return "a number that is not in use"
     if kind is Refusal or any(kind in message_type.answers for message_type in MESSAGES.values()):
         return "its request's"
     return "0"
