@@ -22,6 +22,7 @@ from upr_protocol.chunk import Chunk, Mutation, plain_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import Partition, SnapshotStartItem, batch_of
 from upr_server.engine.snapshots.collapse import (
+    BYTES_PER_MUTATION,
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
     COLLAPSE_SNAPSHOTS_MIN,
@@ -288,6 +289,17 @@ def test_steps_are_bounded() -> None:
     keys = [b"%d" % index for index in range(500)]
     leave_snapshots(partition, 8, *keys)
     assert collapse(partition, budget=400) >= 8
+
+
+def test_steps_are_bounded_by_their_bytes_too() -> None:
+    """Snapshots of one long value each: a step does not encode and copy hundreds of them."""
+    partition = new_partition()
+    value_bytes, snapshot_count, budget = 60_000, 40, 500
+    for index in range(snapshot_count):
+        put(partition, b"%d" % index, value=bytes(value_bytes))
+        read(partition, partition.snapshot_end)
+    steps = collapse(partition, budget)
+    assert steps >= snapshot_count * value_bytes // (budget * BYTES_PER_MUTATION)
 
 
 def big(partition: Partition, low: int, high: int, size: int = 1000) -> None:

@@ -53,6 +53,10 @@ WIDEN_BYTES: Final = 1024 * 1024
 WIDEN_COST: Final = 4096
 """What that costs, in mutations of `Collapse.step`."""
 
+BYTES_PER_MUTATION: Final = 512
+"""Bytes of a chunk that cost as much as a mutation: they may be copied twice, when the chunk is
+encoded for the first time and when it is put together with others."""
+
 _START: Final = attrgetter("start")
 
 
@@ -142,16 +146,17 @@ class Collapse:
         self._widened: deque[tuple[int, WidenedChunk]] = deque()
 
     def step(self, budget_mutations: int) -> bool:
-        """Goes on by about so many mutations; returns whether it is done."""
+        """Goes on by about so many mutations, or bytes that cost as much; returns whether it is
+        done."""
         while budget_mutations > 0:
             chunk = next(self._todo, None)
             if chunk is not None:
                 self._enter(chunk)
-                budget_mutations -= chunk.count + 1
+                budget_mutations -= max(chunk.count + 1, chunk.nbytes // BYTES_PER_MUTATION)
             elif self._entered:
                 chunk = self._entered.popleft()
                 self._take(chunk)
-                budget_mutations -= chunk.count // 2 + 1
+                budget_mutations -= max(chunk.count // 2 + 1, chunk.nbytes // BYTES_PER_MUTATION)
             else:
                 self._put_together()
                 if not self._widened:

@@ -248,7 +248,8 @@ class MutationManager:
         """Goes on collapsing: looks at about `budget_mutations` at most.
 
         Args:
-            budget_mutations: One costs 0.1 to 0.3 µs, and it is overrun by one chunk at most.
+            budget_mutations: One costs 0.1 to 0.3 µs, and so do some hundred bytes; it is overrun
+                by one chunk at most.
 
         Returns:
             Whether there is more to do.
