@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from upr_protocol.client import BlockingClient
 from upr_protocol.ids import Operation
 
 ROUNDS = effort(1, 100)
+ROUNDS_A_DRIVER = 4
+"""Rounds before the driver is killed, too: most of what a round costs is to start one."""
+
 ROWS_A_ROUND = 400
 COUNTERS = 10
 KEYS_OF_TABLE = 300
@@ -61,6 +65,49 @@ def changes_of(draw: random.Random) -> list[Mutation]:
     ]
 
 
+def kill_a_worker(driver_pid: int, draw: random.Random) -> None:
+    """Kills one of the processes in which a driver's tasks run, if there is one just now."""
+    workers = [
+        pid
+        for pid in descendants_of(driver_pid)
+        # Those that a driver asks for offsets, which a query does not outlive, are of another.
+        if b"pyspark.worker" in command_of(pid).split(b"\0") and is_forked_worker(pid)
+    ]
+    if workers:
+        with suppress(ProcessLookupError):
+            os.kill(draw.choice(workers), signal.SIGKILL)
+
+
+def is_forked_worker(pid: int) -> bool:
+    """Whether it was forked by the process that forks workers, and is not that one itself."""
+    return command_of(parent_of(pid)) == command_of(pid)
+
+
+def command_of(pid: int) -> bytes:
+    """The words of a process's command; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def parent_of(pid: int) -> int:
+    """Its parent; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def descendants_of(pid: int) -> list[int]:
+    """The processes that it has started, and those that these have."""
+    parents = {int(path.name): parent_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    descendants = [pid]
+    for known in descendants:
+        descendants += [child for child, parent in parents.items() if parent == known]
+    return sorted(descendants[1:])
+
+
 @pytest.mark.timeout(240 + 120 * ROUNDS)
 def test_each_row_counts_once_though_driver_workers_and_server_are_killed(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +119,8 @@ def test_each_row_counts_once_though_driver_workers_and_server_are_killed(
     with blocking_server() as server:
         job.url, job.target = server.create_bucket("b", 4), server.create_bucket("c", 4)
         job.of_table = server.create_bucket("d", 4)
-        for index in range(ROUNDS):
+
+        def write(index: int) -> None:
             rows = {
                 b"key %d" % (index * ROWS_A_ROUND + row): b"%d" % draw.randrange(COUNTERS)
                 for row in range(ROWS_A_ROUND)
@@ -82,21 +130,30 @@ def test_each_row_counts_once_though_driver_workers_and_server_are_killed(
                 client.apply(Mutation(Operation.SET, key, value) for key, value in rows.items())
             with durable_client(job.of_table) as client:
                 client.apply(changes_of(draw))
+
+        for first in range(0, ROUNDS, ROUNDS_A_DRIVER):
             before = planned_batches(tmp_path)
+            write(first)
             with driver(job) as process:
-                have_begun = partial(have_new_batches, tmp_path, before, process)
-                until(have_begun, "new batches are planned", DRIVER_S)
-                if not index:
-                    # In every run, and not only if the driver happens to live for long enough.
-                    until((tmp_path / "a worker died").exists, "a worker died", DRIVER_S)
-                threading.Event().wait(draw.random() * 2)
-                if draw.random() < 0.4:
-                    server.kill()
-                    server.start()
-                    threading.Event().wait(draw.random())
-                assert process.poll() is None, (
-                    f"a query ended by itself: {log_of(job).read_text()[-4000:]}"
-                )
+                for index in range(first, min(first + ROUNDS_A_DRIVER, ROUNDS)):
+                    if index > first:
+                        before = planned_batches(tmp_path)
+                        write(index)
+                    have_begun = partial(have_new_batches, tmp_path, before, process)
+                    until(have_begun, "new batches are planned", DRIVER_S)
+                    if not index:
+                        # In every run, and not only if the driver happens to live for long enough.
+                        until((tmp_path / "a worker died").exists, "a worker died", DRIVER_S)
+                    threading.Event().wait(draw.random() * 2)
+                    if draw.random() < 0.4:
+                        server.kill()
+                        server.start()
+                        threading.Event().wait(draw.random())
+                    elif index > first:
+                        kill_a_worker(process.pid, draw)
+                    assert process.poll() is None, (
+                        f"a query ended by itself: {log_of(job).read_text()[-4000:]}"
+                    )
                 os.killpg(process.pid, signal.SIGKILL)  # Python, JVM and all
                 process.wait(DRIVER_S)
         job.once, job.dies = True, ""
