@@ -72,21 +72,21 @@ from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query
 from upr_server.indexer.slices import CatalogReport, SliceAnswer, SliceScan
 from upr_server.indexer.worker_messages import (
-    Answered,
-    Ask,
-    Began,
-    Cancel,
-    Confirm,
-    Failure,
+    AskConfirm,
+    AskRelease,
+    AskScan,
+    AskStatistics,
+    AskStatus,
+    AskStop,
+    CancelQuestion,
+    CatalogRead,
+    ErrorMessage,
     NodeQuestion,
+    NumberedAnswer,
+    NumberedQuestion,
     Ping,
-    Release,
-    Reported,
-    Scan,
-    Statistics,
-    Stop,
+    SliceRestarted,
 )
-from upr_server.indexer.worker_messages import Status as AskStatus
 from upr_server.storage.records import (
     PARTITION,
     BucketRecord,
@@ -295,18 +295,18 @@ def _record() -> Iterator[tuple[str, bytes]]:
 def _links() -> Iterator[tuple[str, bytes]]:
     scan = SliceScan(IndexName("d", "i"), IndexDefinition(("a",)), Query(hold_s=9), 100)
     questions: list[NodeQuestion] = [
-        Scan(scan),
-        Release("x"),
+        AskScan(scan),
+        AskRelease("x"),
         AskStatus(IndexName("d", "i"), IndexDefinition(("a",)), {0: 3}),
-        Statistics(),
-        Confirm(),
+        AskStatistics(),
+        AskConfirm(),
         Ping(),
     ]
     for question in questions:
-        asked = Ask(1, msgspec.json.encode(question))
-        yield f"ask-{type(question).__name__.lower()}", _framed(links.TO_NODE, asked)
-    yield "ask-stop", _framed(links.TO_NODE, Ask(1, msgspec.json.encode(Stop())))
-    pair = Ask(1, msgspec.json.encode(Scan(scan))), Cancel(1)
+        asked = NumberedQuestion(1, msgspec.json.encode(question))
+        yield f"ask-{str(question.__struct_config__.tag).lower()}", _framed(links.TO_NODE, asked)
+    yield "ask-stop", _framed(links.TO_NODE, NumberedQuestion(1, msgspec.json.encode(AskStop())))
+    pair = NumberedQuestion(1, msgspec.json.encode(AskScan(scan))), CancelQuestion(1)
     yield "ask-and-cancel", _framed(links.TO_NODE, *pair)
     answer = SliceAnswer(
         searches=1,
@@ -317,12 +317,15 @@ def _links() -> Iterator[tuple[str, bytes]]:
         read_seconds=0.5,
         entries=[b"a"],
     )
-    answers = Answered(1, msgspec.msgpack.encode(None)), Answered(2, msgspec.msgpack.encode(answer))
+    answers = (
+        NumberedAnswer(1, msgspec.msgpack.encode(None)),
+        NumberedAnswer(2, msgspec.msgpack.encode(answer)),
+    )
     yield "answers", _framed(links.FROM_NODE, *answers)
-    failure = Failure("BuildingError", "it is being built", 1.0)
-    yield "failure", _framed(links.FROM_NODE, Answered(2, failure=failure))
-    report = Reported(CatalogReport({"d": b"{}"}, 1))
-    yield "report", _framed(links.FROM_NODE, Began(), report)
+    failure = ErrorMessage("BuildingError", "it is being built", 1.0)
+    yield "failure", _framed(links.FROM_NODE, NumberedAnswer(2, failure=failure))
+    report = CatalogRead(CatalogReport({"d": b"{}"}, 1))
+    yield "report", _framed(links.FROM_NODE, SliceRestarted(), report)
 
 
 def _framed(kind: int, *messages: Any) -> bytes:

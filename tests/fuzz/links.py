@@ -36,10 +36,10 @@ POOL_BYTES = 64 * 1024 * 1024
 
 
 class _Observer:
-    def began(self, index: int) -> None:
+    def slice_restarted(self, index: int) -> None:
         assert index == 0
 
-    def report(self, index: int, report: CatalogReport) -> None:
+    def catalog_read(self, index: int, report: CatalogReport) -> None:
         assert index == 0
         assert isinstance(report, CatalogReport)
 

@@ -21,8 +21,8 @@ from upr_server.indexer.answer import Answer
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Index
 from upr_server.indexer.index_file import EntrySource
-from upr_server.indexer.indexer import HolderMaker, Indexer, Settings, running_indexer
-from upr_server.indexer.pipeline import Work
+from upr_server.indexer.indexer import HolderMaker, Indexer, IndexerSettings, running_indexer
+from upr_server.indexer.pipeline import BlockingRunner
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName, design_key
 from upr_server.indexer.query import Query
 from upr_server.indexer.slices import SliceId
@@ -59,9 +59,9 @@ def settings(
     pool_bytes: int = POOL_BYTES,
     undo_mutations: int = 1000,
     slices: int = 1,
-) -> Settings:
+) -> IndexerSettings:
     limits = ReceivedKeysLimits(undo_mutations)
-    return Settings(Address.parse(url), data_dir, pool_bytes, limits, slices=slices)
+    return IndexerSettings(Address.parse(url), data_dir, pool_bytes, limits, slices=slices)
 
 
 @asynccontextmanager
@@ -72,7 +72,7 @@ async def an_indexer(
     *,
     undo_mutations: int = 1000,
     slices: int = 1,
-    work: Work | None = None,
+    work: BlockingRunner | None = None,
     make_holder: HolderMaker | None = None,
 ) -> AsyncIterator[Indexer]:
     async with running_indexer(
@@ -199,4 +199,4 @@ def without_designs(contents: Iterable[tuple[bytes, bytes]]) -> dict[bytes, byte
 def source_of(index: Index) -> EntrySource:
     """What makes the entries of an index, for a test that applies them itself: there is no round
     that could be cancelled."""
-    return index.member(check_cancelled=lambda: None).source
+    return index.pipeline_member(check_cancelled=lambda: None).source

@@ -30,12 +30,12 @@ from upr_protocol.client import (
 from upr_protocol.failover import FailoverEntry, FailoverLog, Position
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
-from upr_server.indexer.builder import Builder
-from upr_server.indexer.entry_reader import Selection
+from upr_server.indexer.builder import IndexBuilder
+from upr_server.indexer.entry_reader import EntrySelection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.mark import Mark
-from upr_server.indexer.pipeline import Member, Pipeline, worker_thread
+from upr_server.indexer.pipeline import Pipeline, PipelineMember, worker_thread
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.stream import IndexerStream
 
@@ -133,12 +133,12 @@ class WithAWord:
         return event
 
 
-def set_up(there: OtherStream, path: Path, url: str) -> tuple[Builder, IndexFile]:
+def set_up(there: OtherStream, path: Path, url: str) -> tuple[IndexBuilder, IndexFile]:
     """A builder of one index, beside another stream."""
     file, pool, work = IndexFile(path, BUCKET), MemoryPool(POOL_BYTES), worker_thread()
-    members = [Member(file, ByKey())]
+    members = [PipelineMember(file, ByKey())]
     stream, running = cast("IndexerStream", there), Pipeline(pool, work)
-    return Builder(Address.parse(url), pool, work, members, stream, running, 1), file
+    return IndexBuilder(Address.parse(url), pool, work, members, stream, running, 1), file
 
 
 async def test_an_event_from_before_a_new_beginning_is_not_applied(
@@ -170,14 +170,14 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
             # It goes over, and is pending: the other stream is not as far.
             stream.position = at(mark.position.log, COUNT // 2)
             stream.put(stream.position)
-            await eventually(lambda: not builder.behind(), "it has gone over")
+            await eventually(lambda: not builder.seqs_behind(), "it has gone over")
             words.append(lambda: stream.put(at(ANOTHER, COUNT // 2)))
             await client.set("k0", json.dumps("again"))
             await eventually(lambda: not words, "the history has changed")
             stream.position = at(mark.position.log, COUNT + 1)
             await eventually(lambda: file.is_built, "it was built")
-        with file.view() as view:
-            result = view.scan(Selection(), COUNT + 1)
+        with file.open_view() as view:
+            result = view.scan(EntrySelection(), COUNT + 1)
         assert result.entries == [b"k%d" % index for index in range(COUNT)]
         file.close()
 
@@ -304,7 +304,7 @@ async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_pa
             stream.position = file.mark(PARTITION)
             stream.put(stream.position)
             await eventually(lambda: file.is_built, "it was built")
-        with file.view() as view:
-            result = view.scan(Selection(), COUNT + 2)
+        with file.open_view() as view:
+            result = view.scan(EntrySelection(), COUNT + 2)
         assert result.entries == [b"k%d" % index for index in range(COUNT)]
         file.close()

@@ -49,26 +49,26 @@ from upr_server.app import Server
 from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.app import serve, serving
 from upr_server.indexer.bucket_histories import MAX_AGE_S, BucketHistories
-from upr_server.indexer.builder import Builder
-from upr_server.indexer.catalog import Catalog
+from upr_server.indexer.builder import IndexBuilder
+from upr_server.indexer.catalog import DesignCatalog
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.designs import Designs
 from upr_server.indexer.directory import (
     LOCK_TIMEOUT_S,
-    locked,
+    locked_folder,
     remove_other_slices,
-    when_free,
+    retry_while_in_use,
 )
 from upr_server.indexer.entry_stream import EntryStream
-from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.log_in_turns import LogInTurns
 from upr_server.indexer.membership import Membership
 from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.node_links import serve_link
-from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition
@@ -86,13 +86,13 @@ from upr_server.indexer.stream import IndexerStream
 from upr_server.indexer.web_socket import (
     AcceptedWebSocket,
     OpenedWebSocket,
-    RefusedError,
-    accept,
+    WebSocketRefusedError,
+    accept_web_socket,
     open_web_socket,
-    refuse,
+    refuse_web_socket,
 )
-from upr_server.indexer.worker import Worker, serve_slice
-from upr_server.indexer.worker_messages import Answered, Frames, ToNode
+from upr_server.indexer.worker import SliceWorker, serve_slice
+from upr_server.indexer.worker_messages import MessageStream, NumberedAnswer, ToNode
 from upr_server.indexer.worker_process import WorkerProcess, worker_process
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ def whole(server: Server, indexer: Indexer) -> None:
 async def read_twice(indexer: Indexer) -> None:
     """Two readers of one moment, one after the other."""
     file = indexer.slices[0].definitions.find(name_of("d/city")).file
-    moment = indexer.slices[0].moments.hold(file, file.view())
+    moment = indexer.slices[0].moments.hold(file, file.open_view())
 
     async def read() -> None:
         async with moment.reading() as view:
@@ -198,10 +198,14 @@ QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = 
     Scanner.release: lambda indexer, _: hold_and_release(indexer),
     EntryStream.run: lambda indexer, _: stream_entries(indexer),
     Moment.reading: lambda indexer, _: read_twice(indexer),
-    Barriers.returned: lambda indexer, _: indexer.slices[0].barriers.returned(),
-    Barriers.wait: lambda indexer, _: indexer.slices[0].barriers.wait(),
+    ScanBarriers.wait_until_received: lambda indexer, _: indexer.slices[
+        0
+    ].barriers.wait_until_received(),
+    ScanBarriers.wait_until_applied: lambda indexer, _: indexer.slices[
+        0
+    ].barriers.wait_until_applied(),
     IndexerStream.barrier: lambda indexer, _: indexer.slices[0].stream.barrier(),
-    Catalog.current: lambda indexer, _: indexer.slices[0].catalog.current(),
+    DesignCatalog.current_designs: lambda indexer, _: indexer.slices[0].catalog.current_designs(),
     Pipeline.sync: lambda indexer, _: indexer.slices[0].pipeline.sync(),
     Designs.create: lambda indexer, suffix: indexer.designs.create(f"d{suffix}", DESIGN),
 }
@@ -324,17 +328,17 @@ RUN: Final = tries(
     Indexer.run,
     Definitions.open,
     Designs.run,
-    Designs.confirm,
+    Designs.wait_until_current,
     Slice.run,
     Slice.confirm,
     Definitions.run,
-    Builder.run,
+    IndexBuilder.run,
     Pipeline.run,
     IndexerStream.run,
     IndexerStream.partitions,
-    Overlay.run,
+    DesignOverlay.run,
     Announcements.run,
-    Barriers.run,
+    ScanBarriers.run,
     Moments.run,
 )
 
@@ -369,10 +373,10 @@ async def test_an_indexer(
 WORKER_RUN: Final = tries(
     WorkerProcess.run,
     WorkerProcess.stop,
-    Worker.run,
+    SliceWorker.run,
     serve_slice,
-    Frames.send_all,
-    Frames.received,
+    MessageStream.run_sender,
+    MessageStream.received_messages,
 )
 
 
@@ -529,24 +533,24 @@ async def test_who_may_link(
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*WHO_LINKS)
 
 
-OUTBOX: Final = tries(Frames.wait_below)
+OUTBOX: Final = tries(MessageStream.wait_until_unsent_below)
 
 
 async def test_an_outbox() -> None:
     async def work() -> None:
         ours, theirs = trio.testing.memory_stream_pair()
-        frames = Frames(ours, ToNode)
+        frames = MessageStream(ours, ToNode)
         async with ours, theirs, trio.open_nursery() as nursery:
-            frames.put(Answered(1))
-            nursery.start_soon(frames.send_all)
-            await frames.wait_below(1)
+            frames.queue_message(NumberedAnswer(1))
+            nursery.start_soon(frames.run_sender)
+            await frames.wait_until_unsent_below(1)
             assert await theirs.receive_some()
             nursery.cancel_scope.cancel()
 
     (await cancelled_at_each_step(work, then=work)).check_inside(*OUTBOX)
 
 
-FOLDERS: Final = tries(when_free, remove_other_slices)
+FOLDERS: Final = tries(retry_while_in_use, remove_other_slices)
 
 
 async def test_waiting_for_a_folder(
@@ -555,7 +559,7 @@ async def test_waiting_for_a_folder(
     folder = tmp_path / SliceId(1, 2).folder
 
     async def work() -> None:
-        with locked(folder):
+        with locked_folder(folder):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(remove_other_slices, tmp_path, [])
                 await trio.sleep(LOCK_TIMEOUT_S / 2)
@@ -572,10 +576,10 @@ SOCKETS: Final = tries(
     OpenedWebSocket.send_all,
     OpenedWebSocket.receive_some,
     OpenedWebSocket.aclose,
-    accept,
+    accept_web_socket,
     AcceptedWebSocket.send_all,
     AcceptedWebSocket.receive_some,
-    refuse,
+    refuse_web_socket,
 )
 
 
@@ -587,9 +591,9 @@ async def test_a_web_socket(monkeypatch: pytest.MonkeyPatch, autojump_clock: Moc
     async def application(receive: Any, send: Any) -> None:
         if not accepts:
             scope: dict[str, Any] = {"extensions": {"websocket.http.response": {}}}
-            await refuse(scope, receive, send, 418, b'{"error": {"message": "no tea"}}')
+            await refuse_web_socket(scope, receive, send, 418, b'{"error": {"message": "no tea"}}')
             return
-        stream = await accept(receive, send)
+        stream = await accept_web_socket(receive, send)
         while data := await stream.receive_some(9):
             await stream.send_all(data)
 
@@ -605,7 +609,7 @@ async def test_a_web_socket(monkeypatch: pytest.MonkeyPatch, autojump_clock: Moc
         nonlocal accepts, servers
         async with trio.open_nursery() as servers:
             accepts = False
-            with pytest.raises(RefusedError, match="no tea"):
+            with pytest.raises(WebSocketRefusedError, match="no tea"):
                 await open_web_socket("http://h:1/x", UNPROTECTED)
             accepts = True
             async with aclosing(await open_web_socket("http://h:1/x", UNPROTECTED)) as socket:

@@ -10,7 +10,7 @@ import trio
 from tests.indexer.kit import BUCKET, a_server, an_indexer, define
 from tests.kit.process import eventually
 from upr_protocol.client import connect
-from upr_server.indexer.builder import Builder
+from upr_server.indexer.builder import IndexBuilder
 from upr_server.indexer.pure.definition import IndexDefinition
 
 BY_N = IndexDefinition(("n",))
@@ -19,17 +19,17 @@ BY_N = IndexDefinition(("n",))
 async def test_a_builder_goes_on_until_its_last_index_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began: list[Builder] = []
-    ended: list[Builder] = []
+    began: list[IndexBuilder] = []
+    ended: list[IndexBuilder] = []
 
-    async def build_for_ever(builder: Builder) -> None:
+    async def build_for_ever(builder: IndexBuilder) -> None:
         began.append(builder)
         try:
             await trio.sleep_forever()
         finally:
             ended.append(builder)
 
-    monkeypatch.setattr(Builder, "run", build_for_ever)
+    monkeypatch.setattr(IndexBuilder, "run", build_for_ever)
     async with (
         a_server() as server,
         connect(server.url(BUCKET)) as client,

@@ -33,7 +33,7 @@ from upr_server.indexer.http_access import (
     NotAllowedError,
     TooManyLogInsError,
 )
-from upr_server.indexer.indexer import Settings, running_indexer
+from upr_server.indexer.indexer import IndexerSettings, running_indexer
 from upr_server.indexer.remote_slice import OPEN_S
 
 DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
@@ -156,7 +156,7 @@ async def a_front(
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(server_with_users(users))
         address = address_of(server, BOB if not users.is_open else None)
-        settings = Settings(address, folder, 64 * 1024 * 1024)
+        settings = IndexerSettings(address, folder, 64 * 1024 * 1024)
         indexer = await stack.enter_async_context(running_indexer(settings))
         await indexer.designs.create("d", DESIGN)
         await until_ready(indexer, "d/city")
@@ -608,7 +608,7 @@ async def test_upr_index_and_the_client_log_in(
     reader = User("reader", VERIFIER, (Grant(Right.READ, OWN),))
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(server_with_users(USERS.with_user(reader)))
-        settings = Settings(address_of(server), tmp_path, 64 * 1024 * 1024)
+        settings = IndexerSettings(address_of(server), tmp_path, 64 * 1024 * 1024)
         indexer = await stack.enter_async_context(running_indexer(settings))
         url = await stack.enter_async_context(serving(indexer, "127.0.0.1:0"))
         options = ("--indexer", url)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.indexer.entry_reader import KeyRange, Selection
+from upr_server.indexer.entry_reader import EntrySelection, KeyRange
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import (
     IndexFile,
@@ -25,7 +25,7 @@ from upr_server.indexer.index_file import (
 )
 from upr_server.indexer.mark import Mark
 
-EVERYTHING = Selection()
+EVERYTHING = EntrySelection()
 LOG = FailoverLog.of_pairs([(7, 0)])
 
 
@@ -67,27 +67,27 @@ def batch(
 
 
 def apply(file: IndexFile, *batches: IndexBatch) -> int:
-    return file.apply([(batch, list(batch.changes())) for batch in batches], Words())
+    return file.apply_batches([(batch, list(batch.changes())) for batch in batches], Words())
 
 
 def entries(file: IndexFile, low: bytes = b"", high: bytes = b"\xff") -> list[bytes]:
-    return scan(file, Selection((KeyRange(low, high),)), 10**6).entries
+    return scan(file, EntrySelection((KeyRange(low, high),)), 10**6).entries
 
 
 def scan(
     file: IndexFile,
-    selection: Selection = EVERYTHING,
+    selection: EntrySelection = EVERYTHING,
     limit: int = 9,
     bytes_max: int = 10**6,
     *,
     settled: bool = True,
 ) -> ScanResult:
-    with file.view(settled=settled) as view:
+    with file.open_view(settled=settled) as view:
         return view.scan(selection, limit, bytes_max=bytes_max)
 
 
-def entry_count(file: IndexFile, selection: Selection) -> int | None:
-    with file.view() as view:
+def entry_count(file: IndexFile, selection: EntrySelection) -> int | None:
+    with file.open_view() as view:
         return view.summarize(selection, count=True).count
 
 
@@ -161,27 +161,27 @@ def test_ranges_are_read_in_both_directions(file: IndexFile) -> None:
     assert len(every) == 5
     for low in range(5):
         for high in range(5):
-            selection = Selection((KeyRange(every[low], every[high]),))
+            selection = EntrySelection((KeyRange(every[low], every[high]),))
             assert scan(file, selection).entries == every[low:high]
             assert entry_count(file, selection) == max(0, high - low)
             down = attrs.evolve(selection, descending=True)
             assert scan(file, down).entries == every[low:high][::-1]
-    assert scan(file, Selection(descending=True), 2).entries == every[:2:-1]
+    assert scan(file, EntrySelection(descending=True), 2).entries == every[:2:-1]
     result = scan(file, limit=5)
-    assert (result.entries, result.more) == (every, False)
-    with file.view() as view:
+    assert (result.entries, result.has_more) == (every, False)
+    with file.open_view() as view:
         assert view.timestamps() == {0: (7, 5)}
-    assert scan(file, limit=4).more
+    assert scan(file, limit=4).has_more
     two_entries = entries_bytes(every[:2])
     for bytes_max, count in (two_entries, 2), (two_entries - 1, 1), (1, 1), (10**6, len(every)):
         result = scan(file, bytes_max=bytes_max)
-        assert (result.entries, result.more) == (every[:count], count < len(every))
+        assert (result.entries, result.has_more) == (every[:count], count < len(every))
 
 
 def test_inside_a_snapshot_an_index_is_not_settled(file: IndexFile) -> None:
     apply(file, batch(0, part(0, 2, 3), [(2, b"k", b"v")]), batch(1, whole(1), [(1, b"l", b"w")]))
     with pytest.raises(NotSettledError):
-        file.view()
+        file.open_view()
     assert scan(file, settled=False).entries == [b"\x09vk", b"\x09wl"]
     file.check_invariants()
     apply(file, batch(0, whole(3), [(3, b"k", None)]))
@@ -193,10 +193,10 @@ def test_after_a_rollback_an_index_settles_at_the_number_it_was_given(file: Inde
     back = attrs.evolve(whole(4), settles_at=SeqNo(6))
     apply(file, IndexBatch(PartitionId(0), back, rollback_documents={b"k": b"w"}))
     with pytest.raises(NotSettledError):
-        file.view()
+        file.open_view()
     apply(file, batch(0, whole(5), [(5, b"l", b"x")]))
     with pytest.raises(NotSettledError):
-        file.view()
+        file.open_view()
     apply(file, batch(0, whole(6), [(6, b"l", b"y")]))
     assert entries(file) == [b"\x09wk", b"\x09yl"]
 
@@ -214,7 +214,7 @@ def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
     ahead = Position(log, SeqNo(3), SeqNo(5), inside.position.partial)
     assert file.mark(PartitionId(0)) == Mark(ahead, SeqNo(9)), "only the log is the stream's"
     with pytest.raises(NotSettledError):
-        file.view()
+        file.open_view()
     file.check_invariants()
 
 
@@ -251,14 +251,14 @@ def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
 
 def test_a_mark_tells_whether_a_write_is_there_or_lost() -> None:
     mark = Mark(Position(FailoverLog.of_pairs([(8, 5), (7, 0)]), SeqNo(9), SeqNo(9)))
-    assert mark.has(HistoryId(7), SeqNo(5))
-    assert mark.has(HistoryId(8), SeqNo(9))
-    assert not mark.has(HistoryId(8), SeqNo(10))
-    assert not mark.lost(HistoryId(8), SeqNo(10))
-    assert not mark.has(HistoryId(7), SeqNo(6))
-    assert mark.lost(HistoryId(7), SeqNo(6))
-    assert not mark.has(HistoryId(9), SeqNo(1))
-    assert not mark.lost(HistoryId(9), SeqNo(1))
+    assert mark.has_change(HistoryId(7), SeqNo(5))
+    assert mark.has_change(HistoryId(8), SeqNo(9))
+    assert not mark.has_change(HistoryId(8), SeqNo(10))
+    assert not mark.has_lost(HistoryId(8), SeqNo(10))
+    assert not mark.has_change(HistoryId(7), SeqNo(6))
+    assert mark.has_lost(HistoryId(7), SeqNo(6))
+    assert not mark.has_change(HistoryId(9), SeqNo(1))
+    assert not mark.has_lost(HistoryId(9), SeqNo(1))
 
 
 def test_an_index_of_another_format_is_empty(file: IndexFile) -> None:

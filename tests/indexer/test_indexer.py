@@ -260,7 +260,7 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
         await until_ready(indexer, "d/city")
         await scan(indexer, "d/city")
         file = indexer.slices[0].definitions.find(name_of("d/city")).file
-        real_view = file.view
+        real_view = file.open_view
 
         def view_and_fail_over(**options: Any) -> IndexView:
             view = real_view(**options)
@@ -271,7 +271,7 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
             )
             return view
 
-        monkeypatch.setattr(file, "view", view_and_fail_over)
+        monkeypatch.setattr(file, "open_view", view_and_fail_over)
         written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
         with pytest.raises(WriteLostError):
             await scan(indexer, "d/city", consistency="at_least", written=written)

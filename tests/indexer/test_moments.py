@@ -38,7 +38,7 @@ from tests.kit.process import eventually
 from upr_protocol.client import Client, connect
 from upr_server.indexer import moments as moments_module
 from upr_server.indexer.definitions import NoIndexError
-from upr_server.indexer.entry_reader import Selection
+from upr_server.indexer.entry_reader import EntrySelection
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import (
@@ -73,7 +73,7 @@ def test_pages_of_a_view_do_not_see_what_is_written_meanwhile(
     with an_index(tmp_path_factory.mktemp("index"), definition, contents) as index:
         rows, seq = [], len(contents)
         query = msgspec.structs.replace(query, limit=limit)
-        with index.file.view() as view:
+        with index.file.open_view() as view:
             while True:
                 page = answer_of([view], [index], query)
                 rows += rows_of(page)
@@ -89,7 +89,7 @@ def test_pages_of_a_view_do_not_see_what_is_written_meanwhile(
                     seq += len(items)
                     contents = state
                     changes = batch(0, whole(seq), items)
-                    index.file.apply([(changes, list(changes.changes()))], source_of(index))
+                    index.file.apply_batches([(changes, list(changes.changes()))], source_of(index))
     assert rows == expected
 
 
@@ -110,7 +110,7 @@ def moments(nursery: trio.Nursery) -> Iterator[Moments]:
 
 
 def held(moments: Moments, file: IndexFile, hold_s: float) -> Moment:
-    moment = moments.hold(file, file.view())
+    moment = moments.hold(file, file.open_view())
     with moment.in_use(hold_s):
         pass
     return moment
@@ -144,7 +144,7 @@ async def test_a_moment_does_not_live_for_ever_by_use(
             await trio.sleep(1 + CHECK_INTERVAL_S)
             assert moment.is_gone
             # Whoever reads it reads on.
-            assert view.scan(Selection(), 9).entries == entries(file)
+            assert view.scan(EntrySelection(), 9).entries == entries(file)
         with pytest.raises(MomentGoneError):
             async with moment.reading():
                 raise AssertionError("it is held")

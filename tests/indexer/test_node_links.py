@@ -35,7 +35,7 @@ from upr_server.indexer.membership import Membership
 from upr_server.indexer.query import Query
 from upr_server.indexer.remote_slice import RemoteSlice
 from upr_server.indexer.slices import SliceId
-from upr_server.indexer.web_socket import RefusedError, open_web_socket
+from upr_server.indexer.web_socket import WebSocketRefusedError, open_web_socket
 from upr_server.runtime import Certificates as DaemonCertificates
 from upr_server.runtime import certificate_files
 
@@ -163,7 +163,7 @@ async def test_nodes_log_in(tmp_path: Path) -> None:
                 ("index-other", "needs the right"),
             ):
                 credentials = Credentials(user, "pencil") if user else None
-                with pytest.raises(RefusedError, match=message):
+                with pytest.raises(WebSocketRefusedError, match=message):
                     await open_web_socket(path, Security(credentials=credentials))
 
 
@@ -224,16 +224,16 @@ async def test_a_node_says_which_slices_it_has_not(tmp_path: Path) -> None:
             if message is None:
                 await (await open_web_socket(url, Security())).aclose()
                 continue
-            with pytest.raises(RefusedError, match=message):
+            with pytest.raises(WebSocketRefusedError, match=message):
                 await open_web_socket(url, Security())
-        with pytest.raises(RefusedError, match="HTTP 4"):
+        with pytest.raises(WebSocketRefusedError, match="HTTP 4"):
             await open_web_socket(f"{membership.url}/v1/nothing", Security())
     async with (
         a_server() as server,
         an_indexer(server.url("b"), tmp_path / "alone") as indexer,
         serving(indexer, "127.0.0.1:0") as url,
     ):
-        with pytest.raises(RefusedError, match="this indexer is alone"):
+        with pytest.raises(WebSocketRefusedError, match="this indexer is alone"):
             await open_web_socket(f"{url}/v1/slices/0?map=x", Security())
 
 
@@ -251,7 +251,9 @@ async def test_links_are_limited(tmp_path: Path) -> None:
             # The other node has one already.
             for _ in range(3):
                 await stack.enter_async_context(aclosing(await open_web_socket(url, Security())))
-            with pytest.raises(RefusedError, match=r"127\.0\.0\.1 has 4 links .* links_max, 8$"):
+            with pytest.raises(
+                WebSocketRefusedError, match=r"127\.0\.0\.1 has 4 links .* links_max, 8$"
+            ):
                 await open_web_socket(url, Security())
             assert (await asked_by_hand(membership, 0)).startswith(b"HTTP/1.1 429 ")
             for indexer in indexers:
@@ -262,7 +264,7 @@ async def test_links_are_limited(tmp_path: Path) -> None:
                 try:
                     await (await open_web_socket(url, Security())).aclose()
                     return
-                except RefusedError:
+                except WebSocketRefusedError:
                     await trio.sleep(POLL_S)
 
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import trio
 import trio.testing
 
-from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.overlay import DesignOverlay
 
 
 class Passage:
@@ -35,8 +35,8 @@ class Passage:
 @asynccontextmanager
 async def running(
     passed: Callable[[], Awaitable[object]], on_change: Callable[[], None] = lambda: None
-) -> AsyncIterator[Overlay]:
-    overlay = Overlay(passed, on_change)
+) -> AsyncIterator[DesignOverlay]:
+    overlay = DesignOverlay(passed, on_change)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(overlay.run)
         yield overlay

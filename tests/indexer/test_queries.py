@@ -29,7 +29,7 @@ from upr_server.indexer.pool import ANSWER_BYTES_MAX
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.pure.extractor import Extractor
 from upr_server.indexer.query import Bound, Query, QueryError, Range
-from upr_server.indexer.slice_scanner import read
+from upr_server.indexer.slice_scanner import read_answer
 from upr_server.indexer.slices import SliceId, SliceScan
 
 PARTS: Final = 3
@@ -79,7 +79,7 @@ def an_index(
         index = Index(IndexName("d", "i"), definition, file, Extractor(definition))
         items = [(seq, key, value) for seq, (key, value) in enumerate(contents.items(), 1)]
         changes = batch(0, whole(len(items)), items)
-        file.apply([(changes, list(changes.changes()))], source_of(index))
+        file.apply_batches([(changes, list(changes.changes()))], source_of(index))
         file.check_invariants()
         yield index
     finally:
@@ -112,7 +112,7 @@ def merged_answer(
     slices: Sequence[Index], query: Query, bytes_max: int = ANSWER_BYTES_MAX
 ) -> Answer:
     with ExitStack() as stack:
-        views = [stack.enter_context(index.file.view()) for index in slices]
+        views = [stack.enter_context(index.file.open_view()) for index in slices]
         return answer_of(views, slices, query, bytes_max)
 
 
@@ -130,7 +130,9 @@ def answer_of(
         scan = SliceScan(name, definition, merged.query, bytes_max)
         selection = merged.query.selection(len(definition.key))
         pairs = zip(views, slices, strict=True)
-        merged.add([read(view, index, scan, selection, FreshnessLog()) for view, index in pairs])
+        merged.add(
+            [read_answer(view, index, scan, selection, FreshnessLog()) for view, index in pairs]
+        )
     return msgspec.json.decode(b"".join(merged.answer().pieces()), type=Answer)
 
 
@@ -291,14 +293,14 @@ def test_an_index_follows_its_documents(
                 items.append((seq, key, state.get(key)))
             contents = state
             changes = batch(0, whole(seq), items)
-            index.file.apply([(changes, list(changes.changes()))], source)
+            index.file.apply_batches([(changes, list(changes.changes()))], source)
             index.file.check_invariants()
             assert all_rows([index], Query(), 10_000) == index_rows(definition, contents)
             # The same documents again change nothing.
             again = IndexBatch(PartitionId(0), whole(seq), rollback_documents=contents)
-            assert index.file.apply([(again, list(again.changes()))], source) == 0
+            assert index.file.apply_batches([(again, list(again.changes()))], source) == 0
         cleared = IndexBatch(PartitionId(0), whole(0), clears_partition=True)
-        index.file.apply([(cleared, [])], source)
+        index.file.apply_batches([(cleared, [])], source)
         index.file.check_invariants()
         assert index.file.entry_count() == 0
 
@@ -312,7 +314,7 @@ def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, array
         for seq, value in enumerate(("2", "2", long_value, '{"n": [3]}', "null"), 2):
             contents = {b"k": b'{"a": ["x", "y"], "d": %s}' % value.encode()}
             change = batch(0, whole(seq), [(seq, b"k", contents[b"k"])])
-            index.file.apply([(change, list(change.changes()))], source_of(index))
+            index.file.apply_batches([(change, list(change.changes()))], source_of(index))
             entries = answer(index, Query()).entries
             expected = None if value == long_value else [json.loads(value)]
             assert [entry.included for entry in entries] == [expected] * (2 if array_key else 1)

@@ -54,7 +54,7 @@ def rollbacks_synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     it forgets what was rolled back, and the machine may crash then."""
     unsynced: set[IndexFile] = set()
     synced: list[Path] = []
-    apply, sync, next_event = IndexFile.apply, IndexFile.sync, RollbackConsumer.__anext__
+    apply, sync, next_event = IndexFile.apply_batches, IndexFile.sync, RollbackConsumer.__anext__
 
     def apply_noted(file: IndexFile, batches: Sequence[Any], source: EntrySource) -> int:
         if any(batch.is_rollback for batch, _ in batches):
@@ -71,7 +71,7 @@ def rollbacks_synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         assert not unsynced
         return await next_event(consumer)
 
-    monkeypatch.setattr(IndexFile, "apply", apply_noted)
+    monkeypatch.setattr(IndexFile, "apply_batches", apply_noted)
     monkeypatch.setattr(IndexFile, "sync", sync_noted)
     monkeypatch.setattr(RollbackConsumer, "__anext__", next_event_noted)
     return synced

@@ -24,11 +24,11 @@ from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.slice_server import QUESTIONS_MAX, SliceServer
 from upr_server.indexer.slices import SliceHolder, SliceId, SliceMissingError, SliceScan
 from upr_server.indexer.worker_messages import (
-    Answered,
-    Ask,
-    Frames,
     FromNode,
+    MessageStream,
     NodeQuestion,
+    NumberedAnswer,
+    NumberedQuestion,
     Ping,
     Question,
     ToNode,
@@ -54,16 +54,16 @@ class OtherNode:
         return ours
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
-        frames = Frames(stream, ToNode)
+        frames = MessageStream(stream, ToNode)
         async with stream, trio.open_nursery() as nursery:
-            nursery.start_soon(frames.send_all)
-            async with aclosing(frames.received()) as messages:
+            nursery.start_soon(frames.run_sender)
+            async with aclosing(frames.received_messages()) as messages:
                 async for message in messages:
-                    if isinstance(message, Ask):
+                    if isinstance(message, NumberedQuestion):
                         question: Question = msgspec.json.decode(message.question, type=Question)
                         is_ping = isinstance(question, Ping)
                         answer = b"\xc0" if is_ping else self._answer
-                        frames.put(Answered(message.number, answer))
+                        frames.queue_message(NumberedAnswer(message.number, answer))
             nursery.cancel_scope.cancel()
 
 
@@ -97,14 +97,14 @@ class BusyNode(OtherNode):
         super().__init__(b"")
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
-        frames = Frames(stream, ToNode)
+        frames = MessageStream(stream, ToNode)
         holder = cast("SliceHolder", BusySlice())
         server = SliceServer(frames, holder, MemoryPool(2**20), NodeQuestion)
         async with stream, trio.open_nursery() as nursery:
-            nursery.start_soon(frames.send_all)
-            async with aclosing(frames.received()) as messages:
+            nursery.start_soon(frames.run_sender)
+            async with aclosing(frames.received_messages()) as messages:
                 async for message in messages:
-                    server.take(message, nursery)
+                    server.handle_message(message, nursery)
             nursery.cancel_scope.cancel()
 
 
@@ -187,19 +187,19 @@ def test_the_error_of_a_wrong_query_names_its_field() -> None:
 
 
 @asynccontextmanager
-async def a_served_link() -> AsyncIterator[tuple[Frames, trio.abc.Stream, ReplicatedSlice]]:
+async def a_served_link() -> AsyncIterator[tuple[MessageStream, trio.abc.Stream, ReplicatedSlice]]:
     """The link of another node to a busy slice: what it sends with, and its end of the stream."""
     part = ReplicatedSlice(SliceId(0, 1), {0: ("http://n:1", cast("SliceHolder", BusySlice()))}, 0)
     theirs, ours = trio.testing.memory_stream_pair()
     async with trio.open_nursery() as nursery:
-        frames = Frames(theirs, FromNode)
+        frames = MessageStream(theirs, FromNode)
 
         async def serve() -> None:
             async with ours:
                 await serve_link(ours, part, MemoryPool(2**20))
 
         nursery.start_soon(serve)
-        nursery.start_soon(frames.send_all)
+        nursery.start_soon(frames.run_sender)
         yield frames, theirs, part
         nursery.cancel_scope.cancel()
 
@@ -209,7 +209,7 @@ async def test_a_link_on_which_nothing_is_asked_ends(
 ) -> None:
     async with a_served_link() as (frames, stream, _):
         for number in range(30):
-            frames.put(Ask(number, msgspec.json.encode(Ping())))
+            frames.queue_message(NumberedQuestion(number, msgspec.json.encode(Ping())))
             assert await stream.receive_some()
             await trio.sleep(SILENT_S / 10)
         asked_at = trio.current_time()
@@ -245,27 +245,27 @@ class UnreadStream:
             await trio.sleep_forever()
         self.taken += 1
         # Each has a number of its own.
-        data = msgspec.msgpack.encode(Ask(self.taken, msgspec.json.encode(Ping())))
+        data = msgspec.msgpack.encode(NumberedQuestion(self.taken, msgspec.json.encode(Ping())))
         return len(data).to_bytes(4, "big") + data
 
 
 async def test_of_reports_that_wait_the_newest_is_sent() -> None:
     theirs, ours = trio.testing.memory_stream_pair()
-    frames = Frames(ours, ToNode)
-    first = frames.put(Answered(1))
-    frames.put(Answered(2))
-    frames.withdraw(first)
-    frames.put(Answered(3))
+    frames = MessageStream(ours, ToNode)
+    first = frames.queue_message(NumberedAnswer(1))
+    frames.queue_message(NumberedAnswer(2))
+    frames.withdraw_message(first)
+    frames.queue_message(NumberedAnswer(3))
     numbers = []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(frames.send_all)
-        async with aclosing(Frames(theirs, FromNode).received()) as messages:
+        nursery.start_soon(frames.run_sender)
+        async with aclosing(MessageStream(theirs, FromNode).received_messages()) as messages:
             async for message in messages:
                 numbers.append(message.number)
                 if message.number == 3:
                     break
         # What has been sent cannot be withdrawn.
-        frames.withdraw(first)
-        await frames.wait_below(1)
+        frames.withdraw_message(first)
+        await frames.wait_until_unsent_below(1)
         nursery.cancel_scope.cancel()
     assert numbers == [2, 3]

@@ -281,7 +281,7 @@ async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
         first_frames = holder._frames
         with structlog.testing.capture_logs() as logs:
             # Nothing that it is sent arrives.
-            monkeypatch.setattr(first_frames, "put", lambda _message: trio.Event())
+            monkeypatch.setattr(first_frames, "queue_message", lambda _message: trio.Event())
             with pytest.raises(SliceMissingError, match="slice 1 of 2 does not run"):
                 await scan(indexer, "d/city")
             status = await indexer.scanner.status(name_of("d/city"))
@@ -297,10 +297,10 @@ async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
 class NoListener:
     """Hears of slices, and does nothing."""
 
-    def began(self, index: int) -> None:
+    def slice_restarted(self, index: int) -> None:
         pass
 
-    def report(self, index: int, report: CatalogReport) -> None:
+    def catalog_read(self, index: int, report: CatalogReport) -> None:
         pass
 
 
@@ -357,10 +357,10 @@ async def test_a_worker_may_take_long_to_start(
 async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> None:
     holders = [WorkerProcess(SliceId(part, 2), config=b"", pool_bytes=1) for part in range(2)]
     designs = Designs(Address.parse("upr://h/b"), "indexer", holders)
-    designs.report(0, CatalogReport({}, 0))
+    designs.catalog_read(0, CatalogReport({}, 0))
     with pytest.raises(SliceMissingError, match="slice 1 of 2 has yet to say"):
         designs.find(name_of("d/city"))
-    designs.report(1, CatalogReport({}, 0))
+    designs.catalog_read(1, CatalogReport({}, 0))
     async with trio.open_nursery() as nursery:
         await designs._reconcile(nursery)
         nursery.cancel_scope.cancel()
@@ -375,7 +375,7 @@ async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> N
     with pytest.raises(NoIndexError):
         designs.find(name_of("d/city"))
     # A rollback loses no definition that was there.
-    designs.report(1, CatalogReport({}, 1))
+    designs.catalog_read(1, CatalogReport({}, 1))
     with pytest.raises(NoIndexError):
         designs.find(name_of("d/city"))
 

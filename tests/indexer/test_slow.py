@@ -18,8 +18,8 @@ from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publi
 from upr_protocol.ids import PartitionId
 from upr_server.indexer import indexer as indexer_module
 from upr_server.indexer import pipeline as pipeline_module
-from upr_server.indexer.builder import Builder
-from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.builder import IndexBuilder
+from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
 from upr_server.indexer.pipeline import (
@@ -100,7 +100,7 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
         gate.open()
         assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(BY_N, contents)
         assert pool.peak <= POOL_BYTES
-        assert indexer.slices[0].pipeline.length == 0
+        assert indexer.slices[0].pipeline.queued_batch_count == 0
 
 
 async def test_building_leaves_room_in_the_pool(
@@ -221,7 +221,7 @@ async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
             pipeline.put(_batch(pool, 1, 1000))
     counts = pipeline.put_counts()
     assert counts == (10, 2)
-    assert pipeline.length == 12
+    assert pipeline.queued_batch_count == 12
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
         assert await pipeline.drain()
@@ -249,7 +249,7 @@ async def test_a_round_waits_for_more_batches_unless_somebody_waits_for_it(
         pipeline.put(_batch(pool, 1, 1000))
         await pipeline.applied.wait()
         assert trio.current_time() - began == pytest.approx(GATHER_S)
-        assert (pipeline.rounds, pipeline.length) == (1, 0)
+        assert (pipeline.rounds, pipeline.queued_batch_count) == (1, 0)
         # Enough for a round.
         began = trio.current_time()
         pipeline.put(_batch(pool, 0, 1000))
@@ -336,7 +336,7 @@ async def test_a_full_queue_holds_the_stream(
         # Another consumer is sent all of it.
         async with consume(server.url("b")) as consumer:
             await count_all(consumer, written)
-        assert indexer.slices[0].pipeline.length == batches_max
+        assert indexer.slices[0].pipeline.queued_batch_count == batches_max
         gate.open()
         await eventually(
             lambda: indexer.slices[0].figures()["applied"] == written, "all is applied"
@@ -349,13 +349,13 @@ async def test_a_full_queue_holds_the_stream_of_a_new_index(
     monkeypatch.setattr(pipeline_module, "QUEUE_BATCHES_MAX", 1)
     partitions = 16
     gate = Gate()
-    run = Builder.run
+    run = IndexBuilder.run
 
-    async def run_held(builder: Builder) -> None:
+    async def run_held(builder: IndexBuilder) -> None:
         gate.close()
         await run(builder)
 
-    monkeypatch.setattr(Builder, "run", run_held)
+    monkeypatch.setattr(IndexBuilder, "run", run_held)
     async with (
         a_server(partitions=partitions) as server,
         connect(server.url("b")) as client,
@@ -404,11 +404,11 @@ async def test_a_barrier_is_shared_by_scans_that_came_before_it_was_sent() -> No
         await back.wait()
         back = trio.Event()
 
-    barriers = Barriers(barrier, pipeline)
+    barriers = ScanBarriers(barrier, pipeline)
     finished_scans: list[str] = []
 
     async def ask(name: str) -> None:
-        await barriers.wait()
+        await barriers.wait_until_applied()
         finished_scans.append(name)
 
     async with trio.open_nursery() as nursery:
@@ -434,12 +434,12 @@ async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
     """Definitions ask so: a design document in a queue is not in the catalog yet."""
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, _work_at_once)
-    barriers = Barriers(trio.lowlevel.checkpoint, pipeline)
+    barriers = ScanBarriers(trio.lowlevel.checkpoint, pipeline)
     pipeline.put(_batch(pool, 0, 1000))
     returned = trio.Event()
 
     async def ask() -> None:
-        await barriers.wait()
+        await barriers.wait_until_applied()
         returned.set()
 
     async with trio.open_nursery() as nursery:
@@ -450,5 +450,5 @@ async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
         assert not returned.is_set()
         nursery.start_soon(pipeline.run)
         await returned.wait()
-        assert pipeline.length == 0
+        assert pipeline.queued_batch_count == 0
         nursery.cancel_scope.cancel()

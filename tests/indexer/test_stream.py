@@ -72,12 +72,12 @@ def test_a_partition_without_changes_is_as_far_as_its_consumer(tmp_path: Path) -
     stream = a_stream(tmp_path, pool, Pipeline(pool, worker_thread()))
     idle, busy = PartitionId(0), PartitionId(1)
     stream.marks = {busy: Mark(position(5))}
-    assert stream.reached() == stream.marks
+    assert stream.reached_marks() == stream.marks
     stream._consumer = cast("RollbackConsumer", Standing({idle: position(7), busy: position(9)}))
     row = Mutation(Operation.SET, b"k", b"v", SeqNo(9), Cas(9))
     # A part of a snapshot has come, and is not put yet.
     stream._assembler.add_chunk(busy, Chunk.build([row]), Mark(position(9)))
-    assert stream.reached() == {idle: Mark(position(7)), busy: Mark(position(5))}
+    assert stream.reached_marks() == {idle: Mark(position(7)), busy: Mark(position(5))}
 
 
 async def test_parts_of_snapshots_that_fill_the_pool_are_applied(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ async def test_parts_of_snapshots_that_fill_the_pool_are_applied(tmp_path: Path)
     for partition in partitions:
         await stream._handle(consumer, part_of_snapshot(partition, POOL_BYTES // 17))
     assert not pool.has_room(STREAM_SHARE)
-    assert not pipeline.length, "all wait for the rest of their snapshots"
+    assert not pipeline.queued_batch_count, "all wait for the rest of their snapshots"
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
         with trio.fail_after(20):

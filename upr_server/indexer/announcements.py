@@ -14,7 +14,7 @@ import structlog
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventKind
 from upr_protocol.client import Address, connect, follow_events
 from upr_protocol.errors import UprError
-from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pure.definition import design_name
 
 log = structlog.get_logger(__name__)
@@ -45,7 +45,7 @@ class Announcements:
         address: Address,
         consumer: str,
         streamed: Callable[[], Mapping[str, bytes]],
-        overlay: Overlay,
+        overlay: DesignOverlay,
     ) -> None:
         self._address = address
         self._consumer = consumer

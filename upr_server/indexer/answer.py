@@ -11,8 +11,8 @@ import msgspec
 from upr_server.indexer.explanation import Explanation
 from upr_server.indexer.index_file import (
     ENTRY_OVERHEAD_BYTES,
+    EntrySummary,
     ScanResult,
-    Summary,
     Timestamps,
     entries_bytes,
 )
@@ -82,7 +82,7 @@ class ScanAnswer:
 
     def __init__(
         self,
-        result: ScanResult | Summary,
+        result: ScanResult | EntrySummary,
         part_count: int,
         timestamps: Timestamps,
         explanation: Explanation | None = None,
@@ -95,7 +95,7 @@ class ScanAnswer:
         base_answer = Answer(
             timestamps=_timestamps(timestamps), explanation=explanation, moment=moment
         )
-        if isinstance(result, Summary):
+        if isinstance(result, EntrySummary):
             lowest, highest = (
                 None if entry is None else decode_parts(entry, part_count)[0]
                 for entry in (result.lowest, result.highest)
@@ -105,7 +105,7 @@ class ScanAnswer:
             )
         else:
             self._entries, self._payloads = result.entries, result.payloads
-            if result.more:
+            if result.has_more:
                 continuation = continuation_after(result.entries[-1])
                 base_answer = msgspec.structs.replace(base_answer, continuation=continuation)
         self._rest = base_answer

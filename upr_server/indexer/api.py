@@ -45,7 +45,7 @@ from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
 from upr_server.indexer.slices import SliceMissingError
-from upr_server.indexer.web_socket import accept, refuse
+from upr_server.indexer.web_socket import accept_web_socket, refuse_web_socket
 from upr_server.runtime import network_of
 
 log = structlog.get_logger(__name__)
@@ -286,9 +286,11 @@ class _Link:
                 stack.enter_context(self._limit.link_of(network_of(_peer(socket))))
             except UprError as error:
                 response = _failure(error)
-                await refuse(scope, receive, send, response.status_code, bytes(response.body))
+                await refuse_web_socket(
+                    scope, receive, send, response.status_code, bytes(response.body)
+                )
                 return
-            stream = await accept(receive, send)
+            stream = await accept_web_socket(receive, send)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_when_refused, socket, nursery.cancel_scope)
                 await serve_link(stream, part, self._indexer.pool)

@@ -46,7 +46,7 @@ from upr_protocol.errors import BrokenError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
-from upr_server.indexer.pipeline import Member, Pipeline, Work
+from upr_server.indexer.pipeline import BlockingRunner, Pipeline, PipelineMember
 from upr_server.indexer.pool import BUILD_SHARE, MemoryPool
 from upr_server.indexer.stream import STREAM_RETRY_S, IndexerStream, batch_bytes, common_state
 
@@ -66,7 +66,7 @@ JOIN_INTERVAL_S: Final = 0.02
 2 ms, and either stream may apply something a thousand times a second."""
 
 
-class Builder:
+class IndexBuilder:
     """Builds some indexes.
 
     Args:
@@ -88,8 +88,8 @@ class Builder:
         self,
         address: Address,
         pool: MemoryPool,
-        work: Work,
-        members: Iterable[Member],
+        work: BlockingRunner,
+        members: Iterable[PipelineMember],
         stream: IndexerStream,
         running: Pipeline,
         queues: int,
@@ -143,7 +143,7 @@ class Builder:
                 elif running_member in self._running.members:
                     self._running.members.remove(running_member)
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: PipelineMember) -> None:
         """Stops building an index. After the round under way nothing more is written to it."""
         self.members.remove(member)
         self.pipeline.members.remove(member)
@@ -214,13 +214,13 @@ class Builder:
         if isinstance(event, ChunkReceived):
             self._assembler.add_chunk(partition, event.chunk, mark)
         elif isinstance(event, SnapshotEnd | StreamAccepted):
-            self._assembler.complete(partition, mark)
+            self._assembler.complete_snapshot(partition, mark)
         elif isinstance(event, RolledBack):
             self._begin_again(partition)
 
     def _begin_again(self, partition: PartitionId) -> None:
-        self._assembler.drop(partition)
-        self._assembler.put(IndexBatch(partition, NO_MARK, clears_partition=True))
+        self._assembler.drop_partition(partition)
+        self._assembler.put_batch(IndexBatch(partition, NO_MARK, clears_partition=True))
 
     # Joining.
 
@@ -239,7 +239,7 @@ class Builder:
     def _join(self) -> None:
         if self._stream.is_rolling_back:
             return
-        reached = self._stream.reached()
+        reached = self._stream.reached_marks()
         for partition in self._partitions:
             running = reached.get(partition, NO_MARK)
             if partition in self._provisional:
@@ -249,7 +249,7 @@ class Builder:
             marks = [member.file.mark(partition) for member in self.members]
             if all(_may_join(mark, running) for mark in marks):
                 self._joined.add(partition)
-                self._assembler.drop(partition)
+                self._assembler.drop_partition(partition)
                 furthest = max(marks, key=lambda mark: mark.seq, default=NO_MARK)
                 if furthest.seq > running.seq:
                     self._provisional[partition] = furthest
@@ -283,20 +283,20 @@ class Builder:
     async def _keep_pausing(self) -> None:
         while True:
             await trio.sleep(PAUSE_INTERVAL_S)
-            if not 0 < self.behind() <= PAUSE_MUTATIONS:
+            if not 0 < self.seqs_behind() <= PAUSE_MUTATIONS:
                 continue
             self._stream.pause()
             try:
                 with trio.move_on_after(PAUSE_S):
-                    await self.pipeline.wait_until(lambda: not self.behind())
+                    await self.pipeline.wait_until(lambda: not self.seqs_behind())
             finally:
                 self._stream.resume()
 
-    def behind(self) -> int:
+    def seqs_behind(self) -> int:
         """How many sequence numbers the new indexes are behind the running ones, in partitions that
         have not joined. Each of these counts 1 at least."""
         behind = 0
-        reached = self._stream.reached()
+        reached = self._stream.reached_marks()
         for partition in self._partitions:
             if partition not in self._joined:
                 marks = [member.file.mark(partition) for member in self.members]

@@ -8,11 +8,11 @@ import trio
 
 from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.pipeline import Member
+from upr_server.indexer.pipeline import PipelineMember
 from upr_server.indexer.pure.definition import DESIGN_PREFIX, design_name
 
 
-class Catalog:
+class DesignCatalog:
     """Finds design documents in the stream that the indexes are fed from anyway.
 
     They are kept as one more index of the running ones, so that a start knows them before the
@@ -35,9 +35,9 @@ class Catalog:
         self.file = file
         self.on_change: Callable[[], None] = lambda: None
 
-    def member(self) -> Member:
+    def pipeline_member(self) -> PipelineMember:
         """The catalog as a member of the running indexes' pipeline."""
-        return Member(self.file, self, on_change=self._note_change)
+        return PipelineMember(self.file, self, on_change=self._note_change)
 
     def _note_change(self) -> None:
         self.on_change()
@@ -48,7 +48,7 @@ class Catalog:
             return (), b""
         return (change.key,), change.value
 
-    async def current(self) -> Mapping[str, bytes]:
+    async def current_designs(self) -> Mapping[str, bytes]:
         """The design documents, by name."""
         texts = await trio.to_thread.run_sync(self.file.payloads)
         return {design_name(key): text for key, text in texts.items()}

@@ -23,7 +23,7 @@ from upr_protocol.client import (
     read_password,
 )
 from upr_protocol.errors import CredentialsError
-from upr_server.indexer.indexer import Settings
+from upr_server.indexer.indexer import IndexerSettings
 from upr_server.indexer.membership import membership_of
 from upr_server.indexer.pure.node_map import REPLICAS_MAX
 from upr_server.indexer.slices import SLICES_MAX
@@ -177,7 +177,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"password_file: {error}") from error
         return Credentials(self.user, password_file=self.password_file)
 
-    def settings(self) -> Settings:
+    def settings(self) -> IndexerSettings:
         """The settings with their defaults resolved.
 
         Raises:
@@ -201,7 +201,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"pool_bytes must be at least {POOL_BYTES_MIN * processes}{with_workers}, not "
                 f"{pool_bytes}"
             )
-        return Settings(
+        return IndexerSettings(
             address,
             folder,
             pool_bytes // processes,

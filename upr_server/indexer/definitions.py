@@ -15,11 +15,11 @@ import trio
 from upr_protocol.client import Address
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
-from upr_server.indexer.builder import Builder
+from upr_server.indexer.builder import IndexBuilder
 from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.moments import Moments
-from upr_server.indexer.pipeline import Member, Pipeline, Work, check_cancelled
+from upr_server.indexer.pipeline import BlockingRunner, Pipeline, PipelineMember, check_cancelled
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.pure.definition import (
     IndexDefinition,
@@ -41,7 +41,7 @@ class _Entries:
 
     Args:
         extractor: Makes them.
-        check_cancelled: See `Index.member`.
+        check_cancelled: See `Index.pipeline_member`.
 
     Attributes:
         has_payloads: Whether entries have included values.
@@ -88,7 +88,9 @@ class Index:
     readers: int = 0
     released: Notifier = attrs.field(factory=Notifier)
 
-    def member(self, check_cancelled: Callable[[], None] = check_cancelled) -> Member:
+    def pipeline_member(
+        self, check_cancelled: Callable[[], None] = check_cancelled
+    ) -> PipelineMember:
         """The index as a member of a pipeline.
 
         Args:
@@ -96,7 +98,7 @@ class Index:
                 raises if the round is cancelled, which may have minutes to go.
         """
         has_payloads = bool(self.definition.include)
-        return Member(
+        return PipelineMember(
             self.file, _Entries(self.extractor, check_cancelled, has_payloads=has_payloads)
         )
 
@@ -134,7 +136,7 @@ class Definitions:
         data_dir: Path,
         queues: int,
         *,
-        work: Work,
+        work: BlockingRunner,
         pool: MemoryPool,
         pipeline: Pipeline,
         stream: IndexerStream,
@@ -153,7 +155,7 @@ class Definitions:
         self._indexes: dict[IndexName, Index] = {}
         # The open files, also of indexes that are about to be removed.
         self._files: set[IndexFile] = set()
-        self._builders: dict[Builder, trio.CancelScope] = {}
+        self._builders: dict[IndexBuilder, trio.CancelScope] = {}
         self._is_redefined = False
         self._redefined = Notifier()
 
@@ -182,7 +184,7 @@ class Definitions:
     @property
     def queued_batches(self) -> int:
         """How many batches wait for indexes that are being built."""
-        return sum(builder.pipeline.length for builder in self._builders)
+        return sum(builder.pipeline.queued_batch_count for builder in self._builders)
 
     # Following definitions.
 
@@ -206,7 +208,7 @@ class Definitions:
             if path in paths:
                 index = await self._make(*paths[path])
                 if index.file.is_built:
-                    self._pipeline.members.append(index.member())
+                    self._pipeline.members.append(index.pipeline_member())
             else:
                 await self._work(partial(_remove_folder, path))
         self.is_open = True
@@ -257,12 +259,12 @@ class Definitions:
     def _build_new(self, nursery: trio.Nursery) -> None:
         building = {member.file for builder in self._builders for member in builder.members}
         members = [
-            index.member()
+            index.pipeline_member()
             for index in self._indexes.values()
             if not index.file.is_built and index.file not in building
         ]
         if members:
-            builder = Builder(
+            builder = IndexBuilder(
                 self._address,
                 self._pool,
                 self._work,
@@ -274,7 +276,7 @@ class Definitions:
             self._builders[builder] = trio.CancelScope()
             nursery.start_soon(self._build, builder)
 
-    async def _build(self, builder: Builder) -> None:
+    async def _build(self, builder: IndexBuilder) -> None:
         with self._builders[builder]:
             try:
                 await builder.run()

@@ -14,7 +14,7 @@ from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import Durability
 from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.definitions import NoIndexError
-from upr_server.indexer.overlay import Overlay
+from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pure.definition import (
     Design,
     IndexDefinition,
@@ -51,7 +51,7 @@ class Designs:
         self._whole_at: dict[int, int] = {}
         # The slices that have begun to run and have yet to be told of definitions.
         self._new_slices: set[int] = set()
-        self._overlay = Overlay(self.confirm, self._redefine)
+        self._overlay = DesignOverlay(self.wait_until_current, self._redefine)
         self._announcements = Announcements(address, consumer, self._streamed, self._overlay)
         self._definitions: dict[IndexName, IndexDefinition] = {}
         self._is_known = False
@@ -150,14 +150,14 @@ class Designs:
 
     # Following them.
 
-    def began(self, index: int) -> None:
+    def slice_restarted(self, index: int) -> None:
         """A slice has begun to run: it knows of no definitions, and its catalog may be older than
         what it reported before."""
         self._whole_at.pop(index, None)
         self._new_slices.add(index)
         self._redefine()
 
-    def report(self, index: int, report: CatalogReport) -> None:
+    def catalog_read(self, index: int, report: CatalogReport) -> None:
         """A slice has read its catalog."""
         self._reports[index] = report
         self._redefine()
@@ -177,7 +177,7 @@ class Designs:
                 await self._reconcile(nursery)
                 await self._redefined.wait_until(lambda: self._is_redefined)
 
-    async def confirm(self) -> None:
+    async def wait_until_current(self) -> None:
         """Waits until the catalogs have all that was acknowledged before the call, and were
         reported since. It asks a slice that does not answer again."""
         async with trio.open_nursery() as nursery:
@@ -242,7 +242,7 @@ class Designs:
         return self._whole_at.get(index) == self._reports[index].rollbacks
 
     async def _confirm_catalogs(self) -> None:
-        await self.confirm()
+        await self.wait_until_current()
         self._is_confirming = False
         self._redefine()
 

@@ -36,7 +36,7 @@ class FolderInUseError(IndexFileError):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Keeps others from a folder for as long as the context; it is made when there is none.
 
     Raises:
@@ -54,7 +54,7 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
 
 
-async def when_free(use: Callable[[], T]) -> T:
+async def retry_while_in_use(use: Callable[[], T]) -> T:
     """What a function gives that uses a folder. If another process still does, waits for it, for
     `LOCK_TIMEOUT_S` at most.
 
@@ -93,7 +93,7 @@ async def remove_other_slices(data_dir: Path, own_slices: Collection[SliceId]) -
         removed=[path.name for path in other_folders],
     )
     for path in other_folders:
-        with await when_free(partial(_entered, path)):
+        with await retry_while_in_use(partial(_entered, path)):
             await trio.to_thread.run_sync(_remove, path)
 
 
@@ -114,7 +114,7 @@ def _entered(path: Path) -> ExitStack:
     """The lock of a slice's folder; of something else, nothing."""
     with ExitStack() as stack:
         if (path / "lock").is_file():
-            stack.enter_context(locked(path))
+            stack.enter_context(locked_folder(path))
         return stack.pop_all()
 
 

@@ -30,7 +30,7 @@ class KeyRange:
 
 
 @attrs.frozen
-class Selection:
+class EntrySelection:
     """Which entries a scan is about, and their order.
 
     Attributes:
@@ -63,7 +63,7 @@ class EntryReader:
         self._cursor = cursor
         self.searches = self.entries_read = 0
 
-    def select(self, selection: Selection) -> Iterator[bytes]:
+    def select(self, selection: EntrySelection) -> Iterator[bytes]:
         """The entries of a selection, or the distinct beginnings of their keys, in its order."""
         ranges = selection.ranges[::-1] if selection.descending else selection.ranges
         parts = selection.distinct_parts

@@ -114,7 +114,7 @@ class FreshnessLog:
         self.waits: list[Wait] = []
 
     @contextmanager
-    def waiting(self, reason: WaitedFor) -> Iterator[None]:
+    def recorded_wait(self, reason: WaitedFor) -> Iterator[None]:
         """Records a wait, which is the context."""
         began = trio.current_time()
         yield

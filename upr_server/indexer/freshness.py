@@ -32,7 +32,7 @@ class _SharedBarrier:
         self.counts: QueueCounts = ()
 
 
-class Barriers:
+class ScanBarriers:
     """Barriers for scans that ask for everything that the server has now. Scans that come together
     share one.
 
@@ -66,7 +66,7 @@ class Barriers:
             barrier.counts = self._pipeline.put_counts()
             barrier.returned.set()
 
-    async def returned(self) -> QueueCounts:
+    async def wait_until_received(self) -> QueueCounts:
         """Waits until all that was acknowledged before the call has been received. Gives what was
         put into the queues by then."""
         if self._next is None:
@@ -77,9 +77,9 @@ class Barriers:
         await barrier.returned.wait()
         return barrier.counts
 
-    async def wait(self) -> None:
+    async def wait_until_applied(self) -> None:
         """Waits until the indexes have all that was acknowledged before the call."""
-        counts = await self.returned()
+        counts = await self.wait_until_received()
         await self._pipeline.wait_until(lambda: self._pipeline.has_applied(counts))
 
 
@@ -96,19 +96,20 @@ def has_writes(file: IndexFile, writes: RequiredWrites) -> bool:
     has_all = True
     for partition, (history_id, seq) in writes.items():
         mark = file.mark(partition)
-        if mark.lost(history_id, seq):
+        if mark.has_lost(history_id, seq):
             raise WriteLostError(
                 f"change {seq} of partition {partition} is no longer part of the server's history: "
                 "a failover has undone it; read the document again, and write it again"
             )
-        has_all = has_all and mark.has(history_id, seq)
+        has_all = has_all and mark.has_change(history_id, seq)
     return has_all
 
 
 def knows_histories(file: IndexFile, writes: RequiredWrites) -> bool:
     """Whether an index has met the histories of these changes. O(changes)."""
     return all(
-        file.mark(partition).knows(history_id) for partition, (history_id, _) in writes.items()
+        file.mark(partition).knows_history(history_id)
+        for partition, (history_id, _) in writes.items()
     )
 
 
@@ -120,7 +121,7 @@ def check_histories(file: IndexFile, writes: RequiredWrites) -> None:
         WriteLostError: There is one.
     """
     for partition, (history_id, seq) in writes.items():
-        if not file.mark(partition).knows(history_id):
+        if not file.mark(partition).knows_history(history_id):
             raise WriteLostError(
                 f"change {seq} of partition {partition} is of history {history_id:016x}, which the "
                 "server does not know: a failover has undone it, or the server has lost its data; "

@@ -109,10 +109,10 @@ class BatchAssembler:
     """
 
     def __init__(
-        self, pool: MemoryPool, put_batch: Callable[[IndexBatch], None], batch_bytes: int
+        self, pool: MemoryPool, put: Callable[[IndexBatch], None], batch_bytes: int
     ) -> None:
         self._pool = pool
-        self._put = put_batch
+        self._put = put
         self._batch_bytes = batch_bytes
         self._open: dict[PartitionId, _OpenBatch] = {}
 
@@ -126,34 +126,34 @@ class BatchAssembler:
         batch.nbytes += chunk.nbytes
         batch.mark = mark
         if batch.nbytes >= self._batch_bytes:
-            self.flush(partition)
+            self.flush_partition(partition)
 
-    def complete(self, partition: PartitionId, mark: Mark) -> None:
+    def complete_snapshot(self, partition: PartitionId, mark: Mark) -> None:
         """Puts what came of a partition, which is at `mark` now. Without chunks the batch only
         moves the mark."""
         batch = self._open.pop(partition, None) or _OpenBatch(mark)
-        self.put(IndexBatch(partition, mark, batch.chunks, nbytes=batch.nbytes))
+        self.put_batch(IndexBatch(partition, mark, batch.chunks, nbytes=batch.nbytes))
 
     def is_open(self, partition: PartitionId) -> bool:
         """Whether chunks of a partition wait for the rest of their snapshot."""
         return partition in self._open
 
-    def flush(self, partition: PartitionId) -> None:
+    def flush_partition(self, partition: PartitionId) -> None:
         """Puts what came of a partition, though its snapshot is not whole."""
         if partition in self._open:
-            self.complete(partition, self._open[partition].mark)
+            self.complete_snapshot(partition, self._open[partition].mark)
 
     def flush_all(self) -> None:
         """Flushes every partition, so that no stream waits for memory that only this releases."""
         for partition in list(self._open):
-            self.flush(partition)
+            self.flush_partition(partition)
 
-    def put(self, batch: IndexBatch) -> None:
+    def put_batch(self, batch: IndexBatch) -> None:
         """Hands on a batch, and reserves its overhead."""
         self._pool.reserve(BATCH_OVERHEAD_BYTES)
         self._put(attrs.evolve(batch, nbytes=batch.nbytes + BATCH_OVERHEAD_BYTES))
 
-    def drop(self, partition: PartitionId) -> None:
+    def drop_partition(self, partition: PartitionId) -> None:
         """Drops what came of a partition and is not a batch yet."""
         batch = self._open.pop(partition, None)
         if batch is not None:
@@ -162,4 +162,4 @@ class BatchAssembler:
     def drop_all(self) -> None:
         """Drops what is not a batch yet, of every partition."""
         for partition in list(self._open):
-            self.drop(partition)
+            self.drop_partition(partition)

@@ -26,9 +26,9 @@ import lmdb
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
-from upr_server.indexer.entry_reader import END_OF_KEYS, EntryReader, Selection
+from upr_server.indexer.entry_reader import END_OF_KEYS, EntryReader, EntrySelection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
-from upr_server.indexer.mark import NO_MARK, Mark, timestamp
+from upr_server.indexer.mark import NO_MARK, Mark, decode_timestamp
 from upr_server.indexer.pool import ANSWER_BYTES_MAX
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024 * 1024
@@ -127,13 +127,13 @@ class ScanResult:
     reading: ReadCounts
 
     @property
-    def more(self) -> bool:
+    def has_more(self) -> bool:
         """Whether there are more."""
         return self.ended_by != "ranges"
 
 
 @attrs.frozen
-class Summary:
+class EntrySummary:
     """What a scan has found out about its entries, all of one moment.
 
     Attributes:
@@ -234,7 +234,7 @@ class IndexFile:
             transaction.put(_JOINED, b"", db=self._meta)
         self._joined = True
 
-    def apply(
+    def apply_batches(
         self, batches: Iterable[tuple[IndexBatch, Sequence[DocumentChange]]], source: EntrySource
     ) -> int:
         """Brings the index as far as `batches` reach, in one commit.
@@ -293,7 +293,7 @@ class IndexFile:
 
     # Reading.
 
-    def view(self, *, settled: bool = True) -> IndexView:
+    def open_view(self, *, settled: bool = True) -> IndexView:
         """This moment of the index. Close it.
 
         Args:
@@ -317,7 +317,7 @@ class IndexFile:
 
     def entry_count(self) -> int:
         """How many entries there are. O(1)."""
-        with self.view(settled=False) as view:
+        with self.open_view(settled=False) as view:
             return view.entry_count()
 
     def disk_bytes(self) -> int:
@@ -338,7 +338,7 @@ class IndexFile:
 
     def check_invariants(self) -> None:
         """For tests: the two trees tell of the same entries, and the marks are those on disk."""
-        with self.view(settled=False) as view, self._env.begin() as transaction:
+        with self.open_view(settled=False) as view, self._env.begin() as transaction:
             main = {entry for entry, _ in _between(transaction, self._main, b"", END_OF_KEYS)}
             back = dict(_between(transaction, self._back, b"", END_OF_KEYS))
             assert sorted(main) == sorted(
@@ -393,7 +393,7 @@ class IndexView:
 
     def scan(
         self,
-        selection: Selection,
+        selection: EntrySelection,
         limit: int,
         *,
         bytes_max: int = ANSWER_BYTES_MAX,
@@ -439,12 +439,12 @@ class IndexView:
 
     def summarize(
         self,
-        selection: Selection,
+        selection: EntrySelection,
         *,
         count: bool = False,
         lowest: bool = False,
         highest: bool = False,
-    ) -> Summary:
+    ) -> EntrySummary:
         """Finds out about entries without keeping them; see `scan`. To count takes O(entries), of
         distinct beginnings O(beginnings * log), of the whole index O(1); the rest O(log)."""
         ascending = attrs.evolve(selection, descending=False)
@@ -452,14 +452,14 @@ class IndexView:
         with _translated(self._path), self._transaction.cursor(self._main) as cursor:
             reader = EntryReader(cursor)
             entry_count = None
-            if count and ascending == Selection():
+            if count and ascending == EntrySelection():
                 entry_count = self.entry_count()
             elif count:
                 entry_count = sum(1 for _ in reader.select(ascending))
             lowest_entry = next(reader.select(ascending), None) if lowest else None
             highest_entry = next(reader.select(descending), None) if highest else None
         reading = ReadCounts(reader.searches, reader.entries_read)
-        return Summary(entry_count, lowest_entry, highest_entry, reading)
+        return EntrySummary(entry_count, lowest_entry, highest_entry, reading)
 
     def entry_count(self) -> int:
         """How many entries there are. O(1)."""
@@ -473,7 +473,7 @@ class IndexView:
         """How far each partition is. O(partitions)."""
         with _translated(self._path):
             return {
-                PartitionId(_PARTITION.unpack(key[1:])[0]): timestamp(value)
+                PartitionId(_PARTITION.unpack(key[1:])[0]): decode_timestamp(value)
                 for key, value in _between(self._transaction, self._meta, _MARK, _MARKS_END)
             }
 

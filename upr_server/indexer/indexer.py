@@ -16,10 +16,10 @@ from upr_protocol.client import Address, ReceivedKeysLimits
 from upr_protocol.errors import UprError
 from upr_server.indexer.announcements import consumer_name
 from upr_server.indexer.designs import Designs
-from upr_server.indexer.directory import locked, remove_other_slices
+from upr_server.indexer.directory import locked_folder, remove_other_slices
 from upr_server.indexer.membership import Membership
 from upr_server.indexer.node_links import replicated_slice
-from upr_server.indexer.pipeline import Work, worker_thread
+from upr_server.indexer.pipeline import BlockingRunner, worker_thread
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
@@ -37,7 +37,7 @@ and would wait for the default, 5 ms, each time that the loop has something to d
 
 
 @attrs.frozen
-class Settings:
+class IndexerSettings:
     """How an indexer works.
 
     Attributes:
@@ -89,7 +89,7 @@ class Indexer:
     """
 
     def __init__(
-        self, settings: Settings, pool: MemoryPool, holders: Sequence[SliceHolder]
+        self, settings: IndexerSettings, pool: MemoryPool, holders: Sequence[SliceHolder]
     ) -> None:
         self.address = settings.address
         self.membership = settings.membership
@@ -181,7 +181,10 @@ HolderMaker = Callable[[SliceId], SliceHolder]
 
 @asynccontextmanager
 async def running_indexer(
-    settings: Settings, *, work: Work | None = None, make_holder: HolderMaker | None = None
+    settings: IndexerSettings,
+    *,
+    work: BlockingRunner | None = None,
+    make_holder: HolderMaker | None = None,
 ) -> AsyncIterator[Indexer]:
     """An indexer that runs for as long as the context.
 
@@ -198,7 +201,7 @@ async def running_indexer(
         IndexFileError: The data directory cannot be used.
         UprError: The server refused.
     """
-    with locked(settings.data_dir), ExitStack() as files:
+    with locked_folder(settings.data_dir), ExitStack() as files:
         await remove_other_slices(settings.data_dir, settings.kept)
         pool = MemoryPool(settings.pool_bytes)
         if make_holder is None:

@@ -42,14 +42,14 @@ class Mark:
         """Whether the partition equals the server's state at `seq`."""
         return self.position.partial is None and self.seq >= self.settles_at
 
-    def has(self, history_id: HistoryId, seq: SeqNo) -> bool:
+    def has_change(self, history_id: HistoryId, seq: SeqNo) -> bool:
         """Whether the index has the change with this number in `history_id`."""
         return self.position.last_complete >= seq and self.position.log.contains(history_id, seq)
 
-    def lost(self, history_id: HistoryId, seq: SeqNo) -> bool:
+    def has_lost(self, history_id: HistoryId, seq: SeqNo) -> bool:
         """Whether the server's history left `history_id` below this number, so that the change is
         lost."""
-        return self.knows(history_id) and not self.position.log.contains(history_id, seq)
+        return self.knows_history(history_id) and not self.position.log.contains(history_id, seq)
 
     def shared_seq(self, newer: Mark) -> SeqNo:
         """Up to which number the index has what a stream has that is at `newer`: less than `seq` if
@@ -68,7 +68,7 @@ class Mark:
                 return min(self.seq, end)
         return SeqNo(0)
 
-    def knows(self, history_id: HistoryId) -> bool:
+    def knows_history(self, history_id: HistoryId) -> bool:
         """Whether the server's history went through `history_id`, as far as the index has it."""
         return any(entry.history_id == history_id for entry in self.position.log)
 
@@ -93,7 +93,7 @@ class Mark:
 NO_MARK: Final = Mark()
 
 
-def timestamp(data: bytes) -> tuple[HistoryId, SeqNo]:
+def decode_timestamp(data: bytes) -> tuple[HistoryId, SeqNo]:
     """History and number of an encoded mark, without the rest."""
     history_id, seq, _ = _HEAD.unpack_from(data)
     return HistoryId(history_id), SeqNo(seq)

@@ -11,7 +11,7 @@ import msgspec
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.answer import ScanAnswer, continuation_after
 from upr_server.indexer.explanation import Explanation, Freshness, Wait
-from upr_server.indexer.index_file import EndedBy, ReadCounts, ScanResult, Summary
+from upr_server.indexer.index_file import EndedBy, EntrySummary, ReadCounts, ScanResult
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT, LIMIT_MAX, Query
 from upr_server.indexer.slices import SliceAnswer
@@ -72,10 +72,10 @@ def merged_entries(
     return ScanResult(entries[:end], payloads[:end], ended_by, _reading(answers))
 
 
-def merged_summary(answers: Sequence[SliceAnswer], *, counts: bool) -> Summary:
+def merged_summary(answers: Sequence[SliceAnswer], *, counts: bool) -> EntrySummary:
     """The summary of all slices' entries. Beginnings of keys are not to be counted so: several
     slices may have the same."""
-    return Summary(
+    return EntrySummary(
         sum(answer.count or 0 for answer in answers) if counts else None,
         min(_existing(answer.lowest for answer in answers), default=None),
         max(_existing(answer.highest for answer in answers), default=None),
@@ -102,7 +102,7 @@ def merged_explanation(
     definition: IndexDefinition,
     query: Query,
     answers: Sequence[SliceAnswer],
-    result: ScanResult | Summary,
+    result: ScanResult | EntrySummary,
 ) -> Explanation:
     """How a scan was carried out: sums over the slices, and what took longest of what they did at
     the same time."""
@@ -120,8 +120,8 @@ def merged_explanation(
         searches=result.reading.searches,
         entries_read=result.reading.entries_read,
         included_read=result.reading.included_read,
-        entries_given=0 if isinstance(result, Summary) else len(result.entries),
-        ended_by="ranges" if isinstance(result, Summary) else result.ended_by,
+        entries_given=0 if isinstance(result, EntrySummary) else len(result.entries),
+        ended_by="ranges" if isinstance(result, EntrySummary) else result.ended_by,
         freshness=max((answer.freshness for answer in answers), key=_FRESHNESS_ORDER.index),
         waits=tuple(waits.values()),
         read_seconds=max(answer.read_seconds for answer in answers),
@@ -158,7 +158,7 @@ class MergedScan:
         self._asked = query
         self._counts_beginnings = bool(query.count and query.distinct) and slice_count > 1
         self._answers: Sequence[SliceAnswer] = ()
-        self._result: ScanResult | Summary = Summary(0, None, None, ReadCounts())
+        self._result: ScanResult | EntrySummary = EntrySummary(0, None, None, ReadCounts())
         self.is_complete = False
         self.query = query
         if self._counts_beginnings:
@@ -185,21 +185,21 @@ class MergedScan:
             self._result = _entries(answers, self._asked)
 
     def _add_page(self, page: ScanResult) -> None:
-        assert isinstance(self._result, Summary)
+        assert isinstance(self._result, EntrySummary)
         count, lowest, highest = self._result.count or 0, self._result.lowest, self._result.highest
         if page.entries:
             lowest = page.entries[0] if lowest is None else lowest
             highest = page.entries[-1]
         reading = self._result.reading + page.reading
-        self._result = Summary(count + len(page.entries), lowest, highest, reading)
-        self.is_complete = not page.more
+        self._result = EntrySummary(count + len(page.entries), lowest, highest, reading)
+        self.is_complete = not page.has_more
         # The next page is of this one's moment, however that was chosen.
         self.query = msgspec.structs.replace(
             self.query,
             consistency="any",
             written=(),
             moment=joined_moment(self._answers),
-            continuation=continuation_after(page.entries[-1]) if page.more else "",
+            continuation=continuation_after(page.entries[-1]) if page.has_more else "",
         )
 
     @property
@@ -210,10 +210,10 @@ class MergedScan:
     def answer(self) -> ScanAnswer:
         """The answer."""
         query, result = self._asked, self._result
-        if self._counts_beginnings and isinstance(result, Summary):
+        if self._counts_beginnings and isinstance(result, EntrySummary):
             lowest = result.lowest if query.min else None
             highest = result.highest if query.max else None
-            result = Summary(result.count, lowest, highest, result.reading)
+            result = EntrySummary(result.count, lowest, highest, result.reading)
         return ScanAnswer(
             result,
             query.distinct or len(self._definition.key),
@@ -226,7 +226,7 @@ class MergedScan:
             joined_moment(self._answers) if query.hold_s else "",
         )
 
-    def _explanation(self, result: ScanResult | Summary) -> Explanation:
+    def _explanation(self, result: ScanResult | EntrySummary) -> Explanation:
         return merged_explanation(self._name, self._definition, self._asked, self._answers, result)
 
 

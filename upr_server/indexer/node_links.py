@@ -21,11 +21,11 @@ from upr_server.indexer.slice_link import HANG_S
 from upr_server.indexer.slice_server import SliceServer
 from upr_server.indexer.slices import CatalogReport, SliceHolder, SliceId
 from upr_server.indexer.worker_messages import (
-    Began,
     ByteStream,
-    Frames,
+    CatalogRead,
+    MessageStream,
     NodeQuestion,
-    Reported,
+    SliceRestarted,
     ToNode,
 )
 
@@ -67,18 +67,18 @@ def replicated_slice(
 class _Reports:
     """Tells another node of this node's copy of a slice."""
 
-    frames: Frames
+    frames: MessageStream
     last: list[trio.Event] = attrs.field(factory=list)
     """Set when the last report is sent."""
 
-    def began(self, _index: int) -> None:
-        self.frames.put(Began())
+    def slice_restarted(self, _index: int) -> None:
+        self.frames.queue_message(SliceRestarted())
 
-    def report(self, _index: int, report: CatalogReport) -> None:
+    def catalog_read(self, _index: int, report: CatalogReport) -> None:
         # Of two reports that wait, the other node needs the newer one.
         for is_sent in self.last:
-            self.frames.withdraw(is_sent)
-        self.last[:] = [self.frames.put(Reported(report))]
+            self.frames.withdraw_message(is_sent)
+        self.last[:] = [self.frames.queue_message(CatalogRead(report))]
 
 
 async def serve_link(stream: ByteStream, part: ReplicatedSlice, pool: MemoryPool) -> None:
@@ -90,24 +90,26 @@ async def serve_link(stream: ByteStream, part: ReplicatedSlice, pool: MemoryPool
         pool: The memory pool of this process.
     """
     assert part.own is not None
-    frames = Frames(stream, ToNode, QUESTION_BYTES_MAX)
+    frames = MessageStream(stream, ToNode, QUESTION_BYTES_MAX)
     server = SliceServer(frames, part.own, pool, NodeQuestion)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_send, frames, nursery.cancel_scope)
-            with part.heard_by(_Reports(frames)):
+            with part.observed_by(_Reports(frames)):
                 await _take_questions(frames, server, nursery)
             nursery.cancel_scope.cancel()
     except* msgspec.MsgspecError as errors:
         log.warning("a node sends what is no message", reason=str(errors.exceptions[0]))
 
 
-async def _take_questions(frames: Frames, server: SliceServer, nursery: trio.Nursery) -> None:
+async def _take_questions(
+    frames: MessageStream, server: SliceServer, nursery: trio.Nursery
+) -> None:
     """Takes questions until the other node has gone, or asks nothing for `SILENT_S`."""
-    async with aclosing(frames.received()) as messages:
+    async with aclosing(frames.received_messages()) as messages:
         while True:
             # Who does not read the answers gets no more of them.
-            await frames.wait_below(OUTBOX_BYTES_MAX)
+            await frames.wait_until_unsent_below(OUTBOX_BYTES_MAX)
             message = None
             with trio.move_on_after(SILENT_S) as waiting:
                 message = await anext(messages, None)
@@ -115,11 +117,11 @@ async def _take_questions(frames: Frames, server: SliceServer, nursery: trio.Nur
                 if waiting.cancelled_caught:
                     log.warning("a node has asked nothing; ending its link", seconds=SILENT_S)
                 return
-            server.take(message, nursery)
+            server.handle_message(message, nursery)
 
 
-async def _send(frames: Frames, scope: trio.CancelScope) -> None:
+async def _send(frames: MessageStream, scope: trio.CancelScope) -> None:
     try:
-        await frames.send_all()
+        await frames.run_sender()
     except (trio.BrokenResourceError, trio.ClosedResourceError):
         scope.cancel()

@@ -17,7 +17,7 @@ class _PendingDesign:
     text: bytes | None
 
 
-class Overlay:
+class DesignOverlay:
     """Design documents that take precedence over the catalog, for as long as it may lack them.
 
     It holds one entry a design document at most, and waits for one barrier for all of them. So it

@@ -38,7 +38,7 @@ QUEUE_BATCHES_MAX: Final = 4096
 """A queue's length: batches may be small, and each has its overhead."""
 
 
-class Work(Protocol):
+class BlockingRunner(Protocol):
     """Runs blocking functions."""
 
     async def __call__(self, function: Callable[[], T]) -> T:
@@ -47,11 +47,12 @@ class Work(Protocol):
 
 
 def check_cancelled() -> None:
-    """For a function that a `Work` runs: raises `trio.Cancelled` if its caller is cancelled."""
+    """For a function that a `BlockingRunner` runs: raises `trio.Cancelled` if its caller is
+    cancelled."""
     trio.from_thread.check_cancelled()
 
 
-def worker_thread() -> Work:
+def worker_thread() -> BlockingRunner:
     """Runs functions in a worker thread."""
     limiter = trio.CapacityLimiter(1)
 
@@ -62,7 +63,7 @@ def worker_thread() -> Work:
 
 
 @attrs.define(eq=False)
-class Member:
+class PipelineMember:
     """An index that a pipeline brings up to date.
 
     Attributes:
@@ -77,7 +78,7 @@ class Member:
     partitions: set[PartitionId] | None = None
     on_change: Callable[[], None] = lambda: None
 
-    def takes(self, partition: PartitionId) -> bool:
+    def covers(self, partition: PartitionId) -> bool:
         """Whether it takes a partition's batches."""
         return self.partitions is None or partition in self.partitions
 
@@ -106,7 +107,11 @@ class Pipeline:
     """
 
     def __init__(
-        self, pool: MemoryPool, work: Work, members: Sequence[Member] = (), queues: int = 8
+        self,
+        pool: MemoryPool,
+        work: BlockingRunner,
+        members: Sequence[PipelineMember] = (),
+        queues: int = 8,
     ) -> None:
         self._pool = pool
         self._work = work
@@ -145,7 +150,7 @@ class Pipeline:
         return self._queued[partition] > 0
 
     @property
-    def length(self) -> int:
+    def queued_batch_count(self) -> int:
         """How many batches are not applied yet."""
         return sum(self._put_counts) - sum(self._applied_counts)
 
@@ -210,14 +215,16 @@ class Pipeline:
         is_worthwhile = self._queued_bytes >= min(ROUND_BYTES, self._pool.nbytes // 4)
         return is_worthwhile or self._waiting_tasks > 0
 
-    def _apply(self, batches: Sequence[IndexBatch], members: Sequence[Member]) -> list[Member]:
+    def _apply(
+        self, batches: Sequence[IndexBatch], members: Sequence[PipelineMember]
+    ) -> list[PipelineMember]:
         """Brings each member up to date. Returns those whose entries have changed."""
         self.before_round()
         decoded = [(batch, list(batch.changes())) for batch in batches]
         changed = []
         for member in members:
-            own = [(batch, changes) for batch, changes in decoded if member.takes(batch.partition)]
-            if own and member.file.apply(own, member.source):
+            own = [(batch, changes) for batch, changes in decoded if member.covers(batch.partition)]
+            if own and member.file.apply_batches(own, member.source):
                 changed.append(member)
         return changed
 

@@ -12,7 +12,7 @@ import msgspec
 
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PARTITIONS_END, HistoryId, PartitionId, SeqNo
-from upr_server.indexer.entry_reader import END_OF_KEYS, KeyRange, Selection
+from upr_server.indexer.entry_reader import END_OF_KEYS, EntrySelection, KeyRange
 from upr_server.indexer.explanation import RangeEnd, ReadRange
 from upr_server.indexer.freshness import RequiredWrites
 from upr_server.indexer.moments import HOLD_S_MAX
@@ -167,7 +167,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Whether the query asks about entries, and not for them."""
         return self.count or self.min or self.max
 
-    def selection(self, part_count: int) -> Selection:
+    def selection(self, part_count: int) -> EntrySelection:
         """The entries that the query asks for. O(n log n) for n ranges.
 
         Args:
@@ -180,7 +180,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         ranges = tuple(
             KeyRange(range_.low.data, range_.high.data) for range_ in self._ranges(part_count)
         )
-        return Selection(ranges, self.descending, self.distinct)
+        return EntrySelection(ranges, self.descending, self.distinct)
 
     def read_ranges(self, part_count: int) -> tuple[ReadRange, ...]:
         """The ranges of `selection`, to be read by people."""

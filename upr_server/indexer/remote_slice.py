@@ -15,7 +15,7 @@ from upr_protocol.errors import UprError
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slice_link import LinkedSlice
 from upr_server.indexer.slices import SliceId, SliceObserver
-from upr_server.indexer.worker_messages import ByteStream, Frames, FromNode
+from upr_server.indexer.worker_messages import ByteStream, FromNode, MessageStream
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ class RemoteSlice(LinkedSlice):
                 stream = await self._open_link()
             async with aclosing(stream):
                 log.info("a link to a slice", slice=self.title)
-                await self._talk(Frames(stream, FromNode), observer)
+                await self._talk(MessageStream(stream, FromNode), observer)
         except* trio.TooSlowError:
             trouble = f"it has not answered for {OPEN_S:g} s"
         except* (UprError, OSError, msgspec.MsgspecError) as errors:

@@ -89,10 +89,10 @@ class _CopyListener:
     on_began: Callable[[], None]
     on_report: Callable[[CatalogReport], None]
 
-    def began(self, _index: int) -> None:
+    def slice_restarted(self, _index: int) -> None:
         self.on_began()
 
-    def report(self, _index: int, report: CatalogReport) -> None:
+    def catalog_read(self, _index: int, report: CatalogReport) -> None:
         self.on_report(report)
 
 
@@ -176,13 +176,13 @@ class ReplicatedSlice:
     # Design documents.
 
     @contextmanager
-    def heard_by(self, observer: SliceObserver) -> Iterator[None]:
+    def observed_by(self, observer: SliceObserver) -> Iterator[None]:
         """Has another node hear of the own copy for as long as the context."""
         self._other_nodes.add(observer)
         try:
             for copy in self._copies:
                 if copy.holder is self.own and copy.report is not None:
-                    observer.report(self.slice_id.index, copy.report)
+                    observer.catalog_read(self.slice_id.index, copy.report)
             yield
         finally:
             self._other_nodes.remove(observer)
@@ -194,17 +194,17 @@ class ReplicatedSlice:
     def _copy_began(self, copy: _Copy) -> None:
         assert self._observer is not None
         if copy.holder is self.own or copy is self._source:
-            self._observer.began(self.slice_id.index)
+            self._observer.slice_restarted(self.slice_id.index)
         for observer in self._observers_of(copy):
-            observer.began(self.slice_id.index)
+            observer.slice_restarted(self.slice_id.index)
 
     def _copy_reported(self, copy: _Copy, report: CatalogReport) -> None:
         assert self._observer is not None
         copy.report = report
         for observer in self._observers_of(copy):
-            observer.report(self.slice_id.index, report)
+            observer.catalog_read(self.slice_id.index, report)
         if not self._is_source_changed() and copy is self._source:
-            self._observer.report(self.slice_id.index, report)
+            self._observer.catalog_read(self.slice_id.index, report)
 
     def _is_source_changed(self) -> bool:
         """Makes another copy the source if that does not answer; whether it did."""
@@ -219,8 +219,8 @@ class ReplicatedSlice:
         assert self._observer is not None
         assert chosen.report is not None
         self._source = chosen
-        self._observer.began(self.slice_id.index)
-        self._observer.report(self.slice_id.index, chosen.report)
+        self._observer.slice_restarted(self.slice_id.index)
+        self._observer.catalog_read(self.slice_id.index, chosen.report)
         return True
 
     async def _keep_source(self) -> None:

@@ -14,13 +14,13 @@ import trio
 from upr_protocol.client import Address, ReceivedKeysLimits
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_server.indexer.catalog import Catalog
+from upr_server.indexer.catalog import DesignCatalog
 from upr_server.indexer.definitions import Definitions
-from upr_server.indexer.directory import locked
-from upr_server.indexer.freshness import Barriers
+from upr_server.indexer.directory import locked_folder
+from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.moments import Moments
-from upr_server.indexer.pipeline import Pipeline, Work
+from upr_server.indexer.pipeline import BlockingRunner, Pipeline
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slice_scanner import SliceScanner
@@ -79,17 +79,17 @@ class Slice:
     """
 
     def __init__(
-        self, slice_id: SliceId, settings: SliceSettings, pool: MemoryPool, work: Work
+        self, slice_id: SliceId, settings: SliceSettings, pool: MemoryPool, work: BlockingRunner
     ) -> None:
         address = settings.address
         self.heard_at = inf
         data_dir = settings.data_dir / slice_id.folder
         self.slice_id = slice_id
         with ExitStack() as undo:
-            undo.enter_context(locked(data_dir))
-            self.catalog = Catalog(IndexFile(data_dir / "catalog", address.bucket))
+            undo.enter_context(locked_folder(data_dir))
+            self.catalog = DesignCatalog(IndexFile(data_dir / "catalog", address.bucket))
             self._unlock = undo.pop_all()
-        self.pipeline = Pipeline(pool, work, [self.catalog.member()], settings.queues)
+        self.pipeline = Pipeline(pool, work, [self.catalog.pipeline_member()], settings.queues)
         self.stream = IndexerStream(
             address,
             self.pipeline,
@@ -98,7 +98,7 @@ class Slice:
             settings.received_keys_limits,
             slice_id,
         )
-        self.barriers = Barriers(self.stream.barrier, self.pipeline)
+        self.barriers = ScanBarriers(self.stream.barrier, self.pipeline)
         self.moments = Moments(pool)
         self.definitions = Definitions(
             address,
@@ -132,7 +132,7 @@ class Slice:
             UprError: The server refused.
         """
         self._observer = observer
-        observer.began(self.slice_id.index)
+        observer.slice_restarted(self.slice_id.index)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.pipeline.run)
             nursery.start_soon(self.barriers.run)
@@ -155,11 +155,11 @@ class Slice:
         # One at a time: an older report must not follow on a newer one.
         async with self._reporting:
             self._is_reported = True
-            texts = await self.catalog.current()
+            texts = await self.catalog.current_designs()
             # After the reading: a rollback that begins meanwhile is counted.
             report = CatalogReport(dict(texts), self.stream.rollbacks)
             if self._observer is not None:
-                self._observer.report(self.slice_id.index, report)
+                self._observer.catalog_read(self.slice_id.index, report)
 
     async def stop(self) -> None:
         """Applies what was read."""
@@ -184,7 +184,7 @@ class Slice:
         """Waits until the catalog has all that was acknowledged before the call, and reports it.
         Gives the count of rollbacks at the call."""
         rollbacks = self.stream.rollbacks
-        await self.barriers.wait()
+        await self.barriers.wait_until_applied()
         await self._report()
         return rollbacks
 
@@ -218,7 +218,7 @@ class Slice:
             "connected": self.stream.is_connected,
             "moments": len(self.moments),
             "moments_given_up": self.moments.given_up,
-            "queued_batches": self.pipeline.length + self.definitions.queued_batches,
+            "queued_batches": self.pipeline.queued_batch_count + self.definitions.queued_batches,
             "mutations": self.pipeline.mutations,
             "rounds": self.pipeline.rounds,
             "building": self.definitions.building_count,

@@ -25,24 +25,24 @@ from upr_server.indexer.slices import (
     SliceStatus,
 )
 from upr_server.indexer.worker_messages import (
-    Answered,
-    Ask,
-    Began,
-    Cancel,
-    Confirm,
-    Ended,
-    Failure,
-    Frames,
+    AskConfirm,
+    AskRelease,
+    AskScan,
+    AskStatistics,
+    AskStatus,
+    CancelQuestion,
+    CatalogRead,
+    ErrorMessage,
     FromNode,
     FromWorker,
+    MessageStream,
+    NumberedAnswer,
+    NumberedQuestion,
     Ping,
     Question,
-    Release,
-    Reported,
-    Scan,
-    Statistics,
-    Status,
+    SliceRestarted,
     ToWorker,
+    WorkerEnds,
     decoded,
     error_of,
 )
@@ -75,7 +75,7 @@ class _Call:
     question: Question
     is_answered: trio.Event = attrs.field(factory=trio.Event)
     answer: bytes = b""
-    failure: Failure | None = None
+    failure: ErrorMessage | None = None
     is_lost: bool = False
     is_abandoned: bool = False
 
@@ -95,7 +95,7 @@ class LinkedSlice(ABC):
     def __init__(self, slice_id: SliceId) -> None:
         self.slice_id = slice_id
         self.heard_at = -inf
-        self._frames: Frames | None = None
+        self._frames: MessageStream | None = None
         self._scope = trio.CancelScope()
         """Of the link that `_frames` is."""
         self._calls: dict[int, _Call] = {}
@@ -105,7 +105,7 @@ class LinkedSlice(ABC):
 
     async def _talk(
         self,
-        frames: Frames,
+        frames: MessageStream,
         observer: SliceObserver,
         first: ToWorker | None = None,
         first_answer_s: float = HANG_S,
@@ -125,13 +125,13 @@ class LinkedSlice(ABC):
         self._frames = frames
         try:
             if first is not None:
-                frames.put(first)
-            observer.began(self.slice_id.index)
+                frames.queue_message(first)
+            observer.slice_restarted(self.slice_id.index)
             async with trio.open_nursery() as nursery:
                 self._scope = nursery.cancel_scope
                 nursery.start_soon(self._send, frames, nursery.cancel_scope)
                 nursery.start_soon(self._keep_pinging, nursery.cancel_scope, first_answer_s)
-                async with aclosing(frames.received()) as messages:
+                async with aclosing(frames.received_messages()) as messages:
                     async for message in messages:
                         self._take(message, observer)
                 nursery.cancel_scope.cancel()
@@ -145,9 +145,9 @@ class LinkedSlice(ABC):
             call.is_lost = True
             call.is_answered.set()
 
-    async def _send(self, frames: Frames, scope: trio.CancelScope) -> None:
+    async def _send(self, frames: MessageStream, scope: trio.CancelScope) -> None:
         try:
-            await frames.send_all()
+            await frames.run_sender()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             scope.cancel()
 
@@ -169,11 +169,11 @@ class LinkedSlice(ABC):
 
     def _take(self, message: FromWorker | FromNode, observer: SliceObserver) -> None:
         match message:
-            case Began():
-                observer.began(self.slice_id.index)
-            case Reported(report):
-                observer.report(self.slice_id.index, report)
-            case Answered(number, answer, failure):
+            case SliceRestarted():
+                observer.slice_restarted(self.slice_id.index)
+            case CatalogRead(report):
+                observer.catalog_read(self.slice_id.index, report)
+            case NumberedAnswer(number, answer, failure):
                 self.heard_at = trio.current_time()
                 call = self._calls.pop(number, None)
                 if call is not None:
@@ -181,7 +181,7 @@ class LinkedSlice(ABC):
                     call.is_answered.set()
                     if call.is_abandoned:
                         self._undo(call)
-            case Ended(failure):
+            case WorkerEnds(failure):
                 raise error_of(failure)
 
     def _undo(self, call: _Call) -> None:
@@ -189,11 +189,11 @@ class LinkedSlice(ABC):
         if self._frames is None or call.failure is not None:
             return
         match call.question:
-            case Scan(scan) if scan.query.hold_s and not scan.query.moment:
+            case AskScan(scan) if scan.query.hold_s and not scan.query.moment:
                 with suppress(SliceMissingError):
                     answer = self._decoded(call.answer, SliceAnswer)
                     # Nobody waits: the slice lets it go, or has let it go.
-                    self._put_question(Release(answer.moment))
+                    self._put_question(AskRelease(answer.moment))
 
     def _decoded(self, answer: bytes, kind: type[T]) -> T:
         """What an answer says. The link ends if it says something else.
@@ -224,7 +224,9 @@ class LinkedSlice(ABC):
     def _put_question(self, question: Question) -> int:
         assert self._frames is not None
         self._call_count += 1
-        self._frames.put(Ask(self._call_count, msgspec.json.encode(question)))
+        self._frames.queue_message(
+            NumberedQuestion(self._call_count, msgspec.json.encode(question))
+        )
         return self._call_count
 
     async def _ask(self, question: Question) -> bytes:
@@ -245,7 +247,7 @@ class LinkedSlice(ABC):
         except trio.Cancelled:
             call.is_abandoned = True
             if number in self._calls:
-                frames.put(Cancel(number))
+                frames.queue_message(CancelQuestion(number))
             elif not call.is_lost:
                 self._undo(call)
             raise
@@ -262,11 +264,11 @@ class LinkedSlice(ABC):
 
     async def confirm(self) -> int:
         """See `SliceHolder.confirm`."""
-        return self._decoded(await self._ask(Confirm()), int)
+        return self._decoded(await self._ask(AskConfirm()), int)
 
     async def scan(self, scan: SliceScan) -> SliceAnswer:
         """Answers a query; see `SliceHolder.scan`."""
-        return self._decoded(await self._ask(Scan(scan)), SliceAnswer)
+        return self._decoded(await self._ask(AskScan(scan)), SliceAnswer)
 
     async def release(self, token: str) -> None:
         """Lets a moment go.
@@ -274,7 +276,7 @@ class LinkedSlice(ABC):
         Raises:
             MomentGoneError: It is not held.
         """
-        await self._ask(Release(token))
+        await self._ask(AskRelease(token))
 
     async def status(
         self, name: IndexName, definition: IndexDefinition, newest_seqs: Mapping[PartitionId, SeqNo]
@@ -285,8 +287,8 @@ class LinkedSlice(ABC):
             for partition, seq in newest_seqs.items()
             if self.slice_id.has(partition)
         }
-        return self._decoded(await self._ask(Status(name, definition, seqs)), SliceStatus)
+        return self._decoded(await self._ask(AskStatus(name, definition, seqs)), SliceStatus)
 
     async def statistics(self) -> dict[str, Any]:
         """Figures of the slice, and of its process's memory."""
-        return self._decoded(await self._ask(Statistics()), dict[str, Any])
+        return self._decoded(await self._ask(AskStatistics()), dict[str, Any])

@@ -14,17 +14,17 @@ import trio
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.definitions import Definitions, Index, NoIndexError
-from upr_server.indexer.entry_reader import Selection
+from upr_server.indexer.entry_reader import EntrySelection
 from upr_server.indexer.explanation import FreshnessLog
 from upr_server.indexer.freshness import (
-    Barriers,
     RequiredWrites,
+    ScanBarriers,
     WriteLostError,
     check_histories,
     has_writes,
     knows_histories,
 )
-from upr_server.indexer.index_file import IndexView, NotSettledError, ScanResult, Summary
+from upr_server.indexer.index_file import EntrySummary, IndexView, NotSettledError, ScanResult
 from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
@@ -77,7 +77,7 @@ class SliceScanner:
         definitions: Definitions,
         pipeline: Pipeline,
         stream: IndexerStream,
-        barriers: Barriers,
+        barriers: ScanBarriers,
         moments: Moments,
     ) -> None:
         self._slice_id = slice_id
@@ -183,7 +183,7 @@ class SliceScanner:
         self._moments.release(self._moments.find(token))
 
     async def _answer_of(
-        self, moment: Moment, index: Index, scan: SliceScan, selection: Selection
+        self, moment: Moment, index: Index, scan: SliceScan, selection: EntrySelection
     ) -> SliceAnswer:
         log = FreshnessLog()
         log.freshness = "moment"
@@ -191,14 +191,14 @@ class SliceScanner:
         with trio.move_on_after(timeout_s), index.reading():
             async with moment.reading() as view:
                 return await trio.to_thread.run_sync(
-                    partial(read, view, index, scan, selection, log)
+                    partial(read_answer, view, index, scan, selection, log)
                 )
         raise NotFreshError(
             f"others have read the moment {moment.token} for {timeout_s:g} s; ask again"
         )
 
     async def _answer(
-        self, index: Index, scan: SliceScan, selection: Selection, writes: RequiredWrites
+        self, index: Index, scan: SliceScan, selection: EntrySelection, writes: RequiredWrites
     ) -> tuple[SliceAnswer, IndexView]:
         """The answer to a query, of now, and the index at that moment. The view is closed unless it
         is to be held."""
@@ -227,17 +227,17 @@ class SliceScanner:
 
     async def _wait_for_barrier(self, log: FreshnessLog) -> None:
         log.freshness = "barrier"
-        with log.waiting("barrier"):
-            counts = await self._barriers.returned()
+        with log.recorded_wait("barrier"):
+            counts = await self._barriers.wait_until_received()
         if not self._pipeline.has_applied(counts):
-            with log.waiting("queued_changes"):
+            with log.recorded_wait("queued_changes"):
                 await self._pipeline.wait_until(lambda: self._pipeline.has_applied(counts))
 
     async def _scan(
         self,
         index: Index,
         scan: SliceScan,
-        selection: Selection,
+        selection: EntrySelection,
         writes: RequiredWrites,
         log: FreshnessLog,
     ) -> tuple[SliceAnswer, IndexView]:
@@ -245,7 +245,7 @@ class SliceScanner:
             log.freshness = "had_written"
         if not has_writes(index.file, writes):
             log.freshness = "waited_for_written"
-            with log.waiting("written"):
+            with log.recorded_wait("written"):
                 await self._wait(index, partial(has_writes, index.file, writes))
         while index.is_defined:
             rounds = self._pipeline.rounds
@@ -261,7 +261,7 @@ class SliceScanner:
                     view.close()
                     raise
                 return answer, view
-            with log.waiting("whole_snapshots"):
+            with log.recorded_wait("whole_snapshots"):
                 await self._wait(index, partial(self._has_applied_after, rounds))
         raise NoIndexError(f"the index {index.name} was dropped during the scan")
 
@@ -274,26 +274,26 @@ class SliceScanner:
 
 
 def _read_now(
-    index: Index, scan: SliceScan, selection: Selection, log: FreshnessLog
+    index: Index, scan: SliceScan, selection: EntrySelection, log: FreshnessLog
 ) -> tuple[SliceAnswer, IndexView]:
-    """Reads an index as it is now; see `read`. The view is closed unless it is to be held.
+    """Reads an index as it is now; see `read_answer`. The view is closed unless it is to be held.
 
     Raises:
         NotSettledError: The query asks for a state that the server had, and the index is between
             two of them.
         IndexFileError: The index cannot be read.
     """
-    view = index.file.view(settled=scan.query.consistency != "any")
+    view = index.file.open_view(settled=scan.query.consistency != "any")
     with ExitStack() as stack:
         stack.push(view)
-        answer = read(view, index, scan, selection, log)
+        answer = read_answer(view, index, scan, selection, log)
         if scan.query.hold_s:
             stack.pop_all()
     return answer, view
 
 
-def read(
-    view: IndexView, index: Index, scan: SliceScan, selection: Selection, log: FreshnessLog
+def read_answer(
+    view: IndexView, index: Index, scan: SliceScan, selection: EntrySelection, log: FreshnessLog
 ) -> SliceAnswer:
     """What an index has for a query at some moment. Blocks.
 
@@ -310,7 +310,7 @@ def read(
     began = time.perf_counter()
     query = scan.query
     fields: dict[str, Any] = {}
-    result: ScanResult | Summary
+    result: ScanResult | EntrySummary
     if query.is_summary:
         result = view.summarize(selection, count=query.count, lowest=query.min, highest=query.max)
         fields = {"count": result.count, "lowest": result.lowest, "highest": result.highest}

@@ -19,18 +19,18 @@ from upr_server.indexer.pool import (
 )
 from upr_server.indexer.slices import SliceHolder, SliceScan
 from upr_server.indexer.worker_messages import (
-    Answered,
-    Ask,
-    Cancel,
-    Confirm,
-    Failure,
-    Frames,
+    AskConfirm,
+    AskRelease,
+    AskScan,
+    AskStatistics,
+    AskStatus,
+    AskStop,
+    CancelQuestion,
+    ErrorMessage,
+    MessageStream,
+    NumberedAnswer,
+    NumberedQuestion,
     Ping,
-    Release,
-    Scan,
-    Statistics,
-    Status,
-    Stop,
     failure_of,
 )
 
@@ -63,7 +63,7 @@ class SliceServer:
 
     def __init__(
         self,
-        frames: Frames,
+        frames: MessageStream,
         holder: SliceHolder,
         pool: MemoryPool,
         questions: Any,
@@ -76,23 +76,25 @@ class SliceServer:
         self._stop_s = stop_s
         self._scopes: dict[int, trio.CancelScope] = {}
 
-    def take(self, message: Ask | Cancel, nursery: trio.Nursery) -> None:
+    def handle_message(
+        self, message: NumberedQuestion | CancelQuestion, nursery: trio.Nursery
+    ) -> None:
         """Does what a message says, in a task of the nursery, which a stop cancels.
 
         Raises:
             msgspec.ValidationError: The question's number is one that is being answered.
         """
         match message:
-            case Ask(number) if number in self._scopes:
+            case NumberedQuestion(number) if number in self._scopes:
                 raise msgspec.ValidationError(f"question {number} is being answered")
-            case Ask(question=data) if len(self._scopes) >= _limit_of(data):
+            case NumberedQuestion(question=data) if len(self._scopes) >= _limit_of(data):
                 number = message.number
                 error = OverloadedError(f"{QUESTIONS_MAX} questions are being answered")
-                self._frames.put(Answered(number, failure=failure_of(error)))
-            case Ask(number, question):
+                self._frames.queue_message(NumberedAnswer(number, failure=failure_of(error)))
+            case NumberedQuestion(number, question):
                 self._scopes[number] = trio.CancelScope()
                 nursery.start_soon(self._answer, number, question, nursery)
-            case Cancel(number):
+            case CancelQuestion(number):
                 if number in self._scopes:
                     self._scopes[number].cancel()
 
@@ -101,38 +103,40 @@ class SliceServer:
             try:
                 question = self._decoder.decode(data)
                 await self._answer_to(question, number)
-                if isinstance(question, Stop):
+                if isinstance(question, AskStop):
                     nursery.cancel_scope.cancel()
             except UprError as error:
-                self._frames.put(Answered(number, failure=failure_of(error)))
+                self._frames.queue_message(NumberedAnswer(number, failure=failure_of(error)))
             except Exception as error:
                 # A question that cannot be answered does not end the slice.
                 log.exception("a question to a slice failed", slice=str(self._holder.slice_id))
-                failure = Failure("UprError", f"the indexer failed: {error!r}")
-                self._frames.put(Answered(number, failure=failure))
+                failure = ErrorMessage("UprError", f"the indexer failed: {error!r}")
+                self._frames.queue_message(NumberedAnswer(number, failure=failure))
         if scope.cancelled_caught:
             # Who asked keeps the question until it is answered. If the answer was put before, it
             # comes first, and counts.
-            self._frames.put(Answered(number, failure=Failure("UprError", "cancelled")))
+            self._frames.queue_message(
+                NumberedAnswer(number, failure=ErrorMessage("UprError", "cancelled"))
+            )
         del self._scopes[number]
 
     async def _answer_to(self, question: Any, number: int) -> None:
         holder = self._holder
         answer: Any = None
         match question:
-            case Scan(scan):
+            case AskScan(scan):
                 await self._answer_scan(scan, number)
                 return
-            case Release(token):
+            case AskRelease(token):
                 await holder.release(token)
-            case Status(name, definition, newest_seqs):
+            case AskStatus(name, definition, newest_seqs):
                 seqs = {PartitionId(key): SeqNo(seq) for key, seq in newest_seqs.items()}
                 answer = await holder.status(name, definition, seqs)
-            case Statistics():
+            case AskStatistics():
                 answer = {**self._pool.figures(), **await holder.statistics()}
-            case Confirm():
+            case AskConfirm():
                 answer = await holder.confirm()
-            case Stop():
+            case AskStop():
                 with trio.move_on_after(self._stop_s):
                     await holder.stop()
             case Ping():
@@ -149,4 +153,4 @@ class SliceServer:
             await self._put(number, answer).wait()
 
     def _put(self, number: int, answer: Any) -> trio.Event:
-        return self._frames.put(Answered(number, msgspec.msgpack.encode(answer)))
+        return self._frames.queue_message(NumberedAnswer(number, msgspec.msgpack.encode(answer)))

@@ -182,10 +182,10 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class SliceObserver(Protocol):
     """What a slice calls when it begins, and when it has read its design documents."""
 
-    def began(self, index: int) -> None:
+    def slice_restarted(self, index: int) -> None:
         """A slice has begun to run, and knows of no definitions."""
 
-    def report(self, index: int, report: CatalogReport) -> None:
+    def catalog_read(self, index: int, report: CatalogReport) -> None:
         """A slice has read its design documents."""
 
 

@@ -30,7 +30,7 @@ from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
-from upr_server.indexer.pipeline import Member, Pipeline
+from upr_server.indexer.pipeline import Pipeline, PipelineMember
 from upr_server.indexer.pool import STREAM_SHARE, MemoryPool
 from upr_server.indexer.slices import SliceId
 
@@ -48,7 +48,7 @@ def batch_bytes(pool: MemoryPool) -> int:
     return min(4 * 1024 * 1024, pool.nbytes // 16)
 
 
-def common_marks(members: Iterable[Member]) -> dict[PartitionId, Mark]:
+def common_marks(members: Iterable[PipelineMember]) -> dict[PartitionId, Mark]:
     """How far all of `members` are: in each partition, as far as the last of those that take it.
 
     A stream resumes from there. Members that are further skip what they have.
@@ -56,14 +56,14 @@ def common_marks(members: Iterable[Member]) -> dict[PartitionId, Mark]:
     members = list(members)
     common: dict[PartitionId, Mark] = {}
     for partition in {partition for member in members for partition in member.file.marks}:
-        marks = [member.file.mark(partition) for member in members if member.takes(partition)]
+        marks = [member.file.mark(partition) for member in members if member.covers(partition)]
         mark = min(marks, key=lambda mark: mark.seq, default=NO_MARK)
         if mark != NO_MARK:
             common[partition] = mark
     return common
 
 
-def common_state(bucket: str, members: Iterable[Member]) -> ResumeState:
+def common_state(bucket: str, members: Iterable[PipelineMember]) -> ResumeState:
     """`common_marks` as a resume state."""
     marks = common_marks(members)
     return ResumeState(bucket, {partition: mark.position for partition, mark in marks.items()})
@@ -141,7 +141,7 @@ class IndexerStream:
             return True
         return self._consumer is not None and self._consumer.statistics().connected
 
-    def reached(self) -> dict[PartitionId, Mark]:
+    def reached_marks(self) -> dict[PartitionId, Mark]:
         """How far each partition is, by what was put. Where no chunk waits for the rest of its
         snapshot, it is as far as the consumer, which learns of a new history before a change of it
         comes. O(partitions)."""
@@ -222,7 +222,7 @@ class IndexerStream:
             case ChunkReceived(partition, chunk):
                 self._assembler.add_chunk(partition, chunk, _mark(consumer, partition))
             case SnapshotEnd(partition):
-                self._assembler.complete(partition, _mark(consumer, partition))
+                self._assembler.complete_snapshot(partition, _mark(consumer, partition))
             case Undone():
                 await self._roll_back(consumer, event)
             case StreamEnded(_, reason):
@@ -244,12 +244,12 @@ class IndexerStream:
         self.rollbacks += 1
         self.is_rolling_back = True
         try:
-            self._assembler.flush(partition)
+            self._assembler.flush_partition(partition)
             position = consumer.resume_state.position(partition)
             documents = _values(event.documents)
             nbytes = sum(len(key) + len(value or b"") for key, value in documents.items())
             self._pool.reserve(nbytes)
-            self._assembler.put(
+            self._assembler.put_batch(
                 IndexBatch(
                     partition,
                     Mark(position, event.consistent_from),

@@ -31,7 +31,7 @@ REFUSAL_BYTES_MAX: Final = 64 * 1024
 """What is read of the reason for a refusal."""
 
 
-class RefusedError(UprError):
+class WebSocketRefusedError(UprError):
     """The other side does not open a web socket, and says why."""
 
 
@@ -53,7 +53,7 @@ async def open_web_socket(url: str, security: Security) -> OpenedWebSocket:
 
     Raises:
         OSError: The host cannot be reached.
-        RefusedError: It refuses.
+        WebSocketRefusedError: It refuses.
         TlsError: It is not trusted, or does not trust this side.
         BrokenError: The connection is gone, or something else than HTTP came.
     """
@@ -93,7 +93,7 @@ class OpenedWebSocket:
         """Asks for the web socket, and waits until it is there.
 
         Raises:
-            RefusedError: The other side refuses.
+            WebSocketRefusedError: The other side refuses.
             BrokenError: Something else than HTTP came.
             trio.BrokenResourceError: The connection is gone.
         """
@@ -116,10 +116,10 @@ class OpenedWebSocket:
                     refusal += bytes(event.data)
                 is_whole = isinstance(event, RejectData) and event.body_finished
                 if is_whole or len(refusal) > REFUSAL_BYTES_MAX:
-                    raise RefusedError(_sentence(status, refusal))
+                    raise WebSocketRefusedError(_sentence(status, refusal))
             if not data:
                 if status:
-                    raise RefusedError(_sentence(status, refusal))
+                    raise WebSocketRefusedError(_sentence(status, refusal))
                 raise trio.BrokenResourceError
 
     def _feed(self, data: bytes) -> None:
@@ -207,14 +207,16 @@ class AcceptedWebSocket:
                 return data
 
 
-async def accept(receive: Receive, send: Send) -> AcceptedWebSocket:
+async def accept_web_socket(receive: Receive, send: Send) -> AcceptedWebSocket:
     """Accepts a web socket."""
     await receive()
     await send({"type": "websocket.accept"})
     return AcceptedWebSocket(receive, send)
 
 
-async def refuse(scope: Scope, receive: Receive, send: Send, status: int, body: bytes) -> None:
+async def refuse_web_socket(
+    scope: Scope, receive: Receive, send: Send, status: int, body: bytes
+) -> None:
     """Refuses a web socket, with a status and JSON."""
     await receive()
     if "websocket.http.response" not in scope.get("extensions", {}):

@@ -16,7 +16,7 @@ import trio
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.indexer.config import IndexerConfig
-from upr_server.indexer.directory import when_free
+from upr_server.indexer.directory import retry_while_in_use
 from upr_server.indexer.indexer import STOP_S, SWITCH_INTERVAL_S
 from upr_server.indexer.pipeline import worker_thread
 from upr_server.indexer.pool import MemoryPool
@@ -24,15 +24,15 @@ from upr_server.indexer.slice import Slice
 from upr_server.indexer.slice_server import SliceServer
 from upr_server.indexer.slices import CatalogReport, SliceId
 from upr_server.indexer.worker_messages import (
-    Ask,
-    Cancel,
+    CancelQuestion,
+    CatalogRead,
     DefineIndexes,
-    Ended,
-    Frames,
+    MessageStream,
+    NumberedQuestion,
     Question,
-    Reported,
-    Start,
     ToWorker,
+    WorkerEnds,
+    WorkerSettings,
     failure_of,
 )
 from upr_server.runtime import collect_rarely, set_up_logging
@@ -41,7 +41,7 @@ STOP_MARGIN_S: Final = 1.0
 """The indexer waits for so much longer than the worker applies what it has read."""
 
 
-class Worker:
+class SliceWorker:
     """Answers questions to a slice in this process.
 
     Args:
@@ -50,7 +50,7 @@ class Worker:
         pool: The memory pool of this process.
     """
 
-    def __init__(self, frames: Frames, part: Slice, pool: MemoryPool) -> None:
+    def __init__(self, frames: MessageStream, part: Slice, pool: MemoryPool) -> None:
         self._frames = frames
         self._slice = part
         self._server = SliceServer(frames, part, pool, Question, STOP_S - STOP_MARGIN_S)
@@ -61,28 +61,30 @@ class Worker:
             await self._slice.run(self)
         except* (UprError, OSError) as errors:
             failure = failure_of(first_failure(errors))
-            await self._frames.put(Ended(failure)).wait()
+            await self._frames.queue_message(WorkerEnds(failure)).wait()
             nursery.cancel_scope.cancel()
 
-    def began(self, index: int) -> None:
+    def slice_restarted(self, index: int) -> None:
         """The indexer knows: it has started the worker."""
 
-    def report(self, index: int, report: CatalogReport) -> None:  # noqa: ARG002  there is one slice
+    def catalog_read(self, index: int, report: CatalogReport) -> None:  # noqa: ARG002  there is one slice
         """Sends a report on."""
-        self._frames.put(Reported(report))
+        self._frames.queue_message(CatalogRead(report))
 
-    def take(self, message: DefineIndexes | Ask | Cancel, nursery: trio.Nursery) -> None:
+    def handle_message(
+        self, message: DefineIndexes | NumberedQuestion | CancelQuestion, nursery: trio.Nursery
+    ) -> None:
         """Does what a message says."""
         if isinstance(message, DefineIndexes):
             self._slice.define(dict(message.definitions))
         else:
-            self._server.take(message, nursery)
+            self._server.handle_message(message, nursery)
 
 
-async def _new_slice(start: Start, config: IndexerConfig, pool: MemoryPool) -> Slice:
+async def _new_slice(start: WorkerSettings, config: IndexerConfig, pool: MemoryPool) -> Slice:
     slice_id = SliceId(start.index, start.count)
     settings = config.settings().slice_settings()
-    return await when_free(partial(Slice, slice_id, settings, pool, worker_thread()))
+    return await retry_while_in_use(partial(Slice, slice_id, settings, pool, worker_thread()))
 
 
 async def serve_slice(stream: trio.abc.Stream, on_config: Callable[[IndexerConfig], None]) -> None:
@@ -92,8 +94,8 @@ async def serve_slice(stream: trio.abc.Stream, on_config: Callable[[IndexerConfi
         stream: The stream to the indexer.
         on_config: Called with the configuration.
     """
-    frames = Frames(stream, ToWorker)
-    async with aclosing(frames.received()) as messages:
+    frames = MessageStream(stream, ToWorker)
+    async with aclosing(frames.received_messages()) as messages:
         start = await anext(messages, None)
         # There is none if the indexer has gone already.
         if start is not None:
@@ -103,7 +105,10 @@ async def serve_slice(stream: trio.abc.Stream, on_config: Callable[[IndexerConfi
 
 
 async def _serve_messages(
-    frames: Frames, messages: AsyncGenerator[Any, None], start: Start, config: IndexerConfig
+    frames: MessageStream,
+    messages: AsyncGenerator[Any, None],
+    start: WorkerSettings,
+    config: IndexerConfig,
 ) -> None:
     pool = MemoryPool(start.pool_bytes)
     async with trio.open_nursery() as nursery:
@@ -111,25 +116,25 @@ async def _serve_messages(
         try:
             with closing(await _new_slice(start, config, pool)) as part:
                 async with trio.open_nursery() as tasks:
-                    worker = Worker(frames, part, pool)
+                    worker = SliceWorker(frames, part, pool)
                     tasks.start_soon(worker.run, tasks)
                     tasks.start_soon(_take_all, messages, worker, tasks)
         except (UprError, OSError) as error:
             # The slice cannot be opened.
-            await frames.put(Ended(failure_of(error))).wait()
+            await frames.queue_message(WorkerEnds(failure_of(error))).wait()
         nursery.cancel_scope.cancel()
 
 
-async def _take_all(messages: Any, worker: Worker, nursery: trio.Nursery) -> None:
+async def _take_all(messages: Any, worker: SliceWorker, nursery: trio.Nursery) -> None:
     async for message in messages:
-        worker.take(message, nursery)
+        worker.handle_message(message, nursery)
     # The indexer has gone.
     nursery.cancel_scope.cancel()
 
 
-async def _send(frames: Frames, nursery: trio.Nursery) -> None:
+async def _send(frames: MessageStream, nursery: trio.Nursery) -> None:
     try:
-        await frames.send_all()
+        await frames.run_sender()
     except (trio.BrokenResourceError, trio.ClosedResourceError):
         nursery.cancel_scope.cancel()
 

@@ -37,19 +37,19 @@ _LENGTH: Final = Struct(">I")
 # Questions.
 
 
-class Scan(msgspec.Struct, frozen=True, tag=True):
+class AskScan(msgspec.Struct, frozen=True, tag="Scan"):
     """Asks for `SliceHolder.scan`."""
 
     scan: SliceScan
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class AskRelease(msgspec.Struct, frozen=True, tag="Release"):
     """Asks for `SliceHolder.release`."""
 
     token: str
 
 
-class Status(msgspec.Struct, frozen=True, tag=True):
+class AskStatus(msgspec.Struct, frozen=True, tag="Status"):
     """Asks for `SliceHolder.status`."""
 
     name: IndexName
@@ -57,15 +57,15 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     newest_seqs: dict[int, int]
 
 
-class Statistics(msgspec.Struct, frozen=True, tag=True):
+class AskStatistics(msgspec.Struct, frozen=True, tag="Statistics"):
     """Asks for `SliceHolder.statistics`."""
 
 
-class Confirm(msgspec.Struct, frozen=True, tag=True):
+class AskConfirm(msgspec.Struct, frozen=True, tag="Confirm"):
     """Asks for `SliceHolder.confirm`."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class AskStop(msgspec.Struct, frozen=True, tag="Stop"):
     """Asks for `SliceHolder.stop`; the worker ends after it."""
 
 
@@ -73,15 +73,15 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks whether the worker is alive."""
 
 
-NodeQuestion = Scan | Release | Status | Statistics | Confirm | Ping
+NodeQuestion = AskScan | AskRelease | AskStatus | AskStatistics | AskConfirm | Ping
 """What one node may ask another: nothing that changes what a slice is, or ends it."""
 
-Question = NodeQuestion | Stop
+Question = NodeQuestion | AskStop
 
 # Messages to a worker.
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class WorkerSettings(msgspec.Struct, frozen=True, tag="Start"):
     """The first message: what the worker is.
 
     Attributes:
@@ -103,7 +103,7 @@ class DefineIndexes(msgspec.Struct, frozen=True, tag=True):
     definitions: list[tuple[IndexName, IndexDefinition]]
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class NumberedQuestion(msgspec.Struct, frozen=True, tag="Ask"):
     """A question.
 
     Attributes:
@@ -115,20 +115,20 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     question: bytes
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class CancelQuestion(msgspec.Struct, frozen=True, tag="Cancel"):
     """Nobody waits for the answer to a question any more. It has one all the same, which may be a
     failure."""
 
     number: int
 
 
-ToWorker = Start | DefineIndexes | Ask | Cancel
-ToNode = Ask | Cancel
+ToWorker = WorkerSettings | DefineIndexes | NumberedQuestion | CancelQuestion
+ToNode = NumberedQuestion | CancelQuestion
 
 # Messages of a worker, or of a node.
 
 
-class Failure(msgspec.Struct, frozen=True):
+class ErrorMessage(msgspec.Struct, frozen=True):
     """An error.
 
     Attributes:
@@ -142,7 +142,7 @@ class Failure(msgspec.Struct, frozen=True):
     retry_after_s: float = 0.0
 
 
-class Answered(msgspec.Struct, frozen=True, tag=True):
+class NumberedAnswer(msgspec.Struct, frozen=True, tag="Answered"):
     """The answer to a question.
 
     Attributes:
@@ -153,27 +153,27 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     answer: bytes = b""
-    failure: Failure | None = None
+    failure: ErrorMessage | None = None
 
 
-class Reported(msgspec.Struct, frozen=True, tag=True):
+class CatalogRead(msgspec.Struct, frozen=True, tag="Reported"):
     """The slice has read its design documents."""
 
     report: CatalogReport
 
 
-class Began(msgspec.Struct, frozen=True, tag=True):
+class SliceRestarted(msgspec.Struct, frozen=True, tag="Began"):
     """The slice has begun to run again."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class WorkerEnds(msgspec.Struct, frozen=True, tag="Ended"):
     """The worker ends, as nothing is left to do: to start it again would not help."""
 
-    failure: Failure
+    failure: ErrorMessage
 
 
-FromWorker = Answered | Reported | Ended
-FromNode = Answered | Reported | Began
+FromWorker = NumberedAnswer | CatalogRead | WorkerEnds
+FromNode = NumberedAnswer | CatalogRead | SliceRestarted
 
 _KINDS: Final[dict[str, type[UprError]]] = {
     kind.__name__: kind
@@ -192,12 +192,12 @@ _KINDS: Final[dict[str, type[UprError]]] = {
 }
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> ErrorMessage:
     """An error as a message."""
-    return Failure(type(error).__name__, str(error), getattr(error, "retry_after_s", 0.0))
+    return ErrorMessage(type(error).__name__, str(error), getattr(error, "retry_after_s", 0.0))
 
 
-def error_of(failure: Failure) -> UprError:
+def error_of(failure: ErrorMessage) -> UprError:
     """The error that a message tells of; an `UprError` if it is of a kind that slices do not
     raise."""
     kind = _KINDS.get(failure.kind, UprError)
@@ -243,7 +243,7 @@ class ByteStream(Protocol):
         """
 
 
-class Frames:
+class MessageStream:
     """A stream that carries messages.
 
     Args:
@@ -251,7 +251,7 @@ class Frames:
         kind: What comes over it.
         frame_bytes_max: The longest message that may come.
 
-    Messages are sent in the order of `put`, by the task that runs `send_all`.
+    Messages are sent in the order of `queue_message`, by the task that runs `run_sender`.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Frames:
         self._outbox: deque[tuple[bytes, trio.Event]] = deque()
         self._was_put = Notifier()
 
-    def put(self, message: ToWorker | FromWorker | FromNode) -> trio.Event:
+    def queue_message(self, message: ToWorker | FromWorker | FromNode) -> trio.Event:
         """Has a message sent; gives an event that is set when it is."""
         data, is_sent = self._encoder.encode(message), trio.Event()
         self._outbox.append((_LENGTH.pack(len(data)) + data, is_sent))
@@ -274,19 +274,20 @@ class Frames:
         self._was_put.notify()
         return is_sent
 
-    def withdraw(self, is_sent: trio.Event) -> None:
-        """Has a message not sent whose sending has not begun, by what `put` gave. O(messages)."""
+    def withdraw_message(self, is_sent: trio.Event) -> None:
+        """Has a message not sent whose sending has not begun, by what `queue_message` gave.
+        O(messages)."""
         for entry in self._outbox:
             if entry[1] is is_sent:
                 self._outbox.remove(entry)
                 self._outbox_bytes -= len(entry[0])
                 return
 
-    async def wait_below(self, nbytes: int) -> None:
+    async def wait_until_unsent_below(self, nbytes: int) -> None:
         """Waits until less than so many bytes have yet to be sent."""
         await self._was_sent.wait_until(lambda: self._outbox_bytes < nbytes)
 
-    async def send_all(self) -> None:
+    async def run_sender(self) -> None:
         """Sends what was put, for ever.
 
         Raises:
@@ -307,7 +308,7 @@ class Frames:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return b""
 
-    async def received(self) -> AsyncGenerator[Any, None]:
+    async def received_messages(self) -> AsyncGenerator[Any, None]:
         """The messages that come, until the other side closes or is gone.
 
         Raises:

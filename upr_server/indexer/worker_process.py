@@ -15,7 +15,13 @@ import trio
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slice_link import LinkedSlice
 from upr_server.indexer.slices import SliceId, SliceMissingError, SliceObserver
-from upr_server.indexer.worker_messages import DefineIndexes, Frames, FromWorker, Start, Stop
+from upr_server.indexer.worker_messages import (
+    AskStop,
+    DefineIndexes,
+    FromWorker,
+    MessageStream,
+    WorkerSettings,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +87,7 @@ class WorkerProcess(LinkedSlice):
     ) -> None:
         super().__init__(slice_id)
         self._start_worker = start_worker
-        self._start = Start(config, slice_id.index, slice_id.count, pool_bytes)
+        self._start = WorkerSettings(config, slice_id.index, slice_id.count, pool_bytes)
         self._is_stopping = False
         # How many workers in succession have ended young.
         self._ended_young = 0
@@ -95,7 +101,7 @@ class WorkerProcess(LinkedSlice):
         while True:
             began_at = trio.current_time()
             async with self._start_worker() as stream:
-                await self._talk(Frames(stream, FromWorker), observer, self._start, START_S)
+                await self._talk(MessageStream(stream, FromWorker), observer, self._start, START_S)
             if self._is_stopping:
                 return
             is_young = trio.current_time() - began_at < YOUNG_S
@@ -113,7 +119,7 @@ class WorkerProcess(LinkedSlice):
         """Has the worker apply what it has read, and end."""
         self._is_stopping = True
         with suppress(SliceMissingError):
-            await self._ask(Stop())
+            await self._ask(AskStop())
 
     def close(self) -> None:
         """Nothing is left to close."""
@@ -135,4 +141,4 @@ class WorkerProcess(LinkedSlice):
     def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
         """Says which indexes there shall be."""
         if self._frames is not None:
-            self._frames.put(DefineIndexes(list(definitions.items())))
+            self._frames.queue_message(DefineIndexes(list(definitions.items())))

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_server.indexer.pure.definition import IndexDefinition
-from upr_server.indexer.pure.expressions import LENGTH_MAX, ExpressionError, Expressions, check
+from upr_server.indexer.pure.expressions import (
+    LENGTH_MAX,
+    ExpressionError,
+    Expressions,
+    compile_expression,
+)
 from upr_server.indexer.pure.extractor import AVERAGE_WORK_MAX, EXCESS_WORK_MAX, Extractor
 from upr_server.indexer.pure.interpreter import WORK_MAX, BoundedInterpreter, CostlyError
 
@@ -116,7 +121,7 @@ def outcome(evaluate: Any) -> Any:
 @given(text=st.recursive(_NAMES, _larger, max_leaves=8), document=_DOCUMENTS)
 def test_within_the_bound_every_result_is_that_of_the_library(text: str, document: Any) -> None:
     try:
-        parsed = check(text)
+        parsed = compile_expression(text)
     except ExpressionError:
         return
     interpreter = BoundedInterpreter(jmespath.Options())
@@ -126,9 +131,9 @@ def test_within_the_bound_every_result_is_that_of_the_library(text: str, documen
 
 
 def test_a_long_expression_is_refused_before_it_is_compiled() -> None:
-    check("a" * LENGTH_MAX)
+    compile_expression("a" * LENGTH_MAX)
     with pytest.raises(ExpressionError, match="900,000 characters; at most 4,096"):
-        check("'" + "x" * 899_998 + "'")
+        compile_expression("'" + "x" * 899_998 + "'")
 
 
 def test_an_index_that_costs_too_much_is_left_out_and_a_rare_document_is_not() -> None:

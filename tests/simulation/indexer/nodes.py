@@ -30,7 +30,7 @@ from upr_server.indexer.membership import Membership
 from upr_server.indexer.node_links import serve_link
 from upr_server.indexer.pure.node_map import NodeMap
 from upr_server.indexer.replicated_slice import ReplicatedSlice
-from upr_server.indexer.web_socket import RefusedError
+from upr_server.indexer.web_socket import WebSocketRefusedError
 
 HOST: ContextVar[str] = ContextVar("HOST")
 """The host whose task this is."""
@@ -123,7 +123,7 @@ class IndexerNode:
             await stream.send_all(url.encode() + b"\n")
             answer = await _line(stream)
             if answer != _ACCEPTED:
-                raise RefusedError(answer.decode().strip())
+                raise WebSocketRefusedError(answer.decode().strip())
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise BrokenError(f"{host} has closed the connection") from error
         except BaseException:

@@ -20,7 +20,7 @@ import msgspec
 
 from upr_protocol.errors import UprError
 from upr_protocol.limits import KEY_BYTES_MAX
-from upr_server.indexer.pure.expressions import ExpressionError, check
+from upr_server.indexer.pure.expressions import ExpressionError, compile_expression
 
 DESIGN_PREFIX: Final = b"_design/"
 """The prefix of design documents' keys. No index contains them."""
@@ -166,7 +166,7 @@ def _parse_index(name: str, fields: Any) -> IndexDefinition:
 
 def _check(place: str, text: str) -> None:
     try:
-        check(text)
+        compile_expression(text)
     except ExpressionError as error:
         raise DefinitionError(place, str(error)) from error
 

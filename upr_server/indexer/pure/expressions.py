@@ -45,7 +45,7 @@ class Expressions:
     def __init__(self, *texts: str) -> None:
         self._functions = _Functions()
         self._interpreter = BoundedInterpreter(jmespath.Options(custom_functions=self._functions))
-        trees = [check(text) for text in texts]
+        trees = [compile_expression(text) for text in texts]
         lookups = [plain_lookup(tree) for tree in trees]
         self.plain = [lookup for lookup in lookups if lookup is not None]
         self.are_plain = len(self.plain) == len(texts)
@@ -107,7 +107,7 @@ DEPTH_MAX: Final = 100
 or three."""
 
 
-def check(text: str) -> Any:
+def compile_expression(text: str) -> Any:
     """Compiles an expression. O(its length).
 
     Returns:
