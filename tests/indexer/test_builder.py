@@ -70,7 +70,7 @@ class OtherStream:
         self.listeners: list[Callable[[IndexBatch], None]] = []
         self.position = at(ANOTHER, 0)
 
-    def reached(self) -> dict[PartitionId, Mark]:
+    def reached_marks(self) -> dict[PartitionId, Mark]:
         return {PARTITION: self.position}
 
     async def partitions(self) -> list[PartitionId]:
@@ -100,14 +100,14 @@ class BusyStream(OtherStream):
     def is_paused(self) -> bool:
         return not self._ahead
 
-    def reached(self) -> dict[PartitionId, Mark]:
+    def reached_marks(self) -> dict[PartitionId, Mark]:
         assert self.file is not None
         mark = self.file.mark(PARTITION)
         return {PARTITION: at(mark.position.log, mark.seq + self._ahead)}
 
     def pause(self) -> None:
         self._ahead = 0
-        self.put(self.reached()[PARTITION])
+        self.put(self.reached_marks()[PARTITION])
 
     def resume(self) -> None:
         self._ahead = 1

@@ -131,7 +131,7 @@ class ModelDriverClient:
 
     # What a driver client does.
 
-    def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
+    def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
         if self.is_deleted:
             raise ServerError(Status.NO_BUCKET)
         return {
@@ -145,7 +145,7 @@ class ModelDriverClient:
             for partition_id, partition in enumerate(self.partitions)
         }
 
-    def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         return {
             PartitionId(partition_id): PartitionInfo(
                 PartitionId(partition_id),
@@ -159,16 +159,16 @@ class ModelDriverClient:
             for partition_id, partition in enumerate(self.partitions)
         }
 
-    def has(self, partition: PartitionId) -> bool:
+    def has_partition(self, partition: PartitionId) -> bool:
         return partition < len(self.partitions)
 
-    def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
+    def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
         for index in range(len(self.partitions)):
             self.flush(index)
-        return self.numbers()
+        return self.seqnos()
 
-    def numbers_at(self, time: datetime) -> Mapping[int, int]:
-        self.persist()
+    def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
+        self.wait_until_persisted()
         return {
             index: max(
                 (
@@ -181,9 +181,9 @@ class ModelDriverClient:
             for index, partition in enumerate(self.partitions)
         }
 
-    def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+    def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
         if lease_id in self.leases:
-            return self.renew(lease_id)
+            return self.renew_lease(lease_id)
         settled = []
         for partition, start, end in ranges:
             persisted = self.partitions[partition].persisted
@@ -194,7 +194,7 @@ class ModelDriverClient:
         self.leases[lease_id] = ModelLease(settled)
         return self._told(lease_id)
 
-    def renew(self, lease_id: int) -> HeldLease:
+    def renew_lease(self, lease_id: int) -> HeldLease:
         lease = self.leases.get(lease_id)
         if lease is None or not lease.whole:
             raise ServerError(Status.RANGE_GONE)
@@ -217,7 +217,7 @@ class ModelDriverClient:
             ),
         )
 
-    def release(self, lease_id: int) -> None:
+    def release_lease(self, lease_id: int) -> None:
         self.leases.pop(lease_id, None)
         self.positions.pop(lease_id, None)
 

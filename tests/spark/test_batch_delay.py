@@ -56,7 +56,7 @@ def test_a_batch_begins_when_there_is_enough_or_a_change_has_waited_long_enough(
         is_due = bool(arrivals_s) and (
             is_first or len(arrivals_s) >= ENOUGH or clock.now_s - arrivals_s[0] >= 60
         )
-        assert delay.waits(len(arrivals_s)) == (not is_due)
+        assert delay.must_wait(len(arrivals_s)) == (not is_due)
         if is_due:
             arrivals_s.clear()
             is_first = False
@@ -99,7 +99,7 @@ def test_changes_that_arrive_behind_the_look_wait_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream = Waiting()
-    numbers = stream.driver.numbers
+    numbers = stream.driver.seqnos
 
     def numbers_before_a_write() -> Mapping[PartitionId, PartitionNumbers]:
         rows = numbers()
@@ -107,7 +107,7 @@ def test_changes_that_arrive_behind_the_look_wait_for_the_next_one(
             write_rows(stream.driver, 0, ENOUGH - 1)
         return rows
 
-    monkeypatch.setattr(stream.driver, "numbers", numbers_before_a_write)
+    monkeypatch.setattr(stream.driver, "seqnos", numbers_before_a_write)
     assert not stream.batch(), "there was nothing to begin a batch for"
     assert not stream.batch(), "there is not enough"
     write_rows(stream.driver, 0, 1)

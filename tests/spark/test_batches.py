@@ -29,12 +29,12 @@ from upr_protocol.spark.batches import (
     ENCODED_ROW_BYTES,
     FALLIBLE_MAX,
     PendingRows,
-    chunks,
+    published_chunks,
 )
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.rows import RejectedRow, encode
-from upr_protocol.spark.texts import objects, texts
+from upr_protocol.spark.texts import column_texts, json_objects
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_server.engine import MutateResult
 from upr_server.engine.mutate_result import pack_result
@@ -115,9 +115,9 @@ def made(
             encoded, bad = encode(whole.slice(first, end - first), APPLY)
             assert not bad
             yield from pending.add(encoded)
-        yield from pending.finish()
+        yield from pending.take_rest()
 
-    return [batch for part in parts() for batch in chunks(part, PARTITIONS)]
+    return [batch for part in parts() for batch in published_chunks(part, PARTITIONS)]
 
 
 def made_naively(rows: list[Mutation], batch_bytes: int) -> list[tuple[int, list[Mutation]]]:
@@ -153,7 +153,7 @@ def test_batches_equal_their_rows_however_spark_sends_them(
 
 def test_one_partition_is_not_sorted() -> None:
     rows, _ = encode(pa.record_batch({"key": ["b", "a"], "value": ["1", "2"]}), options())
-    ((partition, chunk),) = chunks(rows, 1)
+    ((partition, chunk),) = published_chunks(rows, 1)
     assert (partition, chunk.keys(), chunk.values()) == (0, [b"b", b"a"], [b"1", b"2"])
     assert chunk.is_unconditional
 
@@ -171,7 +171,7 @@ def sizes(
         columns["cas"] = pa.array(cas, pa.uint64())
     counts = defaultdict[PartitionId, list[int]](list)
     keys = set[bytes]()
-    for partition, chunk in chunks(pa.record_batch(columns), partitions):
+    for partition, chunk in published_chunks(pa.record_batch(columns), partitions):
         chunk.check_published()
         counts[partition].append(chunk.count)
         keys |= set(chunk.keys())
@@ -287,9 +287,9 @@ def test_the_text_of_each_type(
         ],
     }
     expected = special[kind] if expected is None else expected
-    assert texts(pa.array(values, kind)).to_pylist() == expected
+    assert column_texts(pa.array(values, kind)).to_pylist() == expected
     sliced = pa.array([None, *values, None], kind).slice(1, len(values))
-    assert texts(sliced).to_pylist() == expected
+    assert column_texts(sliced).to_pylist() == expected
 
 
 JSON_VALUES = {
@@ -324,12 +324,12 @@ def test_json_of_columns_equals_json_row_by_row(data: st.DataObject) -> None:
     expected = [json.dumps({"c": row}, ensure_ascii=False, separators=(",", ":")) for row in rows]
     first = data.draw(st.integers(0, len(rows)))
     column = pa.array(rows, kind).slice(first)
-    parsed = [json.loads(text) for text in objects([column], ["c"]).to_pylist()]
+    parsed = [json.loads(text) for text in json_objects([column], ["c"]).to_pylist()]
     assert parsed == [json.loads(text) for text in expected[first:]]
 
 
 def test_an_object_of_several_columns() -> None:
-    values = objects([pa.array([1, None]), pa.array(["x", "y"])], ["a", "b"])
+    values = json_objects([pa.array([1, None]), pa.array(["x", "y"])], ["a", "b"])
     assert [json.loads(text) for text in values.to_pylist()] == [
         {"a": 1, "b": "x"},
         {"a": None, "b": "y"},
@@ -472,7 +472,7 @@ def test_numbers_out_of_range_and_times() -> None:
         }
     )
     rows, bad = encode(batch, write_options)
-    ((_, chunk),) = chunks(rows, 1)
+    ((_, chunk),) = published_chunks(rows, 1)
     seconds = int(MOMENT.timestamp())
     assert list(chunk) == [
         Mutation(Operation.SET, b"a", b"1", cas=Cas(9), flags=7, expiry=seconds),
@@ -552,8 +552,8 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
         assert [name for name in names if not name.startswith("_")] == ["part-7.parquet"][
             : attempt - 1
         ]
-        letters.finish()
-        letters.abandon()
+        letters.finish_file()
+        letters.discard_file()
         assert [path.name for path in folder.iterdir()] == ["part-7.parquet"]
     written_rows = parquet.read_table(folder).to_pylist()
     assert len(written_rows) == 25_001
@@ -570,12 +570,12 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
     letters = DeadLetters(str(tmp_path), "7", 1)
     letters.add([letter(b"k", bytes(1024 * 1024))] * 5)
     assert [path.name for path in tmp_path.iterdir()] == [f"_part-7-{1:016x}.unfinished"]
-    letters.abandon()
+    letters.discard_file()
     assert not list(tmp_path.iterdir())
 
 
 def test_no_file_is_made_without_rows(tmp_path: Path) -> None:
     letters = DeadLetters(str(tmp_path / "none"), "7", 1)
-    letters.finish()
-    letters.abandon()
+    letters.finish_file()
+    letters.discard_file()
     assert not (tmp_path / "none").exists()

@@ -11,7 +11,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.kit.process import ROOT
 from upr_protocol.spark import read_options, recipes, write_options
-from upr_protocol.spark.options import Options
+from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.schema import INDEX_COLUMNS, READ_COLUMNS, UNPARSED
 from upr_protocol.spark.write_options import WriteOptions
@@ -38,21 +38,21 @@ def table(heading: str) -> dict[str, str]:
     return {name: cells for names, cells in rows for name in re.findall(r"`(\w+)`", names)}
 
 
-class Watched(Options):
+class Watched(SourceOptions):
     """Remembers what it was asked for."""
 
     asked: Final[set[str]] = set()
 
-    def finish(self) -> None:
-        super().finish()
+    def refuse_unknown(self) -> None:
+        super().refuse_unknown()
         self.asked.update(self._known.values())
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], set[str]]:
     """Gives the options that a parser asks for."""
-    monkeypatch.setattr(read_options, "Options", Watched)
-    monkeypatch.setattr(write_options, "Options", Watched)
+    monkeypatch.setattr(read_options, "SourceOptions", Watched)
+    monkeypatch.setattr(write_options, "SourceOptions", Watched)
 
     def watch(parse: Callable[[], object]) -> set[str]:
         Watched.asked.clear()

@@ -15,7 +15,9 @@ def test_a_position_replaces_that_of_another_process(new_bucket: Callable[..., s
     change(url, put(range(20)))
     options = ReadOptions.parse({"url": url}, streaming=True)
     driver = BucketDriverClient(options)
-    ends: dict[int, int] = {row.partition: row.persisted_seq for row in driver.persist().values()}
+    ends: dict[int, int] = {
+        row.partition: row.persisted_seq for row in driver.wait_until_persisted().values()
+    }
     driver.close()
     for seqs, numbers_behind in ((dict.fromkeys(ends, 0), 20), (ends, 0)):
         # It is not connected yet, and cannot end the lease that is there.

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import types
 from pyspark.sql.pandas.types import to_arrow_type
 
-from upr_protocol.spark.json_values import ValueParser, is_parsed, unparsed
+from upr_protocol.spark.json_values import ValueParser, is_parsed, unparsed_values
 
 INNER = types.StructType([types.StructField("x", types.BooleanType())])
 KIND = types.StructType(
@@ -76,7 +76,7 @@ def test_a_value_that_does_not_fit_is_null(value: bytes | None) -> None:
     values = pa.array([value, b'{"s":"next"}'], pa.binary())
     structs = ValueParser(KIND).parse(values, to_arrow_type(KIND, timezone="UTC"))
     assert structs.to_pylist() == [None, {**NOTHING, "s": "next"}]
-    assert unparsed(values, structs).to_pylist() == [value, None]
+    assert unparsed_values(values, structs).to_pylist() == [value, None]
 
 
 def test_types_that_values_are_parsed_into() -> None:

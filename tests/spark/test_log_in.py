@@ -15,7 +15,7 @@ from tests.kit.threaded import trio_thread
 from tests.server.test_log_in import server_with_users
 from upr_protocol.security import Credentials
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.options import Options
+from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.read_options import ReadOptions
 
 
@@ -65,7 +65,7 @@ def test_options_that_do_not_fit(options: dict[str, str]) -> None:
         ({"url": "upr://bob:pencil@h/b", "ca": ""}, "passwords do not belong into URLs"),
     ):
         with pytest.raises(OptionError, match=sentence) as caught:
-            Options({**options, **changes}).address()
+            SourceOptions({**options, **changes}).address()
         assert "pencil" not in str(caught.value)
 
 

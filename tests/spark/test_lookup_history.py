@@ -19,26 +19,26 @@ def test_what_a_crash_undid_during_a_lookup_is_looked_up_again() -> None:
     driver.write(1, key=1)
     driver.flush(1)
     history = history_of(driver)
-    history.begin()
+    history.begin_lookup()
     driver.write(1, key=2)
     driver.fail_over(1, 1)
-    assert not history.finish(), "key 2 may have been read, and is gone"
-    history.begin()
+    assert not history.finish_lookup(), "key 2 may have been read, and is gone"
+    history.begin_lookup()
     driver.write(1, key=3)
-    assert history.finish()
-    history.begin()
+    assert history.finish_lookup()
+    history.begin_lookup()
     # It was noted where the lookup ended: what it read is not lost without notice.
     driver.fail_over(1, 1)
     with pytest.raises(PipelineError, match=r"UPR_ROLLBACK.*partition 1 has lost"):
-        history.begin()
+        history.begin_lookup()
 
 
 def test_a_failover_without_loss_between_lookups_does_no_harm() -> None:
     driver = ModelDriverClient(1)
     driver.write(0, key=1)
     history = history_of(driver)
-    history.begin()
-    assert history.finish()
+    history.begin_lookup()
+    assert history.finish_lookup()
     driver.fail_over(0, 1)
-    history.begin()
-    assert history.finish()
+    history.begin_lookup()
+    assert history.finish_lookup()

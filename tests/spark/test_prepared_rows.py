@@ -22,7 +22,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark import prepared_rows
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.prepared_rows import PreparedRows, commit_rows, in_order, rounds_of
+from upr_protocol.spark.prepared_rows import PreparedRows, commit_rows, in_stable_order, rounds_of
 from upr_protocol.spark.publication import attempt_of, writer_id
 from upr_protocol.spark.write_options import WriteOptions
 from upr_protocol.spark.writer import WriteTask
@@ -166,7 +166,7 @@ def test_the_order_of_a_commit_does_not_depend_on_the_tasks(data: st.DataObject)
                 "value": table["value"].cast(pa.large_binary()),
             }
         )
-        assert in_order(table).num_rows == len(rows)
+        assert in_stable_order(table).num_rows == len(rows)
         return [
             (partition, bytes(chunk))
             for of_round in rounds_of(table, 3, 60)

@@ -34,7 +34,7 @@ from upr_protocol.spark.recipes import (
     snapshot,
 )
 from upr_protocol.spark.recipes.backup import _starts
-from upr_protocol.spark.recipes.folder import locked, plain_path
+from upr_protocol.spark.recipes.folder import locked_folder, plain_path
 
 NewBucket = Callable[..., str]
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_a_snapshot(
 ) -> None:
     url = new_bucket()
     folder = tmp_path / "snapshot"
-    with locked(plain_path(folder)):
+    with locked_folder(plain_path(folder)):
         assert "another process" in failing("UPR_FOLDER", lambda: snapshot(spark, url, folder))
     with pytest.raises(OptionError, match="plain path"):
         snapshot(spark, url, "s3://bucket/folder")

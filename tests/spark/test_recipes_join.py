@@ -67,9 +67,9 @@ def test_the_target_follows_both_buckets(
 ) -> None:
     """Items come, change, name another partner and go, on both sides, also ones without partner.
     The first lookup has to be done again."""
-    finish, answers = LookupHistory.finish, iter([False])
+    finish, answers = LookupHistory.finish_lookup, iter([False])
     monkeypatch.setattr(
-        LookupHistory, "finish", lambda history: next(answers, True) and finish(history)
+        LookupHistory, "finish_lookup", lambda history: next(answers, True) and finish(history)
     )
     left, right, target = new_bucket(4), new_bucket(2), new_bucket(1)
     flights: Documents = {}

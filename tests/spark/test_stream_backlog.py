@@ -36,21 +36,21 @@ def test_the_age_is_that_of_the_newest_moment_of_which_the_stream_has_everything
             stands = moments[-1][1]
         ends = (ends[0] + writes[0], ends[1] + writes[1])
         moments.append((clock.now_s, ends))
-        age.note(ends_of(*ends))
+        age.note_ends(ends_of(*ends))
         reached_s = [time_s for time_s, (first, second) in moments if (first, second) <= stands]
         expected_s = clock.now_s - reached_s[-1] if reached_s else None
-        assert age.seconds(ends_of(*stands)) == expected_s
+        assert age.age_s(ends_of(*stands)) == expected_s
 
 
 def test_a_backlog_that_does_not_end_takes_little_memory() -> None:
     clock = Clock()
     age = BacklogAge(clock)
-    age.note(ends_of(0))
+    age.note_ends(ends_of(0))
     for seq in range(10 * MOMENTS_MAX):
         clock.now_s += 1
-        age.note(ends_of(seq))
+        age.note_ends(ends_of(seq))
         assert len(age._moments) <= MOMENTS_MAX
-        age_s = age.seconds(ends_of(seq // 2))
+        age_s = age.age_s(ends_of(seq // 2))
         assert age_s is not None
         assert seq - seq // 2 <= age_s <= 1.1 * (seq - seq // 2) + 1
 
@@ -58,11 +58,11 @@ def test_a_backlog_that_does_not_end_takes_little_memory() -> None:
 def test_numbers_that_a_failover_lost_are_not_waited_for() -> None:
     clock = Clock()
     age = BacklogAge(clock)
-    age.note(ends_of(30, 5))
+    age.note_ends(ends_of(30, 5))
     clock.now_s += 10
-    age.note(ends_of(20, 5))
-    assert age.seconds(ends_of(20, 5)) == 0
-    assert age.seconds(ends_of(20)) is None
+    age.note_ends(ends_of(20, 5))
+    assert age.age_s(ends_of(20, 5)) == 0
+    assert age.age_s(ends_of(20)) is None
 
 
 def test_the_backlog_of_several_buckets() -> None:

@@ -28,7 +28,7 @@ from upr_protocol.spark.consumer_position import (
 )
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
-from upr_protocol.spark.offset import Offset, PartitionOffset
+from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.schema import default_schema
 from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
@@ -76,7 +76,7 @@ def ranges_of(tasks: list[ReadTask]) -> Ranges:
 
 def offsets_of(document: dict[str, Any]) -> dict[int, PartitionOffset]:
     """Where an offset stands in each partition."""
-    return {int(key): offset for key, offset in Offset.of_json(document).partitions.items()}
+    return {int(key): offset for key, offset in StreamOffset.of_json(document).partitions.items()}
 
 
 class FewerPartitions:
@@ -89,8 +89,8 @@ class FewerPartitions:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._driver, name)
 
-    def numbers(self) -> Any:
-        rows = self._driver.numbers()
+    def seqnos(self) -> Any:
+        rows = self._driver.seqnos()
         return {partition: row for partition, row in rows.items() if partition in self._partitions}
 
 
@@ -151,7 +151,7 @@ class Query(RuleBasedStateMachine):
     def plan(self) -> None:
         end = self.reader.latestOffset(self.start, self.limit)
         text = json.dumps(end)
-        assert json.dumps(Offset.of_json(json.loads(text)).to_json()) == text, "canonical"
+        assert json.dumps(StreamOffset.of_json(json.loads(text)).to_json()) == text, "canonical"
         if end is self.start:
             return
         assert text != json.dumps(self.start)
@@ -283,7 +283,7 @@ class Query(RuleBasedStateMachine):
         if self.partitions is not None:
             self.partitions = None
             self.restart()
-        self.driver.persist()
+        self.driver.wait_until_persisted()
         for _ in range(1000):
             if self.end is not None:
                 self.commit()
@@ -538,7 +538,7 @@ PARTITION_OFFSETS = st.builds(
     st.lists(SEQS, max_size=3).map(tuple),
 )
 OFFSETS = st.builds(
-    Offset,
+    StreamOffset,
     st.just("b"),
     st.dictionaries(st.integers(0, 1023).map(PartitionId), PARTITION_OFFSETS, max_size=4),
     st.integers(0, 2**64 - 1),
@@ -548,15 +548,15 @@ OFFSETS = st.builds(
 
 
 @given(OFFSETS)
-def test_an_offset_is_read_as_it_was_written(offset: Offset) -> None:
-    assert Offset.of_json(json.loads(json.dumps(offset.to_json()))) == offset
+def test_an_offset_is_read_as_it_was_written(offset: StreamOffset) -> None:
+    assert StreamOffset.of_json(json.loads(json.dumps(offset.to_json()))) == offset
 
 
 def test_an_offset_is_short() -> None:
     log = FailoverLog.of_pairs([(2**63 + 1, 0)])
     at_end = PartitionOffset(log, SeqNo(20_000), SeqNo(20_000), SeqNo(20_000))
     partitions = {PartitionId(partition): at_end for partition in range(64)}
-    assert len(json.dumps(Offset("b", partitions, 7).to_json())) < 2500
+    assert len(json.dumps(StreamOffset("b", partitions, 7).to_json())) < 2500
 
 
 def test_an_offset_of_the_first_version_is_read() -> None:
@@ -568,7 +568,7 @@ def test_an_offset_of_the_first_version_is_read() -> None:
             "3": {"log": [["00000000000000ff", 2]], "seq": 5, "snapshot": [4, 9], "came_from": 8}
         },
     }
-    assert Offset.of_json(first).to_json() == {
+    assert StreamOffset.of_json(first).to_json() == {
         "version": 2,
         "bucket": "b",
         "lease": "0000000000000007",
@@ -577,8 +577,8 @@ def test_an_offset_of_the_first_version_is_read() -> None:
 
 
 def test_a_foreign_offset_is_refused() -> None:
-    good = Offset("b", {PartitionId(0): PartitionOffset(FailoverLog(), SeqNo(5))}).to_json()
-    assert Offset.of_json(good).to_json() == good
+    good = StreamOffset("b", {PartitionId(0): PartitionOffset(FailoverLog(), SeqNo(5))}).to_json()
+    assert StreamOffset.of_json(good).to_json() == good
     for wrong, sentence in (
         ({**good, "version": 3}, "version 3"),
         ({}, "an offset of another data source"),
@@ -595,7 +595,7 @@ def test_a_foreign_offset_is_refused() -> None:
         ({**good, "partitions": []}, "another data source"),
     ):
         with pytest.raises(PipelineError, match=sentence) as refused:
-            Offset.of_json(wrong)
+            StreamOffset.of_json(wrong)
         assert refused.value.code == "UPR_OFFSET"
     reader = reader_of(ModelDriverClient(1))
     with pytest.raises(PipelineError, match="of the bucket 'other'"):
@@ -619,7 +619,7 @@ def test_a_rollback_fails_the_query_and_says_everything() -> None:
     assert f"followed [{first[0]:016x} from 0]" in text
     assert f"has [{second[0]:016x} from 4, {first[0]:016x} from 0]" in text
     # Also where the log has a batch that is to be read again.
-    initial = Offset("b", {}, is_initial=True).to_json()
+    initial = StreamOffset("b", {}, is_initial=True).to_json()
     with pytest.raises(PipelineError, match="UPR_ROLLBACK"):
         reader.partitions(initial, start)
 
@@ -1002,22 +1002,22 @@ def test_a_position_that_does_not_change_is_put_again() -> None:
     driver = RefusingDriver(1)
     now = 0.0
     position = ConsumerPosition(driver, "orders", lambda: now)
-    offset = Offset("b", {})
-    position.put(offset)
+    offset = StreamOffset("b", {})
+    position.put_offset(offset)
     now = AGAIN_AFTER_S - 1
-    position.put(offset)
+    position.put_offset(offset)
     assert driver.puts == 1
     now = AGAIN_AFTER_S
-    position.put(offset)
+    position.put_offset(offset)
     assert driver.puts == 2
     assert len(driver.positions) == 1
     assert AGAIN_AFTER_S < LEASE_TIME_TO_LIVE_S_MAX
     driver.refuses = True
     now += AGAIN_AFTER_S
-    position.put(offset)
+    position.put_offset(offset)
     driver.refuses = False
     now += AGAIN_AFTER_REFUSAL_S
-    position.put(offset)
+    position.put_offset(offset)
     assert driver.puts == 4
     assert len(driver.positions) == 1
 

@@ -27,7 +27,7 @@ class BatchDelay:
         self._deadline_s: float | None = -math.inf
         """When the oldest change that waits has waited long enough; None if no change waits."""
 
-    def waits(self, numbers: int) -> bool:
+    def must_wait(self, numbers: int) -> bool:
         """Whether the next batch waits. If it does not, the batch begins now.
 
         Args:

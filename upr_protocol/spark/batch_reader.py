@@ -13,7 +13,7 @@ from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
-from upr_protocol.spark.errors import OptionError, PipelineError, explained, sentence_first
+from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
@@ -97,10 +97,12 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         ServerError: What was pinned is gone, or deletions behind a start are.
         PipelineError: The server cannot be asked.
     """
-    numbers = driver.persist() if options.durable else driver.numbers()
-    infos = driver.infos()
-    start = options.start if options.start_time is None else driver.numbers_at(options.start_time)
-    end = options.end if options.end_time is None else driver.numbers_at(options.end_time)
+    numbers = driver.wait_until_persisted() if options.durable else driver.seqnos()
+    infos = driver.partition_infos()
+    start = (
+        options.start if options.start_time is None else driver.seqnos_at_time(options.start_time)
+    )
+    end = options.end if options.end_time is None else driver.seqnos_at_time(options.end_time)
     for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
         if not isinstance(bound, str):
             check_named(option, bound, numbers)
@@ -140,7 +142,7 @@ def _pinned(
     *,
     to_the_end: bool,
 ) -> list[Slice]:
-    lease = driver.acquire(
+    lease = driver.acquire_lease(
         lease_id,
         [(partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in ranges],
     )
@@ -172,4 +174,4 @@ def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:
             f"{options.address}: the server has removed deletions after the start of the read "
             f"({error.sentence}): read from the beginning",
         )
-    return explained(error, options.address)
+    return as_pipeline_error(error, options.address)

@@ -72,9 +72,9 @@ class PendingRows:
                 self._nbytes += int(ends[end - 1]) - before
                 first, before = end, int(ends[end - 1])
             if first < len(ends):
-                yield from self.finish()
+                yield from self.take_rest()
 
-    def finish(self) -> Iterator[pa.RecordBatch]:
+    def take_rest(self) -> Iterator[pa.RecordBatch]:
         """Yields what is left, if anything is."""
         if self._pieces:
             gathered = pa.Table.from_batches(self._pieces).combine_chunks()
@@ -82,7 +82,7 @@ class PendingRows:
             yield gathered.to_batches()[0]
 
 
-def chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId, Chunk]]:
+def published_chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId, Chunk]]:
     """A published chunk for each partition that any of `rows` belongs to, in their order; several
     where the answer to one would be too long.
 
@@ -92,7 +92,7 @@ def chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId,
     """
     ordered = SortedRows(rows, partitions)
     for partition in ordered.partitions():
-        for bound in ordered.bounds(partition):
+        for bound in ordered.chunk_bounds(partition):
             yield partition, ordered.chunk(*bound)
 
 
@@ -123,7 +123,7 @@ class SortedRows:
         """The partitions that have rows."""
         return [PartitionId(partition) for partition in np.flatnonzero(self._counts).tolist()]
 
-    def bounds(self, partition: PartitionId, bytes_max: int = 0) -> Iterator[tuple[int, int]]:
+    def chunk_bounds(self, partition: PartitionId, bytes_max: int = 0) -> Iterator[tuple[int, int]]:
         """Where the chunks of a partition begin and end, among all rows.
 
         Args:

@@ -14,16 +14,16 @@ from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError, sentence_first
 from upr_protocol.spark.micro_batch_reader import (
     MicroBatchReader,
+    batch_must_wait,
     default_limit,
     limits_of,
-    waits,
 )
-from upr_protocol.spark.offset import Offset
+from upr_protocol.spark.offset import StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.stream_backlog import StreamBacklog
-from upr_protocol.spark.stream_plan import Pending, StreamLimits, shares
+from upr_protocol.spark.stream_plan import BacklogSize, StreamLimits, equal_shares
 
 Json = dict[str, Any]
 
@@ -103,9 +103,9 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             names = tuple(name for name in self._names if name in names)
         before = self._of_those_read(_offsets(start), names)
         begins = {name: before.get(name) or _beginning(name) for name in names}
-        if waits(self._delay, limit, lambda: self._pending(begins).values()):
+        if batch_must_wait(self._delay, limit, lambda: self._pending(begins).values()):
             for name, begin in begins.items():
-                self._reader(name).stay_at(begin)
+                self._reader(name).stay_at_offset(begin)
             return start
         ends = self._ends(begins, limits_of(limit, self._options))
         after = {**before, **{name: end for name, end in ends.items() if end != begins[name]}}
@@ -129,9 +129,9 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._readers.pop(name).stop()
         return {name: offset for name, offset in offsets.items() if name in names}
 
-    def _pending(self, begins: Mapping[str, Json]) -> Mapping[str, Pending]:
+    def _pending(self, begins: Mapping[str, Json]) -> Mapping[str, BacklogSize]:
         """What there is for the next batches in each bucket."""
-        return {name: self._reader(name).pending(begin) for name, begin in begins.items()}
+        return {name: self._reader(name).backlog_after(begin) for name, begin in begins.items()}
 
     def _ends(self, begins: Mapping[str, Json], limits: StreamLimits) -> Mapping[str, Json]:
         """Where the next batch ends in each bucket that is part of it. The limit is divided by
@@ -153,7 +153,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             for name, part in _divided(limits, backlogs).items():
                 ends[name] = self._reader(name).next_offset(begins[name], part)
         for name in begins.keys() - ends.keys():
-            self._reader(name).stay_at(begins[name])
+            self._reader(name).stay_at_offset(begins[name])
         return ends
 
     @sentence_first()
@@ -206,7 +206,7 @@ def _divided(limits: StreamLimits, backlogs: Mapping[str, int]) -> dict[str, Str
     if not total:
         return {}
     limit_of = {}
-    for name, share in shares(limits.numbers or total, backlogs).items():
+    for name, share in equal_shares(limits.numbers or total, backlogs).items():
         if share:
             nbytes = limits.nbytes
             if nbytes is not None:
@@ -217,7 +217,7 @@ def _divided(limits: StreamLimits, backlogs: Mapping[str, int]) -> dict[str, Str
 
 def _beginning(bucket: str) -> Json:
     """The beginning of a bucket that the stream has not met before."""
-    return Offset(bucket, {}, is_initial=True).to_json()
+    return StreamOffset(bucket, {}, is_initial=True).to_json()
 
 
 def _document(offsets: Mapping[str, Json]) -> Json:

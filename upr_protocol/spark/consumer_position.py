@@ -11,7 +11,7 @@ from typing import Final
 from upr_protocol.errors import UprError
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark.driver_client import DriverClient
-from upr_protocol.spark.offset import Offset
+from upr_protocol.spark.offset import StreamOffset
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ConsumerPosition:
         self._refusal = ""
         """Why it was refused last; empty when it was not."""
 
-    def put(self, offset: Offset) -> None:
+    def put_offset(self, offset: StreamOffset) -> None:
         """Puts where the stream stands, once the server has it on disk: for each partition that it
         reads, the number up to which everything was read.
 
@@ -58,8 +58,8 @@ class ConsumerPosition:
             PipelineError: The server cannot be asked how much it has on disk.
         """
         seqs: dict[int, int] = {
-            partition: min(offset.at(partition).seq, row.persisted_seq)
-            for partition, row in self._driver.numbers().items()
+            partition: min(offset.partition_offset(partition).seq, row.persisted_seq)
+            for partition, row in self._driver.seqnos().items()
         }
         now = self._clock()
         if seqs == self._seqs and now < self._again_s:
@@ -77,7 +77,7 @@ class ConsumerPosition:
                     error,
                 )
             return
-        self._driver.release(self._lease_ids[1])
+        self._driver.release_lease(self._lease_ids[1])
         self._lease_ids.reverse()
         self._again_s = now + AGAIN_AFTER_S
         self._refusal = ""

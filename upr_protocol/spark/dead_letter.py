@@ -30,8 +30,8 @@ class DeadLetters:
     """A Parquet file with columns reason, status, operation, key and value.
 
     While it is written its name begins with an underscore, so that no reader takes it for whole;
-    `finish` gives it its own. That names the task and not the attempt: the file of a task that is
-    run again takes the place of the first, and has the same rows. Without rows no file is made.
+    `finish_file` gives it its own. That names the task and not the attempt: the file of a task that
+    is run again takes the place of the first, and has the same rows. Without rows no file is made.
 
     Args:
         folder: Where it is to be; made when it is missing.
@@ -76,7 +76,7 @@ class DeadLetters:
             )
         )
 
-    def finish(self) -> None:
+    def finish_file(self) -> None:
         """Has the file, if there is anything in it, whole and on disk under its own name."""
         if self._rows:
             self._write()
@@ -87,8 +87,8 @@ class DeadLetters:
         self._unfinished.replace(self._path)
         sync_path(self._path.parent)
 
-    def abandon(self) -> None:
-        """Leaves nothing behind: the task failed. After `finish` it does nothing."""
+    def discard_file(self) -> None:
+        """Leaves nothing behind: the task failed. After `finish_file` it does nothing."""
         if self._file is not None:
             self._file.close()
             self._unfinished.unlink(missing_ok=True)

@@ -42,33 +42,33 @@ def new_lease_id() -> int:
 class DriverClient(Protocol):
     """What a Spark driver asks of a bucket. What a method raises is a `PipelineError`."""
 
-    def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
+    def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
         """How far each partition of the bucket is."""
 
-    def has(self, partition: PartitionId) -> bool:
+    def has_partition(self, partition: PartitionId) -> bool:
         """Whether the bucket has a partition, asked for or not, as of the numbers that were asked
         for last."""
 
-    def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         """Each partition's failover log, at least as new as the numbers that were asked for last,
         and its purge number, which is new only if it is asked for anew."""
 
-    def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
+    def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
         """Waits until all is on disk that the bucket has when this is called: a barrier. Gives how
         far each partition is then."""
 
-    def numbers_at(self, time: datetime) -> Mapping[int, int]:
+    def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
         """The last number of each partition from before a time, of all that the bucket has when
         this is called: what is not on disk yet is waited for."""
 
-    def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+    def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
         """Pins ranges; see `BlockingClient.acquire_lease`. Raises `ServerError` with `RANGE_GONE`
         or `ROLLBACK_NEEDED`."""
 
-    def renew(self, lease_id: int) -> HeldLease:
+    def renew_lease(self, lease_id: int) -> HeldLease:
         """Pins the ranges of a lease for longer. Raises `ServerError` with `RANGE_GONE`."""
 
-    def release(self, lease_id: int) -> None:
+    def release_lease(self, lease_id: int) -> None:
         """Ends a lease, if it is there."""
 
     def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
@@ -99,11 +99,11 @@ class BucketDriverClient:
         buckets = self._connection.ask(lambda client: client.list_buckets())
         return tuple(sorted(info.name for info in buckets if pattern.fullmatch(info.name)))
 
-    def items(self, keys: Sequence[str | bytes]) -> list[Item | None]:
+    def get_items(self, keys: Sequence[str | bytes]) -> list[Item | None]:
         """The items at `keys`, in their order; None for each that is missing."""
         return self._connection.ask(lambda client: client.get_many(keys))
 
-    def numbers(self) -> Mapping[PartitionId, PartitionNumbers]:
+    def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
         rows = self._connection.ask(lambda client: client.seqnos())
         self._count = len(rows)
         selected: Sequence[int] = self._options.partitions
@@ -120,10 +120,10 @@ class BucketDriverClient:
                 )
         return self._numbers
 
-    def has(self, partition: PartitionId) -> bool:
+    def has_partition(self, partition: PartitionId) -> bool:
         return partition < self._count
 
-    def infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         infos = self._fetch_infos()
         if anew or any(
             partition not in infos or infos[partition].log.current != row.history_id
@@ -138,31 +138,31 @@ class BucketDriverClient:
         infos = self._connection.ask(lambda client: client.partitions())
         return {info.partition: info for info in infos if info.partition in self._numbers}
 
-    def persist(self) -> Mapping[PartitionId, PartitionNumbers]:
-        barrier = self.numbers()
+    def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
+        barrier = self.seqnos()
         for row in barrier.values():
             if row.persisted_seq < row.high_seq:
                 self._connection.ask(partial(_await_persisted, row))
-        return self.numbers()
+        return self.seqnos()
 
-    def numbers_at(self, time: datetime) -> Mapping[int, int]:
-        partitions = tuple(self.persist())
+    def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
+        partitions = tuple(self.wait_until_persisted())
         rows = self._connection.ask(lambda client: client.seqnos_at_time(time, partitions))
         return {row.partition: row.seq for row in rows}
 
-    def acquire(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+    def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
         return self._connection.ask(
             lambda client: client.acquire_lease(
                 ranges, time_to_live_s=self._options.lease_s, owner=OWNER, lease_id=lease_id
             )
         )
 
-    def renew(self, lease_id: int) -> HeldLease:
+    def renew_lease(self, lease_id: int) -> HeldLease:
         return self._connection.ask(
             lambda client: client.renew_lease(lease_id, time_to_live_s=self._options.lease_s)
         )
 
-    def release(self, lease_id: int) -> None:
+    def release_lease(self, lease_id: int) -> None:
         # It would end by itself: that is not worth waiting for a server that is away.
         with suppress(UprError, TimeoutError):
             if self._connection.client is not None:
@@ -184,7 +184,7 @@ class BucketDriverClient:
     ) -> HeldLease | None:
         """The lease of a position, made anew if the server can be told to end it; None where it
         cannot list the position."""
-        self.release(lease_id)
+        self.release_lease(lease_id)
         try:
             return self._connection.ask(
                 lambda client: client.acquire_lease(

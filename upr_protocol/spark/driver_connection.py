@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from upr_protocol.client import Address, BlockingClient
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
-from upr_protocol.spark.errors import explained
+from upr_protocol.spark.errors import as_pipeline_error
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class DriverConnection:
             try:
                 wait_s = retries.wait_after_failure_s(trouble, time.monotonic())
             except UprError as error:
-                raise explained(error, self._address, self._timeout_s) from error
+                raise as_pipeline_error(error, self._address, self._timeout_s) from error
             if wait_s >= SILENT_WAIT_S and not is_told:
                 _log.warning("%s; trying again for %d s (timeoutSeconds)", trouble, self._timeout_s)
                 is_told = True

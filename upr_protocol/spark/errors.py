@@ -45,7 +45,9 @@ class OptionError(PipelineError):
         return type(self), (str(self).removeprefix(f"[{self.code}] "),)
 
 
-def explained(error: UprError, address: Address, timeout_s: int | None = None) -> PipelineError:
+def as_pipeline_error(
+    error: UprError, address: Address, timeout_s: int | None = None
+) -> PipelineError:
     """What a user of Spark is told of an error that trying again does not mend.
 
     Args:

@@ -19,8 +19,8 @@ from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, TlsError
 from upr_protocol.spark.driver_client import BucketDriverClient
-from upr_protocol.spark.errors import PipelineError, explained, sentence_first
-from upr_protocol.spark.json_values import parser_of, unparsed
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.json_values import parser_of, unparsed_values
 from upr_protocol.spark.read_options import IndexQuery, ReadOptions
 from upr_protocol.spark.record_batches import column_as
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
@@ -85,7 +85,7 @@ class IndexReader(DataSourceReader):
             except IndexerError as error:
                 raise PipelineError("UPR_INDEX", f"{query.indexer}: {error}") from error
             except (BrokenError, TlsError) as error:
-                raise explained(error, self._options.address) from error
+                raise as_pipeline_error(error, self._options.address) from error
             finally:
                 rows.close()
 
@@ -139,7 +139,7 @@ class _Rows:
         """Their rows, without those whose item is gone meanwhile."""
         items: list[Item] = []
         if self._has_items:
-            looked_up = self._driver.items([document_key(entry) for entry in entries])
+            looked_up = self._driver.get_items([document_key(entry) for entry in entries])
             pairs = [
                 (entry, item)
                 for entry, item in zip(entries, looked_up, strict=True)
@@ -161,7 +161,7 @@ class _Rows:
         if self._parser is not None:
             texts = columns["value"]
             parsed = self._parser.parse(texts, self._schema.field("value").type)
-            columns |= {"value": parsed, UNPARSED: unparsed(texts, parsed)}
+            columns |= {"value": parsed, UNPARSED: unparsed_values(texts, parsed)}
         arrays = [column_as(field.name, columns[field.name], field.type) for field in self._schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 

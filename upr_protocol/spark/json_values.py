@@ -83,7 +83,7 @@ def parser_of(schema: types.StructType) -> ValueParser | None:
     return None
 
 
-def unparsed(values: pa.Array, parsed: pa.Array) -> pa.Array:
+def unparsed_values(values: pa.Array, parsed: pa.Array) -> pa.Array:
     """The values that do not fit, each in its place; null elsewhere.
 
     Args:

@@ -27,15 +27,15 @@ from upr_protocol.spark.driver_client import (
     DriverClient,
     new_lease_id,
 )
-from upr_protocol.spark.errors import PipelineError, explained, sentence_first
-from upr_protocol.spark.offset import Offset
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.offset import StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.slices import Slice, tasks_of
 from upr_protocol.spark.stream_backlog import StreamBacklog
 from upr_protocol.spark.stream_plan import (
-    Pending,
+    BacklogSize,
     StreamLimits,
     StreamPlan,
     rollback_error,
@@ -62,8 +62,8 @@ def limits_of(limit: ReadLimit, options: ReadOptions) -> StreamLimits:
     return StreamLimits(options.max_rows, options.max_bytes)
 
 
-def waits(
-    delay: BatchDelay | None, limit: ReadLimit, pending: Callable[[], Iterable[Pending]]
+def batch_must_wait(
+    delay: BatchDelay | None, limit: ReadLimit, pending: Callable[[], Iterable[BacklogSize]]
 ) -> bool:
     """Whether the next batch waits for more changes. With `Trigger.Once`, which asks for everything
     that there is, none waits.
@@ -77,7 +77,7 @@ def waits(
         return False
     there_is = list(pending())
     may_wait = all(part.may_wait for part in there_is)
-    return may_wait and delay.waits(sum(part.numbers for part in there_is))
+    return may_wait and delay.must_wait(sum(part.numbers for part in there_is))
 
 
 class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -104,8 +104,8 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._driver = driver
         self._delay = delay or options.batch_delay()
         self._plan: StreamPlan | None = None
-        self._initial: Offset | None = None
-        self._planned: Offset | None = None
+        self._initial: StreamOffset | None = None
+        self._planned: StreamOffset | None = None
         self._position: ConsumerPosition | None = None
 
     # Neither before it is asked for: executors get a copy of the reader, too.
@@ -134,8 +134,8 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Where a new query begins."""
         if self._initial is None:
             start, time = self._options.start, self._options.start_time
-            self._initial = self._planner.initial(
-                start if time is None else self._server.numbers_at(time)
+            self._initial = self._planner.initial_offset(
+                start if time is None else self._server.seqnos_at_time(time)
             )
         return self._initial.to_json()
 
@@ -146,40 +146,40 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Where the batch ends that begins at `start`; `start` itself while it waits."""
-        if waits(self._delay, limit, lambda: [self.pending(start)]):
-            self.stay_at(start)
+        if batch_must_wait(self._delay, limit, lambda: [self.backlog_after(start)]):
+            self.stay_at_offset(start)
             return start
         return self.next_offset(start, limits_of(limit, self._options))
 
-    def pending(self, start: dict[str, Any]) -> Pending:
+    def backlog_after(self, start: dict[str, Any]) -> BacklogSize:
         """What there is behind `start` for the next batches."""
         try:
-            return self._planner.pending(self._offset(start))
+            return self._planner.backlog_after(self._offset(start))
         except ServerError as error:
-            raise explained(error, self._options.address) from error
+            raise as_pipeline_error(error, self._options.address) from error
 
     def next_offset(self, start: dict[str, Any], limits: StreamLimits) -> dict[str, Any]:
         """Where the batch ends that begins at `start`; `start` itself if there is nothing new."""
         before = self._offset(start)
         try:
-            end = self._planner.next(before, limits)
+            end = self._planner.next_offset(before, limits)
         except ServerError as error:
-            raise explained(error, self._options.address) from error
+            raise as_pipeline_error(error, self._options.address) from error
         self._note(before, end)
         return start if end is before else end.to_json()
 
-    def stay_at(self, start: dict[str, Any]) -> None:
+    def stay_at_offset(self, start: dict[str, Any]) -> None:
         """The next batch waits, or is another bucket's: this one stays at `start`."""
         self._note(self._offset(start), self._offset(start))
 
-    def _note(self, before: Offset, end: Offset) -> None:
+    def _note(self, before: StreamOffset, end: StreamOffset) -> None:
         """Every batch up to `before` is done, also if no further one follows, and the next one ends
         at `end`."""
         self._planned = end
         if self._options.consumer_name:
             if self._position is None:
                 self._position = ConsumerPosition(self._server, self._options.consumer_name)
-            self._position.put(before)
+            self._position.put_offset(before)
 
     @sentence_first()
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
@@ -221,20 +221,20 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             bucket=self._options.address.bucket,
         )
 
-    def _without_rolled_back(self, slices: list[Slice], end: Offset) -> list[Slice]:
+    def _without_rolled_back(self, slices: list[Slice], end: StreamOffset) -> list[Slice]:
         """What can be read: of a partition whose history has parted from the batch's, nothing."""
-        rows = self._server.numbers()
+        rows = self._server.seqnos()
         infos = None
         readable = []
         for part in slices:
-            offset = end.at(part.partition)
+            offset = end.partition_offset(part.partition)
             row = rows.get(part.partition)
-            if row is None and self._server.has(part.partition):
+            if row is None and self._server.has_partition(part.partition):
                 # It is not asked for any more, but this batch has it.
                 readable.append(part)
                 continue
             if row is None or row.history_id != offset.log.current:
-                infos = self._server.infos() if infos is None else infos
+                infos = self._server.partition_infos() if infos is None else infos
                 error = rollback_error(part.partition, offset, infos.get(part.partition))
                 if error is not None:
                     if not self._options.marks_rollback:
@@ -247,13 +247,13 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _pinned(self, lease_id: int, slices: list[Slice]) -> HeldLease:
         """The lease of a batch; or a new one on what is left of it, if that is good enough."""
         try:
-            return self._server.renew(lease_id)
+            return self._server.renew_lease(lease_id)
         except ServerError as error:
             return self._repinned(slices, error)
 
     def _repinned(self, slices: list[Slice], error: ServerError) -> HeldLease:
         if error.status is not Status.RANGE_GONE:
-            raise explained(error, self._options.address) from error
+            raise as_pipeline_error(error, self._options.address) from error
         if self._options.fails_on_data_loss:
             raise PipelineError(
                 "UPR_RANGE_GONE",
@@ -266,13 +266,15 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         lease_id = new_lease_id()
         ranges = [(part.partition, part.start, part.end) for part in slices]
         try:
-            lease = self._server.acquire(lease_id, ranges)
+            lease = self._server.acquire_lease(lease_id, ranges)
         except ServerError as refusal:
             if refusal.status is not Status.ROLLBACK_NEEDED:
-                raise explained(refusal, self._options.address) from refusal
+                raise as_pipeline_error(refusal, self._options.address) from refusal
             # Deletions are among what is lost; from the beginning anything can be held.
-            lease = self._server.acquire(lease_id, [(part, 0, end) for part, _, end in ranges])
-        self._planner.keep_lease(lease_id)
+            lease = self._server.acquire_lease(
+                lease_id, [(part, 0, end) for part, _, end in ranges]
+            )
+        self._planner.release_lease_on_commit(lease_id)
         return lease
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -282,7 +284,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def commit(self, end: dict[str, Any]) -> None:
         """The batch that ends there is done with."""
-        self._planner.committed(self._offset(end))
+        self._planner.note_committed(self._offset(end))
 
     def stop(self) -> None:
         """The query is over. What it has pinned stays so for as long as its lease: it may be
@@ -291,8 +293,8 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._planner.release_target_lease()
             self._driver.close()
 
-    def _offset(self, document: Mapping[str, Any]) -> Offset:
-        offset = Offset.of_json(document)
+    def _offset(self, document: Mapping[str, Any]) -> StreamOffset:
+        offset = StreamOffset.of_json(document)
         bucket = self._options.address.bucket
         if offset.bucket != bucket:
             raise PipelineError(

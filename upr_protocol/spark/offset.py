@@ -114,7 +114,7 @@ class PartitionOffset:
 
 
 @attrs.frozen
-class Offset:
+class StreamOffset:
     """Where a stream stands.
 
     Attributes:
@@ -133,7 +133,7 @@ class Offset:
     initial: Mapping[PartitionId, PartitionOffset] | None = None
     is_initial: bool = False
 
-    def at(self, partition: PartitionId) -> PartitionOffset:
+    def partition_offset(self, partition: PartitionId) -> PartitionOffset:
         """Where the stream stands in a partition."""
         return self.partitions.get(partition, PartitionOffset())
 

@@ -40,7 +40,7 @@ def connection_options(options: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in options.items() if name.lower() in CONNECTION_OPTIONS}
 
 
-class Options:
+class SourceOptions:
     """The options of one read or write.
 
     Args:
@@ -127,7 +127,7 @@ class Options:
             )
         return Credentials(user, password_file=password_file) if user else None
 
-    def finish(self) -> None:
+    def refuse_unknown(self) -> None:
         """Refuses what nobody has asked for.
 
         Raises:

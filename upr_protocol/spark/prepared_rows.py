@@ -100,7 +100,7 @@ class RowSpool:
         """Whether any row is an increment or a decrement."""
         return bool(self._counters)
 
-    def counters(self) -> bytes:
+    def counter_rows(self) -> bytes:
         """All rows of the keys that have increments or decrements, as an Arrow stream.
 
         Raises:
@@ -120,7 +120,7 @@ class RowSpool:
                     )
         return stream.getvalue()
 
-    def others(self) -> Iterator[pa.RecordBatch]:
+    def other_rows(self) -> Iterator[pa.RecordBatch]:
         """All other rows, in their order; no batch is empty."""
         return self._rows(of_counters=False)
 
@@ -158,7 +158,7 @@ def commit_rows(
     job = f"{messages[0].job}/commit".encode()
     with Publication(options, writer_id(job, 0), attempt) as publication:
         for message in messages:
-            publication.refuse(list(message.rejected))
+            publication.refuse_rows(list(message.rejected))
         table = pa.Table.from_batches(
             batch for message in messages for batch in pa.ipc.open_stream(BytesIO(message.rows))
         )
@@ -166,7 +166,7 @@ def commit_rows(
         for round_number, batches in enumerate(rounds):
             writer = WriterIdentity.of_task(writer_id(job, round_number), attempt)
             publication.publish(batches, writer)
-        return publication.finish()
+        return publication.finish_dead_letters()
 
 
 def rounds_of(
@@ -179,10 +179,10 @@ def rounds_of(
         partitions: The bucket's number of partitions.
         batch_bytes: The size of a batch, about.
     """
-    (rows,) = in_order(table).combine_chunks().to_batches()
+    (rows,) = in_stable_order(table).combine_chunks().to_batches()
     ordered = SortedRows(rows, partitions)
     bounds = {
-        partition: list(ordered.bounds(partition, batch_bytes))
+        partition: list(ordered.chunk_bounds(partition, batch_bytes))
         for partition in ordered.partitions()
     }
     longest = max(map(len, bounds.values()))
@@ -194,7 +194,7 @@ def rounds_of(
         )
 
 
-def in_order(table: pa.Table) -> pa.Table:
+def in_stable_order(table: pa.Table) -> pa.Table:
     """The rows in an order that does not depend on the tasks that they come from.
 
     By key. The rows of a key that are all increments are sorted, because their order makes no

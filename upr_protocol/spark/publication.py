@@ -19,7 +19,7 @@ from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.errors import ADVICE, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.dead_letter import DeadLetters
-from upr_protocol.spark.errors import PipelineError, explained
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.rows import RejectedRow
 from upr_protocol.spark.write_options import WriteOptions, operation_word
@@ -113,9 +113,11 @@ class Publication:
     ) -> None:
         self._client.close()
         if self._letters is not None:
-            self._letters.abandon()
+            self._letters.discard_file()
         if isinstance(error, UprError) and not isinstance(error, PipelineError):
-            raise explained(error, self._options.address, self._options.timeout_s) from error
+            raise as_pipeline_error(
+                error, self._options.address, self._options.timeout_s
+            ) from error
 
     def connect(self) -> int:
         """Connects.
@@ -142,14 +144,14 @@ class Publication:
         if self._not_vouched:
             raise _differs("the task has fewer rows than when it was run before")
 
-    def finish(self) -> WriteCounts:
+    def finish_dead_letters(self) -> WriteCounts:
         """Puts the dead letters in place.
 
         Returns:
             What was written.
         """
         if self._letters is not None:
-            self._letters.finish()
+            self._letters.finish_file()
         return WriteCounts(self._rows, self._failed, self._nbytes)
 
     def _answered(self, batch: Batch) -> None:
@@ -170,9 +172,9 @@ class Publication:
             if status != Status.NOT_FOUND or chunk.operations[index] != Operation.DELETE
         ]
         self._rows += chunk.count - len(bad)
-        self.refuse(bad)
+        self.refuse_rows(bad)
 
-    def refuse(self, bad: list[RejectedRow]) -> None:
+    def refuse_rows(self, bad: list[RejectedRow]) -> None:
         """Puts refused rows among the dead letters.
 
         Raises:
@@ -184,10 +186,10 @@ class Publication:
         if self._letters is not None:
             self._letters.add(bad)
             return
-        raise rows_refused(bad, self._rows)
+        raise refused_rows_error(bad, self._rows)
 
 
-def rows_refused(bad: list[RejectedRow], row_count: int) -> PipelineError:
+def refused_rows_error(bad: list[RejectedRow], row_count: int) -> PipelineError:
     """The error of a write that fails on refused rows.
 
     Args:

@@ -19,7 +19,7 @@ from upr_protocol.limits import (
 )
 from upr_protocol.spark.batch_delay import BatchDelay
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.options import Options
+from upr_protocol.spark.options import SourceOptions
 from upr_protocol.timestamps import parse_timestamp
 
 LEASE_S_DEFAULT: Final = 3600
@@ -142,7 +142,7 @@ class ReadOptions:
         Raises:
             OptionError: One is missing, unknown, or wrong.
         """
-        options = Options(texts)
+        options = SourceOptions(texts)
         buckets, bucket_pattern = _buckets(options)
         are_several = bool(buckets or bucket_pattern)
         address = options.address(has_bucket=not are_several)
@@ -217,7 +217,7 @@ class ReadOptions:
             )
         if buckets:
             _check_named(bucket_starts, bucket_ends, buckets)
-        options.finish()
+        options.refuse_unknown()
         return cls(
             address,
             buckets,
@@ -286,7 +286,7 @@ class ReadOptions:
         )
 
 
-def _buckets(options: Options) -> tuple[tuple[str, ...], re.Pattern[str] | None]:
+def _buckets(options: SourceOptions) -> tuple[tuple[str, ...], re.Pattern[str] | None]:
     """The buckets that are named, and the pattern of those that are read."""
     text, pattern_text = options.text("buckets", None), options.text("bucketPattern", None)
     pattern = None
@@ -318,14 +318,14 @@ def _check_named(
             )
 
 
-def _value_schema(options: Options, *, include_value: bool) -> str:
+def _value_schema(options: SourceOptions, *, include_value: bool) -> str:
     text = options.text("valueSchema", "").strip()
     if text and not include_value:
         raise OptionError("the option valueSchema needs the values: leave out includeValue=false")
     return INFER if text.lower() == INFER else text
 
 
-def _key_bytes(options: Options, name: str, *, low: int) -> bytes | None:
+def _key_bytes(options: SourceOptions, name: str, *, low: int) -> bytes | None:
     """A key, or how keys begin, of at least `low` bytes; None when the option was not given."""
     text = options.text(name, None)
     if text is None:
@@ -344,7 +344,7 @@ _NOT_WITH_INDEX: Final = (
 )
 
 
-def _index(options: Options, address: Address) -> IndexQuery | None:
+def _index(options: SourceOptions, address: Address) -> IndexQuery | None:
     """Which entries of an index are read; None if none is named."""
     name, indexer = options.text("index", None), options.text("indexer", None)
     prefix, low, high = (
@@ -375,7 +375,7 @@ def _index(options: Options, address: Address) -> IndexQuery | None:
     return IndexQuery(name, indexer, security, prefix, low, high)
 
 
-def _index_key(options: Options, name: str) -> Sequence[Any] | None:
+def _index_key(options: SourceOptions, name: str) -> Sequence[Any] | None:
     """A key of an index, or its first parts: a JSON array, or a value that is the only part."""
     text = options.text(name, None)
     if text is None:
@@ -389,7 +389,7 @@ def _index_key(options: Options, name: str) -> Sequence[Any] | None:
     return value if isinstance(value, list) else [value]
 
 
-def _consumer_name(options: Options) -> str:
+def _consumer_name(options: SourceOptions) -> str:
     name = options.text("consumerName", "")
     if not name.isprintable() or len(name.encode()) > LEASE_OWNER_BYTES_MAX:
         raise OptionError(
@@ -402,7 +402,7 @@ def _consumer_name(options: Options) -> str:
 _UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _delay_s(options: Options, min_rows: int | None) -> float:
+def _delay_s(options: SourceOptions, min_rows: int | None) -> float:
     """How long a batch waits, in seconds: a number with a unit, as Kafka's option takes it."""
     text = options.text("maxTriggerDelay", None)
     if text is None:
@@ -433,7 +433,7 @@ def _partitions(text: str) -> tuple[int, ...]:
     return tuple(sorted(partitions))
 
 
-def _time(options: Options, name: str, other_name: str) -> datetime | None:
+def _time(options: SourceOptions, name: str, other_name: str) -> datetime | None:
     """A time: in ISO 8601 with a time zone, or milliseconds since 1970, as Kafka's options take
     it. None when the option was not given."""
     text = options.text(name, None)
@@ -455,7 +455,7 @@ def _time(options: Options, name: str, other_name: str) -> datetime | None:
 
 
 def _offsets(
-    options: Options, name: str, default: str, words: tuple[str, ...], *, by_bucket: bool
+    options: SourceOptions, name: str, default: str, words: tuple[str, ...], *, by_bucket: bool
 ) -> tuple[str | Mapping[int, int], Mapping[str, Mapping[int, int]]]:
     """A word, or a number for each partition, as JSON: `{"0": 17, "3": 4}`; and of several buckets
     the numbers of each: `{"planes": {"0": 17}}`."""

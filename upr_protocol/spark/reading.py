@@ -20,10 +20,10 @@ from upr_protocol.client import (
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId
-from upr_protocol.spark.errors import PipelineError, explained, sentence_first
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.record_batches import RecordBatchBuilder, SnapshotColumns, sized
+from upr_protocol.spark.record_batches import RecordBatchBuilder, SnapshotColumns, resized
 from upr_protocol.spark.slices import ReadTask, Slice
 
 EXECUTOR: Final = "spark:executor"
@@ -50,9 +50,9 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
         if not slices:
             return
         if options.deduplicate:
-            yield from sized(_newest_rows(slices, task.lease_id, options, schema))
+            yield from resized(_newest_rows(slices, task.lease_id, options, schema))
         else:
-            yield from sized(_batches(slices, task.lease_id, options, columns))
+            yield from resized(_batches(slices, task.lease_id, options, columns))
 
 
 def _newest_rows(
@@ -130,12 +130,12 @@ def _batches(
                         if batch.num_rows:
                             yield batch
                 elif isinstance(event, RolledBack):
-                    raise rolled_back(slices[event.partition], event)
+                    raise rolled_back_error(slices[event.partition], event)
     except UprError as error:
-        raise explained(error, options.address, options.timeout_s) from error
+        raise as_pipeline_error(error, options.address, options.timeout_s) from error
 
 
-def rolled_back(part: Slice, event: RolledBack) -> PipelineError:
+def rolled_back_error(part: Slice, event: RolledBack) -> PipelineError:
     """What a user is told when the server's history parted from a slice's before it was read."""
     return PipelineError(
         "UPR_ROLLBACK",

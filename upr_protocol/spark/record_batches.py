@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.json_values import ValueParser, parser_of, unparsed
+from upr_protocol.spark.json_values import ValueParser, parser_of, unparsed_values
 from upr_protocol.spark.scalars import (
     bool_scalar,
     int8_scalar,
@@ -160,7 +160,7 @@ class SnapshotColumns:
         if self._parser is not None:
             values = columns["value"]
             parsed = self._parser.parse(values, self._schema.field("value").type)
-            columns |= {"value": parsed, UNPARSED: unparsed(values, parsed)}
+            columns |= {"value": parsed, UNPARSED: unparsed_values(values, parsed)}
         arrays = [column_as(field.name, columns[field.name], field.type) for field in self._schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
@@ -290,7 +290,7 @@ def _bytes(offsets: memoryview, data: memoryview, present: pa.Buffer | None) -> 
     return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
 
 
-def sized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows, in batches that are neither small nor large; none of them is empty."""
     few: list[pa.RecordBatch] = []
     rows = nbytes = 0

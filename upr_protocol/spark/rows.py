@@ -15,7 +15,7 @@ from upr_protocol.client.core.key_lookup import counter_delta
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from upr_protocol.spark.texts import TEXT, objects, texts
+from upr_protocol.spark.texts import TEXT, column_texts, json_objects
 from upr_protocol.spark.write_options import ColumnPath, WriteOptions, operation_word
 
 Mask = NDArray[np.bool_]
@@ -145,7 +145,7 @@ def _column(batch: pa.RecordBatch, path: ColumnPath) -> pa.Array:
 
 def _keys(batch: pa.RecordBatch, options: WriteOptions) -> pa.Array:
     """The keys; null where one of their columns is."""
-    parts = [texts(_column(batch, path)) for path in options.key_columns]
+    parts = [column_texts(_column(batch, path)) for path in options.key_columns]
     if len(parts) == 1:
         return parts[0]
     return pc.binary_join_element_wise(*parts, pa.scalar(options.key_separator.encode(), TEXT))
@@ -192,9 +192,9 @@ def _values(
         return pa.repeat(empty_text, batch.num_rows)
     columns = [_column(batch, path) for path in options.value_columns]
     if options.value_is_object:
-        values = objects(columns, [path[-1] for path in options.value_columns])
+        values = json_objects(columns, [path[-1] for path in options.value_columns])
     else:
-        values = texts(columns[0])
+        values = column_texts(columns[0])
     deletes = operations == Operation.DELETE
     if deletes.any():
         values = pc.if_else(pa.array(deletes), empty_text, values)

@@ -74,7 +74,7 @@ class BacklogAge:
         """Times, and how far the partitions were then; from the newest one on of which the stream
         had everything when it was asked last."""
 
-    def note(self, ends: Mapping[PartitionId, SeqNo]) -> None:
+    def note_ends(self, ends: Mapping[PartitionId, SeqNo]) -> None:
         """Notes how far the partitions are now."""
         if self._moments and self._moments[-1][1] == ends:
             self._moments.pop()
@@ -90,7 +90,7 @@ class BacklogAge:
             )
             del self._moments[closest]
 
-    def seconds(self, seqs: Mapping[PartitionId, SeqNo]) -> float | None:
+    def age_s(self, seqs: Mapping[PartitionId, SeqNo]) -> float | None:
         """The age at the moment that was noted last, in seconds; 0 if the stream has everything,
         None if it has not had everything of any moment.
 

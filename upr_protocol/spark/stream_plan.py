@@ -14,7 +14,7 @@ from upr_protocol.failover import FailoverLog, RollBack, decide_start
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import DriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError
-from upr_protocol.spark.offset import Offset, PartitionOffset
+from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.slices import RollbackMarker, Slice
 from upr_protocol.spark.stream_backlog import BacklogAge, StreamBacklog
 
@@ -41,7 +41,7 @@ class StreamLimits:
 
 
 @attrs.frozen
-class Pending:
+class BacklogSize:
     """What there is for the next batches of a stream.
 
     Attributes:
@@ -102,15 +102,15 @@ class StreamPlan:
 
     # Where it begins.
 
-    def initial(self, start: str | Mapping[int, int]) -> Offset:
+    def initial_offset(self, start: str | Mapping[int, int]) -> StreamOffset:
         """Where a new stream begins: at `earliest`, `latest`, or at numbers by partition.
 
         Raises:
             PipelineError: A partition does not have the number that is named.
         """
         if start == "earliest":
-            return Offset(self._bucket, {}, is_initial=True)
-        numbers, infos = self._driver.numbers(), self._driver.infos()
+            return StreamOffset(self._bucket, {}, is_initial=True)
+        numbers, infos = self._driver.seqnos(), self._driver.partition_infos()
         if not isinstance(start, str):
             check_named("startingOffsets", start, numbers)
         partitions: Partitions = {}
@@ -127,48 +127,48 @@ class StreamPlan:
                 )
             if seq:
                 partitions[partition] = PartitionOffset(infos[partition].log, seq, seq, seq)
-        return Offset(self._bucket, partitions, is_initial=True)
+        return StreamOffset(self._bucket, partitions, is_initial=True)
 
     def stop_at_current_end(self) -> None:
         """No batch will go beyond what there is now, once it is on disk."""
         if self._durable:
-            rows = self._driver.persist()
+            rows = self._driver.wait_until_persisted()
             ends = dict.fromkeys(rows, SEQ_MAX)
             lease = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
             self._target_lease_id = lease.lease_id
             self._target_ends = {pinned.partition: pinned.end for pinned in lease.ranges}
         else:
-            rows = self._driver.numbers()
+            rows = self._driver.seqnos()
             self._target_ends = {partition: row.high_seq for partition, row in rows.items()}
 
     # The next batch.
 
-    def pending(self, start: Offset) -> Pending:
+    def backlog_after(self, start: StreamOffset) -> BacklogSize:
         """What there is behind `start` for the next batches.
 
         Raises:
-            PipelineError: As `next` does.
+            PipelineError: As `next_offset` does.
         """
-        rows = self._driver.numbers()
+        rows = self._driver.seqnos()
         available = self._available(rows)
-        self._age.note(available)
+        self._age.note_ends(available)
         ends = {partition: self._limit(partition, seq) for partition, seq in available.items()}
         numbers = sum(
             ends[partition] - seq for partition, seq in _backlog(start.partitions, ends).items()
         )
         partitions = self._after_rollbacks(start, rows)
         is_urgent = self._target_ends or _went_back(partitions) or _is_mid_snapshot(partitions)
-        return Pending(numbers, not is_urgent)
+        return BacklogSize(numbers, not is_urgent)
 
-    def next(self, start: Offset, limits: StreamLimits) -> Offset:
+    def next_offset(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset:
         """Where the batch ends that begins at `start`; `start` itself when there is nothing new.
 
         Raises:
             PipelineError: The server cannot be asked; or the stream has to go back, and is not to
                 mark that.
         """
-        rows = self._driver.numbers()
-        self._age.note(self._available(rows))
+        rows = self._driver.seqnos()
+        self._age.note_ends(self._available(rows))
         partitions = self._after_rollbacks(start, rows)
         if not self._durable:
             partitions = self._newest(partitions, rows)
@@ -187,14 +187,14 @@ class StreamPlan:
         }
 
     def _after_rollbacks(
-        self, start: Offset, rows: Mapping[PartitionId, PartitionNumbers]
+        self, start: StreamOffset, rows: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
         """Where the stream stands in the partitions that are asked for, having gone back where it
         must."""
         partitions: Partitions = {
             partition: self._after_batch(offset)
             for partition, offset in start.partitions.items()
-            if partition in rows or not self._driver.has(partition)
+            if partition in rows or not self._driver.has_partition(partition)
         }
         changed = [
             partition
@@ -204,7 +204,7 @@ class StreamPlan:
         ]
         if not changed:
             return partitions
-        infos = self._driver.infos()
+        infos = self._driver.partition_infos()
         for partition in changed:
             offset, info = partitions[partition], infos.get(partition)
             rollback = _rollback_needed(offset, info)
@@ -222,7 +222,7 @@ class StreamPlan:
 
     def _after_purges(self, partitions: Partitions) -> Partitions:
         """The same where the stream was away for so long that deletions behind it are forgotten."""
-        infos = self._driver.infos(anew=True)
+        infos = self._driver.partition_infos(anew=True)
         after = dict(partitions)
         for partition, offset in partitions.items():
             if partition not in infos or not 0 < offset.seq < infos[partition].purge_seq:
@@ -243,21 +243,21 @@ class StreamPlan:
         """The lease under which the stream is inside a snapshot; None when it is gone. That does no
         harm: what it held of later batches was planned for none yet."""
         try:
-            lease = self._driver.renew(lease_id)
+            lease = self._driver.renew_lease(lease_id)
         except ServerError as error:
             if error.status is not Status.RANGE_GONE:
                 raise
             return None
-        self.keep_lease(lease_id)
+        self.release_lease_on_commit(lease_id)
         return lease
 
     def _plan_with_new_lease(
         self,
-        start: Offset,
+        start: StreamOffset,
         partitions: Partitions,
         rows: Mapping[PartitionId, PartitionNumbers],
         limits: StreamLimits,
-    ) -> Offset:
+    ) -> StreamOffset:
         ends = {
             partition: self._limit(partition, row.persisted_seq) for partition, row in rows.items()
         }
@@ -275,10 +275,10 @@ class StreamPlan:
                 raise
             partitions = self._after_purges(partitions)
             lease = self._acquire(_backlog(partitions, ends), to)
-        self.keep_lease(lease.lease_id)
+        self.release_lease_on_commit(lease.lease_id)
         self.release_target_lease()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
-        partitions = self._begin_snapshots(partitions, self._driver.infos(), pinned)
+        partitions = self._begin_snapshots(partitions, self._driver.partition_infos(), pinned)
         return self._end(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
     def release_target_lease(self) -> None:
@@ -286,7 +286,7 @@ class StreamPlan:
         there is nothing."""
         if self._target_lease_id:
             target, self._target_lease_id = self._target_lease_id, 0
-            self._driver.release(target)
+            self._driver.release_lease(target)
 
     def _limit(self, partition: PartitionId, end: SeqNo) -> SeqNo:
         """How far a partition may be read."""
@@ -298,9 +298,9 @@ class StreamPlan:
         self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
     ) -> HeldLease:
         ranges = [(partition, seq, ends[partition]) for partition, seq in starts.items()]
-        return self._driver.acquire(self._new_lease_id(), ranges)
+        return self._driver.acquire_lease(self._new_lease_id(), ranges)
 
-    def keep_lease(self, lease_id: int) -> None:
+    def release_lease_on_commit(self, lease_id: int) -> None:
         """A lease is to be released when the batches are committed that are planned so far."""
         self._leases.setdefault(lease_id)
 
@@ -311,7 +311,7 @@ class StreamPlan:
         if not _backlog(partitions, ends):
             return self._begin_snapshots(partitions, {}, {})
         partitions = self._after_purges(partitions)
-        return self._begin_snapshots(partitions, self._driver.infos(), ends)
+        return self._begin_snapshots(partitions, self._driver.partition_infos(), ends)
 
     def _begin_snapshots(
         self,
@@ -338,12 +338,12 @@ class StreamPlan:
 
     def _end(
         self,
-        start: Offset,
+        start: StreamOffset,
         partitions: Partitions,
         lease_id: int,
         limits: StreamLimits,
         sizes: Mapping[PartitionId, float],
-    ) -> Offset:
+    ) -> StreamOffset:
         """The offset behind as much as the limits allow of what lies before the snapshots' ends.
         Partitions that are not asked for stay where they are, perhaps inside a snapshot."""
         self._sizes = {**self._sizes, **sizes}
@@ -353,7 +353,7 @@ class StreamPlan:
             for partition, offset in partitions.items()
         }
         if all(
-            offset.came_from is None and offset.seq == start.at(partition).seq
+            offset.came_from is None and offset.seq == start.partition_offset(partition).seq
             for partition, offset in moved.items()
         ):
             return start
@@ -363,11 +363,11 @@ class StreamPlan:
             for partition, offset in start.partitions.items()
             if partition not in moved
         }
-        return Offset(self._bucket, unmoved | moved, lease_id, initial)
+        return StreamOffset(self._bucket, unmoved | moved, lease_id, initial)
 
     # What is behind it.
 
-    def committed(self, end: Offset) -> None:
+    def note_committed(self, end: StreamOffset) -> None:
         """Nothing up to `end` is read again: its leases are not needed any more, but for the one
         that the stream is in."""
         finished = list(self._leases)
@@ -377,27 +377,25 @@ class StreamPlan:
             finished.append(end.lease_id)
         for lease_id in finished:
             self._leases.pop(lease_id, None)
-            self._driver.release(lease_id)
+            self._driver.release_lease(lease_id)
 
-    def progress(self, planned: Offset | None) -> tuple[Offset, StreamBacklog]:
+    def progress(self, planned: StreamOffset | None) -> tuple[StreamOffset, StreamBacklog]:
         """How far the server is, and what it has that is in no batch yet.
 
         Args:
             planned: Where the newest batch ends; None if none was planned.
         """
-        ends = self._available(self._driver.numbers())
-        self._age.note(ends)
+        ends = self._available(self._driver.seqnos())
+        self._age.note_ends(ends)
         latest = {partition: PartitionOffset(FailoverLog(), seq) for partition, seq in ends.items()}
         partitions = {} if planned is None else planned.partitions
         numbers = {
             partition: max(0, seq - partitions.get(partition, _NOTHING).seq)
             for partition, seq in ends.items()
         }
-        age_s = self._age.seconds(
-            {partition: offset.seq for partition, offset in partitions.items()}
-        )
+        age_s = self._age.age_s({partition: offset.seq for partition, offset in partitions.items()})
         backlog = StreamBacklog(tuple(numbers.values()), self._nbytes(numbers), age_s)
-        return Offset(self._bucket, latest), backlog
+        return StreamOffset(self._bucket, latest), backlog
 
     def _nbytes(self, numbers: Mapping[PartitionId, int]) -> int | None:
         if not self._durable or not self._sizes:
@@ -490,11 +488,11 @@ def batch_ends(
         allowed = min(allowed, max(1, int(total * limits.nbytes / nbytes)))
     return {
         partition: SeqNo(partitions[partition].seq + share)
-        for partition, share in shares(allowed, backlogs).items()
+        for partition, share in equal_shares(allowed, backlogs).items()
     }
 
 
-def shares(allowed: int, backlogs: Mapping[K, int]) -> dict[K, int]:
+def equal_shares(allowed: int, backlogs: Mapping[K, int]) -> dict[K, int]:
     """Of what a batch may have, the same share of each backlog.
 
     Args:
@@ -592,7 +590,7 @@ def _log_text(log: FailoverLog) -> str:
     return f"[{', '.join(entries)}]"
 
 
-def slices_of(start: Offset, end: Offset) -> list[Slice]:
+def slices_of(start: StreamOffset, end: StreamOffset) -> list[Slice]:
     """What is to be read between two offsets.
 
     Args:

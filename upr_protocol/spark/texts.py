@@ -83,7 +83,7 @@ def has_text(kind: DataType) -> bool:
     return isinstance(kind, SIMPLE_TYPES)
 
 
-def texts(column: pa.Array) -> pa.Array:
+def column_texts(column: pa.Array) -> pa.Array:
     """A column's texts, as large binary; null stays null. See the module."""
     if pa.types.is_nested(column.type):
         column = pc.if_else(column.is_valid(), _json(column), pa.scalar(None, _STRING))
@@ -92,7 +92,7 @@ def texts(column: pa.Array) -> pa.Array:
     return column.cast(TEXT)
 
 
-def objects(columns: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
+def json_objects(columns: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
     """A JSON object a row, of several columns; large binary, none null."""
     return _object(columns, names).cast(TEXT)
 

@@ -16,7 +16,7 @@ from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.spark.batch_reader import options_of_buckets
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.driver_connection import DRIVER
-from upr_protocol.spark.errors import PipelineError, explained
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.schema import schema_with_fields
@@ -65,7 +65,7 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
     """At least so many values, if there are."""
     driver = BucketDriverClient(options)
     try:
-        numbers, infos = driver.numbers(), driver.infos()
+        numbers, infos = driver.seqnos(), driver.partition_infos()
     finally:
         driver.close()
     filled = [partition for partition, row in numbers.items() if row.high_seq]
@@ -97,7 +97,7 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
                         if row.op is Operation.SET and options.key in (None, row.key):
                             yield row.value
     except UprError as error:
-        raise explained(error, options.address, options.timeout_s) from error
+        raise as_pipeline_error(error, options.address, options.timeout_s) from error
 
 
 def _reads_all_keys(options: ReadOptions) -> bool:

@@ -14,7 +14,7 @@ from pyspark.sql.types import DataType, StructType
 from upr_protocol.client import Address
 from upr_protocol.ids import Durability, Operation
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.options import Options
+from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.texts import has_text
 
 APPLY: Final = "apply"
@@ -118,7 +118,7 @@ class WriteOptions:
                 "a bucket cannot be overwritten as a whole: write with mode append, or a stream "
                 "with output mode append or update, which stores each row at its key"
             )
-        bag = Options(
+        bag = SourceOptions(
             {name: text for name, text in options.items() if name.lower() not in _OF_STREAMS}
         )
         columns = _Columns(schema)
@@ -170,11 +170,11 @@ class WriteOptions:
             bag.timeout_s(),
             _write_id(bag),
         )
-        bag.finish()
+        bag.refuse_unknown()
         return parsed
 
 
-def _copies(bag: Options, durability: Durability) -> int:
+def _copies(bag: SourceOptions, durability: Durability) -> int:
     copies = bag.number("copies", None, low=1, high=COPIES_MAX)
     if durability in _REPLICATED:
         return copies or 1
@@ -184,7 +184,7 @@ def _copies(bag: Options, durability: Durability) -> int:
     return 0
 
 
-def _write_id(bag: Options) -> str | None:
+def _write_id(bag: SourceOptions) -> str | None:
     write_id = bag.text("writeId", None)
     if write_id is not None and not write_id.strip():
         raise OptionError(
@@ -194,7 +194,7 @@ def _write_id(bag: Options) -> str | None:
     return write_id
 
 
-def _dead_letter_path(bag: Options) -> str | None:
+def _dead_letter_path(bag: SourceOptions) -> str | None:
     on_error = bag.choice("onError", "fail", ("fail", "deadLetter"))
     path = bag.text("deadLetterPath", None)
     if (on_error == "deadLetter") != bool(path):
@@ -218,7 +218,7 @@ class _Columns:
         self._schema = schema
 
     def optional(
-        self, option: str, bag: Options, kinds: tuple[type[DataType], ...], expected: str
+        self, option: str, bag: SourceOptions, kinds: tuple[type[DataType], ...], expected: str
     ) -> ColumnPath | None:
         """The column that an option names, if it was given."""
         text = bag.text(option, None)
@@ -273,7 +273,7 @@ class _Columns:
             alike = [name for name in fields if name.lower() == part.lower()]
             name = part if part in fields else alike[0] if len(alike) == 1 else None
             if name is None:
-                where = f" in {spelled(tuple(names))}" if names else ""
+                where = f" in {column_path_text(tuple(names))}" if names else ""
                 raise OptionError(
                     f"there is no column {part}{where}; name one with {option}: {_listed(fields)}"
                 )
@@ -326,14 +326,15 @@ _NAME: Final = re.compile(r"\s*(?:`((?:[^`]|``)+)`|([^`.,\s](?:[^`.,]*[^`.,\s])?
 """A name, and what follows it."""
 
 
-def spelled(path: ColumnPath) -> str:
+def column_path_text(path: ColumnPath) -> str:
     """A column as a user would write it."""
     return ".".join(f"`{name}`" if set(name) & set(".,`") else name for name in path)
 
 
 def _wrong_type(option: str, path: ColumnPath, kind: DataType, expected: str) -> OptionError:
     return OptionError(
-        f"the column {spelled(path)} ({option}) is {kind.simpleString()}, and not {expected}"
+        f"the column {column_path_text(path)} ({option}) is {kind.simpleString()}, "
+        f"and not {expected}"
     )
 
 

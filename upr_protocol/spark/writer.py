@@ -43,7 +43,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.ids import PartitionId
-from upr_protocol.spark.batches import PendingRows, chunks
+from upr_protocol.spark.batches import PendingRows, published_chunks
 from upr_protocol.spark.errors import OptionError, PipelineError, sentence_first
 from upr_protocol.spark.prepared_rows import PreparedRows, RowSpool, commit_rows
 from upr_protocol.spark.publication import (
@@ -51,7 +51,7 @@ from upr_protocol.spark.publication import (
     WriteCounts,
     attempt_of,
     job_of_write,
-    rows_refused,
+    refused_rows_error,
     writer_id,
 )
 from upr_protocol.spark.rows import RejectedRow, encode
@@ -81,8 +81,8 @@ class WriteTask:
             PipelineError: It cannot go on. What was written stays.
         """
         with Publication(self._options, self._writer_id, self._attempt) as publication:
-            self._publish_rows(publication, _encoded(rows, self._options, publication.refuse))
-            return publication.finish()
+            self._publish_rows(publication, _encoded(rows, self._options, publication.refuse_rows))
+            return publication.finish_dead_letters()
 
     def write_or_prepare(
         self, rows: Iterator[pa.RecordBatch], job: str
@@ -103,24 +103,24 @@ class WriteTask:
             for encoded in _encoded(rows, self._options, self._rejecting(rejected)):
                 spool.add(encoded)
             if not spool.has_counters:
-                return self._publish(rejected, spool.others())
-            prepared = spool.counters()
-            row_counts = self._publish([], spool.others())
+                return self._publish(rejected, spool.other_rows())
+            prepared = spool.counter_rows()
+            row_counts = self._publish([], spool.other_rows())
             return PreparedRows(job, prepared, tuple(rejected), row_counts)
 
     def _rejecting(self, rejected: list[RejectedRow]) -> Callable[[list[RejectedRow]], None]:
         def reject(bad: list[RejectedRow]) -> None:
             if bad and self._options.dead_letter_path is None:
-                raise rows_refused(bad, 0)
+                raise refused_rows_error(bad, 0)
             rejected.extend(bad)
 
         return reject
 
     def _publish(self, rejected: list[RejectedRow], rows: Iterator[pa.RecordBatch]) -> WriteCounts:
         with Publication(self._options, self._writer_id, self._attempt) as publication:
-            publication.refuse(rejected)
+            publication.refuse_rows(rejected)
             self._publish_rows(publication, rows)
-            return publication.finish()
+            return publication.finish_dead_letters()
 
     def _publish_rows(self, publication: Publication, rows: Iterable[pa.RecordBatch]) -> None:
         partitions = publication.connect()
@@ -133,9 +133,9 @@ class WriteTask:
         pending = PendingRows(self._options.batch_bytes)
         for encoded in rows:
             for enough in pending.add(encoded):
-                yield from chunks(enough, partitions)
-        for last_rows in pending.finish():
-            yield from chunks(last_rows, partitions)
+                yield from published_chunks(enough, partitions)
+        for last_rows in pending.take_rest():
+            yield from published_chunks(last_rows, partitions)
 
 
 def _encoded(

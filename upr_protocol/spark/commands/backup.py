@@ -30,7 +30,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
     result = backup(
         spark, options.url, options.folder, options=dict(options.option), tell=command.say
     )
-    command.report(f"increment {result.number} of {result.bucket}: {result.rows} rows")
+    command.print_result(f"increment {result.number} of {result.bucket}: {result.rows} rows")
     return 0
 
 

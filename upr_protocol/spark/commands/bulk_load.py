@@ -55,7 +55,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         dead_letters=options.dead_letters,
         options=dict(options.option),
     )
-    command.report(result)
+    command.print_result(result)
     return command.FAILED if result.failed else 0
 
 

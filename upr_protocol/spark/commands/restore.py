@@ -45,7 +45,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         options=dict(options.option),
         tell=command.say,
     )
-    command.report(
+    command.print_result(
         f"{result.rows} rows of {result.increments} increments in {result.seconds:.1f} s"
     )
     return 0

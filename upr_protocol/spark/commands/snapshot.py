@@ -37,7 +37,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         options=dict(options.option),
         tell=command.say,
     )
-    command.report(f"{result.rows} rows of {result.bucket} in {options.folder}")
+    command.print_result(f"{result.rows} rows of {result.bucket} in {options.folder}")
     return 0
 
 

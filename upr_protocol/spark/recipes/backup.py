@@ -12,13 +12,18 @@ from pyspark.sql import SparkSession
 from upr_protocol.failover import RollBack, Start, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.options import Options
+from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.recipes.cut import Infos, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
-from upr_protocol.spark.recipes.folder import locked, plain_path, remove, things_in
-from upr_protocol.spark.recipes.latest_state import Tell, quiet
+from upr_protocol.spark.recipes.folder import (
+    locked_folder,
+    paths_in_folder,
+    plain_path,
+    remove_paths,
+)
+from upr_protocol.spark.recipes.latest_state import Tell, say_nothing
 from upr_protocol.spark.recipes.manifest import DATA_FOLDER, MANIFEST, Manifest
-from upr_protocol.spark.recipes.snapshot import described
+from upr_protocol.spark.recipes.snapshot import describe_cut
 
 _DIGITS: Final = 6
 
@@ -29,7 +34,7 @@ def backup(
     path: str | os.PathLike[str],
     *,
     options: Mapping[str, str] | None = None,
-    tell: Tell = quiet,
+    tell: Tell = say_nothing,
 ) -> Manifest:
     """Adds an increment to a backup: every change, deletions too, since the last one; the first
     has all that there is.
@@ -58,11 +63,11 @@ def backup(
             something else, or the bucket cannot be read.
     """
     folder = plain_path(path)
-    with plain_errors(), locked(folder):
+    with plain_errors(), locked_folder(folder):
         increments = read_increments(folder)
         last = increments[-1] if increments else None
         index = len(increments)
-        bucket = Options({"url": url}).address().bucket
+        bucket = SourceOptions({"url": url}).address().bucket
         if last is not None and last.bucket != bucket:
             raise PipelineError(
                 "UPR_FOLDER",
@@ -76,10 +81,10 @@ def backup(
         with consistent_cut(spark, url, options or {}, starts_of) as cut:
             into = increment_folder(folder, index)
             into.mkdir(exist_ok=True)
-            remove(things_in(into))
+            remove_paths(paths_in_folder(into))
             tell(f"increment {index}: {_numbers(cut.starts, cut.ends)} numbers to read")
             cut.changes.write.parquet(str(into / DATA_FOLDER))
-            manifest = described(spark, cut, into, "increment", index)
+            manifest = describe_cut(spark, cut, into, "increment", index)
             manifest.write(into)
             tell(f"increment {index}: {manifest.rows} rows, {manifest.deletions} of them deletions")
             return manifest
@@ -94,7 +99,7 @@ def read_increments(folder: Path) -> list[Manifest]:
     """
     increments: list[Manifest] = []
     gap: int | None = None
-    for thing in things_in(folder):
+    for thing in paths_in_folder(folder):
         if not (thing.is_dir() and thing.name.isdigit() and len(thing.name) == _DIGITS):
             raise PipelineError(
                 "UPR_FOLDER", f"{folder} has something else in it ({thing.name}) than a backup"

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import plain_path
-from upr_protocol.spark.recipes.latest_state import Tell, quiet
+from upr_protocol.spark.recipes.latest_state import Tell, say_nothing
 from upr_protocol.spark.source import UprDataSource
 
 
@@ -52,7 +52,7 @@ def bulk_load(
     value: str = "value",
     dead_letters: str | os.PathLike[str] | None = None,
     options: Mapping[str, str] | None = None,
-    tell: Tell = quiet,
+    tell: Tell = say_nothing,
 ) -> LoadResult:
     """Writes the rows of a DataFrame to a bucket.
 

@@ -101,7 +101,7 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def session(name: str) -> SparkSession:
+def spark_session(name: str) -> SparkSession:
     """The session that `spark-submit` describes, or the Spark Connect server that `SPARK_REMOTE`
     names; without them, one that uses all cores.
 
@@ -124,7 +124,7 @@ def say(sentence: str) -> None:
     sys.stderr.flush()
 
 
-def report(result: object) -> None:
+def print_result(result: object) -> None:
     """Prints what came of it on standard output."""
     sys.stdout.write(f"{result}\n")
 
@@ -168,7 +168,7 @@ def run(
     is_ours = SparkSession.getActiveSession() is None
     spark = None
     try:
-        spark = session(f"upr {arguments.prog.removesuffix('.py')}")
+        spark = spark_session(f"upr {arguments.prog.removesuffix('.py')}")
         if is_ours:
             signal.signal(signal.SIGINT, _interrupted)
         with plain_errors():

@@ -15,7 +15,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, new_lease_id
-from upr_protocol.spark.errors import OptionError, PipelineError, explained
+from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.source import UprDataSource
 
@@ -75,20 +75,20 @@ def consistent_cut(
     Raises:
         PipelineError: The server cannot be asked, or deletions behind a start are forgotten.
     """
-    texts = merged(url, options)
+    texts = options_with_url(url, options)
     read_options = ReadOptions.parse(texts)
     driver = BucketDriverClient(read_options)
     lease_id = new_lease_id()
     try:
-        numbers = driver.persist()
-        begins = starts_of(driver.infos(anew=True))
+        numbers = driver.wait_until_persisted()
+        begins = starts_of(driver.partition_infos(anew=True))
         starts = {partition: begins.get(partition, SeqNo(0)) for partition in numbers}
-        lease = driver.acquire(
+        lease = driver.acquire_lease(
             lease_id, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
         )
         # A history that began since the lease was granted began behind its end.
-        driver.numbers()
-        logs = {partition: info.log for partition, info in driver.infos().items()}
+        driver.seqnos()
+        logs = {partition: info.log for partition, info in driver.partition_infos().items()}
         ends = {pinned.partition: pinned.end for pinned in lease.ranges}
         spark.dataSource.register(UprDataSource)
         reader = spark.read.format("upr").options(**texts)
@@ -102,13 +102,13 @@ def consistent_cut(
                 f"{url}: the server has removed deletions after the start ({error.sentence}): "
                 "begin again from the beginning",
             ) from error
-        raise explained(error, read_options.address) from error
+        raise as_pipeline_error(error, read_options.address) from error
     finally:
-        driver.release(lease_id)
+        driver.release_lease(lease_id)
         driver.close()
 
 
-def merged(url: str, options: Mapping[str, str]) -> dict[str, str]:
+def options_with_url(url: str, options: Mapping[str, str]) -> dict[str, str]:
     """The options of a read, with the URL.
 
     Raises:

@@ -36,7 +36,7 @@ def plain_path(text: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Keeps a folder to oneself, for as long as the context; makes it when it is missing.
 
     Raises:
@@ -53,14 +53,14 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def things_in(folder: Path) -> list[Path]:
+def paths_in_folder(folder: Path) -> list[Path]:
     """What is in a folder, without the lock; nothing when it is not there."""
     if not folder.exists():
         return []
     return sorted(path for path in folder.iterdir() if path.name != LOCK)
 
 
-def persist(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Has all that is below a folder on disk, names and contents."""
     for base, _, names in os.walk(folder):
         for name in names:
@@ -69,7 +69,7 @@ def persist(folder: Path) -> None:
     sync_path(folder.parent)
 
 
-def remove(paths: list[Path]) -> None:
+def remove_paths(paths: list[Path]) -> None:
     """Removes files and folders, with what is in them."""
     for path in paths:
         if path.is_dir():

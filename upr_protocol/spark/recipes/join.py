@@ -27,7 +27,7 @@ from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 from upr_protocol.spark.recipes.target import (
     check_bucket_of,
     check_query_arguments,
-    started,
+    start_query,
     write_target,
 )
 from upr_protocol.spark.record_batches import column_as
@@ -120,8 +120,8 @@ def join(
 
     def write_once(changed: DataFrame) -> bool:
         """Looks the items up and writes them; False when they have to be looked up again."""
-        left.history.begin()
-        right.history.begin()
+        left.history.begin_lookup()
+        right.history.begin_lookup()
         keys = changed.where("is_left").select("key")
         if not changed.where("NOT is_left").isEmpty():
             renewed = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
@@ -136,7 +136,7 @@ def join(
             try:
                 rows.count()
                 # What was read may be in memory alone: nothing is written that a crash undoes.
-                if not (left.history.finish() and right.history.finish()):
+                if not (left.history.finish_lookup() and right.history.finish_lookup()):
                     return False
                 write_target(_as_operations(rows, value, how), target_url, write_options)
                 return True
@@ -150,7 +150,7 @@ def join(
             check_bucket_of(url, options)
         check_bucket_of(target_url, write_options)
         writer = changes.writeStream.foreachBatch(write)
-        return started(writer, checkpoint, available_now=available_now, interval=interval)
+        return start_query(writer, checkpoint, available_now=available_now, interval=interval)
 
 
 def _joined(left: DataFrame, right: DataFrame, on: str) -> DataFrame:
@@ -258,7 +258,7 @@ def _lookup(
                 texts = keys.to_pylist()
                 items: list[Item | None] = []
                 for start in range(0, len(texts), LOOKED_UP_AT_ONCE):
-                    items += client.items(texts[start : start + LOOKED_UP_AT_ONCE])
+                    items += client.get_items(texts[start : start + LOOKED_UP_AT_ONCE])
                 values = pa.array([item and item.value for item in items], pa.binary())
                 if parser is None:
                     values = column_as("value", values, value_type)

@@ -16,7 +16,7 @@ from pyspark.sql.utils import is_remote
 
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes.rewound_rows import reached_metadata, rewound_rows
-from upr_protocol.spark.recipes.target import check_bucket_of, started
+from upr_protocol.spark.recipes.target import check_bucket_of, start_query
 from upr_protocol.spark.source import UprDataSource
 
 Tell = Callable[[str], None]
@@ -47,8 +47,8 @@ _NO_QUERY_ID: Final = (
 _QUERY_ID: Final = "sql.streaming.queryId"
 
 
-def quiet(sentence: str) -> None:
-    """Tells nobody."""
+def say_nothing(sentence: str) -> None:
+    """Drops a sentence on progress: the default where nobody listens."""
     del sentence
 
 
@@ -87,7 +87,7 @@ class LatestState:
         *,
         begin_anew: bool = False,
         storage_options: Mapping[str, str] | None = None,
-        tell: Tell = quiet,
+        tell: Tell = say_nothing,
     ) -> None:
         self._table = table
         self._app_id = app_id
@@ -260,7 +260,7 @@ def keep_latest_state(
     app_id: str | None = None,
     begin_anew: bool = False,
     storage_options: Mapping[str, str] | None = None,
-    tell: Tell = quiet,
+    tell: Tell = say_nothing,
 ) -> StreamingQuery:
     """Starts a query that has a Delta table hold what a bucket holds.
 
@@ -305,7 +305,7 @@ def keep_latest_state(
     changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
     check_bucket_of(url, settings)
     writer = changes.writeStream.foreachBatch(sink)
-    return started(writer, checkpoint, available_now=available_now, interval=interval)
+    return start_query(writer, checkpoint, available_now=available_now, interval=interval)
 
 
 def _query_id(batch: DataFrame) -> str:

@@ -28,7 +28,7 @@ class LookupHistory:
         self._positions: dict[PartitionId, Position] = {}
         """By partition, where it was after the last lookup, on disk."""
 
-    def begin(self) -> None:
+    def begin_lookup(self) -> None:
         """A lookup is to begin: makes sure that the bucket still has what was looked up before.
 
         Raises:
@@ -36,8 +36,8 @@ class LookupHistory:
         """
         driver = self._connect()
         try:
-            rows = driver.numbers()
-            infos = driver.infos() if self._positions else {}
+            rows = driver.seqnos()
+            infos = driver.partition_infos() if self._positions else {}
         finally:
             driver.close()
         for partition, position in self._positions.items():
@@ -50,7 +50,7 @@ class LookupHistory:
                 )
         self._history_ids = {partition: row.history_id for partition, row in rows.items()}
 
-    def finish(self) -> bool:
+    def finish_lookup(self) -> bool:
         """A lookup is over: waits until all is on disk that it may have read, and notes where that
         is.
 
@@ -63,7 +63,7 @@ class LookupHistory:
         """
         driver = self._connect()
         try:
-            rows, infos = driver.persist(), driver.infos()
+            rows, infos = driver.wait_until_persisted(), driver.partition_infos()
         finally:
             driver.close()
         if self._history_ids != {partition: row.history_id for partition, row in rows.items()}:

@@ -12,7 +12,7 @@ from upr_protocol.durable_files import replace_file
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.recipes.folder import persist
+from upr_protocol.spark.recipes.folder import sync_folder
 
 FORMAT_VERSION: Final = 1
 
@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def write(self, folder: Path) -> None:
         """Makes a folder count: first its data is on disk, then this."""
-        persist(folder / DATA_FOLDER)
+        sync_folder(folder / DATA_FOLDER)
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
         replace_file(folder / MANIFEST, text + b"\n")
 

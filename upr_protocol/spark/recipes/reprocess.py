@@ -13,7 +13,7 @@ from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.target import (
     check_bucket_of,
     check_query_arguments,
-    started,
+    start_query,
     write_target,
 )
 from upr_protocol.spark.source import UprDataSource
@@ -100,4 +100,4 @@ def reprocess(
         check_bucket_of(url, options)
         check_bucket_of(target_url, write_options)
         writer = changes.writeStream.foreachBatch(write)
-        return started(writer, checkpoint, available_now=available_now, interval=interval)
+        return start_query(writer, checkpoint, available_now=available_now, interval=interval)

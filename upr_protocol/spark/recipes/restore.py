@@ -15,11 +15,11 @@ from pyspark.sql import functions as F
 from upr_protocol.client import BlockingClient
 from upr_protocol.spark.driver_connection import DriverConnection
 from upr_protocol.spark.errors import OptionError, PipelineError
-from upr_protocol.spark.options import Options
+from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.recipes.backup import increment_folder, read_increments
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import plain_path
-from upr_protocol.spark.recipes.latest_state import Tell, quiet
+from upr_protocol.spark.recipes.latest_state import Tell, say_nothing
 from upr_protocol.spark.recipes.manifest import Manifest
 from upr_protocol.spark.recipes.snapshot import rows_of
 from upr_protocol.spark.source import UprDataSource
@@ -54,7 +54,7 @@ def restore(
     through: int | None = None,
     may_have_contents: bool = False,
     options: Mapping[str, str] | None = None,
-    tell: Tell = quiet,
+    tell: Tell = say_nothing,
 ) -> RestoreResult:
     """Makes a bucket hold what another held when an increment of its backup was made.
 
@@ -107,7 +107,7 @@ def restore(
 
 
 def _check_empty(url: str, options: Mapping[str, str]) -> None:
-    bag = Options({**options, "url": url})
+    bag = SourceOptions({**options, "url": url})
     connection = DriverConnection(bag.address(), bag.timeout_s())
     try:
         numbers = connection.ask(BlockingClient.seqnos)

@@ -14,9 +14,14 @@ from pyspark.sql import functions as F
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.recipes.cut import ConsistentCut, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
-from upr_protocol.spark.recipes.folder import locked, plain_path, remove, things_in
+from upr_protocol.spark.recipes.folder import (
+    locked_folder,
+    paths_in_folder,
+    plain_path,
+    remove_paths,
+)
 from upr_protocol.spark.recipes.latest import latest
-from upr_protocol.spark.recipes.latest_state import LATEST_STATE_SCHEMA, Tell, quiet
+from upr_protocol.spark.recipes.latest_state import LATEST_STATE_SCHEMA, Tell, say_nothing
 from upr_protocol.spark.recipes.manifest import (
     DATA_FOLDER,
     MANIFEST,
@@ -33,7 +38,7 @@ def snapshot(
     *,
     overwrite: bool = False,
     options: Mapping[str, str] | None = None,
-    tell: Tell = quiet,
+    tell: Tell = say_nothing,
 ) -> Manifest:
     """Writes what a bucket holds to a folder: `data/*.parquet`, a row for each key, and
     `manifest.json`, which is written last and makes it count.
@@ -58,15 +63,15 @@ def snapshot(
     """
     folder = plain_path(path)
     _check_may_be_used(folder, overwrite=overwrite)
-    with plain_errors(), locked(folder), consistent_cut(spark, url, options or {}) as cut:
+    with plain_errors(), locked_folder(folder), consistent_cut(spark, url, options or {}) as cut:
         _check_may_be_used(folder, overwrite=overwrite)
         # What makes the rest count goes first.
-        remove(sorted(things_in(folder), key=lambda thing: thing.name != MANIFEST))
+        remove_paths(sorted(paths_in_folder(folder), key=lambda thing: thing.name != MANIFEST))
         tell(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
         # A read has no markers: without `op` nobody looks for them, which would read it twice.
         rows = latest(cut.changes.drop("op")).select(*LATEST_STATE_SCHEMA.names)
         rows.write.parquet(str(folder / DATA_FOLDER))
-        manifest = described(spark, cut, folder, "snapshot")
+        manifest = describe_cut(spark, cut, folder, "snapshot")
         manifest.write(folder)
         tell(f"{manifest.rows} rows in {len(manifest.files)} files")
         return manifest
@@ -91,7 +96,7 @@ def rows_of(spark: SparkSession, folder: Path, manifest: Manifest) -> DataFrame:
     return spark.read.parquet(*paths)
 
 
-def described(
+def describe_cut(
     spark: SparkSession,
     cut: ConsistentCut,
     folder: Path,
@@ -135,7 +140,7 @@ def described(
 
 
 def _check_may_be_used(folder: Path, *, overwrite: bool) -> None:
-    things = things_in(folder)
+    things = paths_in_folder(folder)
     if not things:
         return
     ours = {DATA_FOLDER, MANIFEST, f"_{MANIFEST}.unfinished"}

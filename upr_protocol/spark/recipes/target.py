@@ -10,7 +10,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from upr_protocol.spark.driver_connection import check_bucket
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.options import Options, connection_options
+from upr_protocol.spark.options import SourceOptions, connection_options
 
 
 def check_query_arguments(
@@ -42,11 +42,11 @@ def check_bucket_of(url: str, options: Mapping[str, str] | None) -> None:
         OptionError: One of them is wrong.
         PipelineError: There is no server, or it refuses.
     """
-    connection = Options({**connection_options(options or {}), "url": url})
+    connection = SourceOptions({**connection_options(options or {}), "url": url})
     check_bucket(connection.address(), connection.timeout_s())
 
 
-def started(
+def start_query(
     writer: DataStreamWriter, checkpoint: str, *, available_now: bool, interval: str | None
 ) -> StreamingQuery:
     """Starts a query: once for what there is, at an interval, or as soon as a batch is done."""
