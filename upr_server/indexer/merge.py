@@ -203,8 +203,9 @@ class MergedScan:
         )
 
     @property
-    def moment_to_release(self) -> str:
-        """The moment that was held for the scan alone; empty if none was."""
+    def view_token_to_release(self) -> str:
+        """The token of the read view (`Moments`) that was held for this scan alone; empty if none
+        was."""
         return self.query.moment if self._counts_beginnings and not self._asked.hold_s else ""
 
     def answer(self) -> ScanAnswer:

@@ -208,10 +208,10 @@ class Scanner:
             while not merged.is_complete:
                 merged.add(await self._ask(name, definition, merged.query))
         finally:
-            if merged.moment_to_release:
+            if merged.view_token_to_release:
                 # A moment that is not released expires.
                 with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
-                    await self.release(merged.moment_to_release)
+                    await self.release(merged.view_token_to_release)
         return merged.answer()
 
     async def _ask(
