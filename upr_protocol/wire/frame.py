@@ -73,7 +73,7 @@ def unpack_header(data: Buffer) -> Header:
     )
     if magic != MAGIC:
         raise RemoteProtocolError(
-            "a frame begins with the bytes 0x55 0x50, and this does not", Status.BAD_MAGIC
+            "this is not a UPR frame: it does not begin with 0x55 0x50", Status.BAD_MAGIC
         )
     if crc32c(data[:_CHECKED_BYTES]) != header_crc:
         raise RemoteProtocolError(
