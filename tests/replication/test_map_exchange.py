@@ -144,7 +144,7 @@ async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothin
     ):
         monkeypatch.setattr(attacker.partition_maps, "map_of", lambda _: hostile)
         with pytest.raises(ServerError, match="sent that of 'secret'"):
-            await attacked.partition_maps.join("b", f"{HOST}:{PORT}")
+            await attacked.partition_maps.adopt_map_from("b", f"{HOST}:{PORT}")
         with pytest.raises(RemoteProtocolError, match="sent that of 'secret'"):
             await connections.status(THERE)
         assert attacked.partition_maps.all_maps() == []

@@ -86,7 +86,7 @@ async def two_nodes(
             partitions=(Assignment(active="a", replicas=dict.fromkeys(("z", *others), "")),),
         )
         await first.partition_maps.set_map(0, partition_map.encode())
-        await second.partition_maps.join("b", nodes["a"])
+        await second.partition_maps.adopt_map_from("b", nodes["a"])
         yield first, second
 
 

@@ -299,7 +299,7 @@ async def test_a_replica_can_be_deleted_while_its_commit_is_answered(
             bucket=BUCKET, revision=1, nodes=nodes, partitions=(assignment,) * PARTITIONS
         )
         await active.partition_maps.set_map(0, new_map.encode())
-        await replica.partition_maps.join(BUCKET, nodes["a"])
+        await replica.partition_maps.adopt_map_from(BUCKET, nodes["a"])
         put(active.catalog.bucket(BUCKET).partitions[0], b"k")
         with trio.fail_after(60):
             await store.is_asked.wait()

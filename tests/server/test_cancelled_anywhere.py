@@ -635,7 +635,7 @@ async def _name_replica(server: Server, address: str) -> None:
     await server.partition_maps.set_map(1, new_map.encode())
 
 
-JOIN: Final = tries(PartitionMaps.join)
+JOIN: Final = tries(PartitionMaps.adopt_map_from)
 
 
 async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> None:
@@ -646,7 +646,7 @@ async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> N
         await trio.sleep(2 * ASK_INTERVAL_S)
 
         async def work() -> None:
-            await second_server.partition_maps.join("b", f"{HOST}:{server.port}")
+            await second_server.partition_maps.adopt_map_from("b", f"{HOST}:{server.port}")
 
         async def undo() -> None:
             if second_server.catalog.buckets.get("b") is not None:
@@ -726,7 +726,7 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
 
     async def follows(node: Server) -> None:
         if node.catalog.buckets.get("b") is None:
-            await node.partition_maps.join("b", f"{HOST}:{server.port}")
+            await node.partition_maps.adopt_map_from("b", f"{HOST}:{server.port}")
         ours, theirs = server.catalog.bucket("b"), node.catalog.bucket("b")
         key = b"key-%d" % next(numbers)
         for partition in ours.partitions:

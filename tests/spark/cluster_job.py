@@ -33,10 +33,10 @@ of_tasks = rows.mapInArrow(code_of_task, "code STRING").distinct().collect()
 (folder / "result").write_text("\n".join([upr_protocol.__file__, *(row.code for row in of_tasks)]))
 
 words = [url, str(folder / "table"), "--checkpoint", str(folder / "checkpoint"), "--once"]
-assert command.run(latest_state.arguments(), latest_state.work, words) == 0
+assert command.run(latest_state.argument_parser(), latest_state.work, words) == 0
 
 table = folder / "planes.csv"
 table.write_text("tailnum,seats\nN1,10\nN2,20\n,30\n")
 words = [target, str(table), "--format", "csv", "--header", "--key", "tailnum", "--value", "*"]
 words += ["--dead-letters", str(folder / "letters")]
-sys.exit(command.run(bulk_load.arguments(), bulk_load.work, words))
+sys.exit(command.run(bulk_load.argument_parser(), bulk_load.work, words))

@@ -128,10 +128,10 @@ def test_a_bucket_that_lost_changes_fails_the_query(
     store(left, {"a": {"x": 1}})
     store(right, {"a": {"y": 2}})
     words = [left, right, target, "--checkpoint", str(tmp_path / "checkpoint"), "--once"]
-    assert command.run(script.arguments(), script.work, words) == 0
+    assert command.run(script.argument_parser(), script.work, words) == 0
     assert json.loads(contents(target)[b"a"].value) == {"left": '{"x": 1}', "right": '{"y": 2}'}
     made_anew(right)
-    assert command.run(script.arguments(), script.work, words) != 0
+    assert command.run(script.argument_parser(), script.work, words) != 0
     assert "UPR_ROLLBACK" in capsys.readouterr().err
 
 

@@ -82,10 +82,10 @@ def test_a_source_that_lost_changes_fails_the_query(
     url, target = new_bucket(), new_bucket()
     change(url, planes({1: 10}))
     words = [url, target, "--checkpoint", str(tmp_path / "checkpoint"), "--once"]
-    assert command.run(script.arguments(), script.work, words) == 0
+    assert command.run(script.argument_parser(), script.work, words) == 0
     assert set(contents(target)) == {b"k1"}
     made_anew(url)
-    assert command.run(script.arguments(), script.work, words) != 0
+    assert command.run(script.argument_parser(), script.work, words) != 0
     assert "UPR_ROLLBACK" in capsys.readouterr().err
     assert set(contents(target)) == {b"k1"}
 

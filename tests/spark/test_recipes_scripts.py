@@ -49,7 +49,7 @@ def environment() -> Mapping[str, str]:
 
 def ran(script: ModuleType, *arguments: object) -> int:
     """A script's exit code, in the session that there is."""
-    return command.run(script.arguments(), script.work, [str(word) for word in arguments])
+    return command.run(script.argument_parser(), script.work, [str(word) for word in arguments])
 
 
 @contextmanager
@@ -95,7 +95,9 @@ def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", [latest_state, snapshot, backup, restore, bulk_load])
 def test_help_needs_no_java(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        command.run(script.arguments(), lambda *_: pytest.fail("it did something"), ["--help"])
+        command.run(
+            script.argument_parser(), lambda *_: pytest.fail("it did something"), ["--help"]
+        )
     assert caught.value.code == 0
     assert "130  ended by Ctrl-C" in capsys.readouterr().out
 

@@ -75,7 +75,7 @@ from upr_protocol.client.local_copy.database import (
 )
 from upr_protocol.client.local_copy.follower import LocalCopyFollower, keep_local_copy
 from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
-from upr_protocol.client.rollback.checksummed_file import ChecksummedFileError
+from upr_protocol.client.rollback.checksummed_file import DamagedFileError
 from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.trio.client import Client, ClientStatistics, connect
@@ -104,7 +104,6 @@ __all__ = [
     "BucketInfo",
     "CasOptions",
     "ChangeOptions",
-    "ChecksummedFileError",
     "ChunkReceived",
     "Client",
     "ClientStatistics",
@@ -113,6 +112,7 @@ __all__ = [
     "ConsumerStatistics",
     "Credentials",
     "CycleCompleted",
+    "DamagedFileError",
     "DurabilityOptions",
     "Event",
     "EventFeed",

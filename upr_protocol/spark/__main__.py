@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         command.say(f"there is no recipe {' '.join(argv)}. There are {', '.join(recipes)}")
         return command.USAGE
     recipe = import_module(f"{commands.__name__}.{name}")
-    parser = recipe.arguments()
+    parser = recipe.argument_parser()
     parser.prog = f"{_PROGRAM} {name}"
     return command.run(parser, recipe.work, arguments)
 

@@ -163,7 +163,7 @@ class IndexerStream:
 
         Raises:
             ServerError: The server refused, or the bucket is gone.
-            ChecksummedFileError: The file of the received keys is damaged.
+            DamagedFileError: The file of the received keys is damaged.
             OSError: That file cannot be written.
         """
         while True:

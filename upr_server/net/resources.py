@@ -49,7 +49,7 @@ class PartitionMapProvider(Protocol):
     async def set_map(self, expected_revision: int, document: str) -> PartitionMap:
         """Applies a map in place of the one with `expected_revision`."""
 
-    async def join(self, bucket: str, address: str) -> PartitionMap:
+    async def adopt_map_from(self, bucket: str, address: str) -> PartitionMap:
         """Asks another node for a bucket's map, and applies it."""
 
     def statistics(self, bucket: str) -> dict[str, object]:

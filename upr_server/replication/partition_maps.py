@@ -224,7 +224,7 @@ class PartitionMaps:
                 await self._apply(new_map)
         return new_map
 
-    async def join(self, bucket: str, address: str) -> PartitionMap:
+    async def adopt_map_from(self, bucket: str, address: str) -> PartitionMap:
         """Asks another node for a bucket's map, and applies it.
 
         Raises:

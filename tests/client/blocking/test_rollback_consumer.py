@@ -16,8 +16,8 @@ from upr_protocol.client import (
     Address,
     BarrierReached,
     BlockingRollbackConsumer,
-    ChecksummedFileError,
     ChunkReceived,
+    DamagedFileError,
     Event,
     SnapshotEnd,
     Undone,
@@ -138,5 +138,5 @@ def test_errors_are_raised_in_the_program(fake: ThreadedFake, tmp_path: Path) ->
     data = bytearray(keys.read_bytes())
     data[15] ^= 1
     keys.write_bytes(data)
-    with pytest.raises(ChecksummedFileError, match="damaged at byte 0"), consumer(fake, tmp_path):
+    with pytest.raises(DamagedFileError, match="damaged at byte 0"), consumer(fake, tmp_path):
         pass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, ChecksummedFileError
+from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, DamagedFileError
 
 
 def log_with(path: Path, *records: bytes) -> bytes:
@@ -46,7 +46,7 @@ def test_damage_raises_an_error_and_is_never_cut_off(tmp_path: Path) -> None:
         damaged = bytearray(data)
         damaged[index] ^= 0x10
         path.write_bytes(damaged)
-        with pytest.raises(ChecksummedFileError, match="damaged at byte"):
+        with pytest.raises(DamagedFileError, match="damaged at byte"):
             records_of(path)
 
 

@@ -24,10 +24,10 @@ from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import apply_mutation
 from upr_protocol.client import (
-    ChecksummedFileError,
     ChunkReceived,
     Consumer,
     CycleCompleted,
+    DamagedFileError,
     Event,
     Item,
     MemoryStore,
@@ -432,7 +432,7 @@ async def test_a_damaged_file_of_received_keys_raises_an_error(
     data = bytearray(keys.read_bytes())
     data[15] ^= 1
     keys.write_bytes(data)
-    with pytest.raises(ChecksummedFileError, match="damaged at byte 0"):
+    with pytest.raises(DamagedFileError, match="damaged at byte 0"):
         async with consume_with_rollback(URL, keys, resume=tmp_path / "resume", dial=net.dial):
             pass
 

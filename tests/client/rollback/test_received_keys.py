@@ -12,7 +12,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, ChecksummedFileError
+from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, DamagedFileError
 from upr_protocol.client.rollback.received_keys import (
     RECEIVED_KEY_BYTES,
     ReceivedKeys,
@@ -118,7 +118,7 @@ async def test_the_file_holds_what_was_written_before(tmp_path: Path) -> None:
         (P, b"b", ReceivedVersion(SeqNo(4), new_history)),
     ]
     assert again.keys.floors() == {PartitionId(2): 7}
-    with pytest.raises(ChecksummedFileError, match="of the bucket 'b', not of 'other'"):
+    with pytest.raises(DamagedFileError, match="of the bucket 'b', not of 'other'"):
         ReceivedKeysFile(path, "other")
 
 
@@ -217,5 +217,5 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     log, _ = ChecksummedFile.open(path)
     log.append(b"nonsense")
     log.close()
-    with pytest.raises(ChecksummedFileError, match="not a received-keys file"):
+    with pytest.raises(DamagedFileError, match="not a received-keys file"):
         ReceivedKeysFile(path, "b")

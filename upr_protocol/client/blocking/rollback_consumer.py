@@ -80,7 +80,7 @@ class BlockingRollbackConsumer:
         """Connects.
 
         Raises:
-            ChecksummedFileError: The file of received keys is damaged, or of another bucket.
+            DamagedFileError: The file of received keys is damaged, or of another bucket.
             OSError: The received keys or the resume file cannot be read or written.
             UprError: See `consume`.
         """

@@ -302,7 +302,7 @@ class UnansweredBatches:
         if queue is None:
             queue = PartitionBatches(partition, self.unplaced, self._draw)
             self._queues[partition] = queue
-            self.unplaced.attach(queue)
+            self.unplaced.attach_partition(queue)
         return queue
 
     def is_unplaced(self, partition: PartitionId) -> bool:
@@ -324,8 +324,8 @@ class UnansweredBatches:
         queue = self.queue_of(partition)
         if queue.node is node:
             return False
-        queue.node.detach(queue)
-        node.attach(queue)
+        queue.node.detach_partition(queue)
+        node.attach_partition(queue)
         return True
 
     def unplace_all(self, node: NodeBatches) -> None:
@@ -371,7 +371,7 @@ class NodeBatches:
         """The queues of the partitions that are placed here."""
         return list(self._queues)
 
-    def attach(self, queue: PartitionBatches) -> None:
+    def attach_partition(self, queue: PartitionBatches) -> None:
         """Takes over a partition. O(unanswered)."""
         queue.node = self
         self._queues[queue] = None
@@ -379,7 +379,7 @@ class NodeBatches:
         self._count_unsent(queue.waiting)
         self._schedule(queue)
 
-    def detach(self, queue: PartitionBatches) -> None:
+    def detach_partition(self, queue: PartitionBatches) -> None:
         """Gives up a partition. O(unanswered)."""
         self._sendable.pop(queue, None)
         self._backing_off.pop(queue, None)

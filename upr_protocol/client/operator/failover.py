@@ -124,7 +124,7 @@ class _Failover:
 
     def check_target(self, to: str) -> None:
         """Refuses a node that has no copy, or does not answer."""
-        self._change.require_copies(to, "choose another node")
+        self._change.require_copies_on(to, "choose another node")
         self._survey.require_answer(to)
 
     def check_replicas(self) -> None:

@@ -59,7 +59,7 @@ class MapChange:
             )
         )
 
-    def require_copies(self, node: str, advice: str) -> None:
+    def require_copies_on(self, node: str, advice: str) -> None:
         """Raises `NotDoneError` if `node` does not have a copy of each partition."""
         without = [
             partition

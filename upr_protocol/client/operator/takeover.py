@@ -172,7 +172,7 @@ class _Takeover:
         assignments = self._change.assignments
         if not source or any(assignment.lost_active for assignment in assignments.values()):
             raise NotDoneError(f"no node is active for {self._change.text}: use `upr failover`")
-        self._change.require_copies(target, "make it a replica first, with `upr replicas add`")
+        self._change.require_copies_on(target, "make it a replica first, with `upr replicas add`")
         if not survey.reaches(source):
             why = survey.nodes[source].failure
             raise NotDoneError(

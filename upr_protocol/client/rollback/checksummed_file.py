@@ -22,7 +22,7 @@ _HEADER: Final = Struct("<III")
 _ONES: Final = 0xFFFF_FFFF
 
 
-class ChecksummedFileError(UprError, ValueError):
+class DamagedFileError(UprError, ValueError):
     """The file is damaged, or another program wrote it."""
 
 
@@ -44,7 +44,7 @@ class ChecksummedFile:
         """Opens the file, or creates it; gives its records, too.
 
         Raises:
-            ChecksummedFileError: It is damaged.
+            DamagedFileError: It is damaged.
             OSError: It cannot be read or written.
         """
         if not path.exists():
@@ -106,12 +106,12 @@ def _decode(path: Path, data: bytes) -> tuple[list[bytes], int]:
         if length ^ complement != _ONES:
             # A crash may leave the file with its new length and without its new contents: zeros.
             if any(data[start + _HEADER.size :]):
-                raise ChecksummedFileError(f"{path} is damaged at byte {start}")
+                raise DamagedFileError(f"{path} is damaged at byte {start}")
             break
         if end > len(data) or (end == len(data) and crc32c(record) != crc):
             break
         if crc32c(record) != crc:
-            raise ChecksummedFileError(f"{path} is damaged at byte {start}")
+            raise DamagedFileError(f"{path} is damaged at byte {start}")
         records.append(record)
         start = end
     return records, start

@@ -200,7 +200,7 @@ async def consume_with_rollback(
     with `buffer_received_keys` it calls `flush_received_keys` itself, before each such commit.
 
     Raises:
-        ChecksummedFileError: The file of received keys is damaged, or of another bucket.
+        DamagedFileError: The file of received keys is damaged, or of another bucket.
         OSError: The received keys or the resume file cannot be read or written.
         UprError: See `consume`.
     """

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, ChecksummedFileError
+from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, DamagedFileError
 from upr_protocol.client.rollback.received_keys import (
     ForeignKeys,
     ReceivedKeys,
@@ -47,7 +47,7 @@ class ReceivedKeysFile:
         is_new: Whether the file was created just now.
 
     Raises:
-        ChecksummedFileError: The file is damaged, belongs to another bucket, or has another format.
+        DamagedFileError: The file is damaged, belongs to another bucket, or has another format.
         OSError: The file cannot be read or written.
     """
 
@@ -92,19 +92,17 @@ class ReceivedKeysFile:
                         self._apply(*change)
                 else:
                     self._apply(kind, *fields)
-            except ChecksummedFileError:
+            except DamagedFileError:
                 raise
             except (msgspec.DecodeError, ValueError, TypeError, IndexError, KeyError) as error:
-                raise ChecksummedFileError(
-                    f"{path} is not a received-keys file: {error!r}"
-                ) from error
+                raise DamagedFileError(f"{path} is not a received-keys file: {error!r}") from error
 
     def _check_header(self, magic: str, version: int, bucket: str) -> None:
         path = self._file.path
         if magic != _MAGIC or version != _VERSION:
-            raise ChecksummedFileError(f"{path} is not a received-keys file of version {_VERSION}")
+            raise DamagedFileError(f"{path} is not a received-keys file of version {_VERSION}")
         if bucket != self._bucket:
-            raise ChecksummedFileError(
+            raise DamagedFileError(
                 f"{path} holds the received keys of the bucket {bucket!r}, not of {self._bucket!r}"
             )
 

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from upr_protocol.spark.recipes import backup, command
 
 
-def arguments() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
         "Adds an increment to a backup: every change since the last one. If the bucket no "
@@ -35,4 +35,4 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(arguments(), work))
+    sys.exit(command.run(argument_parser(), work))

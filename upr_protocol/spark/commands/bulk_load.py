@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from upr_protocol.spark.recipes import bulk_load, command
 
 
-def arguments() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
         "Loads files into a bucket. It ends with code 1 when rows are among the dead letters."
@@ -69,4 +69,4 @@ def frame_of(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(arguments(), work))
+    sys.exit(command.run(argument_parser(), work))

@@ -18,7 +18,7 @@ from upr_protocol.spark.recipes.join import BOTH_VALUES, INNER, LEFT
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 
 
-def arguments() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
         "Has a bucket hold the items of another, each with the item of a third that it names, "
@@ -75,4 +75,4 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(arguments(), work))
+    sys.exit(command.run(argument_parser(), work))

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from upr_protocol.spark.recipes import command, keep_latest_state
 
 
-def arguments() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
         "Keeps a Delta table equal to a bucket until it is stopped. A restart continues at the "
@@ -54,4 +54,4 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(arguments(), work))
+    sys.exit(command.run(argument_parser(), work))

@@ -16,7 +16,7 @@ from upr_protocol.spark.recipes import command, reprocess
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 
 
-def arguments() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
         "Has a bucket hold what is computed from the items of another, until it is stopped. A "
@@ -67,4 +67,4 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(arguments(), work))
+    sys.exit(command.run(argument_parser(), work))

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from upr_protocol.spark.recipes import command, restore
 
 
-def arguments() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
         "Applies the increments of a backup, one after the other, to a bucket that is there and "
@@ -52,4 +52,4 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(arguments(), work))
+    sys.exit(command.run(argument_parser(), work))

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from upr_protocol.spark.recipes import command, snapshot
 
 
-def arguments() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     parser = command.parser(
         "Writes the contents of a bucket at one moment to a folder: data/*.parquet, and "
@@ -42,4 +42,4 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(arguments(), work))
+    sys.exit(command.run(argument_parser(), work))

@@ -32,7 +32,7 @@ def join(context: RequestContext, request: Join) -> None:
     """Asks another node for a bucket's map, and applies that."""
 
     async def apply() -> None:
-        new_map = await context.partition_maps.join(request.bucket, request.address)
+        new_map = await context.partition_maps.adopt_map_from(request.bucket, request.address)
         await run_steps(_reply(context, request, new_map))
 
     context.reply_in_order(request, apply)
