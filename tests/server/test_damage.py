@@ -27,9 +27,10 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation
-from upr_protocol.wire import Get, GetReply, MutateReply
+from upr_protocol.wire import Get, GetReply, MutateReply, Refusal
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.online import flusher
-from upr_server.storage.records import chunk_key, index_key
+from upr_server.storage.records import CLEAN_STOP, PARTITION, chunk_key, index_key, partition_key
 from upr_server.storage.simulated import SimulatedStore
 
 OTHER: Final = key_in(0, 2, b"other")
@@ -97,3 +98,28 @@ async def test_damage_is_reported_at_once_and_other_partitions_are_served(
             assert figures["damaged"]
             await trio.sleep(INDEXED_S)
             assert (await statistics(peer))["disk"]["unindexed_mutations"] == 0
+
+
+@pytest.mark.parametrize("was_clean", [True, False])
+async def test_a_stop_beside_a_damaged_partition_is_clean_if_the_stop_before_was(
+    autojump_clock: trio.testing.MockClock, was_clean: bool
+) -> None:
+    """Should its record be readable again, the partition must begin the new history that it has
+    missed, and only an unclean stop has it do so."""
+    store = SimulatedStore()
+    async with serving(store) as server, speaking(server) as peer:
+        for key, partition in ((K0, P0), (K1, P1)):
+            await answer_to(peer, await send(peer, sets(key), PERSISTED, partition))
+    log, _ = store.directory.disks[BUCKET]
+    if not was_clean:
+        ChunkLog(log).remove_clean_mark()
+    log.flip_bit(partition_key(PARTITION, 0), 60)
+    for _ in range(2):
+        store = SimulatedStore(store.directory)
+        async with serving(store) as server, speaking(server) as peer:
+            await peer.say(Get((K0,), partition=P0, opaque=peer.opaque()))
+            refusal = await peer.hear(Refusal)
+            assert refusal.status == Status.DAMAGED
+            assert "partition 0 is not served, because it is damaged" in refusal.sentence
+            assert await value_of(peer, K1, P1) == b"v"
+        assert (CLEAN_STOP in log.keys()) == was_clean  # noqa: SIM118

@@ -406,9 +406,11 @@ class Faults:
         with trio.move_on_after(10.0):
             await trio.lowlevel.checkpoint()
             while node.is_up and not (  # noqa: ASYNC110  nodes tell nobody
-                node.held and all(partition.state in serving for partition in node.held)
+                node.held
+                and all(partition.state in serving or partition.damage for partition in node.held)
             ):
                 await trio.sleep(0.02)
+        is_refused = any(partition.damage for partition in node.held)
         for state in serving:
             partitions = [partition.id for partition in node.held if partition.state is state]
             if not partitions:
@@ -434,7 +436,7 @@ class Faults:
             except (UprError, trio.TooSlowError) as error:
                 self._history.add(Said("fault", f"reading from {node.name}: {error}"))
                 return False
-        return node.is_up
+        return node.is_up and not is_refused
 
     async def _replace_disk(self, node: Node) -> None:
         # As after a machine is lost with its disk.

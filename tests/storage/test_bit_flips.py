@@ -22,6 +22,7 @@ from tests.storage.small_directory import BUCKET, PLENTY, Answers, answers, make
 from upr_protocol.chunk import Mutation
 from upr_server.engine import is_damaged
 from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_map import LmdbMap
 from upr_server.storage.offline.bucket_files import open_bucket
@@ -121,6 +122,8 @@ def _read_records(storage: BucketStorage, log: LmdbMap, good: Answers) -> bytes:
         return FAULT
     if stored == good.stored:
         return EQUAL
+    if stored.damaged_leases or any(partition.damage for partition in stored.partitions):
+        return REFUSED if _is_rest_equal(stored, good.stored) else WRONG
     same_but_mark = (stored.record, stored.partitions, stored.leases) == (
         good.stored.record,
         good.stored.partitions,
@@ -128,6 +131,19 @@ def _read_records(storage: BucketStorage, log: LmdbMap, good: Answers) -> bytes:
     )
     # Without the mark of a clean stop the server begins a new history: safe, if not free.
     return NEW_HISTORY if same_but_mark and not stored.is_clean else WRONG
+
+
+def _is_rest_equal(stored: StoredBucket, good: StoredBucket) -> bool:
+    """Whether everything is as it should be but what is refused."""
+    leases = [lease for lease in good.leases if lease.lease_id not in stored.damaged_leases]
+    return (stored.record, stored.partition_map, list(stored.leases)) == (
+        good.record,
+        good.partition_map,
+        leases,
+    ) and all(
+        partition.damage or partition == good_partition
+        for partition, good_partition in zip(stored.partitions, good.partitions, strict=True)
+    )
 
 
 def _read_stream(storage: BucketStorage, good: Answers, partition: int) -> bytes:

@@ -287,13 +287,18 @@ def test_every_flipped_bit_of_a_chunk_is_noticed() -> None:
 def test_every_flipped_bit_of_a_record_is_noticed() -> None:
     disk = SimulatedDisk()
     log = created(disk)
-    for key in (BUCKET, partition_key(PARTITION, 1)):
-        for bit in range(8 * 30):
-            disk.flip_bit(key, bit)
-            with pytest.raises(CorruptionError):
-                log.load()
-            disk.flip_bit(key, bit)
-    log.load()
+    intact = log.load()
+    for bit in range(8 * 30):
+        disk.flip_bit(BUCKET, bit)
+        with pytest.raises(CorruptionError):
+            log.load()
+        disk.flip_bit(BUCKET, bit)
+        disk.flip_bit(partition_key(PARTITION, 1), bit)
+        stored = log.load()
+        assert "mismatch" in stored.partitions[1].damage
+        assert stored.partitions[0] == intact.partitions[0]
+        disk.flip_bit(partition_key(PARTITION, 1), bit)
+    assert log.load() == intact
 
 
 @pytest.mark.parametrize(

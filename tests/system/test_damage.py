@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import pytest
 
 from tests.kit.mirror import Mirror, assert_same, server_contents
-from tests.kit.peer import peer
 from tests.kit.process import UPR, UPR_SERVER, ServerProcess, run, server_process
-from upr_protocol.client import Client, RefusedKeysError, connect, consume, publisher
+from tests.storage.record_damage import flip, records
+from upr_protocol.client import Client, PublishError, RefusedKeysError, connect, consume, publisher
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
+from upr_server.storage.records import BUCKET as BUCKET_RECORD
+from upr_server.storage.records import CHUNK, LEASE, PARTITION, TOKEN, partition_key
 
 BUCKET: Final = "planes"
 PARTITIONS: Final = 4
@@ -24,6 +26,8 @@ DAMAGED: Final = PartitionId(2)
 LOGGED: Final = ("damaged record; the rest is served; run upr-server check", "damaged record")
 DAMAGED_BUCKET: Final = "damaged bucket; the others are served; run upr-server check"
 STREAM_LOGGED: Final = (*LOGGED, "backfill failed")
+REFUSED_PARTITION: Final = "damaged partition; the others are served; run upr-server check"
+LOST_LEASE: Final = "damaged lease; it is lost"
 
 
 def some_items(prefix: str) -> dict[bytes, bytes]:
@@ -177,24 +181,8 @@ async def test_a_replica_replaces_damaged_data(tmp_path: Path) -> None:
             assert await stream(first, list(range(PARTITIONS))) == all_items
 
 
-async def history_of(server: ServerProcess) -> int:
-    """The damaged partition's history, which its record names."""
-    async with peer(server.host, server.port) as asking:
-        logs = await asking.open(BUCKET)
-    return logs[DAMAGED].log.current
-
-
-def flip_a_record(data: Path, history_id: int) -> None:
-    """Flips a bit in the record of the damaged partition, which the server needs at its start."""
-    path = data / "buckets" / BUCKET / "log" / "data.mdb"
-    packed = b"\xcf" + history_id.to_bytes(8, "big")
-    content = path.read_bytes()
-    assert packed in content
-    path.write_bytes(content.replace(packed, packed[:-1] + bytes((packed[-1] ^ 4,))))
-
-
 async def test_another_node_replaces_a_bucket_that_cannot_be_opened(tmp_path: Path) -> None:
-    """A record is damaged that the start needs. It is mended as operations.md says."""
+    """The bucket's own record is damaged. It is mended as operations.md says."""
     first_data, second_data = tmp_path / "a", tmp_path / "b"
     all_items = {**FIRST, **SECOND, **THIRD}
     async with server_process("--node", "b", data_dir=second_data) as second:
@@ -205,8 +193,7 @@ async def test_another_node_replaces_a_bucket_that_cannot_be_opened(tmp_path: Pa
             for items in FIRST, SECOND, THIRD:
                 await write(first, items)
             await upr("replicas", "add", url, f"b=127.0.0.1:{second.port}")
-            history_id = await history_of(first)
-        flip_a_record(first_data, history_id)
+        flip(first_data / "buckets" / BUCKET, BUCKET_RECORD, 100)
         started = server_process(
             "--node", "a", listen=listen, data_dir=first_data, errors=(DAMAGED_BUCKET,)
         )
@@ -229,3 +216,151 @@ async def damage_of(data: Path) -> str:
     result = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
     (line,) = [line for line in result.out.splitlines() if "mismatch" in line]
     return line.partition(": ")[2].partition(";")[0]
+
+
+# Damaged records.
+
+
+def flip_record(data: Path, kind: bytes, bit: int = 100) -> None:
+    """Flips a bit in a record of the damaged partition."""
+    bucket = data / "buckets" / BUCKET
+    flip(bucket, next(iter(records(bucket, partition_key(kind, DAMAGED)))), bit)
+
+
+def damaged_records(data: Path) -> list[dict[bytes, bytes]]:
+    """What the log has of the damaged partition."""
+    bucket = data / "buckets" / BUCKET
+    return [records(bucket, partition_key(kind, DAMAGED)) for kind in (PARTITION, TOKEN, CHUNK)]
+
+
+async def assert_refused(server: ServerProcess, client: Client) -> None:
+    """Reads, writes and streams of the damaged partition are refused by name."""
+    key = next(iter(in_partition(FIRST)))
+    for refused in (
+        lambda: client.get(key),
+        lambda: client.set(key, b"new"),
+        lambda: client.increment(key, 1),
+        lambda: client.seqnos([DAMAGED]),
+    ):
+        with pytest.raises(ServerError, match=f"partition {DAMAGED}") as refusal:
+            await refused()
+        assert refusal.value.status is Status.DAMAGED
+    other = next(name for name in FIRST if name not in in_partition(FIRST))
+    with pytest.raises(PublishError, match=r"1 operations failed.*damaged"):
+        await write(server, {key: b"new", other: FIRST[other]})
+    for end in (None, "now"):
+        with pytest.raises(ServerError, match=f"partition {DAMAGED}") as refusal:
+            await consume_damaged(server, end)
+        assert refusal.value.status is Status.DAMAGED
+
+
+async def consume_damaged(server: ServerProcess, end: Literal["now"] | None) -> None:
+    async with consume(server.url(BUCKET), partitions=[DAMAGED], end=end) as consumer:
+        async for _ in consumer:
+            pass
+
+
+@pytest.mark.parametrize("kind", [PARTITION, TOKEN])
+async def test_a_damaged_record_refuses_its_partition_and_no_other(
+    tmp_path: Path, kind: bytes
+) -> None:
+    data = tmp_path / "data"
+    async with server_process(data_dir=data) as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket(BUCKET, PARTITIONS)
+        await write(server, FIRST)
+        async with connect(server.url(BUCKET)) as client:
+            histories = [numbers.history_id for numbers in await client.seqnos()]
+    flip_record(data, kind)
+    before = damaged_records(data)
+    others = [partition for partition in range(PARTITIONS) if partition != DAMAGED]
+    expected = {key: FIRST[key] for key in FIRST if key not in in_partition(FIRST)}
+    for items in SECOND, THIRD:
+        async with (
+            server_process(data_dir=data, errors=[REFUSED_PARTITION]) as server,
+            connect(server.url(BUCKET)) as client,
+        ):
+            (event,) = server.events(REFUSED_PARTITION)
+            assert (event["bucket"], event["partition"]) == (BUCKET, DAMAGED)
+            assert_same(await server_contents(client, expected), expected, PARTITIONS)
+            assert await stream(server, others) == expected
+            await assert_refused(server, client)
+            expected |= {key: items[key] for key in items if key not in in_partition(items)}
+            await write(server, {key: expected[key] for key in expected if key in items})
+            assert_same(await server_contents(client, expected), expected, PARTITIONS)
+            numbers = await client.seqnos(others)
+            assert [row.history_id for row in numbers] == [histories[other] for other in others]
+            figures = (await client.stats(BUCKET))["disk"]
+            assert figures["damaged_partitions"] == [DAMAGED]
+            assert figures["damaged"] == event["damage"]
+        # Its log is as it was, and the stop was a clean one for the others.
+        assert damaged_records(data) == before
+    checked = await run((*UPR_SERVER, "check", "--data-dir", str(data)))
+    assert checked.code == 1
+    assert checked.out.count("mismatch") == checked.out.count("\n") == 1, checked
+    code, text = await mend(data)
+    assert (code, text.count("\n")) == (1, 1)
+    assert "not emptied, because this node is not its replica: checksum mismatch in record " in text
+    assert "`upr failover`" in text
+    assert damaged_records(data) == before
+
+
+async def test_a_damaged_lease_is_lost_and_no_other(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    async with server_process(data_dir=data) as server, connect(server.url()) as client:
+        await client.create_bucket(BUCKET, PARTITIONS)
+        await write(server, FIRST)
+        async with connect(server.url(BUCKET)) as in_bucket:
+            for owner in ("one", "two"):
+                await in_bucket.acquire_lease([(0, 0, 1)], time_to_live_s=600, owner=owner)
+    bucket = data / "buckets" / BUCKET
+    flip(bucket, next(iter(records(bucket, LEASE))), 77)
+    async with (
+        server_process(data_dir=data, errors=[LOST_LEASE]) as server,
+        connect(server.url(BUCKET)) as client,
+    ):
+        assert len(server.events(LOST_LEASE)) == 1
+        assert (await client.stats(BUCKET))["leases"]["held"] == 1
+        assert_same(await server_contents(client, FIRST), FIRST, PARTITIONS)
+    # It is gone: nothing is logged of it again.
+    async with server_process(data_dir=data) as server, connect(server.url(BUCKET)) as client:
+        assert (await client.stats(BUCKET))["leases"]["held"] == 1
+
+
+async def test_a_replica_takes_over_a_refused_partition_and_fills_it_again(tmp_path: Path) -> None:
+    first_data, second_data = tmp_path / "a", tmp_path / "b"
+    all_items = {**FIRST, **SECOND}
+    async with server_process("--node", "b", data_dir=second_data) as second:
+        async with server_process("--node", "a", data_dir=first_data) as first:
+            url, listen = first.url(BUCKET), f"127.0.0.1:{first.port}"
+            async with connect(first.url()) as client:
+                await client.create_bucket(BUCKET, PARTITIONS)
+            await upr("replicas", "add", url, f"b=127.0.0.1:{second.port}")
+            async with publisher(url, durability=Durability.REPLICATED, copies=1) as sink:
+                for key, value in FIRST.items():
+                    await sink.set(key, value)
+        flip_record(first_data, PARTITION)
+        started = server_process(
+            "--node", "a", listen=listen, data_dir=first_data, errors=[REFUSED_PARTITION]
+        )
+        async with started as first:
+            async with connect(first.url(BUCKET), by_map=False) as client:
+                await assert_refused_by_node(client)
+            await upr("failover", url, str(DAMAGED), "--to", "b")
+            await write(first, SECOND)
+            async with connect(first.url(BUCKET)) as client:
+                assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
+        emptied = f"bucket {BUCKET}, partition {DAMAGED}: emptied; the node copies it from the "
+        assert await mend(first_data) == (0, emptied + "active node when it runs\n")
+        assert await mend(first_data) == (0, f"{first_data} has no damaged chunks\n")
+        async with server_process("--node", "a", listen=listen, data_dir=first_data) as first:
+            await upr("takeover", url, str(DAMAGED), "--to", "a")
+            async with connect(first.url(BUCKET), by_map=False) as client:
+                assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
+            assert await stream(first, list(range(PARTITIONS))) == all_items
+
+
+async def assert_refused_by_node(client: Client) -> None:
+    with pytest.raises(ServerError, match=f"partition {DAMAGED}") as refusal:
+        await client.get(next(iter(in_partition(FIRST))))
+    assert refusal.value.status is Status.DAMAGED

@@ -217,13 +217,14 @@ class Error(Message, frozen=True):
 class PartitionLog(Message, frozen=True):
     """One partition's state and failover log, in answer to `Open`. If the server does not have the
     partition (it is dead there), the status is `NOT_MY_PARTITION`, the log is empty, and all
-    numbers are 0."""
+    numbers are 0. If its copy is damaged and not served, the status is `DAMAGED`, and the rest is
+    the same."""
 
     opcode = 0x85
     sender = Role.SERVER
     states = allowed_in(SessionState.OPENING)
     about_partition = True
-    status_meaning = "`OK`, or `NOT_MY_PARTITION`"
+    status_meaning = "`OK`, `NOT_MY_PARTITION` or `DAMAGED`"
     layout = cs.Struct(
         "state" / member(PartitionState) * "1 active, 2 replica, 3 pending, 4 dead",
         "high_seq" / cs.Int64ul * "the highest sequence number",
@@ -289,8 +290,8 @@ class StreamReply(Message, frozen=True):
     """The answer to `Stream`. Its status is `OK` (the stream continues after `seq`),
     `NOT_MY_PARTITION` (the partition is dead here), `WRONG_STATE` (the partition is not in the
     requested state), `BAD_ARGUMENT` (the server never streams with this state or prefix),
-    `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, or `RANGE_GONE` (the lease does not protect
-    the range)."""
+    `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, `RANGE_GONE` (the lease does not protect the
+    range), or `DAMAGED` (the server's copy of the partition is damaged and not served)."""
 
     opcode = 0x86
     sender = Role.SERVER

@@ -26,6 +26,7 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     CreateBucketFiles,
     DeleteBucketFiles,
+    DeleteLeases,
     LoadBuckets,
     MarkCleanStop,
     StartServing,
@@ -116,6 +117,9 @@ class BucketCatalog:
         self._rest_s = rest_s
         self._maps: MapLifecycle
         self._nursery: trio.Nursery
+        # After an unclean stop, a damaged partition has begun no new history. Should its record be
+        # readable at the next start, it must begin one: until then no stop counts as clean.
+        self._unsettled: set[Bucket] = set()
         self._on_delete: list[Callable[[Bucket], Iterator[None]]] = []
         # Buckets are created and deleted one after the other.
         self._lock = trio.Lock()
@@ -194,8 +198,18 @@ class BucketCatalog:
                 partition=partition,
                 damage=damage,
             )
+        for partition, stored_partition in enumerate(stored.partitions):
+            if stored_partition.damage:
+                log.error(
+                    "damaged partition; the others are served; run upr-server check",
+                    bucket=record.name,
+                    partition=partition,
+                    damage=stored_partition.damage,
+                )
         images, changed = recover_partitions(stored, self._new_id)
         await self._store.ask(StartServing(record.name, changed))
+        if stored.damaged_leases:
+            await self._delete_damaged_leases(record.name, stored.damaged_leases)
         log.info(
             "bucket recovered",
             bucket=record.name,
@@ -211,6 +225,8 @@ class BucketCatalog:
             incarnation=record.incarnation,
             is_new=False,
         )
+        if not stored.is_clean and any(partition.damage for partition in stored.partitions):
+            self._unsettled.add(bucket)
         disk = self._attach_disk(bucket, stored.leases)
         if stored.partition_map:
             partials = {
@@ -219,6 +235,13 @@ class BucketCatalog:
                 if partition.record.partial is not None
             }
             self._maps.restore_map(disk, stored.partition_map, partials, is_clean=stored.is_clean)
+
+    async def _delete_damaged_leases(self, bucket: str, damages: Mapping[int, str]) -> None:
+        for lease_id, damage in damages.items():
+            log.error(
+                "damaged lease; it is lost", bucket=bucket, lease=f"{lease_id:016x}", damage=damage
+            )
+        await self._store.ask(DeleteLeases(bucket, list(damages)))
 
     async def _stop_disks(self) -> None:
         """Brings every bucket to disk, and marks those that are complete there. A bucket that finds
@@ -229,7 +252,7 @@ class BucketCatalog:
         for bucket, disk in self.disks.items():
             try:
                 await disk.stop()
-                if not self._maps.is_suspect(bucket.name):
+                if not (self._maps.is_suspect(bucket.name) or bucket in self._unsettled):
                     await self._store.ask(MarkCleanStop(bucket.name))
             except DiskFullError as error:
                 failure = failure or error
@@ -345,6 +368,7 @@ class BucketCatalog:
                 del self.damaged[name]
                 return
             bucket = self.buckets.delete(name)
+            self._unsettled.discard(bucket)
             self._maps.drop_bucket(name)
             self._upkeep.remove_bucket(bucket)
             with trio.CancelScope(shield=True):

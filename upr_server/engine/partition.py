@@ -79,6 +79,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
         purge_seq: Tombstones at or below it may be gone.
         answers: What publishers were answered, by token, oldest first.
         item_count: Keys that exist, as of `indexed`.
+        damage: Which of its records is damaged; empty for none.
     """
 
     state: PartitionState
@@ -89,6 +90,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
     purge_seq: SeqNo = SeqNo(0)
     answers: Mapping[WriterToken, MutateResult] = {}
     item_count: int = 0
+    damage: str = ""
 
 
 class Partition:
@@ -107,6 +109,8 @@ class Partition:
     Attributes:
         id: Its number.
         state: Only an active partition takes writes, and expires items.
+        damage: Which of its records on disk is damaged; empty for none. Such a partition is dead,
+            and stays so.
         failover_log: The branches that led here.
         table: Key to number.
         rows: The kernel's part of the open snapshot, with the highest number and CAS.
@@ -126,6 +130,7 @@ class Partition:
         "_lookup",
         "_on_update",
         "begins_no_stream",
+        "damage",
         "eviction",
         "failover_log",
         "id",
@@ -157,6 +162,7 @@ class Partition:
         self._on_update = on_update
         self.id = partition_id
         self.state = image.state
+        self.damage = image.damage
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
         self.repeated_batches = RepeatedBatches(memory, image.answers, image.high)
@@ -492,6 +498,7 @@ class Partition:
         its replicas report still counts.
         """
         is_followed = state in (PartitionState.ACTIVE, PartitionState.PENDING)
+        assert not self.damage, self
         if not is_followed or failover_log != self.failover_log:
             # Numbers of another history would count as copies of mutations that nobody has.
             self.replicas.clear()

@@ -361,10 +361,20 @@ def remaining_steps(steps: Iterator[None]) -> Iterator[None] | None:
 
 
 def not_active_error(partition: Partition) -> ServerError:
-    """Says that this node is not active for a partition."""
+    """Says that this node is not active for a partition; or that its copy is damaged."""
+    if partition.damage:
+        return damaged_error(partition)
     return ServerError(
         Status.NOT_MY_PARTITION,
         f"partition {partition.id} is {partition.state.name.lower()} here, not active",
+    )
+
+
+def damaged_error(partition: Partition) -> ServerError:
+    """Says that a partition is not served, because a record of it is damaged."""
+    return ServerError(
+        Status.DAMAGED,
+        f"partition {partition.id} is not served, because it is damaged: {partition.damage}",
     )
 
 

@@ -94,6 +94,9 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
             Status.BAD_ARGUMENT,
             f"a key prefix has at most {KEY_BYTES_MAX} bytes, not {len(request.key_prefix)}",
         )
+    if partition.damage and not request.with_answers:
+        # A replica asks again: it follows other partitions, too.
+        return _Refusal(Status.DAMAGED, f"its copy here is damaged: {partition.damage}")
     if partition.state is not request.state:
         is_dead = partition.state is PartitionState.DEAD
         return _Refusal(

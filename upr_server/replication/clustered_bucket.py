@@ -109,9 +109,7 @@ class ClusteredBucket:
         # not move while the disk catches up with it. PENDING, because replicas still read its end.
         demoted: dict[Partition, FailoverLog] = {}
         for count, partition in enumerate(partitions, 1):
-            state = states[partition] = roles.state_in(
-                new_map.partitions[partition.id], self._node, self.suspects.get(partition.id)
-            )
+            state = states[partition] = self._state_in(new_map, partition)
             if partition.state is PartitionState.ACTIVE and state is not PartitionState.ACTIVE:
                 demoted[partition] = partition.failover_log
                 partition.change_state(PartitionState.PENDING, partition.failover_log)
@@ -141,6 +139,14 @@ class ClusteredBucket:
             counts[state.name.lower()] += 1
         log.info(
             "partition map applied", bucket=new_map.bucket, revision=new_map.revision, **counts
+        )
+
+    def _state_in(self, new_map: PartitionMap, partition: Partition) -> PartitionState:
+        if partition.damage:
+            # Whatever the map says: until it is mended, nothing of it is read or written.
+            return PartitionState.DEAD
+        return roles.state_in(
+            new_map.partitions[partition.id], self._node, self.suspects.get(partition.id)
         )
 
     async def _prepare(
@@ -231,7 +237,9 @@ class ClusteredBucket:
             self.replicators.discard_received(partition.id)
 
     async def _sources(self, partition_map: PartitionMap) -> dict[str, ReplicationSource]:
-        partitions = (PartitionId(number) for number in range(len(partition_map.partitions)))
+        partitions = [
+            partition.id for partition in self.disk.bucket.partitions if not partition.damage
+        ]
         return await run_steps(roles.sources_in(partition_map, self._node, partitions))
 
     def _warn_of_suspects(

@@ -154,6 +154,8 @@ class PartitionMaps:
         )
         self._buckets[stored.bucket] = clustered
         for partition in disk.bucket.partitions:
+            if partition.damage:
+                continue
             state = stored.partitions[partition.id].state_of(self.node)
             if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -93,6 +93,7 @@ class _PartitionUsage(msgspec.Struct):
         damage: The first damage that was met in it; empty for none. It is not compacted then: a
             compaction begins at the oldest chunk, and knows a superseded mutation by the index.
         is_stuck: Whether its index is damaged, and follows its log no further.
+        is_refused: Whether one of its records is damaged: then nothing of it is read or written.
     """
 
     high: SeqNo
@@ -101,6 +102,7 @@ class _PartitionUsage(msgspec.Struct):
     chunk_bytes: int
     damage: str = ""
     is_stuck: bool = False
+    is_refused: bool = False
 
     @property
     def lag(self) -> int:
@@ -150,10 +152,11 @@ class BucketStorage:
         """Reads what the bucket is, and how its disk is used. O(chunks).
 
         A partition is indexed anew if the record of how far its index is was damaged: the log has
-        everything that the index has.
+        everything that the index has. A partition with a damaged record is left as it is: log and
+        index of it are neither read nor written until `empty`.
 
         Raises:
-            CorruptionError: A record of the log is damaged or missing.
+            CorruptionError: A record that concerns the whole bucket is damaged or missing.
         """
         stored = self.log.load()
         sizes = self.log.chunk_bytes()
@@ -162,12 +165,16 @@ class BucketStorage:
             _PartitionUsage(
                 partition.record.high,
                 partition.purge_seq,
-                self._watermark(partition_id, reindexed),
+                Watermark() if partition.damage else self._watermark(partition_id, reindexed),
                 sizes.get(partition_id, 0),
+                partition.damage,
+                is_refused=bool(partition.damage),
             )
             for partition_id, partition in enumerate(stored.partitions)
         ]
         for partition_id, usage in enumerate(self._partitions):
+            if usage.is_refused:
+                continue
             if usage.watermark.damaged_through:
                 usage.damage = (
                     f"partition {partition_id} has damaged changes at or below "
@@ -199,7 +206,12 @@ class BucketStorage:
             return Watermark()
 
     def commit(self, writes: Sequence[PartitionWrite]) -> None:
-        """Puts whole snapshots on disk; `ChunkLog.commit` says more."""
+        """Puts whole snapshots on disk; `ChunkLog.commit` says more.
+
+        Raises:
+            CorruptionError: A partition has a damaged record. Nothing was written.
+        """
+        self._check_not_refused(write.partition for write in writes)
         try:
             self.log.commit(writes)
         except DiskFullError:
@@ -217,7 +229,12 @@ class BucketStorage:
         self, document: str, records: Sequence[tuple[int, PartitionRecord]]
     ) -> None:
         """Stores another partition map and the partitions' records under it. No record may end
-        below the index's watermark."""
+        below the index's watermark, and none may be of a partition with a damaged record.
+
+        Raises:
+            CorruptionError: One is. Nothing was written.
+        """
+        self._check_not_refused(partition for partition, _ in records)
         self.log.put_partition_map(document, records)
         # A compaction under way goes by the old ends.
         self._compaction = None
@@ -232,7 +249,9 @@ class BucketStorage:
         Raises:
             ValueError: It ends below the index's watermark. Only 0 is possible there, once
                 `delete_index_entries` has deleted everything.
+            CorruptionError: It has a damaged record.
         """
+        self._check_not_refused([partition])
         usage = self._partitions[partition]
         if record.high < usage.watermark.seq:
             raise ValueError(
@@ -247,6 +266,25 @@ class BucketStorage:
             usage.chunk_bytes = 0
             usage.damage, usage.is_stuck = "", False
         return broken
+
+    def _check_not_refused(self, partitions: Iterable[int]) -> None:
+        for partition in partitions:
+            usage = self._partitions[partition]
+            if usage.is_refused:
+                raise CorruptionError(f"partition {partition} is not written to: {usage.damage}")
+
+    def empty(self, partition: int, record: PartitionRecord) -> None:
+        """Deletes everything that a partition has, also one with damaged records. Afterwards it can
+        be used.
+
+        Args:
+            partition: The partition.
+            record: Its record afterwards: that of an empty partition.
+        """
+        while self.delete_index_entries(partition):
+            pass
+        self.log.empty(partition, record)
+        self._partitions[partition] = _PartitionUsage(SeqNo(0), SeqNo(0), Watermark(), 0)
 
     def delete_index_entries(self, partition: int) -> bool:
         """Deletes a bounded number of a partition's index entries. Repeated, it deletes all.

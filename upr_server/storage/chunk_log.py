@@ -15,7 +15,7 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from upr_protocol.chunk import Chunk, Mutation, encoded_bytes
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import PartitionState, SeqNo
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.records import (
@@ -41,6 +41,7 @@ from upr_server.storage.records import (
     parse_chunk,
     parse_chunk_head,
     parse_chunk_key,
+    parse_lease_key,
     parse_record,
     parse_token_key,
     partition_key,
@@ -97,6 +98,8 @@ class StoredPartition(msgspec.Struct, frozen=True):
         tokens: Answers to publishers, by publisher and rising counter.
         indexed: How far the index has followed the log.
         item_count: How many keys exist at `indexed`.
+        damage: Which of its records is damaged; empty for none. Then nothing is known of the
+            partition, and the other fields are those of an empty one.
     """
 
     record: PartitionRecord
@@ -104,6 +107,7 @@ class StoredPartition(msgspec.Struct, frozen=True):
     tokens: Sequence[StoredAnswer]
     indexed: SeqNo = SeqNo(0)
     item_count: int = 0
+    damage: str = ""
 
 
 class StoredBucket(msgspec.Struct, frozen=True):
@@ -113,9 +117,10 @@ class StoredBucket(msgspec.Struct, frozen=True):
         record: Its name and settings.
         is_clean: Whether it was stopped cleanly.
         partitions: Its partitions, in order.
-        leases: Its leases.
+        leases: Its leases, without those that are damaged.
         partition_map: Its partition map, as JSON; empty for none.
         reindexed: Why the key index of partitions was damaged; it is made anew.
+        damaged_leases: Why leases cannot be read, by their IDs.
     """
 
     record: BucketRecord
@@ -124,6 +129,11 @@ class StoredBucket(msgspec.Struct, frozen=True):
     leases: Sequence[LeaseRecord]
     partition_map: str = ""
     reindexed: dict[int, str] = {}
+    damaged_leases: dict[int, str] = {}
+
+
+_UNREADABLE: Final = PartitionRecord(PartitionState.DEAD, (), SeqNo(0), 0)
+"""In place of a record that cannot be read."""
 
 
 class ChunkLog:
@@ -146,10 +156,12 @@ class ChunkLog:
                 self._put_record(transaction, partition, partition_record)
 
     def load(self) -> StoredBucket:
-        """Reads everything except chunks. O(partitions + tokens + leases).
+        """Reads everything except chunks. O(partitions + tokens + leases). A damaged record of a
+        partition concerns this partition, and a damaged lease this lease.
 
         Raises:
-            CorruptionError: A record is damaged or missing.
+            CorruptionError: A record of the whole bucket is damaged or missing; or a key is not one
+                that is written here.
         """
         with self.ordered_map.read() as transaction:
             sealed = transaction.get(BUCKET)
@@ -157,6 +169,7 @@ class ChunkLog:
                 raise CorruptionError("the log has no record of its bucket")
             record = parse_record(BUCKET, sealed, BucketRecord)
             tokens: list[list[StoredAnswer]] = [[] for _ in range(record.partition_count)]
+            damages: dict[int, str] = {}
             first, last = TOKEN, TOKEN + b"\xff" * 32
             for key, value in transaction.scan(first, last):
                 partition, writer, counter = parse_token_key(key)
@@ -165,24 +178,70 @@ class ChunkLog:
                         f"there is a token of partition {partition}, but the bucket has only "
                         f"{record.partition_count} partitions"
                     )
-                tokens[partition].append(StoredAnswer(writer, counter, unseal(key, value)))
+                try:
+                    answer = unseal(key, value)
+                except CorruptionError as error:
+                    damages.setdefault(partition, str(error))
+                else:
+                    tokens[partition].append(StoredAnswer(writer, counter, answer))
+            leases, damaged_leases = self._leases(transaction)
             return StoredBucket(
                 record,
-                transaction.get(CLEAN_STOP) is not None,
+                self._is_clean(transaction),
                 tuple(
-                    StoredPartition(
-                        self._record(transaction, partition),
-                        self._purge_seq(transaction, partition),
-                        tokens[partition],
+                    self._stored_partition(
+                        transaction, partition, tokens[partition], damages.get(partition, "")
                     )
                     for partition in range(record.partition_count)
                 ),
-                tuple(
-                    parse_record(key, value, LeaseRecord)
-                    for key, value in transaction.scan(LEASE, lease_key(SEQS_END))
-                ),
+                leases,
                 self._cluster_map(transaction),
+                damaged_leases=damaged_leases,
             )
+
+    def _stored_partition(
+        self,
+        transaction: ReadTransaction,
+        partition: int,
+        tokens: Sequence[StoredAnswer],
+        damage: str,
+    ) -> StoredPartition:
+        if not damage:
+            try:
+                # Nothing that a start needs, but a rollback and compaction do.
+                read_seq(transaction, partition_key(FLOOR, partition))
+                return StoredPartition(
+                    self._record(transaction, partition),
+                    self._purge_seq(transaction, partition),
+                    tokens,
+                )
+            except CorruptionError as error:
+                damage = str(error)
+        return StoredPartition(_UNREADABLE, SeqNo(0), (), damage=damage)
+
+    def _leases(
+        self, transaction: ReadTransaction
+    ) -> tuple[tuple[LeaseRecord, ...], dict[int, str]]:
+        """The leases, and why others cannot be read, by their IDs."""
+        leases: list[LeaseRecord] = []
+        damaged: dict[int, str] = {}
+        for key, value in transaction.scan(LEASE, lease_key(SEQS_END)):
+            try:
+                leases.append(parse_record(key, value, LeaseRecord))
+            except CorruptionError as error:
+                damaged[parse_lease_key(key)] = str(error)
+        return tuple(leases), damaged
+
+    def _is_clean(self, transaction: ReadTransaction) -> bool:
+        """Whether there is the mark of a clean stop. A damaged one is none: that is always safe."""
+        sealed = transaction.get(CLEAN_STOP)
+        if sealed is None:
+            return False
+        try:
+            unseal(CLEAN_STOP, sealed)
+        except CorruptionError:
+            return False
+        return True
 
     def _cluster_map(self, transaction: ReadTransaction) -> str:
         sealed = transaction.get(PARTITION_MAP)
@@ -241,21 +300,50 @@ class ChunkLog:
         Raises:
             ValueError: The partition ends earlier already.
         """
-        broken: list[int] = []
         with self.ordered_map.write() as transaction:
             self._truncate(transaction, partition, record)
             self._put_tokens(transaction, partition, tokens)
             if not record.high:
                 transaction.delete(partition_key(PURGE, partition))
                 transaction.delete(partition_key(FLOOR, partition))
-            for key, sealed in list(transaction.scan(LEASE, lease_key(SEQS_END))):
-                lease = parse_record(bytes(key), sealed, LeaseRecord)
-                if lease.is_whole and any(
-                    leased == partition and end > record.high for leased, _, end in lease.ranges
-                ):
-                    lease = msgspec.structs.replace(lease, is_whole=False)
-                    transaction.put(bytes(key), pack_record(bytes(key), lease))
-                    broken.append(lease.lease_id)
+            return self._break_leases(transaction, partition, record.high)
+
+    def empty(self, partition: int, record: PartitionRecord) -> None:
+        """Deletes everything that a partition has, whatever is damaged of it.
+
+        Args:
+            partition: The partition.
+            record: Its record afterwards: that of an empty partition.
+        """
+        with self.ordered_map.write() as transaction:
+            for first, last in (
+                (chunk_key(partition, 0), chunk_key(partition, SEQS_END)),
+                (token_key(partition, bytes(16), 0), token_key(partition, b"\xff" * 16, SEQS_END)),
+            ):
+                for key in [bytes(key) for key, _ in transaction.scan(first, last)]:
+                    transaction.delete(key)
+            transaction.delete(partition_key(PURGE, partition))
+            transaction.delete(partition_key(FLOOR, partition))
+            self._break_leases(transaction, partition, SeqNo(0))
+            self._put_record(transaction, partition, record)
+
+    def _break_leases(self, transaction: WriteTransaction, partition: int, end: SeqNo) -> list[int]:
+        """Marks the leases as broken whose ranges reach behind the new end of a partition, and
+        deletes those that cannot be read."""
+        broken: list[int] = []
+        for key, sealed in list(transaction.scan(LEASE, lease_key(SEQS_END))):
+            try:
+                lease = parse_record(key, sealed, LeaseRecord)
+            except CorruptionError:
+                transaction.delete(key)
+                broken.append(parse_lease_key(key))
+                continue
+            if lease.is_whole and any(
+                leased == partition and leased_end > end for leased, _, leased_end in lease.ranges
+            ):
+                lease = msgspec.structs.replace(lease, is_whole=False)
+                transaction.put(key, pack_record(key, lease))
+                broken.append(lease.lease_id)
         return broken
 
     def _truncate(

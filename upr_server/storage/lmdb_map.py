@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
@@ -26,7 +26,13 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_file import check_length
-from upr_server.storage.records import seal, unseal
+from upr_server.storage.records import (
+    FRONT_BYTES,
+    is_front_intact,
+    seal,
+    unseal,
+    value_before_damage,
+)
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a full disk, and of an exhausted quota."""
@@ -62,6 +68,10 @@ _COMMIT: Final = Struct("<QQ")
 _MARKED_BYTES_MAX: Final = 1024
 """Of a longer value its length must do: LMDB keeps it in pages of its own, and to look at the first
 of each would be to read half the disk."""
+
+_DAMAGED_FRONTS_MAX: Final = 64
+"""So many damaged records `verify` looks at one by one. Their number is that of single accidents: a
+file that holds more is damaged as a whole."""
 
 _SUM_END: Final = 1 << 64
 
@@ -102,6 +112,8 @@ class LmdbMap:
         self._is_summed = is_summed
         self._bytes_max = bytes_max
         self._reads_open = 0
+        # Of each damaged record that changes the sum: its mark, and what that was before.
+        self._marks_before_damage: dict[bytes, tuple[int, int]] = {}
         self._open(self._map_bytes_wanted())
         if is_alone or not readonly:
             try:
@@ -232,9 +244,14 @@ class LmdbMap:
         one flipped bit in the tree can put it in the place of its successor. Its records have good
         checksums, and are old.
 
+        One damaged byte in a record is no reason to refuse the map: whoever reads the record sees
+        the damage by its checksum. If undoing such damage makes the sum match, everything else is
+        what the last commit left. Nothing is repaired.
+
         Raises:
             CorruptionError: It holds something else.
         """
+        self._marks_before_damage.clear()
         total, previous = 0, b""
         with self.read() as transaction:
             expected = self._sum(transaction.transaction, transaction.transaction.id())
@@ -243,8 +260,27 @@ class LmdbMap:
                     raise CorruptionError(f"the keys of {self._path} are not in order")
                 previous = key
                 total += _mark(key, value)
+            if self._is_summed and total % _SUM_END != expected:
+                total += self._find_damaged_fronts(transaction)
         if self._is_summed and total % _SUM_END != expected:
             raise CorruptionError(f"{self._path} does not hold what its last commit left")
+
+    def _find_damaged_fronts(self, transaction: _ReadTransaction) -> int:
+        """Finds the records whose mark was changed by damage. Returns by how much that has changed
+        the sum of all marks."""
+        difference = damaged_count = 0
+        for key, value in transaction.scan(COMMIT + b"\0", b"\xff" * 512):
+            if len(value) > _MARKED_BYTES_MAX or is_front_intact(key, value):
+                continue
+            damaged_count += 1
+            if damaged_count > _DAMAGED_FRONTS_MAX:
+                break
+            before = value_before_damage(key, value)
+            if before is not None:
+                marks = _mark(key, value), _mark(key, before)
+                self._marks_before_damage[key] = marks
+                difference += marks[1] - marks[0]
+        return difference
 
     def verify_length(self) -> None:
         """Checks that a file which is shorter than its meta page says can still be written.
@@ -295,7 +331,7 @@ class LmdbMap:
                 )
             with self._env.begin(write=True, buffers=True) as transaction:
                 total = self._sum(transaction, transaction.id() - 1)
-                changes = _WriteTransaction(transaction, self._is_summed)
+                changes = _WriteTransaction(transaction, self._is_summed, self._marks_before_damage)
                 yield changes
                 if changes.is_changed:
                     total = (total + changes.sum_change) % _SUM_END
@@ -337,7 +373,7 @@ class LmdbMap:
 def _mark(key: bytes, value: Buffer) -> int:
     """A number for a record. Of a long value only the front counts: it has a checksum of all."""
     mark = crc32(len(value).to_bytes(8), crc32(key))
-    return mark if len(value) > _MARKED_BYTES_MAX else crc32(value[:16], mark)
+    return mark if len(value) > _MARKED_BYTES_MAX else crc32(value[:FRONT_BYTES], mark)
 
 
 class _ReadTransaction:
@@ -374,8 +410,14 @@ class _ReadTransaction:
 
 
 class _WriteTransaction(_ReadTransaction):
-    def __init__(self, transaction: lmdb.Transaction, is_summed: bool) -> None:
+    def __init__(
+        self,
+        transaction: lmdb.Transaction,
+        is_summed: bool,
+        marks_before_damage: Mapping[bytes, tuple[int, int]],
+    ) -> None:
         super().__init__(transaction)
+        self._marks_before_damage = marks_before_damage
         self.is_changed = False
         self.sum_change = 0
         self._is_summed = is_summed
@@ -385,9 +427,15 @@ class _WriteTransaction(_ReadTransaction):
         if self._is_summed and key != COMMIT:
             old_value = self.transaction.get(key)
             if old_value is not None:
-                self.sum_change -= _mark(key, old_value)
+                self.sum_change -= self._mark_in_sum(key, old_value)
             if value is not None:
                 self.sum_change += _mark(key, value)
+
+    def _mark_in_sum(self, key: bytes, value: Buffer) -> int:
+        """What the sum has for a record: for a damaged one, the mark that it had before."""
+        mark = _mark(key, value)
+        damaged, before = self._marks_before_damage.get(key, (mark, mark))
+        return before if mark == damaged else mark
 
     def put(self, key: bytes, value: Buffer) -> None:
         self._replaces(key, value)

@@ -107,6 +107,16 @@ def lease_key(lease_id: int) -> bytes:
     return _LEASE.pack(LEASE, lease_id)
 
 
+def parse_lease_key(key: bytes) -> int:
+    """The lease's ID.
+
+    Raises:
+        CorruptionError: The key has another length.
+    """
+    _, lease_id = _unpacked_key(_LEASE, key, "lease")
+    return int(lease_id)
+
+
 def token_key(partition: int, writer: bytes, counter: int) -> bytes:
     """The key of an answer to a publisher."""
     return _TOKEN.pack(TOKEN, partition, writer, counter)
@@ -213,6 +223,36 @@ def parse_chunk(key: bytes, value: Buffer) -> Chunk:
     if chunk.end != parse_chunk_key(key)[1]:
         raise CorruptionError(f"{chunk!r} is stored under the key {key.hex()} of another chunk")
     return chunk
+
+
+FRONT_BYTES: Final = CHUNK_HEAD.size
+"""The front of a value that `value_before_damage` looks at."""
+
+
+def is_front_intact(key: bytes, value: Buffer) -> bool:
+    """Whether the checksum of a record of the log matches; of a chunk, the one of its head."""
+    try:
+        if key[:1] == CHUNK:
+            parse_chunk_head(key, value)
+        else:
+            unseal(key, value)
+    except CorruptionError:
+        return False
+    return True
+
+
+def value_before_damage(key: bytes, value: Buffer) -> bytes | None:
+    """The value as it was before one byte of its front was damaged; None if no change of one byte
+    there makes its checksum match. Tries 4,096 changes: some 10 ms."""
+    data = bytearray(value)
+    for position in range(min(FRONT_BYTES, len(data))):
+        damaged_byte = data[position]
+        for byte in range(256):
+            data[position] = byte
+            if is_front_intact(key, data):
+                return bytes(data)
+        data[position] = damaged_byte
+    return None
 
 
 # Records.

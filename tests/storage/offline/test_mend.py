@@ -9,14 +9,17 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from tests.storage.record_damage import flip
 from tests.storage.small_directory import BUCKET, PARTITIONS, PLENTY, make
 from upr_protocol.ids import PartitionState
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.cli import main
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import StoredPartition
 from upr_server.storage.directory import DataDirectory, lock
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.offline.mend import empty_damaged_replicas
+from upr_server.storage.records import PARTITION, partition_key
 
 
 def opened(data: Path) -> BucketStorage:
@@ -109,3 +112,60 @@ def test_a_bucket_that_cannot_be_opened_keeps_no_other_from_being_mended(tmp_pat
     assert third.startswith("bucket zzz: not mended: ")
     assert result.exit_code == 1
     assert stored(tmp_path)[1][1] == []
+
+
+ACTIVE = Assignment(active="a", replicas={"b": ""})
+REPLICA = Assignment(active="b", replicas={"a": ""})
+OF_BOTH = Assignment(active="c", replicas={"a": "", "b": ""})
+
+
+@pytest.mark.parametrize(
+    ("others", "of_the_damaged", "is_emptied"),
+    [
+        (ACTIVE, REPLICA, True),
+        (REPLICA, REPLICA, True),
+        (ACTIVE, ACTIVE, False),
+        (REPLICA, ACTIVE, False),
+        (ACTIVE, Assignment(active="b"), False),
+        # This node may be a or b. Both are replicas; or one of them is active.
+        (OF_BOTH, OF_BOTH, True),
+        (OF_BOTH, REPLICA, False),
+    ],
+)
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_a_partition_whose_record_is_damaged_is_emptied_if_the_map_says_replica(
+    tmp_path: Path,
+    others: Assignment,
+    of_the_damaged: Assignment,
+    is_emptied: bool,
+    is_suspect: bool,
+) -> None:
+    make(tmp_path)
+    partitions = [others] * PARTITIONS
+    partitions[1] = of_the_damaged
+    nodes = {name: f"127.0.0.1:{port}" for port, name in enumerate("abc", 9001)}
+    document = PartitionMap(
+        bucket=BUCKET, revision=7, nodes=nodes, partitions=tuple(partitions)
+    ).encode()
+    storage = opened(tmp_path)
+    state = others.state_of("a")
+    if is_suspect and state is PartitionState.ACTIVE:
+        state = PartitionState.PENDING
+    records = [
+        (index, msgspec.structs.replace(partition.record, state=state))
+        for index, partition in enumerate(storage.open().partitions)
+    ]
+    storage.put_partition_map(document, records)
+    storage.close()
+    before = stored(tmp_path)
+    folder = tmp_path / "buckets" / BUCKET
+    flip(folder, partition_key(PARTITION, 1), 50)
+    (damaged,) = empty_damaged_replicas(tmp_path)
+    assert (damaged.partition, damaged.is_emptied) == (1, is_emptied)
+    after = stored(tmp_path)
+    assert (after[0], after[2]) == (before[0], before[2])
+    emptied, chunks = after[1]
+    assert chunks == []
+    assert (emptied.record.state, emptied.damage == "") == (
+        (PartitionState.REPLICA, True) if is_emptied else (PartitionState.DEAD, False)
+    )

@@ -182,6 +182,12 @@ class StreamFollower:
 
     def _open_stream(self, connection: _ConnectionStreams, partition: PartitionId) -> None:
         if not self._state.decide_bounds(partition, connection.handshake):
+            log = connection.handshake.logs.get(partition)
+            if log is not None and log.status == Status.DAMAGED:
+                self.failure = ServerError(
+                    Status.DAMAGED, f"the server's copy of partition {partition} is damaged"
+                )
+                return
             wanted_state = self._state.subscription.state.name.lower()
             self._give_up_connection(
                 f"partition {partition} was not {wanted_state} on this node when it was asked for "

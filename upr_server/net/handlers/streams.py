@@ -58,7 +58,11 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
                     FailoverLog(),
                     partition=PartitionId(partition_number),
                     opaque=request.opaque,
-                    status=Status.NOT_MY_PARTITION,
+                    status=(
+                        Status.DAMAGED
+                        if partition is not None and partition.damage
+                        else Status.NOT_MY_PARTITION
+                    ),
                 )
             )
             continue

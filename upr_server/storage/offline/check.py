@@ -90,7 +90,8 @@ class BucketCheck:
 
     def _check_partition(self, partition: int) -> Iterator[Report]:
         log = PartitionLogCheck(self._log, partition)
-        high = received = purge_seq = 0
+        high = purge_seq = 0
+        received: int | None = None
         try:
             with self._log.read() as transaction:
                 record = read_partition_record(transaction, partition)
@@ -102,7 +103,7 @@ class BucketCheck:
             log.is_whole = False
         watermark = read_watermark(self._index, partition)
         yield from log.check_chunks(received, watermark.seq)
-        if watermark.seq > high:
+        if received is not None and watermark.seq > high:
             text = f"the index is at {watermark.seq}, beyond the log's end at {high}"
             yield Damage(text, partition, in_index=True)
         if log.is_whole:

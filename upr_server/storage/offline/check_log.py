@@ -199,11 +199,11 @@ class PartitionLogCheck:
         self.newest: dict[bytes, KeyIndexEntry] = {}
         self.is_whole = True
 
-    def check_chunks(self, received: int, watermark: int) -> Iterator[Report]:
+    def check_chunks(self, received: int | None, watermark: int) -> Iterator[Report]:
         """Reads all chunks.
 
         Args:
-            received: Where the last one should end.
+            received: Where the last one should end; None if nobody can tell.
             watermark: How far the index has followed the log.
         """
         partition, end, read = self._partition, 0, Progress()
@@ -227,7 +227,7 @@ class PartitionLogCheck:
                     yield read
                     read = Progress()
         yield read
-        if end != received:
+        if received is not None and end != received:
             yield self._damage(f"the log ends at {end}, and should end at {received}")
 
     def _damage(self, text: str) -> Damage:

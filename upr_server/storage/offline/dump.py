@@ -85,11 +85,16 @@ class BucketDump:
             end = chunk.end
             newest.update(zip(chunk.keys(), chunk.seqs.tolist(), strict=True))
         key = partition_key(PARTITION, partition)
+        high: int | None = None
+        damage = f"the log ends at {end}, and has no record of its end"
         with self._log.read() as transaction:
             sealed = transaction.get(key)
-            high = None if sealed is None else parse_record(key, sealed, PartitionRecord).high
+            try:
+                high = None if sealed is None else parse_record(key, sealed, PartitionRecord).high
+            except StorageError as error:
+                damage = str(error)
         if high is None:
-            yield self._left_out(partition, f"the log ends at {end}, and has no record of its end")
+            yield self._left_out(partition, damage)
         elif end != high:
             yield self._left_out(partition, f"the log ends at {end}, and should end at {high}")
         for chunk in self._chunks(partition):

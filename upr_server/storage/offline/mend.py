@@ -15,10 +15,12 @@ import msgspec
 
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionState, SeqNo
+from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import ChunkLog, StoredAnswer, StoredPartition
+from upr_server.storage.chunk_log import ChunkLog, StoredAnswer, StoredBucket, StoredPartition
 from upr_server.storage.directory import DataDirectory, lock_for_writing
 from upr_server.storage.errors import CorruptionError
+from upr_server.storage.records import PartitionRecord
 
 _READ_BYTES: Final = 8 * 1024 * 1024
 
@@ -31,12 +33,14 @@ class DamagedPartition(msgspec.Struct, frozen=True):
         partition: The partition; -1 for the bucket as a whole.
         is_emptied: Whether it was emptied. Only a replica is.
         damage: What is damaged.
+        is_refused: Whether it is a record without which the server refuses the whole partition.
     """
 
     bucket: str
     partition: int
     is_emptied: bool
     damage: str
+    is_refused: bool = False
 
     def __str__(self) -> str:
         if self.partition < 0:
@@ -51,8 +55,14 @@ class DamagedPartition(msgspec.Struct, frozen=True):
             return f"{where}: emptied; the node copies it from the active node when it runs"
         return (
             f"{where}: not emptied, because this node is not its replica: {self.damage}; let a "
-            "replica take it over with `upr takeover`, stop this node, and repeat the command"
+            f"replica take it over with `upr {self.command}`, stop this node, and repeat the "
+            "command"
         )
+
+    @property
+    def command(self) -> str:
+        """The command that makes a replica active for the partition."""
+        return "failover" if self.is_refused else "takeover"
 
 
 def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
@@ -61,7 +71,7 @@ def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
 
     Yields:
         Each partition whose log is damaged, once it was emptied or left as it is; and each bucket
-        in which something other than a chunk is damaged, which is left as it is.
+        that cannot be opened, which is left as it is.
 
     Raises:
         DataDirectoryError: It is not a data directory, a server uses it, or it cannot be written.
@@ -81,13 +91,53 @@ def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
 
 
 def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
-    for partition_id, partition in enumerate(storage.open().partitions):
+    stored = storage.open()
+    for partition_id, partition in enumerate(stored.partitions):
+        if partition.damage:
+            is_replica = _is_replica_by_map(stored, partition_id)
+            if is_replica:
+                empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0)
+                storage.empty(partition_id, empty)
+            yield DamagedPartition(
+                name, partition_id, is_replica, partition.damage, is_refused=True
+            )
+            continue
         damage = _damage_in(storage.log, partition_id, partition)
         if damage:
             is_replica = partition.record.state == PartitionState.REPLICA
             if is_replica:
                 _empty(storage, partition_id, partition)
             yield DamagedPartition(name, partition_id, is_replica, damage)
+
+
+def _is_replica_by_map(stored: StoredBucket, partition_id: int) -> bool:
+    """Whether this node is a replica of a partition whose record is damaged: so says the map for
+    each node that this one can be, given its other partitions. If nobody can tell, it is none."""
+    if not stored.partition_map:
+        return False
+    try:
+        partition_map = PartitionMap.decode(stored.partition_map)
+    except PartitionMapError as error:
+        raise CorruptionError(f"the partition map cannot be read: {error}") from error
+    assignments = partition_map.partitions
+    names = [
+        name
+        for name in partition_map.nodes
+        if all(
+            partition.damage or _may_be_in_state(partition.record.state, assignment.state_of(name))
+            for partition, assignment in zip(stored.partitions, assignments, strict=True)
+        )
+    ]
+    return bool(names) and all(
+        assignments[partition_id].state_of(name) is PartitionState.REPLICA for name in names
+    )
+
+
+def _may_be_in_state(state: int, state_in_map: PartitionState) -> bool:
+    # A suspect copy is pending although the map has it active.
+    return state == state_in_map or (
+        state == PartitionState.PENDING and state_in_map is PartitionState.ACTIVE
+    )
 
 
 def _damage_in(log: ChunkLog, partition_id: int, partition: StoredPartition) -> str:

@@ -264,7 +264,7 @@ def recover_partitions(
     After a stop that was not clean each active partition begins a new history at its persisted
     snapshot end: what it had above is gone, and consumers may have seen it. For a bucket with a
     partition map, the confirmation of the map decides whether a partition is still active, and in
-    which history.
+    which history. A partition with a damaged record is dead, and its record stays as it is.
 
     Args:
         stored: The bucket as the disk has it.
@@ -304,4 +304,5 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
         partition.purge_seq,
         by_age,
         partition.item_count,
+        partition.damage,
     )

@@ -1,0 +1,41 @@
+"""Flipping bits in single records of a log, in the file of a real LMDB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.offline.bucket_files import open_map
+
+
+@contextmanager
+def opened_log(bucket: Path) -> Iterator[LmdbMap]:
+    """The log of the bucket in a folder, read-only."""
+    log = open_map(bucket / "log")
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def records(bucket: Path, first: bytes = b"\1") -> dict[bytes, bytes]:
+    """Every record of a bucket's log whose key begins with `first`; all but the number of the last
+    commit by default."""
+    last = b"\xff" * 64 if first == b"\1" else first + b"\xff" * 64
+    with opened_log(bucket) as log, log.read() as transaction:
+        return {key: bytes(value) for key, value in transaction.scan(first, last)}
+
+
+def flip(bucket: Path, key: bytes, bit: int) -> None:
+    """Flips one bit of the value of a record, wherever the file has it."""
+    with opened_log(bucket) as log, log.read() as transaction:
+        value = bytes(transaction.get(key) or b"")
+    damaged = bytearray(value)
+    damaged[bit // 8] ^= 1 << bit % 8
+    file = bucket / "log" / "data.mdb"
+    content = file.read_bytes()
+    # LMDB stores a short value right behind its key.
+    assert key + value in content, key
+    file.write_bytes(content.replace(key + value, key + damaged))

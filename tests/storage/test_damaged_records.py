@@ -1,0 +1,304 @@
+"""A flipped bit in a record of one partition, or of a lease: what is refused, and what is not."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import msgspec
+import pytest
+
+from tests.kit.effort import effort
+from tests.storage.record_damage import flip, records
+from tests.storage.small_directory import BUCKET, PARTITIONS, PLENTY, make, wants
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
+from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
+from upr_server.storage.directory import DataDirectory
+from upr_server.storage.errors import CorruptionError
+from upr_server.storage.offline.bucket_files import open_bucket, open_map
+from upr_server.storage.offline.check import BucketCheck
+from upr_server.storage.offline.dump import BucketDump, DumpOptions
+from upr_server.storage.offline.findings import Finding, Problem
+from upr_server.storage.records import (
+    BUCKET as BUCKET_RECORD,
+)
+from upr_server.storage.records import (
+    CHUNK,
+    CLEAN_STOP,
+    FLOOR,
+    LEASE,
+    PARTITION,
+    PURGE,
+    TOKEN,
+    PartitionRecord,
+    partition_key,
+)
+
+DAMAGED: Final = 1
+OTHERS: Final = [partition for partition in range(PARTITIONS) if partition != DAMAGED]
+BITS: Final = effort(24, 400)
+OF_A_PARTITION: Final = {
+    "state": PARTITION,
+    "answer to a publisher": TOKEN,
+    "purge number": PURGE,
+    "floor": FLOOR,
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original")
+    make(path)
+    return path
+
+
+@pytest.fixture
+def data(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "data"))
+
+
+def folder_of(data: Path) -> Path:
+    return data / "buckets" / BUCKET
+
+
+def started(data: Path) -> tuple[BucketStorage, StoredBucket]:
+    """The bucket as a server opens it."""
+    storage = BucketStorage(*DataDirectory(data, bytes_max=1 << 30).open(BUCKET))
+    return storage, storage.open()
+
+
+def bits_of(value: bytes) -> list[int]:
+    """The bits to flip: some of each value, or all. Always some that the sum of all records sees,
+    and some that only the checksum sees."""
+    count = 8 * len(value)
+    return sorted(Random(7).sample(range(count), min(count, BITS)))
+
+
+def damages(original: Path, data: Path, kind: bytes) -> Iterator[tuple[bytes, int]]:
+    """Damages the newest record of a kind that the damaged partition has, one bit at a time."""
+    key, value = list(records(folder_of(original), partition_key(kind, DAMAGED)).items())[-1]
+    for bit in bits_of(value):
+        shutil.rmtree(data)
+        shutil.copytree(original, data)
+        flip(folder_of(data), key, bit)
+        yield key, bit
+
+
+def contents(storage: BucketStorage, stored: StoredBucket, partition: int) -> object:
+    """Everything that a partition answers."""
+    high = stored.partitions[partition].record.high
+    chunks = storage.log.read_chunks(partition, 0, high, bytes_max=PLENTY)
+    items = storage.index.find_items(partition, wants())
+    return stored.partitions[partition], [bytes(chunk) for chunk in chunks], items
+
+
+def of_damaged_partition(data: Path) -> list[tuple[bytes, bytes]]:
+    """Every record of the damaged partition in the log."""
+    kinds = (*OF_A_PARTITION.values(), CHUNK)
+    of_all = [records(folder_of(data), partition_key(kind, DAMAGED)) for kind in kinds]
+    return [record for of_kind in of_all for record in of_kind.items()]
+
+
+def write_to(stored: StoredBucket, partition: int) -> PartitionWrite:
+    """One change more."""
+    record = stored.partitions[partition].record
+    seq = SeqNo(record.high + 1)
+    row = Mutation(Operation.SET, b"new", b"value", seq, Cas(record.last_cas + 1))
+    chunk = Chunk.build([row], record.high, seq)
+    return PartitionWrite(partition, msgspec.structs.replace(record, high=seq), [chunk])
+
+
+@pytest.mark.parametrize("kind", OF_A_PARTITION)
+def test_a_damaged_record_refuses_its_partition_alone(
+    original: Path, data: Path, kind: str
+) -> None:
+    storage, before = started(original)
+    expected = {partition: contents(storage, before, partition) for partition in OTHERS}
+    storage.close()
+    for key, bit in damages(original, data, OF_A_PARTITION[kind]):
+        damaged_records = of_damaged_partition(data)
+        storage, stored = started(data)
+        where = (key, bit)
+        assert "mismatch" in stored.partitions[DAMAGED].damage, where
+        assert stored.partitions[DAMAGED].record.state == PartitionState.DEAD
+        assert {p: contents(storage, stored, p) for p in OTHERS} == expected, where
+        assert (stored.leases, stored.is_clean) == (before.leases, before.is_clean)
+        assert storage.statistics()["damaged_partitions"] == [DAMAGED]
+        # Nothing is written over what is damaged, and the others go on.
+        assert_not_written_to(storage, before)
+        storage.commit([write_to(before, 0)])
+        while storage.maintain(urgent=True, leases=(), purge_before_cas=1 << 62).has_more:
+            pass
+        storage.close()
+        assert of_damaged_partition(data) == damaged_records, where
+        # The next start knows the same, though the sum of all records has moved on.
+        storage, stored = started(data)
+        assert "mismatch" in stored.partitions[DAMAGED].damage
+        assert stored.partitions[0].record.high == before.partitions[0].record.high + 1
+        storage.close()
+
+
+def assert_not_written_to(storage: BucketStorage, before: StoredBucket) -> None:
+    """Nothing changes the damaged partition, alone or together with another."""
+    record = before.partitions[DAMAGED].record
+    for refused in (
+        lambda: storage.commit([write_to(before, DAMAGED)]),
+        lambda: storage.commit([write_to(before, 0), write_to(before, DAMAGED)]),
+        lambda: storage.put_partition_map("{}", [(DAMAGED, record)]),
+        lambda: storage.truncate(DAMAGED, record, ()),
+    ):
+        with pytest.raises(CorruptionError, match="is not written to"):
+            refused()
+
+
+@pytest.mark.parametrize("kind", OF_A_PARTITION)
+def test_an_emptied_partition_is_whole_again(original: Path, data: Path, kind: str) -> None:
+    empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0)
+    for _ in damages(original, data, OF_A_PARTITION[kind]):
+        storage, _ = started(data)
+        storage.empty(DAMAGED, empty)
+        assert storage.statistics()["damaged_partitions"] == []
+        storage.close()
+        storage, stored = started(data)
+        partition = stored.partitions[DAMAGED]
+        assert (partition.record, partition.damage, partition.tokens) == (empty, "", [])
+        assert all(not lease.is_whole for lease in stored.leases)
+        storage.close()
+        assert records(folder_of(data), partition_key(CHUNK, DAMAGED)) == {}
+        assert not list(problems(data))
+
+
+def problems(data: Path) -> Iterator[Problem]:
+    log, index = open_bucket(folder_of(data))
+    try:
+        for finding in BucketCheck(BUCKET, log, index).run():
+            if isinstance(finding, Problem):
+                yield finding
+    finally:
+        log.close()
+        index.close()
+
+
+@pytest.mark.parametrize("kind", OF_A_PARTITION)
+def test_the_check_names_the_damaged_record_and_nothing_else(
+    original: Path, data: Path, kind: str
+) -> None:
+    for key, bit in damages(original, data, OF_A_PARTITION[kind]):
+        (problem,) = problems(data)
+        assert "mismatch" in problem.description, (key, bit)
+
+
+def test_a_dump_has_the_chunks_of_a_partition_whose_record_is_damaged(
+    original: Path, data: Path
+) -> None:
+    lines, findings = dump(original)
+    assert lines
+    assert not [finding for finding in findings if isinstance(finding, Problem)]
+    flip(folder_of(data), partition_key(PARTITION, DAMAGED), 50)
+    damaged_lines, findings = dump(data)
+    assert damaged_lines == lines
+    (problem,) = [finding for finding in findings if isinstance(finding, Problem)]
+    assert problem.partition == DAMAGED
+    assert "mismatch" in problem.description
+
+
+def dump(data: Path) -> tuple[bytes, list[Finding]]:
+    """What a dump prints, and what it finds."""
+    log = open_map(folder_of(data) / "log")
+    with tempfile.TemporaryFile() as output:
+        findings = list(BucketDump(BUCKET, log, DumpOptions(), output.fileno()).run())
+        log.close()
+        output.seek(0)
+        return output.read(), findings
+
+
+def test_a_damaged_lease_is_lost_and_nothing_else(original: Path, data: Path) -> None:
+    storage, before = started(original)
+    storage.close()
+    ((key, value),) = records(folder_of(original), LEASE).items()
+    for bit in bits_of(value):
+        shutil.rmtree(data)
+        shutil.copytree(original, data)
+        flip(folder_of(data), key, bit)
+        storage, stored = started(data)
+        assert list(stored.damaged_leases) == [before.leases[0].lease_id]
+        assert "mismatch" in stored.damaged_leases[before.leases[0].lease_id]
+        assert stored.leases == ()
+        assert stored.partitions == before.partitions
+        storage.log.delete_leases(stored.damaged_leases)
+        storage.close()
+        storage, stored = started(data)
+        assert (stored.leases, stored.damaged_leases) == ((), {})
+        storage.close()
+
+
+def test_a_damaged_mark_of_a_clean_stop_is_none(original: Path, data: Path) -> None:
+    flip(folder_of(data), CLEAN_STOP, 3)
+    storage, stored = started(data)
+    assert not stored.is_clean
+    storage.log.start_serving(())
+    storage.close()
+    storage, stored = started(data)
+    assert not stored.is_clean
+    assert not any(partition.damage for partition in stored.partitions)
+    storage.close()
+
+
+def test_two_damaged_partitions(original: Path, data: Path) -> None:
+    for partition, bit in ((0, 5), (2, 70)):
+        flip(folder_of(data), partition_key(PARTITION, partition), bit)
+    storage, stored = started(data)
+    assert [bool(partition.damage) for partition in stored.partitions] == [True, False, True]
+    storage.close()
+
+
+def test_a_damaged_head_of_a_chunk_refuses_no_bucket(original: Path, data: Path) -> None:
+    chunks = records(folder_of(original), partition_key(CHUNK, DAMAGED))
+    key, _ = min(chunks.items(), key=lambda item: len(item[1]))
+    for bit in range(0, 128, 5):
+        shutil.rmtree(data)
+        shutil.copytree(original, data)
+        flip(folder_of(data), key, bit)
+        storage, stored = started(data)
+        assert not any(partition.damage for partition in stored.partitions)
+        with pytest.raises(CorruptionError):
+            storage.log.read_chunks(DAMAGED, int.from_bytes(key[3:]) - 1, 1 << 62, bytes_max=1)
+        storage.close()
+
+
+def test_damage_of_the_whole_bucket_still_refuses_it(data: Path) -> None:
+    flip(folder_of(data), BUCKET_RECORD, 40)
+    with pytest.raises(CorruptionError):
+        started(data)
+
+
+def test_what_no_damaged_byte_explains_still_refuses_the_bucket(data: Path) -> None:
+    """Two bytes of the front of a record; the rest could be from an old page, for all one knows."""
+    key = partition_key(PARTITION, DAMAGED)
+    flip(folder_of(data), key, 3)
+    flip(folder_of(data), key, 30)
+    with pytest.raises(CorruptionError, match="does not hold what its last commit left"):
+        started(data)
+
+
+def test_an_old_record_beside_a_damaged_one_is_not_taken_for_the_newest(data: Path) -> None:
+    folder = folder_of(data)
+    other = partition_key(PARTITION, 0)
+    current = records(folder)[other]
+    storage, stored = started(data)
+    storage.commit([write_to(stored, 0)])
+    storage.close()
+    newer = records(folder)[other]
+    assert len(newer) == len(current)
+    file = folder / "log" / "data.mdb"
+    # What a stale page would show: the record before the last, with a good checksum.
+    file.write_bytes(file.read_bytes().replace(other + newer, other + current))
+    flip(folder, partition_key(PARTITION, DAMAGED), 3)
+    with pytest.raises(CorruptionError, match="does not hold what its last commit left"):
+        started(data)
