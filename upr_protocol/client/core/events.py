@@ -114,7 +114,9 @@ class Undone(msgspec.Struct, frozen=True):
     """Everything to undo after a failover, at once: to process this event is to roll back.
 
     With `to` 0 the application drops all that it has of the partition. Otherwise it sets each key
-    of `documents` to its value there, and keeps the rest.
+    of `documents` to its value there, and keeps the rest. Changes of the new history may come
+    before it, if the server began yet another one while the documents were read: so an application
+    must not skip changes by their number alone.
 
     Attributes:
         partition: The partition.

@@ -6,7 +6,9 @@ and the ceiling is missing, although the consumer never had the state at the cei
 
 **Keys are read again when a stream is accepted,** before the application is given any of it, and in
 the history in which the stream was accepted. If the server has left that history meanwhile, it
-refuses. Then the stream ends as well, and the next one is accepted in another history.
+refuses. Then nothing is undone yet, and the application is given what the stream still brings, but
+no snapshot end. The stream ends as well, and the next one is accepted in another history: only then
+are the keys read again, also those that the first stream brought.
 
 **A key that is read again has its own sequence number,** which may be above the stream's start. A
 missing key counts with the partition's high sequence number. Until a snapshot end reaches these
