@@ -443,7 +443,8 @@ class Faults:
         self._history.add(Fault(f"{node.name} loses its disk", REPLICATED))
         self._history.add(Fault(f"{node.name} loses a copy", (), 2))
         self._falls_behind(node)
-        leads = self._leads(node)
+        # A damaged copy is dead, but may be that of the active node.
+        leads = self._leads(node) or any(partition.damage for partition in node.held)
         if node.is_up:
             await node.kill(silently=False)
             self.restarts += 1

@@ -23,7 +23,7 @@ from upr_protocol.client.operator.plan import (
     most_complete,
     partitions_text,
 )
-from upr_protocol.client.operator.survey import Operator, Survey
+from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 
@@ -190,6 +190,13 @@ class _Failover:
             if report.failure:
                 self._report(f"{name} is fenced, but does not say what it has: {report.failure}")
                 continue
+            refused = self._refused_copies(report)
+            if refused:
+                # What it had acknowledged of them may be nowhere else.
+                self._report(
+                    f"{name} is fenced, but does not serve its copies of {partitions_text(refused)}"
+                )
+                continue
             self.fenced.append(name)
             for partition, assignment in change.assignments.items():
                 if name in assignment.holders() and partition < len(report.partitions):
@@ -198,6 +205,17 @@ class _Failover:
             f"{', '.join(self.fenced) or 'no node'}: revision {fencing_map.revision}, fenced for "
             f"{change.text}"
         )
+
+    def _refused_copies(self, report: NodeReport) -> list[PartitionId]:
+        """The partitions of which a node that was fenced should have a copy, and has none that it
+        can read."""
+        return [
+            partition
+            for partition, assignment in self._change.assignments.items()
+            if report.name in assignment.holders()
+            and partition < len(report.partitions)
+            and report.state_of(partition) is PartitionState.DEAD
+        ]
 
     async def check_fenced(self) -> None:
         """Restores the old assignments and refuses, if too few replicas were fenced."""
