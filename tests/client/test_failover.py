@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import trio
 
 from tests.client.test_takeover import ACTIVE, REPLICA, highs, logs
 from tests.kit.server_group import PARTITIONS, MapInterrupter, ServerGroup, running_servers
+from tests.storage.record_damage import flip, records
 from upr_protocol.client import connect
 from upr_protocol.client.operator import NotDoneError, PartlyDoneError, fail_over
-from upr_protocol.ids import Durability, PartitionState
+from upr_protocol.ids import Durability, PartitionId, PartitionState
+from upr_server.storage.records import PARTITION, partition_key
 
 
 async def filled(group: ServerGroup) -> None:
@@ -103,6 +107,33 @@ async def test_a_replica_that_is_behind_is_not_promoted() -> None:
         assert group.states("b")[2:] == ACTIVE[2:]
         await group.until(lambda: highs(group, "b") == highs(group, "c"))
         group.check()
+
+
+async def test_a_replica_that_refuses_its_copy_does_not_count_as_fenced(tmp_path: Path) -> None:
+    """Its copy alone has what was acknowledged, and the other replica must not be chosen."""
+    async with running_servers("abc", directory=tmp_path) as group:
+        await group.servers["b"].partition_maps.stop()
+        async with connect(group.servers["a"].url("b")) as client:
+            for index in range(20):
+                await client.set(f"key {index}", "v", durability=Durability.REPLICATED, copies=1)
+        await group.stop("a")
+        await group.stop("c")
+        bucket = tmp_path / "c" / "buckets" / "b"
+        for key in records(bucket, partition_key(PARTITION, PartitionId(0))):
+            flip(bucket, key, 100)
+        await group.start("c")
+        assert group.states("c")[0] is PartitionState.DEAD
+        operator = group.operator("b")
+        with pytest.raises(NotDoneError, match="too few replicas of partition 0 "):
+            await fail_over(operator, partitions=[0])
+        assert any(
+            line.startswith("c is fenced, but does not serve its copies of partition 0")
+            for line in group.progress
+        )
+        assert group.map("b").partitions[0].active == "a", "the assignment was put back"
+        # The other partitions of the node are intact, and have more than b has.
+        await fail_over(operator, partitions=[1, 2, 3])
+        assert group.states("c")[1:] == ACTIVE[1:]
 
 
 async def test_an_interrupted_failover_is_resumed_by_the_same_command(
