@@ -100,7 +100,9 @@ class Bundles(RuleBasedStateMachine):
         runs = apply_set_runs(
             self.bucket, batches.columns, bundle.directory, batches.writer, 0, self.time
         )
-        assert list(runs.left) == [at for at, is_taken in enumerate(are_at_once) if not is_taken]
+        assert list(runs.left) == [
+            index for index, is_taken in enumerate(are_at_once) if not is_taken
+        ]
         return [
             MutateResult(*result[2:]) if result.history_id else None
             for result in decode_results(runs.lines)

@@ -50,6 +50,6 @@ def test_the_shared_numbers_are_those_of_the_same_branches(
 
 
 def test_an_index_that_has_nothing_or_hears_of_nothing() -> None:
-    some = mark(FailoverLog.of_pairs([(7, 0)]), 5)
-    assert NO_MARK.shared_seq(some) == 0
-    assert some.shared_seq(NO_MARK) == 5
+    saved_mark = mark(FailoverLog.of_pairs([(7, 0)]), 5)
+    assert NO_MARK.shared_seq(saved_mark) == 0
+    assert saved_mark.shared_seq(NO_MARK) == 5

@@ -253,7 +253,7 @@ class Partitions:
             assert [rows.find(seq) for seq in rows.seqs()] == naive.rows
             assert rows.find(naive.high + 1) is None
             assert rows.live == sum(seq > naive.start for seq in naive.newest.values())
-            flagged = {rows.base + at for at, flag in enumerate(rows.flags) if flag}
+            flagged = {rows.base + row for row, flag in enumerate(rows.flags) if flag}
             assert flagged == naive.flagged
             live = Chunk(rows.encoded(naive.start, naive.high, True))
             assert live.seqs.tolist() == [

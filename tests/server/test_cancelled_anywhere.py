@@ -49,7 +49,7 @@ from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
-from upr_server.net.turns import Turns
+from upr_server.net.turns import ReadTurns, Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -57,7 +57,13 @@ from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 from upr_server.replication.node_connections import NodeConnections
 from upr_server.replication.replicator import Replicator
-from upr_server.runtime import CertificateFiles, bind_tcp, open_listeners, run_until_signal
+from upr_server.runtime import (
+    CertificateFiles,
+    TurnTimer,
+    bind_tcp,
+    open_listeners,
+    run_until_signal,
+)
 from upr_server.runtime import Certificates as DaemonCertificates
 from upr_server.startup import serve, started_server
 from upr_server.storage.api import Store
@@ -438,16 +444,17 @@ async def test_writers_that_are_woken_some_in_each_turn() -> None:
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*WAKING)
 
 
-TURNS: Final = tries(Turns.next_turn)
+TURNS: Final = tries(Turns.next_turn, ReadTurns.next_turn)
 
 
-async def test_a_long_request_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
-    turns = Turns()
+async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
+    turns, read_turns = Turns(), ReadTurns(TurnTimer())
 
     async def work() -> None:
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(turns.next_turn)
+                nursery.start_soon(read_turns.next_turn)
 
     (await cancelled_at_each_step(work, then=work)).check_inside(*TURNS)
 

@@ -244,10 +244,10 @@ def test_values_are_parsed_by_a_schema_that_is_given_or_inferred(
     # Of the rows that are read.
     frame = load(spark, url, valueSchema="infer", keyPrefix="car")
     assert frame.schema["value"].dataType.simpleString() == "struct<wheels:bigint>"
-    given = load(spark, url, valueSchema="seats INT, `a b` STRING")
-    assert given.schema["value"].dataType.simpleString() == "struct<seats:int,a b:string>"
-    assert given.schema["key"].nullable is False
-    assert given.where("value.seats = 7").count() == 1
+    typed_frame = load(spark, url, valueSchema="seats INT, `a b` STRING")
+    assert typed_frame.schema["value"].dataType.simpleString() == "struct<seats:int,a b:string>"
+    assert typed_frame.schema["key"].nullable is False
+    assert typed_frame.where("value.seats = 7").count() == 1
     with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out one of them"):
         load(spark, url, "key STRING", valueSchema="infer").collect()
     with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out includeValue=false"):

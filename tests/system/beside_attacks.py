@@ -49,7 +49,7 @@ AFTER_S: Final = 4.0
 LATE_S: Final = 60.0
 GOOD: Final = "good"
 
-KEPT_MIN: Final = 0.95
+RATE_SHARE_MIN: Final = 0.95
 WORST_MAX_S: Final = 0.1
 STEP_MAX_S: Final = 0.01
 
@@ -96,7 +96,7 @@ class Row:
     turn_s: float
 
     @property
-    def kept(self) -> float:
+    def rate_share(self) -> float:
         """The share of their rate that the good clients kept."""
         return self.beside.rounds_a_second / self.alone.rounds_a_second
 
@@ -106,7 +106,7 @@ class Row:
             self.case,
             self.name,
             " → ".join(f"{rate.rounds_a_second:.1f}" for rate in rates),
-            f"{self.kept:.0%}",
+            f"{self.rate_share:.0%}",
             f"{1000 * alone.median_s:.0f} → {1000 * beside.median_s:.0f}",
             f"{1000 * alone.worst_s:.0f} → {1000 * beside.worst_s:.0f}",
             f"{self.processor_share:.0%}",
@@ -253,12 +253,12 @@ def say(text: str) -> None:
 
 def summary(rows: Sequence[Row]) -> str:
     """For each bound how many attacks kept it."""
-    kept = sum(row.kept >= KEPT_MIN for row in rows)
+    at_rate = sum(row.rate_share >= RATE_SHARE_MIN for row in rows)
     quick = sum(row.beside.worst_s <= WORST_MAX_S for row in rows)
     short = sum(row.step_s <= STEP_MAX_S for row in rows)
     return (
-        f"of {len(rows)} attacks: {kept} left the good clients {KEPT_MIN:.0%} of their rate, "
-        f"{quick} no round above {1000 * WORST_MAX_S:.0f} ms, "
+        f"of {len(rows)} attacks: {at_rate} left the good clients {RATE_SHARE_MIN:.0%} of their "
+        f"rate, {quick} no round above {1000 * WORST_MAX_S:.0f} ms, "
         f"{short} the server no step above {1000 * STEP_MAX_S:.0f} ms"
     )
 

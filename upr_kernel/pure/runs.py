@@ -87,8 +87,8 @@ def add_runs(
     high = first_row
     for index, (partition, row_count, counter, chain) in enumerate(_RUN.iter_unpack(runs)):
         low, high = high, high + row_count
-        at = 0 if len(writers) == WRITER_BYTES else WRITER_BYTES * index
-        writer = writers[at : at + WRITER_BYTES]
+        writer_at = 0 if len(writers) == WRITER_BYTES else WRITER_BYTES * index
+        writer = writers[writer_at : writer_at + WRITER_BYTES]
         rows = targets[partition] if partition < len(targets) else None
         if (
             rows is None

@@ -234,6 +234,7 @@ class AcceptedConnection:
                 scope.cancel()
                 return
             self._bytes_in += count
+            self._resources.read_turns.note_read(count)
             self._frame.note_read(count, session.now)
             has_whole_frame = await self._handle_frames()
             if session.state is SessionState.CLOSED:
@@ -325,8 +326,9 @@ class AcceptedConnection:
     async def _wait_for_read_turn(self) -> None:
         # A read of a MiB takes about a millisecond. Hundreds of peers that send at the same time
         # would else hold the loop for hundreds.
-        self._frame.stop_waiting(trio.current_time())
-        await self._resources.read_turns.next_turn()
+        if not self._resources.read_turns.may_read:
+            self._frame.stop_waiting(trio.current_time())
+            await self._resources.read_turns.next_turn()
 
     async def _wait_for_frame_memory(self) -> None:
         self._is_unread = True

@@ -19,7 +19,7 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
-from upr_server.net.turns import Turns
+from upr_server.net.turns import ReadTurns
 from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
 from upr_server.user_store import UserStore
 
@@ -129,4 +129,6 @@ class ServerResources:
     step_writes: StepWrites = attrs.field(factory=StepWrites)
     streams_may_begin: Notifier = attrs.field(factory=Notifier)
     scratch: memoryview = attrs.field(factory=new_scratch)
-    read_turns: Turns = attrs.field(factory=Turns)
+    read_turns: ReadTurns = attrs.field(
+        default=attrs.Factory(lambda self: ReadTurns(self.turn_timer), takes_self=True)
+    )

@@ -25,6 +25,7 @@ class TurnTimer(trio.abc.Instrument):
         wall_clock: A clock that is cheaper to read, in seconds.
 
     Attributes:
+        turn_count: How many turns have ended.
         longest_turn_s: How long the longest turn took; 0 before the first.
         longest_step_s: How long the longest step took; 0 before the first.
         longest_step_task: The task that took it.
@@ -35,6 +36,7 @@ class TurnTimer(trio.abc.Instrument):
         processor_clock: Callable[[], float] = time.thread_time,
         wall_clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.turn_count = 0
         self.longest_turn_s = 0.0
         self.longest_step_s = 0.0
         self.longest_step_task = ""
@@ -61,6 +63,7 @@ class TurnTimer(trio.abc.Instrument):
 
     def before_io_wait(self, timeout: float) -> None:  # noqa: ARG002
         """A turn ends."""
+        self.turn_count += 1
         now = self._wall_clock()
         if now - self._sampled_at >= SAMPLE_S:
             self._sample(now)

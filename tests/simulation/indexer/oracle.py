@@ -17,12 +17,14 @@ class Oracle:
 
     Args:
         history: Has what the server gave numbers to.
-        held: Gives the server's partitions; none while it is down.
+        server_partitions: Gives the server's partitions; none while it is down.
     """
 
-    def __init__(self, history: History, held: Callable[[], Iterable[Partition]]) -> None:
+    def __init__(
+        self, history: History, server_partitions: Callable[[], Iterable[Partition]]
+    ) -> None:
         self._history = history
-        self._held = held
+        self._server_partitions = server_partitions
         self._taken = 0
         self._rows: defaultdict[tuple[int, int], list[Row]] = defaultdict(list)
         self._logs: dict[tuple[int, int], FailoverLog] = {}
@@ -39,7 +41,7 @@ class Oracle:
 
     def look(self) -> None:
         """Takes note of the histories that there are. Call it in each life of the server."""
-        for partition in self._held():
+        for partition in self._server_partitions():
             log = partition.failover_log
             self._logs[partition.id, log.current] = self._newest_logs[partition.id] = log
         events = self._history.events

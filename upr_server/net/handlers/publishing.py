@@ -18,6 +18,7 @@ from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionState, SeqNo
 from upr_protocol.wire import RESULT_BYTES, Mutate, MutateReply, RunResult, decode_results
 from upr_server.engine import (
+    LONG_RUN_ROWS,
     Bucket,
     BundleBatches,
     Evaluation,
@@ -161,7 +162,8 @@ class _BundleRequest(OrderedReply):
                     self._lines, self._unfinished_count = lines, 0
                     order.complete(self)
                     return
-                self._set_results(lines)
+                if len(run_indexes) < len(self._batches):
+                    self._set_results(lines)
         cost = 0
         for index in run_indexes:
             if cost >= SLICE_COST:
@@ -192,11 +194,16 @@ class _BundleRequest(OrderedReply):
         others to `run_indexes`."""
         context, batches, bundle = self._context, self._batches, self._request.bundle
         bucket = context.bucket
-        if bucket is None or self._flusher.full:
+        runs = bundle.runs[low:high]
+        if (
+            bucket is None
+            or self._flusher.full
+            or all(run.row_count >= LONG_RUN_ROWS for run in runs)
+        ):
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
-        targets = self._targets(bucket, bundle.runs[low:high])
-        runs = apply_set_runs(
+        targets = self._targets(bucket, runs)
+        applied = apply_set_runs(
             bucket,
             batches.columns,
             bundle.directory[RUN_BYTES * low : RUN_BYTES * high],
@@ -206,10 +213,10 @@ class _BundleRequest(OrderedReply):
             first_row=bundle.bounds[low],
             skip=None if targets is None else bytes(target is None for target in targets),
         )
-        run_indexes += [low + index for index in runs.left]
+        run_indexes += [low + index for index in applied.left]
         if self._request.durability is not _MEMORY:
-            self._await_lines(bucket, low, runs.lines, targets)
-        return runs.lines
+            self._await_lines(bucket, low, applied.lines, targets)
+        return applied.lines
 
     def _targets(
         self, bucket: Bucket, runs: Sequence[BundleRun]
