@@ -13,7 +13,14 @@ import attrs
 import msgspec
 import pytest
 
-from upr_protocol.client import Credentials, IndexClient, IndexerError, Security, index_client
+from upr_protocol.client import (
+    Credentials,
+    IndexClient,
+    IndexerError,
+    Security,
+    index_client,
+    index_node,
+)
 from upr_protocol.errors import BrokenError
 
 LATE_S = 0.4
@@ -175,6 +182,25 @@ def test_the_nodes_of_the_map_are_asked() -> None:
         not_my_slice = (421, refusal("not_my_slice", map=node_map))
         with a_node(not_my_slice) as first, IndexClient(first.url) as client:
             assert client.scan("d/i").entries[0].id == "a"
+
+
+def test_a_node_that_names_others_without_end_is_not_followed_for_ever() -> None:
+    node_map = {"nodes": [f"http://127.0.0.1:{port}" for port in range(1, 500)]}
+    with (
+        a_node((421, refusal("not_my_slice", map=node_map))) as node,
+        IndexClient(node.url) as client,
+        pytest.raises(IndexerError, match="it is not_my_slice"),
+    ):
+        client.scan("d/i")
+    assert len(client._nodes) == index_client.NODES_MAX
+
+
+def test_a_line_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_node, "LINE_BYTES_MAX", 1000)
+    with a_node((200, b'{"key":["' + b"x" * 100_000)) as node, IndexClient(node.url) as client:
+        entries = client.stream("d/i")
+        with pytest.raises(BrokenError, match="was cut"):
+            next(entries)
 
 
 def test_a_design_that_the_lost_request_has_dropped_is_dropped() -> None:

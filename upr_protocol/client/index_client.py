@@ -29,6 +29,10 @@ ANSWER_SLACK_S: Final = 30.0
 NODE_SLACK_S: Final = 5.0
 """How much longer, where another node can be asked then."""
 
+NODES_MAX: Final = 64
+"""Nodes that a client knows of. A node that names others without end would else have it ask them
+all."""
+
 _ELSEWHERE: Final = frozenset({"slice_missing", "not_my_slice"})
 """Codes of errors that another node may not have."""
 
@@ -484,7 +488,10 @@ class IndexClient:
         """Takes the nodes into account that a node names which is asked for what it lacks."""
         known = {node.url for node in self._nodes}
         for url in urls:
+            if len(self._nodes) >= NODES_MAX:
+                return
             if url not in known:
+                known.add(url)
                 # A node whose password would go over the wire in the clear is left out.
                 with suppress(ValueError):
                     self._nodes.append(IndexNode(url, self._security))

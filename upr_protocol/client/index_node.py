@@ -22,6 +22,9 @@ from upr_protocol.transport import client_context, explained_tls_error
 PORT_DEFAULT: Final = 12080
 """Where an indexer listens unless it is told otherwise."""
 
+LINE_BYTES_MAX: Final = 16 * 1024 * 1024
+"""The longest line of an answer. The last one has some 50 bytes for each partition."""
+
 LINES: Final = "application/x-ndjson"
 """How a client asks for the entries as lines."""
 
@@ -184,7 +187,7 @@ class IndexNode:
             if response.status >= HTTPStatus.BAD_REQUEST:
                 raise failure_in(response.status, response.read())
             yield b""
-            while line := response.readline():
+            while line := response.readline(LINE_BYTES_MAX):
                 yield line
 
     def _explained(self, error: Exception) -> UprError:
