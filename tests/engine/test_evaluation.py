@@ -16,6 +16,7 @@ from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
 from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import LARGE_BYTES, Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_server.engine import Bucket, CheckedChunk, Evaluation, MutationBatch, Partition, batch_of
@@ -53,6 +54,11 @@ class SlicedBatches(RuleBasedStateMachine):
         rows, batch, evaluation = self.begun[index]
         high = self.partition.high_seq
         assert not evaluation.step(cost_max=cost)
+        if not self.is_active:
+            assert self.partition.high_seq == high, "nothing gets a number"
+            del self.begun[index]
+            self.is_refused(batch)
+            return
         expired_count = (
             self.model.expire(evaluation.result.now) if evaluation.result.position else 0
         )
@@ -68,9 +74,28 @@ class SlicedBatches(RuleBasedStateMachine):
         assert (result.failures, result.counters) == (failures, counters)
         check_result(result, len(rows), before, self.model.high)
 
+    @property
+    def is_active(self) -> bool:
+        return self.partition.state is PartitionState.ACTIVE
+
+    def is_refused(self, batch: MutationBatch) -> None:
+        result = self.partition.mutate(batch, now=self.time)
+        assert result.status is Status.WRONG_STATE
+
+    @rule()
+    def hand_over(self) -> None:
+        self.partition.change_state(PartitionState.PENDING, self.partition.failover_log)
+
+    @rule()
+    def take_back(self) -> None:
+        self.partition.change_state(PartitionState.ACTIVE, self.partition.failover_log)
+
     @rule(key=SOME_KEYS, value=VALUES, expiry=st.sampled_from([0, 0, 105, 120]))
     def another_changes_a_key(self, key: bytes, value: bytes, expiry: int) -> None:
         rows = [Mutation(Operation.SET, key, value, expiry=expiry)]
+        if not self.is_active:
+            self.is_refused(batch_of(Chunk.build(rows)))
+            return
         result = self.partition.mutate(batch_of(Chunk.build(rows)), now=self.time)
         before = self.model.high
         assert self.model.mutate(rows, self.time, {}) == ([], [])
@@ -89,7 +114,8 @@ class SlicedBatches(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        assert self.partition.expire(self.time) == self.model.expire(self.time)
+        expired_count = self.model.expire(self.time) if self.is_active else 0
+        assert self.partition.expire(self.time) == expired_count
 
     @invariant()
     def whole(self) -> None:
@@ -97,6 +123,7 @@ class SlicedBatches(RuleBasedStateMachine):
         assert self.partition.high_seq == self.model.high
 
     def teardown(self) -> None:
+        self.take_back()
         for rows, batch, evaluation in self.begun:
             # As a queue has it: nothing comes between the end of the work and its effect.
             evaluation.step()
@@ -164,6 +191,22 @@ def test_a_reader_is_woken_by_what_expires_before_a_batch_that_fails() -> None:
     assert evaluation.step() == []
     assert partition.mutate(batch, now=NOW + 5, evaluation=evaluation).failures
     assert woken == [3]
+
+
+def test_a_batch_deletes_nothing_once_its_partition_is_handed_over() -> None:
+    """The next active has been told the last number."""
+    partition = new_partition()
+    send(partition, request(Operation.SET, b"expires", expiry=int(NOW) + 5))
+    batch = batch_of(Chunk.build([request(Operation.ADD, b"k")]))
+    evaluation = partition.evaluate(batch, now=NOW + 5)
+    assert evaluation is not None
+    partition.change_state(PartitionState.PENDING, partition.failover_log)
+    assert evaluation.step() == []
+    refused = partition.mutate(batch, now=NOW + 5, evaluation=evaluation)
+    assert refused.status is Status.WRONG_STATE
+    assert partition.high_seq == 1
+    partition.change_state(PartitionState.ACTIVE, partition.failover_log)
+    assert partition.expire(NOW + 5) == 1
 
 
 def test_an_evaluation_that_is_done_needs_no_more_steps() -> None:

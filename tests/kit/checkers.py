@@ -201,6 +201,12 @@ class Truth:
         where, row = (event.partition, event.history_id), event.row
         rows = self._rows[where]
         copy_id = event.node, event.life
+        if event.state is not PartitionState.ACTIVE:
+            raise BrokenPromiseError(
+                "I8",
+                f"partition {event.partition}: {copy_id} gave {row} while it was "
+                f"{event.state.name.lower()}",
+            )
         before = self._by.get(where, copy_id)
         self._by[where] = copy_id
         # A takeover hands the history on, and another back. Of two that both had it, one would give

@@ -57,13 +57,14 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """An active gave a change its number."""
+    """A node gave a change its number. Only an active may."""
 
     node: str
     life: int
     partition: PartitionId
     history_id: HistoryId
     row: Row
+    state: PartitionState = PartitionState.ACTIVE
 
 
 class Began(msgspec.Struct, frozen=True):

@@ -18,10 +18,15 @@ from tests.server.test_durability import (
     MEMORY,
     PERSISTED,
     answer_to,
+    increment,
     send,
     serving,
     speaking,
+    status_of,
 )
+from upr_protocol.chunk import Chunk, Mutation
+from upr_protocol.errors import Status
+from upr_protocol.ids import Operation, PartitionState
 from upr_protocol.wire import (
     Credit,
     Get,
@@ -270,3 +275,22 @@ async def test_a_connection_with_many_requests_that_are_answered_in_order_is_not
             assert most <= QUEUED_REQUESTS_MAX
             assert most_bytes <= QUEUED_BYTES_MAX + RANGE_BYTES * ranges
             assert (most == QUEUED_REQUESTS_MAX) == (ranges == 1)
+
+
+async def test_a_batch_that_waits_for_the_disk_is_refused_after_a_handover(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It deletes nothing that has expired either: the partition gives no number any more."""
+    store = HeldReads(FindItems)
+    async with a_cold_key(store, b"5") as (server, disk), speaking(server) as peer:
+        partition = disk.bucket.partitions[0]
+        store.released = trio.Event()
+        gone = Chunk.build([Mutation(Operation.SET, b"gone", b"v", expiry=1)])
+        await answer_to(peer, await send(peer, gone, MEMORY))
+        opaque = await send(peer, increment(COLD, 1), MEMORY)
+        await trio.testing.wait_all_tasks_blocked()
+        last_seq = partition.high_seq
+        partition.change_state(PartitionState.PENDING, partition.failover_log)
+        store.released.set()
+        assert status_of(await answer_to(peer, opaque)) is Status.NOT_MY_PARTITION
+        assert partition.high_seq == last_seq

@@ -235,6 +235,7 @@ def _note(partition: Partition, rows: list[Mutation]) -> None:
                 partition.id,
                 partition.failover_log.current,
                 Row(row.seq, row.op, row.key, row.value),
+                partition.state,
             )
         )
 

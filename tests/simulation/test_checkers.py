@@ -227,6 +227,10 @@ WRONG: dict[str, tuple[str, Callable[[], list[Event]]]] = {
         "I8",
         lambda: [*SENT, *numbered(ONE, TWO), *numbered(REPLACED, node="b")],
     ),
+    "a node that hands over gives a number": (
+        "I8",
+        lambda: [*SENT, Accepted("a", 1, P, FIRST, ONE, PartitionState.PENDING)],
+    ),
     "copies differ": (
         "I9",
         lambda: [*RIGHT[:-1], ended(ONE, THREE, node="b", is_active=False)],

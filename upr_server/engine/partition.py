@@ -432,8 +432,9 @@ class Partition:
         return expired
 
     def expire_due(self, now: float) -> None:
-        """Deletes items that have expired, `EXPIRE_MAX` at most, before a batch is applied."""
-        if self._expiries.is_due(now):
+        """Deletes items that have expired, `EXPIRE_MAX` at most, before a batch is applied, if the
+        partition is still active: the batch's evaluation may have begun before a handover."""
+        if self.has_expired(now):
             self._expire_due(now)
             self.snapshots.wake()
 

@@ -261,9 +261,12 @@ class ClusteredBucket:
 
 def _record_of(change: RoleChange) -> PartitionRecord:
     partition = change.partition
+    persisted = partition.manager.persistence.committed
+    # A commit that is still under way would be taken back by this record, which says where it ends.
+    assert persisted == partition.high_seq, partition
     return PartitionRecord(
         change.state,
         tuple(change.failover_log.pairs()),
-        partition.manager.persistence.committed,
+        persisted,
         partition.last_cas,
     )

@@ -29,7 +29,7 @@ from upr_protocol.client.operator.takeover import _Takeover
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import HistoryId, PartitionState
 from upr_protocol.partition_map import Assignment, HistoryPoint
-from upr_server.engine import Partition
+from upr_server.engine import Evaluation, MutationBatch, Partition
 from upr_server.replication import partition_maps, roles
 from upr_server.replication.clustered_bucket import ClusteredBucket
 from upr_server.replication.partition_maps import PartitionMaps
@@ -108,6 +108,25 @@ def accept_writes_during_handover() -> Iterator[None]:
         become(self, state, failover_log)
 
     with replaced(Partition, "change_state", become_later):
+        yield
+
+
+@planted(HANDOVERS, seeds=16)
+def expire_during_handover() -> Iterator[None]:
+    """The source of a takeover evaluates batches, and so deletes what has expired, though it hands
+    over. The simulation found this fault."""
+
+    def evaluate(self: Partition, batch: MutationBatch, *, now: float) -> Evaluation | None:
+        if batch.is_plain or not self.repeated_batches.is_new(batch):
+            return None
+        return Evaluation(batch, self, self._lookup, now)
+
+    def expire_due(self: Partition, now: float) -> None:
+        if self._expiries.is_due(now):
+            self._expire_due(now)
+            self.snapshots.wake()
+
+    with replaced(Partition, "evaluate", evaluate), replaced(Partition, "expire_due", expire_due):
         yield
 
 
@@ -206,5 +225,6 @@ BUGS: Final = (
     promote_refilling_replica,
     stay_active_after_restart,
     accept_writes_during_handover,
+    expire_during_handover,
     trust_lost_memory,
 )

@@ -299,7 +299,8 @@ class _BundleRequest(OrderedReply):
     def apply_run(self, run: _RunRequest, fetched: Fetched) -> StillNeeded:
         """Applies one run; or says what it needs first."""
         batch, partition = run.batch, run.partition
-        if run.evaluation is None:
+        # A partition that is no longer active needs none: `mutate` refuses the run.
+        if run.evaluation is None or partition.state is not PartitionState.ACTIVE:
             run.evaluation = partition.evaluate(batch, now=self._context.time())
         if run.evaluation is not None:
             self._check_disk(batch, partition)
