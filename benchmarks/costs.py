@@ -32,7 +32,7 @@ import attrs
 
 from benchmarks.kit.machine import ROOT
 from upr_kernel import BUILD, NATIVE
-from upr_protocol.chunk import Bundle, BundleRun, Chunk, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, chunk_of_plain_sets
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
@@ -117,7 +117,7 @@ def bodies_of(shape: Shape) -> list[bytes]:
         partitions = sorted(PartitionId((number + run) % PARTITIONS) for run in range(shape.runs))
         runs = [BundleRun(partition, shape.rows, number + 1) for partition in partitions]
         chosen = [key for p in partitions for key in random.choices(keys[p], k=shape.rows)]
-        bundle = Bundle(plain_chunk(chosen, [VALUE] * len(chosen)), runs)
+        bundle = Bundle(chunk_of_plain_sets(chosen, [VALUE] * len(chosen)), runs)
         bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body_buffers())))
     return bodies
 

@@ -16,7 +16,7 @@ from statistics import median
 from time import process_time_ns, time
 from typing import Final
 
-from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import NO_PARTITION, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Mutate, encode_reply
@@ -41,7 +41,7 @@ class Work:
         for index in range(total // batch):
             partition = index % partitions
             chosen = random.choices(keys[partition], k=batch)
-            self.batches.append((partition, bytes(plain_chunk(chosen, [VALUE] * batch))))
+            self.batches.append((partition, bytes(chunk_of_plain_sets(chosen, [VALUE] * batch))))
 
 
 def new_bucket(partitions: int) -> Bucket:
@@ -81,7 +81,7 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
         for partition, key in sorted(random.choices(every_key, k=rows)):
             chosen.setdefault(partition, []).append(key)
         bundle = Bundle(
-            plain_chunk([key for run in chosen.values() for key in run], [VALUE] * rows),
+            chunk_of_plain_sets([key for run in chosen.values() for key in run], [VALUE] * rows),
             [
                 BundleRun(PartitionId(partition), len(run), counter)
                 for partition, run in chosen.items()
@@ -162,7 +162,9 @@ def distinct(total: int) -> Work:
         (
             0,
             bytes(
-                plain_chunk([b"key:%08d" % n for n in range(start, start + 1000)], [VALUE] * 1000)
+                chunk_of_plain_sets(
+                    [b"key:%08d" % n for n in range(start, start + 1000)], [VALUE] * 1000
+                )
             ),
         )
         for start in range(0, total, 1000)

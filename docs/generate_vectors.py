@@ -65,6 +65,7 @@ from upr_protocol.wire import (
     ChangeUsers,
     Close,
     CloseStream,
+    ContinueLogIn,
     CreateBucket,
     Credit,
     CycleEnd,
@@ -86,9 +87,7 @@ from upr_protocol.wire import (
     ListBucketsReply,
     ListUsers,
     LoggedIn,
-    LogIn,
     LogInChallenge,
-    LogInResponse,
     MapReply,
     Message,
     Mutate,
@@ -111,6 +110,7 @@ from upr_protocol.wire import (
     SeqnosAtReply,
     SeqnosReply,
     SetMap,
+    StartLogIn,
     Stats,
     StatsReply,
     Stream,
@@ -239,11 +239,11 @@ _ASK: Final[dict[str, Any]] = {"opaque": 78}
 SAMPLES: Final[tuple[Message, ...]] = (
     Hello("indexer:node-7", (1, 2), 0, 1 << 20, 20),
     HelloReply(1, 0, 20, 32 << 20, 64, 4096, "node-a", ("SCRAM-SHA-256",)),
-    LogIn("SCRAM-SHA-256", b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO"),
+    StartLogIn("SCRAM-SHA-256", b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO"),
     LogInChallenge(
         b"r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,s=W22ZaJ0SNY7soEsUEjb6gQ==,i=4096"
     ),
-    LogInResponse(
+    ContinueLogIn(
         b"c=biws,r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,"
         b"p=dHzbZapWIk4jUhN+Ute9ytag9zjfMHgsqmmiz7AndVQ="
     ),

@@ -47,7 +47,6 @@ from upr_protocol.wire import (
     Go,
     Hello,
     HelloReply,
-    LogIn,
     Message,
     Mutate,
     Open,
@@ -58,6 +57,7 @@ from upr_protocol.wire import (
     PartitionSnapshot,
     PartitionStart,
     Refusal,
+    StartLogIn,
     Stats,
     StatsReply,
     Stream,
@@ -275,7 +275,7 @@ def _greetings() -> Iterator[Case]:
     yield _client("a version that no server speaks", (), _hello(versions=(VERSION + 1,)))
     yield _client("several versions", (), _hello(versions=(VERSION + 1, VERSION)))
     for mechanism in (SCRAM, "PLAIN"):
-        log_in = LogIn(mechanism, b"x")
+        log_in = StartLogIn(mechanism, b"x")
         yield Case(f"log in with {mechanism}", (READY[0], (CLIENT, log_in)), (SCRAM,))
     greeting = READY[:1]
     yield _server("a version that was not offered", greeting, _hello_reply(version=VERSION + 1))

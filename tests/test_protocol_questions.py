@@ -13,7 +13,14 @@ from crc32c import crc32c
 from docs.generate_vectors import checksums, encoded
 from tests.protocol.session.kit import Pair, hello, hello_reply
 from upr_protocol import limits
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, encoded_bytes, plain_chunk
+from upr_protocol.chunk import (
+    Bundle,
+    Chunk,
+    CounterDelta,
+    Mutation,
+    chunk_of_plain_sets,
+    encoded_bytes,
+)
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position, Start, decide_start
 from upr_protocol.hashing import partition_of
@@ -209,7 +216,7 @@ def interval_agreed(seconds: int) -> bool:
 def has_no_token(writer: bytes) -> bool:
     """Whether the runs of this writer are new each time."""
     partition = Partition(PartitionId(0), lambda: HistoryId(1))
-    bundle = Bundle.of_one_run(PartitionId(0), plain_chunk([b"k"], [b"v"]), counter=1)
+    bundle = Bundle.of_one_run(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]), counter=1)
     for _ in range(2):
         (batch,) = BundleBatches(bundle, writer)
         partition.mutate(batch, now=0)
@@ -258,7 +265,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     ),
     "what becomes of a key of 251 bytes in a bundle?": (
         "If a key has a wrong length, its row fails with `BAD_KEY`",
-        lambda: plain_chunk([b"k", b"k" * 251], [b"", b""]).published_misfits() == {1: 37},
+        lambda: chunk_of_plain_sets([b"k", b"k" * 251], [b"", b""]).published_misfits() == {1: 37},
     ),
     "how many bytes has a chunk of no mutations?": (
         "chunk without mutations has 48 bytes",

@@ -138,13 +138,15 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         return parse_listen(self.listen)
 
+    @property
     def data_path(self) -> Path:
         """The data directory."""
         return Path(self.data_dir) if self.data_dir else default_data_dir()
 
+    @property
     def audit_path(self) -> Path:
         """The file of the audit log."""
-        return Path(self.audit_log) if self.audit_log else self.data_path() / "audit.jsonl"
+        return Path(self.audit_log) if self.audit_log else self.data_path / "audit.jsonl"
 
     def node_security(self) -> Security:
         """How links to other nodes are protected, and how this node logs in there."""

@@ -32,12 +32,12 @@ log = structlog.get_logger(__name__)
 @asynccontextmanager
 async def started_server(config: ServerConfig) -> AsyncIterator[Server]:
     """A server over its data directory, for as long as the context; else as `running_server`."""
-    async with open_store(config.data_path(), bytes_max=config.disk_bytes_max) as store:
+    async with open_store(config.data_path, bytes_max=config.disk_bytes_max) as store:
         # Importing takes this process as long as the others need to start, and nobody is served
         # yet whom it could hold up.
         from upr_server.app import running_server
 
-        audit_log = AuditLog(config.audit_path(), time.time)
+        audit_log = AuditLog(config.audit_path, time.time)
         async with (
             running_server(config, store, audit_log=audit_log) as server,
             background_nursery() as nursery,

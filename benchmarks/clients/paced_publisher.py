@@ -18,7 +18,7 @@ from benchmarks.kit.commands import Commands
 from benchmarks.kit.pacing import paced, percentiles_us, sharpen_timers
 from benchmarks.kit.raw import RawConnection
 from benchmarks.kit.work import VALUE_BYTES, key_of
-from upr_protocol.chunk import Bundle, BundleRun, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, chunk_of_plain_sets
 from upr_protocol.client import WriterIdentity
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
@@ -57,7 +57,7 @@ class _Publisher:
             self.receive()
         self._sent += 1
         rows = sorted((*next(self._keys), due_ns) for due_ns in dues_ns)
-        chunk = plain_chunk(
+        chunk = chunk_of_plain_sets(
             [key for _, key, _ in rows],
             [due_ns.to_bytes(8, "little") + _FILLER for _, _, due_ns in rows],
         )

@@ -16,7 +16,7 @@ from typing import Final
 from benchmarks.kit.commands import Commands
 from benchmarks.kit.raw import RECEIVE_BYTES, RawConnection
 from benchmarks.kit.work import KEYS, key_of, values
-from upr_protocol.chunk import Bundle, plain_chunk
+from upr_protocol.chunk import Bundle, chunk_of_plain_sets
 from upr_protocol.client import WriterIdentity
 from upr_protocol.hashing import partition_of
 from upr_protocol.wire import HEADER_BYTES, Credit, Mutate, MutateReply
@@ -51,7 +51,7 @@ class _Pipeline:
         key = key_of(self._draw.randrange(KEYS))
         partition = partition_of(key, self.connection.partition_count)
         counter = self._writer.next_counter(partition)
-        bundle = Bundle.of_one_run(partition, plain_chunk([key], [value]), counter)
+        bundle = Bundle.of_one_run(partition, chunk_of_plain_sets([key], [value]), counter)
         return b"".join(Mutate(bundle, self._writer.id, opaque=opaque).frame_buffers())
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-from upr_protocol.chunk import Chunk, plain_chunk
+from upr_protocol.chunk import Chunk, chunk_of_plain_sets
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
 
@@ -98,8 +98,11 @@ def _chunks(
         waiting = by_partition[partition]
         waiting.append(key)
         if len(waiting) == chunk_mutations:
-            yield partition, plain_chunk(waiting, values(draw, chunk_mutations))
+            yield partition, chunk_of_plain_sets(waiting, values(draw, chunk_mutations))
             waiting.clear()
     for partition_id, waiting in enumerate(by_partition):
         if waiting and with_remainder:
-            yield PartitionId(partition_id), plain_chunk(waiting, values(draw, len(waiting)))
+            yield (
+                PartitionId(partition_id),
+                chunk_of_plain_sets(waiting, values(draw, len(waiting))),
+            )

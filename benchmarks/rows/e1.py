@@ -16,7 +16,7 @@ from benchmarks.kit.figures import Figure, Spread, significant
 from benchmarks.kit.ingest import CONNECTIONS, Published, publish, publishers
 from benchmarks.kit.processes import UprServer
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
-from upr_protocol.chunk import plain_chunk
+from upr_protocol.chunk import chunk_of_plain_sets
 from upr_protocol.client import follow_events
 from upr_protocol.ids import HistoryId
 from upr_server.engine import Buckets, batch_of
@@ -195,7 +195,7 @@ async def _run() -> _Told:
 
 
 async def _update(buckets: Buckets, finished_event: trio.Event) -> None:
-    chunk = plain_chunk([b"a key"], [b"a value"])
+    chunk = chunk_of_plain_sets([b"a key"], [b"a value"])
     partitions: list[Any] = [bucket.partitions[0] for bucket in buckets]
     started_at = trio.current_time()
     for index in range(UPDATES):

@@ -83,10 +83,10 @@ class Connection {
       if (!mechanisms.includes(MECHANISM) || !user) throw new Error(`the server wants a log-in by one of [${mechanisms.join(', ')}], and this client has ${user ? MECHANISM : 'no user'}`)
       const steps = scram(user, password)
       const challenge = this._waitFor('LogInChallenge')
-      this._send('LogIn', { mechanism: MECHANISM, data: steps.first })
+      this._send('StartLogIn', { mechanism: MECHANISM, data: steps.first })
       const response = steps.respond((await challenge).data)
       const outcome = this._waitFor('LoggedIn')
-      this._send('LogInResponse', { data: response })
+      this._send('ContinueLogIn', { data: response })
       steps.check((await outcome).data)
     } catch (error) {
       this._fail(error)

@@ -24,7 +24,7 @@ from tests.engine.helpers import put
 from tests.kit.async_names import exported, name_of
 from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
-from upr_protocol.chunk import Chunk, plain_chunk
+from upr_protocol.chunk import Chunk, chunk_of_plain_sets
 from upr_protocol.client import (
     Address,
     ChunkReceived,
@@ -241,7 +241,7 @@ PublisherCase = Callable[[Publisher], Awaitable[object]]
 
 
 def _chunk() -> Chunk:
-    return plain_chunk(OF_FIRST, [b"v"] * len(OF_FIRST))
+    return chunk_of_plain_sets(OF_FIRST, [b"v"] * len(OF_FIRST))
 
 
 async def _wait_for_room(sink: Publisher) -> None:

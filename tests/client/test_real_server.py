@@ -13,7 +13,7 @@ from tests.kit.fake_net import ENDLESS, CuttableStream
 from tests.kit.held_store import HeldStore
 from tests.kit.mirror import Mirror
 from tests.kit.threaded import trio_thread
-from upr_protocol.chunk import CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client import (
     Address,
     BlockingClient,
@@ -299,7 +299,7 @@ async def test_over_quota_is_said() -> None:
         with pytest.raises(ServerError, match="over its memory quota") as caught:  # noqa: PT012
             async with publisher(server.url("small"), credit_timeout_s=0.2) as sink:
                 for index in range(1000):
-                    chunk = plain_chunk([b"%d" % index], [bytes(100_000)])
+                    chunk = chunk_of_plain_sets([b"%d" % index], [bytes(100_000)])
                     await sink.publish_and_wait(PartitionId(0), chunk)
         assert caught.value.status is Status.TEMPORARY_FAILURE
         store.released.set()

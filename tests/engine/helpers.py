@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import (
     NOTHING_FETCHED,
@@ -34,7 +34,7 @@ def new_partition() -> Partition:
 
 def put(partition: Partition, *keys: bytes, value: bytes = b"v", now: float = NOW) -> MutateResult:
     """One batch that sets `keys`."""
-    return partition.mutate(batch_of(plain_chunk(keys, [value] * len(keys))), now=now)
+    return partition.mutate(batch_of(chunk_of_plain_sets(keys, [value] * len(keys))), now=now)
 
 
 def send(partition: Partition, *rows: Mutation, now: float = NOW) -> MutateResult:

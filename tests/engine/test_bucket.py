@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import cursor_at, items, new_bucket, persist, put, read, request, send
-from upr_protocol.chunk import CounterDelta, plain_chunk
+from upr_protocol.chunk import CounterDelta, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import (
@@ -84,7 +84,7 @@ def test_memory_is_counted_by_kind() -> None:
     first, second, _ = bucket.partitions
     put(first, *(b"%d" % index for index in range(100)))
     send(second, request(Operation.INCREMENT, b"n", CounterDelta(1).encode(), expiry=5000))
-    first.mutate(batch_of(plain_chunk([], []), WriterToken(bytes(16), 1)), now=0)
+    first.mutate(batch_of(chunk_of_plain_sets([], []), WriterToken(bytes(16), 1)), now=0)
     memory = bucket.memory.statistics()
     nothing_yet = {"encoded", "backfills"}
     assert {kind for kind in memory if not memory[kind]} == nothing_yet

@@ -15,7 +15,7 @@ from tests.engine.helpers import NOW, get_item, new_partition, put, request, sen
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
 from tests.kit.reference_cycles import no_collections
-from upr_protocol.chunk import LARGE_BYTES, Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import LARGE_BYTES, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
@@ -230,7 +230,9 @@ def test_an_evaluation_that_is_done_needs_no_more_steps() -> None:
 def test_a_batch_is_cut_into_pieces_within_their_limits(
     sizes: list[int], rows_max: int, bytes_max: int, data: st.DataObject
 ) -> None:
-    chunk = plain_chunk([b"%d" % index for index in range(len(sizes))], list(map(bytes, sizes)))
+    chunk = chunk_of_plain_sets(
+        [b"%d" % index for index in range(len(sizes))], list(map(bytes, sizes))
+    )
     low = data.draw(st.integers(0, len(sizes) - 1))
     high = data.draw(st.integers(low + 1, len(sizes)))
     batch = MutationBatch(CheckedChunk(chunk), low, high)

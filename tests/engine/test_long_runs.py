@@ -13,7 +13,7 @@ import pytest
 from tests.engine.helpers import get_item
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.kit.effort import effort
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import Bucket, batch_of
 
@@ -48,7 +48,7 @@ class Run:
             rows = [
                 Mutation(Operation.SET, key, value) for key, value in zip(keys, values, strict=True)
             ]
-            chunk = plain_chunk(keys, values)
+            chunk = chunk_of_plain_sets(keys, values)
         else:
             ops = [Operation.SET, Operation.DELETE, Operation.INCREMENT]
             rows = []

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.engine.helpers import get_item
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import EXPIRIES, KEYS, SIZES, SOME_KEYS, VALUES, requests
-from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.engine import Bucket, batch_of
 
@@ -55,7 +55,7 @@ class Engine(RuleBasedStateMachine):
         keys = [KEYS[(first + step * index) % len(KEYS)] for index in range(size)]
         value = data.draw(VALUES)
         rows = [Mutation(Operation.SET, key, value) for key in keys]
-        self.write(rows, plain_chunk(keys, [value] * size))
+        self.write(rows, chunk_of_plain_sets(keys, [value] * size))
 
     def reader(self, data: st.DataObject) -> Reader:
         return data.draw(st.sampled_from(self.readers))
@@ -115,7 +115,8 @@ class Engine(RuleBasedStateMachine):
         for index in range(times):
             key = KEYS[(first + index) % len(KEYS)]
             self.write(
-                [Mutation(Operation.SET, key, b"%d" % index)], plain_chunk([key], [b"%d" % index])
+                [Mutation(Operation.SET, key, b"%d" % index)],
+                chunk_of_plain_sets([key], [b"%d" % index]),
             )
             reader.drain()
 

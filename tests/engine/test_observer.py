@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.helpers import NOW, put, request, send
 from tests.kit.placed_keys import key_in
-from upr_protocol.chunk import RUN_BYTES, BundleRun, Chunk, encode_runs, plain_chunk
+from upr_protocol.chunk import RUN_BYTES, BundleRun, Chunk, chunk_of_plain_sets, encode_runs
 from upr_protocol.errors import Status
 from upr_protocol.ids import (
     DESIGN_PREFIX,
@@ -73,7 +73,7 @@ def test_runs_that_are_taken_in_together_are_told_of_together(
 ) -> None:
     bucket = buckets.create("b", 2)
     keys = [key_in(0, 2, DESIGN), key_in(1, 2, b"a"), key_in(1, 2, b"b")]
-    columns = CheckedChunk(plain_chunk(keys, [b"v"] * 3))
+    columns = CheckedChunk(chunk_of_plain_sets(keys, [b"v"] * 3))
     directory = encode_runs([BundleRun(PartitionId(partition), 1) for partition in (0, 1, 2)])
     observer.news()
     runs = apply_set_runs(bucket, columns, directory, NO_WRITER, 0, NOW)
@@ -150,9 +150,9 @@ def test_what_a_replica_takes_in_and_undoes_is_told(
     partition: Partition, observer: Observer
 ) -> None:
     chunks = [
-        plain_chunk([b"k", DESIGN], [b""] * 2),
-        plain_chunk([b"not" + DESIGN, DESIGN_PREFIX[:1]], [b""] * 2),
-        plain_chunk([b"k"], [b""]),
+        chunk_of_plain_sets([b"k", DESIGN], [b""] * 2),
+        chunk_of_plain_sets([b"not" + DESIGN, DESIGN_PREFIX[:1]], [b""] * 2),
+        chunk_of_plain_sets([b"k"], [b""]),
     ]
     partition.notify_update(chunks)
     partition.notify_update(chunks[1:])

@@ -25,7 +25,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.helpers import chunks as all_chunks
 from tests.kit.effort import effort
-from upr_protocol.chunk import Chunk, ChunkPieces, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, ChunkPieces, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
@@ -199,7 +199,7 @@ def test_an_item_is_read_as_it_was_written() -> None:
 def test_items_are_found_wherever_they_lie(batch: int) -> None:
     partition = new_partition()
     keys = [b"%d" % index for index in range(batch)]
-    partition.mutate(batch_of(plain_chunk(keys, keys)), now=NOW)
+    partition.mutate(batch_of(chunk_of_plain_sets(keys, keys)), now=NOW)
     for closed, encoded in ((False, False), (True, False), (True, True)):
         if closed:
             cursor_at(partition).next()
@@ -408,7 +408,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
     partition = new_partition()
     keys = [b"%d" % index for index in range(100)]
     values = [bytes(300_000) if index == 50 else b"small" for index in range(100)]
-    partition.mutate(batch_of(plain_chunk(keys, values)), now=NOW)
+    partition.mutate(batch_of(chunk_of_plain_sets(keys, values)), now=NOW)
     assert value(partition, b"50") == bytes(300_000)
     put(partition, b"50")
     assert partition.snapshots.open.nbytes < 20_000
@@ -419,7 +419,7 @@ def test_large_values_among_small_ones_do_not_keep_each_other() -> None:
 @pytest.mark.parametrize("size", [1, 300_000])
 def test_some_rows_of_a_chunk_are_stored_alone(size: int) -> None:
     keys = [b"%d" % index for index in range(6)]
-    checked = CheckedChunk(plain_chunk(keys, [bytes(size)] * 6))
+    checked = CheckedChunk(chunk_of_plain_sets(keys, [bytes(size)] * 6))
     partition = new_partition()
     result = partition.mutate(MutationBatch(checked, 2, 4), now=NOW)
     assert (result.first_seq, result.last_seq) == (1, 2)
@@ -433,7 +433,7 @@ def test_some_rows_of_a_chunk_are_stored_alone(size: int) -> None:
 def test_long_batches_are_cut(count: int, size: int) -> None:
     partition = new_partition()
     keys = [b"%d" % index for index in range(count)]
-    result = partition.mutate(batch_of(plain_chunk(keys, [bytes(size)] * count)), now=NOW)
+    result = partition.mutate(batch_of(chunk_of_plain_sets(keys, [bytes(size)] * count)), now=NOW)
     chunks = all_chunks(partition)
     assert [(row.key, row.cas) for chunk in chunks for row in chunk] == [
         (key, result.first_cas + index) for index, key in enumerate(keys)
@@ -569,7 +569,9 @@ def test_a_large_value_frees_arrays_of_superseded_ones() -> None:
 
 def test_a_batch_in_a_much_larger_buffer_is_copied_out_of_it() -> None:
     partition = new_partition()
-    encoded = bytes(plain_chunk([b"%d" % index for index in range(100)], [bytes(1000)] * 100))
+    encoded = bytes(
+        chunk_of_plain_sets([b"%d" % index for index in range(100)], [bytes(1000)] * 100)
+    )
     buffer = bytearray(10 * len(encoded))
     buffer[: len(encoded)] = encoded
     partition.mutate(batch_of(Chunk(memoryview(buffer)[: len(encoded)])), now=NOW)
@@ -724,7 +726,7 @@ def test_a_batch_older_than_the_remembered_answers_is_refused() -> None:
 
 def put_as(partition: Partition, counter: int, writer: int = 0) -> MutateResult:
     token = WriterToken(writer.to_bytes(16, "little"), counter)
-    return partition.mutate(batch_of(plain_chunk([b"k"], [b"v"]), token), now=NOW)
+    return partition.mutate(batch_of(chunk_of_plain_sets([b"k"], [b"v"]), token), now=NOW)
 
 
 def test_answers_are_remembered_in_few_bytes() -> None:
@@ -820,7 +822,7 @@ def run_again(partition: Partition, variants: str, attempt: int, counters: range
     answers = []
     chain = 0
     for counter in range(1, counters.stop):
-        chunk = plain_chunk([b"k%d" % counter], [variants[counter - 1].encode()])
+        chunk = chunk_of_plain_sets([b"k%d" % counter], [variants[counter - 1].encode()])
         chain = chunk.chained_crc(chain)
         if counter in counters:
             token = WriterToken(bytes(16), counter)
@@ -935,7 +937,7 @@ def test_a_fence_and_a_difference_in_words() -> None:
     assert run_again(partition, "abaa", 4, range(4, 5)) == ["REPLAY_DIFFERS"]
     # Those who give no chain are not asked about it.
     token = WriterToken(bytes(16), 2)
-    other_chunk = plain_chunk([b"other"], [b""])
+    other_chunk = chunk_of_plain_sets([b"other"], [b""])
     assert partition.mutate(batch_of(other_chunk, token, attempt=4), now=NOW).repeated
     assert partition.high_seq == 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.chunk import Mutation, plain_chunk
+from upr_protocol.chunk import Mutation, chunk_of_plain_sets
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.engine import MemoryAccount, MemoryPolicy, MutateResult, WriterToken, batch_of
 from upr_server.engine.hash_table import HashTable
@@ -64,7 +64,7 @@ def test_a_run_is_entered_as_one_by_one() -> None:
         b"new",
         b"old",
     ]
-    chunk = plain_chunk(keys, [b""] * len(keys))
+    chunk = chunk_of_plain_sets(keys, [b""] * len(keys))
     superseded, fresh = table.put_run(chunk, 0, len(keys), 28, 10, 20, flags)
     assert sorted(superseded) == [12, 13]
     assert fresh == 3, "old, old gone, new"
@@ -221,7 +221,10 @@ def test_received_answers_are_those_that_the_other_node_gave() -> None:
 def test_a_batch_is_new_just_if_it_has_no_answer(
     steps: list[tuple[bool, int | None, int, int]],
 ) -> None:
-    batches, chunk = RepeatedBatches(MemoryAccount(), {}, SeqNo(0)), plain_chunk([b"k"], [b"v"])
+    batches, chunk = (
+        RepeatedBatches(MemoryAccount(), {}, SeqNo(0)),
+        chunk_of_plain_sets([b"k"], [b"v"]),
+    )
     high, previous_chain, newest = SeqNo(0), 0, 0
     for is_refused, drawn_counter, attempt, chain_number in steps:
         counter = newest + 1 if drawn_counter is None else drawn_counter

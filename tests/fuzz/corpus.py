@@ -52,11 +52,10 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     Close,
+    ContinueLogIn,
     CycleEnd,
     Go,
     LoggedIn,
-    LogIn,
-    LogInResponse,
     Message,
     Noop,
     Open,
@@ -65,6 +64,7 @@ from upr_protocol.wire import (
     Refusal,
     ReplicaAck,
     Role,
+    StartLogIn,
     Stream,
 )
 from upr_server.engine.mutate_result import MutateResult, pack_result
@@ -130,7 +130,7 @@ def _messages() -> Iterator[tuple[str, bytes]]:
 
 
 # The second byte: 0 behind nothing, 1 `Hello`, 2 `Open`, 3 streams, 4 `Go`. With users: `LOG_IN`
-# behind nothing, 1 more behind `Hello`, 2 more behind `LogIn`, or `LogInChallenge`.
+# behind nothing, 1 more behind `Hello`, 2 more behind `StartLogIn`, or `LogInChallenge`.
 
 
 def _server() -> Iterator[tuple[str, bytes]]:
@@ -144,8 +144,8 @@ def _server() -> Iterator[tuple[str, bytes]]:
     for name, behind, messages in (
         ("handshake", 0, [hello(), Open("bucket", (3,)), stream(3, 6), Go(), Close()]),
         ("log-in", LOG_IN, [hello(), FIRST, RESPONSE, Open("bucket", (3,))]),
-        ("log-in-wrong", LOG_IN + 2, [LogInResponse(RESPONSE.data[:-4] + b"AAA=")]),
-        ("log-in-external", LOG_IN + 1, [LogIn(EXTERNAL)]),
+        ("log-in-wrong", LOG_IN + 2, [ContinueLogIn(RESPONSE.data[:-4] + b"AAA=")]),
+        ("log-in-external", LOG_IN + 1, [StartLogIn(EXTERNAL)]),
         ("management", 1, requests[:4]),
         ("requests", 2, requests),
         ("streams", 2, [stream(3, 6), stream(4, 7), Go(), *flow]),

@@ -52,15 +52,14 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
+    ContinueLogIn,
     Credit,
     CycleEnd,
     Error,
     Go,
     HelloReply,
     LoggedIn,
-    LogIn,
     LogInChallenge,
-    LogInResponse,
     Message,
     Mutate,
     Open,
@@ -68,6 +67,7 @@ from upr_protocol.wire import (
     PartitionChunk,
     PartitionEnd,
     PartitionStart,
+    StartLogIn,
     Stream,
     StreamEnd,
 )
@@ -116,19 +116,19 @@ def scram_server(first: bytes = _FIRST) -> ScramServer:
     return ScramServer(message, _VERIFIER, "server")
 
 
-def _client_log_in() -> tuple[ClientLogIn, LogIn]:
+def _client_log_in() -> tuple[ClientLogIn, StartLogIn]:
     log_in = ClientLogIn(_CREDENTIALS, "client")
     first = log_in.begin((SCRAM,))
     assert first is not None
     return log_in, first
 
 
-def _response() -> LogInResponse:
+def _response() -> ContinueLogIn:
     log_in, _ = _client_log_in()
     return log_in.respond(CHALLENGE)
 
 
-FIRST: Final = LogIn(SCRAM, _FIRST)
+FIRST: Final = StartLogIn(SCRAM, _FIRST)
 CHALLENGE: Final = LogInChallenge(scram_server().server_first())
 RESPONSE: Final = _response()
 PROOF: Final = LoggedIn(scram_server().server_final(RESPONSE.data) or b"")
@@ -229,7 +229,7 @@ def _serve(session: Session, message: Message) -> None:
         position = message.position
         session.send(stream_reply(message.partition, message.opaque, position.highest_received))
         session.mark_ready(message.partition)
-    elif isinstance(message, LogIn | LogInResponse):
+    elif isinstance(message, StartLogIn | ContinueLogIn):
         _log_in(session, message)
         return
     elif type(message).answers:
@@ -247,10 +247,10 @@ def _serve(session: Session, message: Message) -> None:
         session.end_turn()
 
 
-def _log_in(session: ServerSession, message: LogIn | LogInResponse) -> None:
+def _log_in(session: ServerSession, message: StartLogIn | ContinueLogIn) -> None:
     """Nothing but the one right proof lets in."""
     try:
-        if isinstance(message, LogInResponse):
+        if isinstance(message, ContinueLogIn):
             outcome = scram_server().server_final(message.data)
             assert outcome is None or message.data[:-_LAST] == RESPONSE.data[:-_LAST]
             answer: Message | None = None if outcome is None else LoggedIn(outcome)

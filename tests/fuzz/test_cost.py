@@ -16,7 +16,7 @@ from tests.fuzz.frames import MENDED
 from tests.fuzz.targets import TARGETS
 from tests.protocol.session.kit import encoded, stored, stream
 from upr_protocol.bucket_event import BucketEvent, BucketFate
-from upr_protocol.chunk import plain_chunk, published_chunk
+from upr_protocol.chunk import chunk_of_plain_sets, published_chunk
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
@@ -159,7 +159,7 @@ GROWING: Final[dict[tuple[str, str], Callable[[int], bytes]]] = {
     ("server", "acks"): lambda count: bytes([MENDED | 5, 4]) + encoded(*[Ack(0)] * count),
     ("record", "map"): lambda count: bytes([MENDED]) + b"key" + _map(count // 4),
     ("chunk", "published"): lambda count: (
-        _WHOLE + bytes(plain_chunk([b"k"] * count, [b""] * count))
+        _WHOLE + bytes(chunk_of_plain_sets([b"k"] * count, [b""] * count))
     ),
     ("chunk", "stored"): lambda count: _WHOLE + bytes(stored(0, count)),
     **{("messages", name): _message(make) for name, make in LISTS.items()},

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.kernel.builds import BUILDS, Outcome, outcome
-from upr_protocol.chunk import plain_chunk
+from upr_protocol.chunk import chunk_of_plain_sets
 
 
 class NaiveTable:
@@ -65,7 +65,9 @@ class Tables:
         self, keys: Sequence[bytes], first: int, start: int, base: int, flag_count: int
     ) -> None:
         # The run lies in the middle of a chunk.
-        chunk = bytes(plain_chunk([b"before", *keys, b"behind"], [b"value"] * (len(keys) + 2)))
+        chunk = bytes(
+            chunk_of_plain_sets([b"before", *keys, b"behind"], [b"value"] * (len(keys) + 2))
+        )
         flags = bytearray(flag_count)
         expected = self.naive.put_run(keys, first, start, base, flags)
         for table in self.tables:

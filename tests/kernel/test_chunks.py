@@ -21,7 +21,8 @@ from upr_kernel import (
     UNCONDITIONAL,
     Defect,
 )
-from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets, published_chunk
+from upr_protocol.chunk.layout import offsets_of
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, Operation, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
@@ -79,7 +80,15 @@ def test_the_first_key_in_another_partition_is_found(
 def test_each_rule_has_its_defect(
     keys: list[bytes], values: list[bytes], operations: bytes | None, defect: Defect
 ) -> None:
-    chunk = bytes(plain_chunk(keys, values, operations))
+    chunk = bytes(
+        published_chunk(
+            bytes(offsets_of(keys)),
+            b"".join(keys),
+            bytes(offsets_of(values)),
+            b"".join(values),
+            operations or bytes([Operation.SET] * len(keys)),
+        )
+    )
     result = agreed("check", chunk, PUBLISHED_OPERATIONS, KEY_BYTES_MAX, 4, b"x")
     assert result == ("damaged", defect)
 
@@ -98,7 +107,7 @@ def test_each_rule_has_its_defect(
     ],
 )
 def test_each_damage_has_its_defect(offset: int, value: int, defect: Defect) -> None:
-    chunk = bytearray(bytes(plain_chunk([b"a", b"b", b"c"], [b"1", b"2", b"3"])))
+    chunk = bytearray(bytes(chunk_of_plain_sets([b"a", b"b", b"c"], [b"1", b"2", b"3"])))
     chunk[offset : offset + 4] = value.to_bytes(4, "little")
     result = agreed("check", bytes(chunk), STORED_OPERATIONS, *LIMITS, PREFIX)
     assert result == ("damaged", defect)
@@ -167,7 +176,7 @@ def test_the_rows_with_a_prefix_are_selected(
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_parts_may_be_slices_of_a_frame(build: Any) -> None:
     """At any address: what is read must not have to be aligned."""
-    chunk = bytes(plain_chunk([b"a", b"b"], [b"12", b"3"]))
+    chunk = bytes(chunk_of_plain_sets([b"a", b"b"], [b"12", b"3"]))
     for shift in range(8):
         frame = memoryview(bytes(shift) + chunk)[shift:]
         assert build.gather([(frame, 0, 2, None, None, 0)], 0, 0) == chunk

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.kernel.builds import BUILDS, outcome
 from tests.kernel.tables import Tables
 from upr_kernel import Defect
-from upr_protocol.chunk import plain_chunk
+from upr_protocol.chunk import chunk_of_plain_sets
 
 KEYS: Final = st.one_of(
     st.integers(0, 60).map(b"key %d".__mod__),
@@ -91,7 +91,7 @@ def filled(build: Any, keys: list[bytes], rows: int = 500) -> Any:
     table = build.KeyTable()
     for low in range(0, len(keys), rows):
         some_keys = keys[low : low + rows]
-        chunk = bytes(plain_chunk(some_keys, [b""] * len(some_keys)))
+        chunk = bytes(chunk_of_plain_sets(some_keys, [b""] * len(some_keys)))
         table.put_run(chunk, 0, len(some_keys), low + 1, 0, 1, bytearray())
     return table
 
@@ -148,7 +148,7 @@ def test_a_table_that_grows_is_right_at_every_size(build: Any) -> None:
 
 @of_each_build
 def test_a_key_of_a_run_may_occur_again_in_it(build: Any) -> None:
-    chunk = bytes(plain_chunk([b"a", b"b", b"a", b"a"], [b""] * 4))
+    chunk = bytes(chunk_of_plain_sets([b"a", b"b", b"a", b"a"], [b""] * 4))
     table = build.KeyTable()
     flags = bytearray(3)
     assert table.put_run(chunk, 0, 4, 10, 9, 11, flags) == ([10], 2)
@@ -181,7 +181,7 @@ def test_the_longest_key_and_the_highest_number(build: Any) -> None:
     table = build.KeyTable()
     table.put(b"k" * 255, (1 << 63) - 1, True)
     assert table.newest(b"k" * 255) == ((1 << 63) - 1, True)
-    chunk = bytes(plain_chunk([b"a"], [b""]))
+    chunk = bytes(chunk_of_plain_sets([b"a"], [b""]))
     assert outcome(table.put_run, chunk, 0, 1, (1 << 63) - 1, 0, 1, bytearray())[0] == "raised"
     table.check_invariants()
 
@@ -189,7 +189,7 @@ def test_the_longest_key_and_the_highest_number(build: Any) -> None:
 @of_each_build
 def test_nothing_of_a_damaged_run_is_entered(build: Any) -> None:
     table = build.KeyTable()
-    chunk = bytearray(bytes(plain_chunk([b"a", b"b" * 255, b"c" * 256, b""], [b""] * 4)))
+    chunk = bytearray(bytes(chunk_of_plain_sets([b"a", b"b" * 255, b"c" * 256, b""], [b""] * 4)))
     for low, high, expected in [
         (0, 2, "returned"),
         (0, 3, Defect.KEY_LENGTH),
@@ -207,7 +207,7 @@ def test_nothing_of_a_damaged_run_is_entered(build: Any) -> None:
 def test_the_flags_must_not_lie_in_the_chunk(build: Any) -> None:
     if build.__name__ != "upr_kernel._native":
         pytest.skip("the pure kernel has cut the keys before it sets a flag")
-    chunk = bytearray(bytes(plain_chunk([b"a", b"a"], [b"", b""])))
+    chunk = bytearray(bytes(chunk_of_plain_sets([b"a", b"a"], [b"", b""])))
     with pytest.raises(ValueError, match="the flags lie in the chunk"):
         build.KeyTable().put_run(chunk, 0, 2, 1, 0, 1, chunk)
 
@@ -232,7 +232,10 @@ def test_no_call_takes_long_while_a_table_grows(build: Any) -> None:
     if build.__name__ != "upr_kernel._native":
         pytest.skip("a dict is copied when it grows")
     keys = numbered(400_000)
-    chunks = [bytes(plain_chunk(keys[low : low + 16], [b""] * 16)) for low in range(0, 400_000, 16)]
+    chunks = [
+        bytes(chunk_of_plain_sets(keys[low : low + 16], [b""] * 16))
+        for low in range(0, 400_000, 16)
+    ]
 
     def longest_ns() -> int:
         table, durations = build.KeyTable(), []

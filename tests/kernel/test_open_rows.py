@@ -22,7 +22,7 @@ from tests.kernel.open_rows import (
 )
 from tests.kit.placed_keys import key_in
 from upr_kernel import Defect
-from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.engine.mutate_result import MutateResult, pack_result
 
@@ -233,7 +233,7 @@ def test_what_is_remembered_is_the_packed_result(
 @of_each_build
 def test_arguments_are_checked(build: Any) -> None:
     rows = new_rows(build, 0)
-    chunk = bytes(plain_chunk([b"a", b"b"], [b"1", b"2"]))
+    chunk = bytes(chunk_of_plain_sets([b"a", b"b"], [b"1", b"2"]))
     run = RUN.pack(0, 1, 0, 0)
 
     def add(*args: Any, writers: bytes = NO_WRITER, skip: bytes | None = None) -> Any:
@@ -268,7 +268,7 @@ def test_arguments_are_checked(build: Any) -> None:
 @of_each_build
 def test_no_number_is_given_beyond_the_last(build: Any) -> None:
     rows = new_rows(build, 0)
-    chunk = bytes(plain_chunk([b"a", b"b"], [b"1", b"2"]))
+    chunk = bytes(chunk_of_plain_sets([b"a", b"b"], [b"1", b"2"]))
     for high, last_cas, cas in (
         ((1 << 63) - 3, 0, 1),
         (0, (1 << 64) - 3, 1),

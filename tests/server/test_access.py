@@ -93,8 +93,8 @@ ADMIN = User("ada", None, (Grant(Right.SECURE, EVERYTHING),))
 # message without a line here fails a test.
 TABLE: Final = """
     Hello                anybody
-    LogIn                anybody
-    LogInResponse        anybody
+    StartLogIn                anybody
+    ContinueLogIn        anybody
     Noop                 anybody
     Close                anybody
     Error                anybody

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from tests.kit.held_store import HeldStore
-from upr_protocol.chunk import Bundle, Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Bundle, Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -173,7 +173,7 @@ class Peer:
 
 
 def sets(*keys: bytes, value: bytes = b"v") -> Chunk:
-    return plain_chunk(keys, [value] * len(keys))
+    return chunk_of_plain_sets(keys, [value] * len(keys))
 
 
 QUOTA_BYTES: Final = 64 * 1024 * 1024

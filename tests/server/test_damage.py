@@ -30,7 +30,13 @@ from upr_protocol.ids import Operation
 from upr_protocol.wire import Get, GetReply, MutateReply, Refusal
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.online import flusher
-from upr_server.storage.records import CLEAN_STOP, PARTITION, chunk_key, index_key, partition_key
+from upr_server.storage.records import (
+    CLEAN_STOP,
+    PARTITION,
+    chunk_key,
+    index_entry_key,
+    partition_key,
+)
 from upr_server.storage.simulated import SimulatedStore
 
 OTHER: Final = key_in(0, 2, b"other")
@@ -52,7 +58,7 @@ async def stored(is_index_damaged: bool) -> SimulatedStore:
             await answer_to(peer, await send(peer, sets(key), PERSISTED, partition))
     log, index = store.directory.disks[BUCKET]
     if is_index_damaged:
-        index.flip_bit(index_key(0, K0), 5)
+        index.flip_bit(index_entry_key(0, K0), 5)
     else:
         log.flip_bit(chunk_key(0, 2), 8 * 60)
     return SimulatedStore(store.directory)

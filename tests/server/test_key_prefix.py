@@ -19,7 +19,7 @@ from tests.server.test_backfill import Model
 from tests.server.test_connection import P0, Peer, connected, make_server
 from tests.server.test_durability import BUCKET, serving, speaking
 from upr_protocol.address import Address
-from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.client import ChunkReceived, RolledBack, SnapshotEnd, SnapshotStart, consume
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET
@@ -227,7 +227,9 @@ async def test_a_stream_has_the_rows_with_its_prefix_and_no_other(
 
 
 def _items(prefix: bytes, count: int, size: int = 1000) -> Chunk:
-    return plain_chunk([prefix + b"%d" % number for number in range(count)], [bytes(size)] * count)
+    return chunk_of_plain_sets(
+        [prefix + b"%d" % number for number in range(count)], [bytes(size)] * count
+    )
 
 
 async def _open_stream(peer: Peer, key_prefix: bytes, *, with_answers: bool = False) -> StreamReply:

@@ -28,7 +28,7 @@ from tests.server.test_access import (
 from tests.server.test_connection import Peer, connected, make_server, sets
 from tests.server.test_log_in import USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.bucket_event import BucketEvent, BucketFate
-from upr_protocol.chunk import Bundle, BundleRun, CounterDelta, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation
 from upr_protocol.client import Address, Credentials, PublishError, publisher
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
@@ -144,7 +144,7 @@ async def written(peer: Peer, operation: Operation, *keys: bytes) -> bool:
     value = b"1"
     if operation in (Operation.INCREMENT, Operation.DECREMENT):
         value = CounterDelta(1, 0, True).encode()
-    chunk = plain_chunk(keys, [value] * len(keys), bytes([operation]) * len(keys))
+    chunk = Chunk.build([Mutation(operation, key, value) for key in keys])
     await peer.say(Mutate(Bundle.of_one_run(P0, chunk), opaque=peer.opaque()))
     answer = await peer.hear(Message)
     while not isinstance(answer, Refusal | MutateReply):
@@ -255,7 +255,7 @@ def batch(peer: Peer, counter: int, *keys: bytes, attempt: int = 0, joined: bool
     """A batch of one writer: increments, or plain `SET`s that may be joined with others."""
     value = b"v" if joined else CounterDelta(1, 0, True).encode()
     operation = Operation.SET if joined else Operation.INCREMENT
-    chunk = plain_chunk(keys, [value] * len(keys), bytes([operation]) * len(keys))
+    chunk = Chunk.build([Mutation(operation, key, value) for key in keys])
     bundle = Bundle(chunk, (BundleRun(P0, len(keys), counter, 0),))
     return Mutate(bundle, WRITER, attempt=attempt, opaque=peer.opaque())
 

@@ -36,18 +36,18 @@ from upr_protocol.users import (
     UsersError,
 )
 from upr_protocol.wire import (
+    ContinueLogIn,
     CreateBucket,
     Error,
     ListBuckets,
     ListBucketsReply,
     LoggedIn,
-    LogIn,
     LogInChallenge,
-    LogInResponse,
     Mutate,
     MutateReply,
     Noop,
     Open,
+    StartLogIn,
     Stats,
 )
 from upr_server.app import Server, running_server
@@ -251,14 +251,17 @@ async def test_a_certificate_logs_in_as_nobody_else(certificates: Certificates) 
         assert tls is not None
         stream = await trio.open_tcp_stream("127.0.0.1", server.port)
         async with await encrypted_to_server(stream, tls, "127.0.0.1") as encrypted:
-            request = encoded(hello(idle_interval_s=20), LogIn(EXTERNAL, b"bob"))
+            request = encoded(hello(idle_interval_s=20), StartLogIn(EXTERNAL, b"bob"))
             await encrypted.send_all(request)
             answer = b""
             while data := await encrypted.receive_some():
                 answer += data
         error = frames(answer)[-1]
         assert isinstance(error, Error)
-        assert (error.status, error.sentence) == (Status.MALFORMED, "LogIn: EXTERNAL has no data")
+        assert (error.status, error.sentence) == (
+            Status.MALFORMED,
+            "StartLogIn: EXTERNAL has no data",
+        )
 
 
 async def test_a_certificate_of_nobody(certificates: Certificates) -> None:
@@ -305,13 +308,13 @@ async def stranger(server: Server) -> AsyncIterator[Peer]:
 
 async def challenged(peer: Peer, name: str, password: str = "x") -> tuple[ScramClient, bytes]:
     client = ScramClient(name, password, "nonce")
-    await peer.send(LogIn(SCRAM, client.client_first()))
+    await peer.send(StartLogIn(SCRAM, client.client_first()))
     return client, (await peer.expect(LogInChallenge)).data
 
 
 @pytest.mark.parametrize(
     "message",
-    [Open("b"), ListBuckets(), Stats(), CreateBucket("c"), Noop(), LogInResponse(b""), LoggedIn()],
+    [Open("b"), ListBuckets(), Stats(), CreateBucket("c"), Noop(), ContinueLogIn(b""), LoggedIn()],
 )
 async def test_nothing_is_answered_before_the_log_in(message: Any) -> None:
     async with server_with_users() as server:
@@ -321,7 +324,7 @@ async def test_nothing_is_answered_before_the_log_in(message: Any) -> None:
         async with stranger(server) as peer:
             await challenged(peer, "bob")
             await peer.send(message)
-            expected = Status.MALFORMED if isinstance(message, LogInResponse) else None
+            expected = Status.MALFORMED if isinstance(message, ContinueLogIn) else None
             await peer.expect_error(expected or Status.OUT_OF_TURN)
 
 
@@ -334,7 +337,7 @@ async def test_a_stranger_does_not_learn_who_exists() -> None:
                 client, challenge = await challenged(peer, name)
                 parts = dict(part.split(b"=", 1) for part in challenge.split(b","))
                 salts[name].add(parts[b"s"])
-                await peer.send(LogInResponse(client.client_final(challenge)))
+                await peer.send(ContinueLogIn(client.client_final(challenge)))
                 error = await peer.expect_error(Status.LOG_IN_FAILED)
                 lengths = {key.decode(): len(value) for key, value in parts.items()}
                 lengths["iterations"] = int(parts[b"i"])
@@ -370,7 +373,7 @@ async def test_all_nodes_say_the_same_of_a_user_who_does_not_exist() -> None:
 )
 async def test_a_first_message_without_sense(mechanism: str, data: bytes, status: Status) -> None:
     async with server_with_users() as server, stranger(server) as peer:
-        await peer.send(LogIn(mechanism, data))
+        await peer.send(StartLogIn(mechanism, data))
         await peer.expect_error(status)
 
 
@@ -387,7 +390,7 @@ async def test_a_user_who_changes_during_the_log_in(users: dict[str, User]) -> N
     async with server_with_users() as server, stranger(server) as peer:
         client, challenge = await challenged(peer, "bob", "pencil")
         server.users.users = Users(2, users)
-        await peer.send(LogInResponse(client.client_final(challenge)))
+        await peer.send(ContinueLogIn(client.client_final(challenge)))
         await peer.expect_error(Status.LOG_IN_FAILED)
 
 
@@ -401,7 +404,7 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
                 return await answer(peer, client, challenge)
 
         async def answer(peer: Peer, client: ScramClient, challenge: bytes) -> Error | LoggedIn:
-            await peer.send(LogInResponse(client.client_final(challenge)))
+            await peer.send(ContinueLogIn(client.client_final(challenge)))
             message = await peer.receive()
             assert isinstance(message, Error | LoggedIn)
             return message
@@ -437,11 +440,11 @@ async def test_nothing_behind_a_log_in_that_fails_tells_of_it_early(
     """Whatever comes with the answer to the challenge, a failure is told after its delay."""
     async with server_with_users() as server:
         server.connections.resources.log_ins.failure_delay_s = FAILURE_DELAY_S
-        for message in (Noop(), ListBuckets(opaque=1), LogInResponse(b"")):
+        for message in (Noop(), ListBuckets(opaque=1), ContinueLogIn(b"")):
             async with stranger(server) as peer:
                 client, challenge = await challenged(peer, "bob", "pen")
                 began = trio.current_time()
-                await peer.send(LogInResponse(client.client_final(challenge)), message)
+                await peer.send(ContinueLogIn(client.client_final(challenge)), message)
                 await peer.expect_error(Status.LOG_IN_FAILED)
                 assert trio.current_time() - began >= FAILURE_DELAY_S
 
@@ -457,7 +460,7 @@ async def test_what_comes_with_the_log_in_waits_for_what_the_user_owes(
             client, challenge = await challenged(peer, "bob", "pencil")
             usage.pause_after_reading(30 * BYTES_A_SECOND_MIN, trio.current_time())
             began = trio.current_time()
-            await peer.send(LogInResponse(client.client_final(challenge)), ListBuckets(opaque=1))
+            await peer.send(ContinueLogIn(client.client_final(challenge)), ListBuckets(opaque=1))
             await peer.expect(LoggedIn)
             assert trio.current_time() - began < 1
             await peer.expect(ListBucketsReply)
@@ -471,7 +474,7 @@ async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
     users = USERS.with_limits("bob", Limits(bytes_in=BYTES_A_SECOND_MIN))
     async with server_with_users(users) as server, stranger(server) as peer:
         client, challenge = await challenged(peer, "bob", "pencil")
-        await peer.send(LogInResponse(client.client_final(challenge)))
+        await peer.send(ContinueLogIn(client.client_final(challenge)))
         await peer.expect(LoggedIn)
         await peer.open("b")
         bundle = Bundle.of_one_run(partition_of(b"k", 4), sets([(b"k", b"v" * 1000)]))
@@ -540,7 +543,7 @@ async def test_it_is_noted_which_host_must_wait() -> None:
             )
         (connection,) = server.connections.connections
         connection.context.access._audit_log = log
-        await peer.send(LogIn(SCRAM, ScramClient("bob", "pencil", "nonce").client_first()))
+        await peer.send(StartLogIn(SCRAM, ScramClient("bob", "pencil", "nonce").client_first()))
         await peer.expect_error(Status.TOO_MANY)
     assert log.notes == [("log-in limited", {"host": "127.0.0.1"})]
 

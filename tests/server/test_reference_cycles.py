@@ -19,7 +19,7 @@ import trio.testing
 from tests.kit.placed_keys import key_in
 from tests.kit.reference_cycles import no_collections
 from tests.server.test_connection import Peer, make_server, sets
-from upr_protocol.chunk import Bundle, plain_chunk
+from upr_protocol.chunk import Bundle, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
@@ -208,7 +208,7 @@ async def test_nothing_of_a_connection_is_left_that_is_reset_while_answers_wait(
 
 async def _reset_while_answers_wait(server: Server, questions: int) -> None:
     bucket = server.catalog.bucket("b")
-    large = plain_chunk([KEY], [bytes(8 * 1024 * 1024)])
+    large = chunk_of_plain_sets([KEY], [bytes(8 * 1024 * 1024)])
     bucket.partitions[0].mutate(batch_of(large), now=1.0)
     ours, theirs = connected()
     async with trio.open_nursery() as nursery:

@@ -70,7 +70,7 @@ def logging_in() -> Iterator[None]:
     def credentials_of(credentials: Credentials | None) -> Credentials:
         return credentials or TRUSTED
 
-    with replaced(client_end, "with_password", credentials_of):
+    with replaced(client_end, "resolve_credentials", credentials_of):
         yield
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -18,7 +18,7 @@ def log_and_index(request: pytest.FixtureRequest, tmp_path: Path) -> list[Ordere
     for name in ("log", "index"):
         if request.param == "lmdb":
             (tmp_path / name).mkdir()
-            maps.append(LmdbMap(tmp_path / name, bytes_max=1 << 28))
+            maps.append(LmdbOrderedMap(tmp_path / name, bytes_max=1 << 28))
         else:
             maps.append(SimulatedDisk())
     return maps

@@ -39,7 +39,7 @@ from upr_server.storage import compaction
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite, StoredAnswer
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.key_index import KeyIndex
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord, PartitionRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -136,7 +136,7 @@ def record(folder: Path) -> Recording:
     compaction.CHUNK_BYTES = 16 * 1024  # type: ignore[misc]
     compaction.WHOLE_BYTES_MIN = 8 * 1024  # type: ignore[misc]
     random = Random(4)
-    ordered_map = LmdbMap(folder, bytes_max=MAP_BYTES, is_summed=True)
+    ordered_map = LmdbOrderedMap(folder, bytes_max=MAP_BYTES, is_summed=True)
     log = ChunkLog(ordered_map)
     index = KeyIndex(SimulatedDisk(), log)
     log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
@@ -262,7 +262,7 @@ def read_all(log: ChunkLog) -> None:
 
 
 def examine(folder: Path, right: list[bytes], tally: Tally) -> None:
-    ordered_map = LmdbMap(folder, bytes_max=MAP_BYTES, is_summed=True)
+    ordered_map = LmdbOrderedMap(folder, bytes_max=MAP_BYTES, is_summed=True)
     try:
         log = ChunkLog(ordered_map)
         read_all(log)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import open_map
 
 
 @contextmanager
-def opened_log(bucket: Path) -> Iterator[LmdbMap]:
+def opened_log(bucket: Path) -> Iterator[LmdbOrderedMap]:
     """The log of the bucket in a folder, read-only."""
     log = open_map(bucket / "log")
     try:

@@ -24,7 +24,7 @@ from upr_server.engine import is_damaged
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import StorageError
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import open_bucket
 from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.findings import Problem
@@ -111,7 +111,7 @@ def _read(folder: Path, good: Answers) -> bytes:
     return EQUAL
 
 
-def _read_records(storage: BucketStorage, log: LmdbMap, good: Answers) -> bytes:
+def _read_records(storage: BucketStorage, log: LmdbOrderedMap, good: Answers) -> bytes:
     try:
         log.verify()
         storage.open()

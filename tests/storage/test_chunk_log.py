@@ -20,7 +20,7 @@ from upr_server.storage.chunk_log import (
     StoredAnswer,
 )
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import (
     BUCKET,
@@ -60,7 +60,7 @@ def created(ordered_map: OrderedMap) -> ChunkLog:
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChunkLog]:
     ordered_map: OrderedMap = SimulatedDisk()
     if request.param == "lmdb":
-        ordered_map = LmdbMap(tmp_path, bytes_max=1 << 28, is_summed=True)
+        ordered_map = LmdbOrderedMap(tmp_path, bytes_max=1 << 28, is_summed=True)
     yield created(ordered_map)
     ordered_map.close()
 

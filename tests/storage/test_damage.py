@@ -22,7 +22,7 @@ from upr_server.storage.records import (
     BucketRecord,
     chunk_key,
     expiry_key,
-    index_key,
+    index_entry_key,
     partition_key,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -69,7 +69,7 @@ class DamagedBucket:
         self._log.flip_bit(chunk_key(partition, end), self._random.randrange(8 * 100))
 
     def flip_entry(self, partition: int, key: bytes) -> None:
-        self._index.flip_bit(index_key(partition, key), self._random.randrange(8 * 16))
+        self._index.flip_bit(index_entry_key(partition, key), self._random.randrange(8 * 16))
 
     def flip_watermark(self, partition: int) -> None:
         self._index.flip_bit(partition_key(WATERMARK, partition), self._random.randrange(8 * 8))

@@ -16,7 +16,7 @@ from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
-from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_key
+from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_entry_key
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PARTITIONS: Final = 2
@@ -177,13 +177,13 @@ def test_an_entry_that_is_damaged_is_refused(
     logged_index.commit(sets(b"a", b"b", expiry=70))
     logged_index.follow()
     for bit in range(8 * 16):
-        index.flip_bit(index_key(0, b"a"), bit)
+        index.flip_bit(index_entry_key(0, b"a"), bit)
         damaged, intact = logged_index.find(b"a", b"b")
         assert damaged is not None
         assert is_damaged(damaged)
         assert intact is not None
         assert not is_damaged(intact)
-        index.flip_bit(index_key(0, b"a"), bit)
+        index.flip_bit(index_entry_key(0, b"a"), bit)
     index.flip_bit(expiry_key(70, 0, 2), 3)
     items, _ = logged_index.index.find_expired(100, b"", 10)
     assert [item.key for item in items] == [b"a"]
@@ -209,7 +209,7 @@ def test_a_key_hidden_by_a_flipped_bit_is_not_reported_missing(
     logged_index.commit(sets(b"key 1", b"key 9"))
     logged_index.follow()
     assert logged_index.find(b"key", b"key 5", b"z") == [None] * 3
-    entry = index_key(0, b"key 1" if last < b"1" else b"key 9")
+    entry = index_entry_key(0, b"key 1" if last < b"1" else b"key 9")
     with logged_index.index.ordered_map.write() as transaction:
         value = bytes(transaction.get(entry) or b"")
         transaction.delete(entry)

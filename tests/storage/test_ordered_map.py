@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
 from upr_server.storage.lmdb_file import check_length, read_last_commit
-from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
+from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -52,7 +52,7 @@ class GivenUpError(Exception):
 def ordered_map(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OrderedMap]:
     new_map: OrderedMap
     if request.param == "lmdb":
-        new_map = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+        new_map = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     else:
         new_map = SimulatedDisk(bytes_max=MAP_BYTES)
     yield new_map
@@ -60,10 +60,10 @@ def ordered_map(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Orde
 
 
 @pytest.fixture
-def lmdb_environment(tmp_path: Path) -> Iterator[LmdbMap]:
-    lmdb_map = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
-    yield lmdb_map
-    lmdb_map.close()
+def lmdb_environment(tmp_path: Path) -> Iterator[LmdbOrderedMap]:
+    lmdb_ordered_map = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
+    yield lmdb_ordered_map
+    lmdb_ordered_map.close()
 
 
 def put(ordered_map: OrderedMap, items: Iterable[tuple[bytes, bytes]]) -> None:
@@ -226,7 +226,7 @@ def test_statistics_report_the_bytes_in_use(ordered_map: OrderedMap) -> None:
     assert 100_000 <= figures["bytes_used"] <= figures["bytes_in_file"] <= MAP_BYTES
 
 
-def test_a_read_transaction_keeps_seeing_one_state(lmdb_environment: LmdbMap) -> None:
+def test_a_read_transaction_keeps_seeing_one_state(lmdb_environment: LmdbOrderedMap) -> None:
     put(lmdb_environment, [(b"a", b"1")])
     with lmdb_environment.read() as transaction:
         for index in range(10):
@@ -236,10 +236,10 @@ def test_a_read_transaction_keeps_seeing_one_state(lmdb_environment: LmdbMap) ->
 
 
 def test_committed_data_survives_a_reopening(tmp_path: Path) -> None:
-    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    first = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     put(first, [(b"a", b"1")])
     first.close()
-    again = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    again = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     assert contents(again) == {b"a": b"1"}
     again.close()
 
@@ -247,11 +247,11 @@ def test_committed_data_survives_a_reopening(tmp_path: Path) -> None:
 def test_a_map_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"something else" * 1_000)
     with pytest.raises(CorruptionError, match="cannot be opened"):
-        LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+        LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
 
 
 def test_every_flipped_version_of_the_meta_pages_is_damage(tmp_path: Path) -> None:
-    LmdbMap(tmp_path, bytes_max=MAP_BYTES).close()
+    LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES).close()
     file = tmp_path / "data.mdb"
     content = bytearray(file.read_bytes())
     place = content.index(LMDB_MAGIC) + len(LMDB_MAGIC)
@@ -260,11 +260,11 @@ def test_every_flipped_version_of_the_meta_pages_is_damage(tmp_path: Path) -> No
         flipped[place + bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
         with pytest.raises(CorruptionError, match="cannot be opened"):
-            LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+            LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
 
 
 def test_a_file_shorter_than_its_damaged_meta_pages_say_is_damage(tmp_path: Path) -> None:
-    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    first = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     put(first, [(b"a", b"1")])
     first.close()
     file = tmp_path / "data.mdb"
@@ -273,7 +273,7 @@ def test_a_file_shorter_than_its_damaged_meta_pages_say_is_damage(tmp_path: Path
         # The lowest byte of the last page's number, of which the map can hold no page more.
         content[page * 4096 + LAST_PAGE] = MAP_BYTES // 4096 - 1
     file.write_bytes(content)
-    damaged = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    damaged = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     with pytest.raises(CorruptionError, match="shorter than its meta page says"):
         damaged.verify_length()
     damaged.close()
@@ -284,7 +284,7 @@ def test_a_cut_file_is_refused_or_serves_everything(tmp_path: Path) -> None:
     end it has pages that are free again, which LMDB itself may not have written."""
     folder = tmp_path / "whole"
     folder.mkdir()
-    first = LmdbMap(folder, bytes_max=MAP_BYTES)
+    first = LmdbOrderedMap(folder, bytes_max=MAP_BYTES)
     put(first, [(b"%04d" % index, b"v" * 60) for index in range(600)])
     put(first, [(b"large %d" % index, bytes(20_000)) for index in range(8)])
     with first.write() as transaction:
@@ -303,7 +303,7 @@ def test_a_cut_file_is_refused_or_serves_everything(tmp_path: Path) -> None:
         if not page:
             continue  # an empty file is a new map
         try:
-            opened = LmdbMap(cut, bytes_max=MAP_BYTES)
+            opened = LmdbOrderedMap(cut, bytes_max=MAP_BYTES)
         except CorruptionError:
             served.append(False)
             continue
@@ -318,7 +318,7 @@ def test_a_cut_file_is_refused_or_serves_everything(tmp_path: Path) -> None:
 
 def test_a_page_that_leads_to_itself_is_damage(tmp_path: Path) -> None:
     """Only a cut file is walked; so it is cut, too."""
-    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    first = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     put(first, [(b"%04d" % index, b"v" * 60) for index in range(600)])
     first.close()
     file = tmp_path / "data.mdb"
@@ -349,11 +349,11 @@ def test_something_else_in_the_place_of_a_file_or_its_folder_is_damage(
         (folder / name).mkdir(parents=True)
     for bytes_max in (0, MAP_BYTES):
         with pytest.raises(CorruptionError, match="cannot be opened"):
-            LmdbMap(folder, bytes_max=bytes_max)
+            LmdbOrderedMap(folder, bytes_max=bytes_max)
 
 
 def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
-    LmdbMap(tmp_path / "index").close()
+    LmdbOrderedMap(tmp_path / "index").close()
     assert (tmp_path / "index" / "data.mdb").is_file()
 
 
@@ -366,7 +366,7 @@ def set_disk_size(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _path: disk)
 
 
-def fill_up(ordered_map: LmdbMap) -> int:
+def fill_up(ordered_map: LmdbOrderedMap) -> int:
     """Writes until the disk is full; returns how many records were written."""
     for index in range(1_000):
         try:
@@ -381,7 +381,7 @@ def test_a_disk_that_grows_has_room_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_disk_size(monkeypatch, MAP_BYTES)
-    growing = LmdbMap(tmp_path)
+    growing = LmdbOrderedMap(tmp_path)
     records = fill_up(growing)
     set_disk_size(monkeypatch, 8 * MAP_BYTES)
     assert fill_up(growing) > 4 * records
@@ -393,7 +393,7 @@ def test_a_map_does_not_move_under_an_open_transaction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_disk_size(monkeypatch, MAP_BYTES)
-    growing = LmdbMap(tmp_path)
+    growing = LmdbOrderedMap(tmp_path)
     put(growing, [(b"a", bytes(50_000))])
     set_disk_size(monkeypatch, 8 * MAP_BYTES)
     with growing.read() as transaction:
@@ -410,7 +410,7 @@ def test_a_map_does_not_move_under_an_open_transaction(
 def test_a_setting_bounds_the_map_however_large_the_disk_becomes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounded = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    bounded = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     records = fill_up(bounded)
     set_disk_size(monkeypatch, 8 * MAP_BYTES)
     assert fill_up(bounded) == 0
@@ -422,7 +422,7 @@ def test_without_addresses_to_grow_a_map_serves_on_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_disk_size(monkeypatch, MAP_BYTES)
-    growing = LmdbMap(tmp_path)
+    growing = LmdbOrderedMap(tmp_path)
     records = fill_up(growing)
     set_disk_size(monkeypatch, MAP_BYTES_DEFAULT)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -437,17 +437,17 @@ def test_without_addresses_to_grow_a_map_serves_on_as_it_is(
 
 
 def test_a_reader_follows_the_map_of_a_writer_in_another_process(tmp_path: Path) -> None:
-    first = LmdbMap(tmp_path, bytes_max=MAP_BYTES)
+    first = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     put(first, [(b"a", b"1")])
     first.close()
-    reader = LmdbMap(tmp_path, readonly=True, bytes_max=MAP_BYTES)
+    reader = LmdbOrderedMap(tmp_path, readonly=True, bytes_max=MAP_BYTES)
     assert get(reader, b"a") == b"1"
     program = f"""
 from pathlib import Path
 from upr_server.storage.lmdb_file import check_length, read_last_commit
-from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
+from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
 
-writer = LmdbMap(Path({str(tmp_path)!r}), bytes_max={8 * MAP_BYTES})
+writer = LmdbOrderedMap(Path({str(tmp_path)!r}), bytes_max={8 * MAP_BYTES})
 with writer.write() as transaction:
     transaction.put(b"b", bytes({4 * MAP_BYTES}))
 """
@@ -529,7 +529,7 @@ def run(ordered_map: OrderedMap, transactions: list[tuple[list[Step], bool]], ke
 
 
 def lmdb_in(folder: str) -> OrderedMap:
-    return LmdbMap(Path(folder), bytes_max=MAP_BYTES)
+    return LmdbOrderedMap(Path(folder), bytes_max=MAP_BYTES)
 
 
 def simulated(_folder: str) -> OrderedMap:

@@ -51,7 +51,7 @@ from upr_server.storage.errors import (
     StorageError,
     StoreFailedError,
 )
-from upr_server.storage.lmdb_map import MAP_BYTES_DEFAULT, LmdbMap
+from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
 from upr_server.storage.messages import Unpacker, pack_message
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.processes import SLOT_READ_BYTES_MIN, ProcessStore, open_store
@@ -396,7 +396,7 @@ def test_a_large_disk_has_addresses_for_many_buckets(
     for name in names:
         directory.create(name, lambda _log, _index: None)
     opened = [part for name in names for part in directory.open(name)]
-    assert isinstance(opened[0], LmdbMap)
+    assert isinstance(opened[0], LmdbOrderedMap)
     assert opened[0].free_bytes > MAP_BYTES_DEFAULT - MAP_BYTES
     for part in opened:
         part.close()

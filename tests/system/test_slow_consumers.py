@@ -28,7 +28,7 @@ from tests.kit.effort import effort, thorough
 from tests.kit.json_lines import JsonLines
 from tests.kit.process import ROOT, environment, server_process
 from tests.kit.watch import Watch
-from upr_protocol.chunk import plain_chunk
+from upr_protocol.chunk import chunk_of_plain_sets
 from upr_protocol.client import Publisher, connect, publisher
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
@@ -102,7 +102,7 @@ async def load(sink: Publisher, first: int, end: int) -> None:
             key = key_of(index)
             keys[partition_of(key, PARTITIONS)].append(key)
         for partition, some_keys in enumerate(keys):
-            chunk = plain_chunk(some_keys, [value_of(key) for key in some_keys])
+            chunk = chunk_of_plain_sets(some_keys, [value_of(key) for key in some_keys])
             await sink.publish(PartitionId(partition), chunk)
     await sink.flush()
 

@@ -29,7 +29,7 @@ from upr_protocol.chunk.bundle import RUN_BYTES, Bundle, BundleRun, decode_runs,
 from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, LARGE_BYTES, Buffer, encoded_bytes
 from upr_protocol.chunk.mutation import COUNTER_DELTA_BYTES, CounterDelta, Mutation
-from upr_protocol.chunk.published import plain_chunk, published_chunk
+from upr_protocol.chunk.published import chunk_of_plain_sets, published_chunk
 from upr_protocol.chunk.shared import ChunkPieces, LargeRow, WidenedChunk
 
 __all__ = [
@@ -47,10 +47,10 @@ __all__ = [
     "LargeRow",
     "Mutation",
     "WidenedChunk",
+    "chunk_of_plain_sets",
     "decode_runs",
     "encode_runs",
     "encoded_bytes",
-    "plain_chunk",
     "published_chunk",
     "to_arrow",
 ]

@@ -10,28 +10,20 @@ from upr_protocol.chunk.layout import Buffer, encode_columns, offsets_of
 from upr_protocol.ids import Operation, SeqNo
 
 
-def plain_chunk(
-    keys: Sequence[bytes], values: Sequence[bytes], operations: bytes | None = None
-) -> Chunk:
-    """A published chunk from columns of keys and values, without flags, expiry or expected CAS.
+def chunk_of_plain_sets(keys: Sequence[bytes], values: Sequence[bytes]) -> Chunk:
+    """A published chunk of plain `SET`s: without flags, expiry or expected CAS.
 
     Args:
         keys: The keys.
         values: As many values.
-        operations: One operation a key; by default every one is a `SET`.
 
     Raises:
-        ValueError: There are not as many values, or operations, as keys.
+        ValueError: There are not as many values as keys.
     """
     count = len(keys)
-    if operations is None:
-        operations = bytes(repeat(Operation.SET, count))
     # `Chunk` would not notice: columns of different lengths may still add up, as they are padded.
-    if not count == len(values) == len(operations):
-        raise ValueError(
-            f"{count} keys need as many values and operations, "
-            f"not {len(values)} and {len(operations)}"
-        )
+    if count != len(values):
+        raise ValueError(f"{count} keys need as many values, not {len(values)}")
     zeros = bytes(8 * count)
     return Chunk(
         encode_columns(
@@ -43,7 +35,7 @@ def plain_chunk(
             zeros[: 4 * count],
             offsets_of(keys),
             offsets_of(values),
-            operations,
+            bytes(repeat(Operation.SET, count)),
             b"".join(keys),
             b"".join(values),
         )

@@ -13,7 +13,7 @@ import attrs
 import click
 import trio
 
-from upr_protocol.chunk import Chunk, plain_chunk
+from upr_protocol.chunk import Chunk, chunk_of_plain_sets
 from upr_protocol.cli.connection import command_identity, run_until_signal
 from upr_protocol.cli.errors import REFUSED, FailedError, say
 from upr_protocol.cli.load_report import LoadReport
@@ -211,7 +211,9 @@ class LoadBatches:
 
     def _take(self, partition: PartitionId) -> tuple[PartitionId, Chunk]:
         self._nbytes.pop(partition, None)
-        return partition, plain_chunk(self._keys.pop(partition), self._values.pop(partition))
+        return partition, chunk_of_plain_sets(
+            self._keys.pop(partition), self._values.pop(partition)
+        )
 
 
 @attrs.define

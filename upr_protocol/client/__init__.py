@@ -74,7 +74,7 @@ from upr_protocol.client.local_copy.database import (
     LocalCopyWriteError,
 )
 from upr_protocol.client.local_copy.follower import LocalCopyFollower, keep_local_copy
-from upr_protocol.client.resume_files import FileStore, MemoryStore, ResumeStore
+from upr_protocol.client.resume_stores import FileStore, MemoryStore, ResumeStore
 from upr_protocol.client.rollback.checksummed_file import DamagedFileError
 from upr_protocol.client.rollback.consumer import RollbackConsumer, consume_with_rollback
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits

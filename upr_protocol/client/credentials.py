@@ -12,8 +12,8 @@ from upr_protocol.security import Credentials
 _FILE_BYTES_MAX: Final = 4096
 
 
-def with_password(credentials: Credentials | None) -> Credentials | None:
-    """The same with the password that is in the file now, if there is a file.
+def resolve_credentials(credentials: Credentials | None) -> Credentials | None:
+    """The credentials to log in with. If they name a file, the password is read from it now.
 
     Raises:
         CredentialsError: The file cannot be read, has no password, or others can read it.

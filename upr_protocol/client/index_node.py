@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from upr_protocol.client.credentials import with_password
+from upr_protocol.client.credentials import resolve_credentials
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.security import Credentials, Security, TlsSettings
 from upr_protocol.transport import client_context, explained_tls_error
@@ -209,7 +209,7 @@ class IndexNode:
     ) -> http.client.HTTPResponse:
         connection = self._connection
         if connection.sock is None:
-            self._headers = _authorization(with_password(self._credentials))
+            self._headers = _authorization(resolve_credentials(self._credentials))
         if body:
             headers |= {"Content-Type": "application/json"}
         connection.request(method, path, body or None, headers | self._headers)

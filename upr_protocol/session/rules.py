@@ -33,13 +33,13 @@ from upr_protocol.wire import (
     Credit,
     Hello,
     HelloReply,
-    LogIn,
     Message,
     Mutate,
     PartitionChunk,
     PartitionLog,
     PartitionSnapshot,
     Refusal,
+    StartLogIn,
     Stream,
     StreamEnd,
     StreamReply,
@@ -103,10 +103,10 @@ def _check_hello_reply(context: SessionContext, message: HelloReply) -> None:
         )
 
 
-def _check_log_in(context: SessionContext, message: LogIn) -> None:
+def _check_log_in(context: SessionContext, message: StartLogIn) -> None:
     if message.mechanism not in context.agreed.mechanisms:
         raise ProtocolError(
-            f"LogIn: the mechanism {message.mechanism!r} is not among "
+            f"StartLogIn: the mechanism {message.mechanism!r} is not among "
             f"{', '.join(context.agreed.mechanisms)}",
             Status.LOG_IN_FAILED,
         )
@@ -200,7 +200,7 @@ def _check_stream_end(_context: SessionContext, message: StreamEnd) -> None:
 CHECKS: Final[Mapping[type[Message], Callable[[SessionContext, Any], None]]] = {
     Hello: _check_hello,
     HelloReply: _check_hello_reply,
-    LogIn: _check_log_in,
+    StartLogIn: _check_log_in,
     Stream: _check_stream,
     Mutate: _check_mutate,
     PartitionChunk: _check_chunk,

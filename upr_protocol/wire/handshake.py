@@ -148,7 +148,7 @@ class HelloReply(Message, frozen=True):
         )
 
 
-class LogIn(Message, frozen=True):
+class StartLogIn(Message, frozen=True):
     """Begins the log-in. A connection has one attempt: if it fails, the server sends `Error` and
     closes the connection."""
 
@@ -175,7 +175,7 @@ class LogInChallenge(Message, frozen=True):
     data: bytes
 
 
-class LogInResponse(Message, frozen=True):
+class ContinueLogIn(Message, frozen=True):
     """The answer to `LogInChallenge`."""
 
     opcode = 0x1E

@@ -70,9 +70,9 @@ class SessionState(Enum):
 
     GREETING = "waiting for the client's `Hello`"
     GREETED = "waiting for the server's answer to `Hello`"
-    UNAUTHENTICATED = "waiting for the client's `LogIn`"
-    AUTHENTICATING = "waiting for the server's answer to `LogIn` or `LogInResponse`"
-    CHALLENGED = "waiting for the client's `LogInResponse`"
+    UNAUTHENTICATED = "waiting for the client's `StartLogIn`"
+    AUTHENTICATING = "waiting for the server's answer to `StartLogIn` or `ContinueLogIn`"
+    CHALLENGED = "waiting for the client's `ContinueLogIn`"
     READY = "the handshake is done; the client may manage buckets, or open one"
     OPENING = "the client has chosen a bucket; the server sends its partitions' histories"
     OPEN = "the client may publish, read, and ask for streams"

@@ -27,13 +27,12 @@ from upr_protocol.users import UsersError
 from upr_protocol.wire import (
     Ack,
     Close,
+    ContinueLogIn,
     Credit,
     Go,
     Hello,
     LoggedIn,
-    LogIn,
     LogInChallenge,
-    LogInResponse,
     Message,
     Noop,
     Open,
@@ -43,6 +42,7 @@ from upr_protocol.wire import (
     PartitionLog,
     PartitionSnapshot,
     PartitionStart,
+    StartLogIn,
     Stream,
     StreamReply,
 )
@@ -172,13 +172,13 @@ class ScriptedServer:
                 password.
         """
         self.mechanisms = (SCRAM,)
-        request = await self.expect(LogIn)
+        request = await self.expect(StartLogIn)
         verifier = new_verifier(password, b"conformance salt", SCRAM_ITERATIONS_MIN)
         try:
             first = FirstMessage.read(request.mechanism, request.data, offers_binding=False)
             exchange = ScramServer(first, verifier, "conformance", b"")
             await self.send(LogInChallenge(exchange.server_first()))
-            outcome = exchange.server_final((await self.expect(LogInResponse)).data)
+            outcome = exchange.server_final((await self.expect(ContinueLogIn)).data)
         except (ScramError, UsersError) as error:
             raise ConformanceError(f"the log-in is malformed: {error}") from error
         if first.name != user or outcome is None:

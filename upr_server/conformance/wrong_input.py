@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 from crc32c import crc32c
 
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, Position
 from upr_protocol.hashing import partition_of
@@ -47,7 +47,6 @@ from upr_protocol.wire import (
     Hello,
     Lease,
     LeaseAction,
-    LogIn,
     Message,
     Mutate,
     NextEvents,
@@ -56,6 +55,7 @@ from upr_protocol.wire import (
     Seqnos,
     SeqnosAt,
     SetMap,
+    StartLogIn,
     Stats,
     Stream,
 )
@@ -186,7 +186,7 @@ def _bundle(runs: list[tuple[int, int]], chunk: bytes | None = None) -> bytes:
     """A `Mutate` whose runs are (partition, row count), right or wrong."""
     rows = sum(row_count for _, row_count in runs)
     if chunk is None:
-        chunk = bytes(plain_chunk([KEY] * rows, [b""] * rows))
+        chunk = bytes(chunk_of_plain_sets([KEY] * rows, [b""] * rows))
     directory = b"".join(
         partition.to_bytes(4, "little") + row_count.to_bytes(4, "little") + bytes(16)
         for partition, row_count in runs
@@ -281,8 +281,8 @@ def _cases() -> list[WrongInput]:
     case("nothing within 10 s", None, closed, Status.IDLE)
 
     case = topic("the log-in", Progress.GREETED)
-    unasked = LogIn("SCRAM-SHA-256", b"n,,n=user,r=nonce")
-    case("`LogIn` in a cluster without users", unasked, closed, Status.OUT_OF_TURN)
+    unasked = StartLogIn("SCRAM-SHA-256", b"n,,n=user,r=nonce")
+    case("`StartLogIn` in a cluster without users", unasked, closed, Status.OUT_OF_TURN)
     case("another message before it, in a cluster with users", None, closed, Status.OUT_OF_TURN)
     case("a mechanism that `HelloReply` does not name", None, closed, Status.LOG_IN_FAILED)
     case("a message that does not fit the mechanism", None, closed, Status.MALFORMED)
@@ -372,7 +372,7 @@ def _add_publishing(topic: Topic) -> None:
     case = topic("a bundle", Progress.OPENED)
     case("sent with no credit", None, closed, Status.FLOW_CONTROL)
     case("an unknown durability", _wrong_durability(), closed, Status.MALFORMED)
-    case("no run", _bundle([], bytes(plain_chunk([], []))), closed, Status.MALFORMED)
+    case("no run", _bundle([], bytes(chunk_of_plain_sets([], []))), closed, Status.MALFORMED)
     case("a run without rows", _bundle([(0, 1), (1, 0)]), closed, Status.MALFORMED)
     case("runs that are not in order", _bundle([(1, 1), (0, 1)]), closed, Status.MALFORMED)
     case("two runs of one partition", _bundle([(0, 1), (0, 1)]), closed, Status.MALFORMED)

@@ -28,6 +28,7 @@ from upr_protocol.wire import (
     ChangeUsers,
     Close,
     CloseStream,
+    ContinueLogIn,
     CreateBucket,
     DeleteBucket,
     Error,
@@ -40,8 +41,6 @@ from upr_protocol.wire import (
     Lease,
     ListBuckets,
     ListUsers,
-    LogIn,
-    LogInResponse,
     Message,
     Mutate,
     NextEvents,
@@ -51,6 +50,7 @@ from upr_protocol.wire import (
     Seqnos,
     SeqnosAt,
     SetMap,
+    StartLogIn,
     Stats,
     Stream,
 )
@@ -371,8 +371,8 @@ message that needs no right."""
 NEEDED: Final[Mapping[type[Message], Need]] = {
     # These say nothing about a bucket, and change nothing.
     Hello: None,
-    LogIn: None,
-    LogInResponse: None,
+    StartLogIn: None,
+    ContinueLogIn: None,
     Noop: None,
     Close: None,
     Error: None,

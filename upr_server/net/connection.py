@@ -27,11 +27,11 @@ from upr_protocol.transport import (
 from upr_protocol.wire import (
     BEFORE_READY,
     CloseStream,
+    ContinueLogIn,
     Error,
-    LogIn,
-    LogInResponse,
     Message,
     Mutate,
+    StartLogIn,
 )
 from upr_server.engine import BucketError
 from upr_server.net.frame_budget import UnfinishedFrame
@@ -59,7 +59,7 @@ Python's collector counts them."""
 
 _CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
 
-_LOG_IN: Final = (LogIn, LogInResponse)
+_LOG_IN: Final = (StartLogIn, ContinueLogIn)
 
 Continuation = Callable[[], Awaitable[None]]
 """What a reader waits for before it goes on."""

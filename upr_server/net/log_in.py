@@ -31,7 +31,7 @@ from upr_protocol.scram import (
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.transport import TlsStream
 from upr_protocol.users import UsersError, Verifier
-from upr_protocol.wire import LoggedIn, LogIn, LogInChallenge, LogInResponse
+from upr_protocol.wire import ContinueLogIn, LoggedIn, LogInChallenge, StartLogIn
 from upr_server.net.access import Access
 from upr_server.net.user_usage import UserUsage, UserUsages
 from upr_server.runtime import FAILURE_DELAY_S, FailedLogIns, network_of
@@ -119,7 +119,7 @@ class LogInExchange:
         self.late_answer: Callable[[], Awaitable[None]] | None = None
         self._exchange: tuple[str, Verifier, ScramServer] | None = None
 
-    def begin(self, request: LogIn) -> None:
+    def begin(self, request: StartLogIn) -> None:
         """The client names its mechanism, and says the first message."""
         if self._is_limited():
             return
@@ -139,22 +139,22 @@ class LogInExchange:
         )
         return True
 
-    def _use_certificate(self, request: LogIn) -> None:
+    def _use_certificate(self, request: StartLogIn) -> None:
         name = _certificate_name(self._stream)
         if request.data:
-            self._session.fail(Status.MALFORMED, "LogIn: EXTERNAL has no data")
+            self._session.fail(Status.MALFORMED, "StartLogIn: EXTERNAL has no data")
         elif self._log_ins.users.users.get(name) is None:
             sentence = f"no user has the name in the client's certificate, {name!r}"
             self._refuse(name, EXTERNAL, sentence)
         else:
             self._accept(name, EXTERNAL, b"")
 
-    def _challenge(self, request: LogIn) -> None:
+    def _challenge(self, request: StartLogIn) -> None:
         binding = _binding(self._stream)
         try:
             first = FirstMessage.read(request.mechanism, request.data, offers_binding=bool(binding))
         except (ScramError, UsersError) as error:
-            self._session.fail(Status.MALFORMED, f"LogIn: {error}")
+            self._session.fail(Status.MALFORMED, f"StartLogIn: {error}")
             return
         users = self._log_ins.users.users
         user = users.get(first.name)
@@ -166,7 +166,7 @@ class LogInExchange:
         self._exchange = first.name, verifier, exchange
         self._session.send(LogInChallenge(exchange.server_first()))
 
-    def check_response(self, response: LogInResponse) -> None:
+    def check_response(self, response: ContinueLogIn) -> None:
         """The client answers the challenge."""
         assert self._exchange is not None, "the table lets it come only after a challenge"
         name, verifier, exchange = self._exchange
@@ -176,7 +176,7 @@ class LogInExchange:
         try:
             outcome = exchange.server_final(response.data)
         except ScramError as error:
-            self._session.fail(Status.MALFORMED, f"LogInResponse: {error}")
+            self._session.fail(Status.MALFORMED, f"ContinueLogIn: {error}")
             return
         # Since the challenge, the user may have been removed, or have got another password.
         user = self._log_ins.users.users.get(name)

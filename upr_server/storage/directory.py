@@ -38,7 +38,7 @@ from upr_server.storage.errors import (
     StorageError,
 )
 from upr_server.storage.event_queue_file import EventQueueFile
-from upr_server.storage.lmdb_map import FULL, LmdbMap
+from upr_server.storage.lmdb_ordered_map import FULL, LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import FORMAT_VERSION
 from upr_server.storage.users_file import UsersFile
@@ -248,8 +248,8 @@ class DataDirectory:
                 raise
         return log, index
 
-    def _open_map(self, path: Path, *, is_summed: bool = False) -> LmdbMap:
-        return LmdbMap(
+    def _open_map(self, path: Path, *, is_summed: bool = False) -> LmdbOrderedMap:
+        return LmdbOrderedMap(
             path, readonly=self._readonly, bytes_max=self._bytes_max, is_summed=is_summed
         )
 

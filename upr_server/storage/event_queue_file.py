@@ -12,7 +12,7 @@ from typing import Final
 
 from upr_protocol.durable_files import replace_file, sync_path
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
-from upr_server.storage.lmdb_map import FULL
+from upr_server.storage.lmdb_ordered_map import FULL
 from upr_server.storage.records import seal, unseal
 
 _KEY: Final = b"event-queues"

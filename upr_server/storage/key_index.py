@@ -22,13 +22,13 @@ from upr_server.storage.errors import CorruptionError
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.records import (
     EXPIRY,
-    INDEX_KEY_PREFIX,
+    INDEX_ENTRY_KEY_PREFIX,
     KEY,
     WATERMARK,
     KeyIndexEntry,
     Watermark,
     expiry_key,
-    index_key,
+    index_entry_key,
     pack_index_entries,
     pack_record,
     parse_expiry_key,
@@ -161,7 +161,7 @@ class KeyIndex:
 
     def has_entries(self, partition: int) -> bool:
         """Whether the index has any key of a partition."""
-        first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
+        first, last = index_entry_key(partition, b""), index_entry_key(partition, b"\xff" * 251)
         with self.ordered_map.read() as transaction:
             return transaction.last(first, last) is not None
 
@@ -173,7 +173,7 @@ class KeyIndex:
         Returns:
             Whether there may be more.
         """
-        first, last = index_key(partition, b""), index_key(partition, b"\xff" * 251)
+        first, last = index_entry_key(partition, b""), index_entry_key(partition, b"\xff" * 251)
         with self.ordered_map.write() as transaction:
             transaction.delete(partition_key(WATERMARK, partition))
             scanned = islice(transaction.scan(first, last), keys_max)
@@ -201,7 +201,7 @@ class KeyIndex:
         """
         with self.ordered_map.write() as transaction:
             for key, seq in purged:
-                entry_key = index_key(partition, key)
+                entry_key = index_entry_key(partition, key)
                 value = transaction.get(entry_key)
                 if value is not None:
                     entry = KeyIndexEntry.parse(entry_key, value)
@@ -323,7 +323,7 @@ class KeyIndex:
         """The entry of each of these keys, tombstones included; None for one without an entry."""
         with self.ordered_map.read() as transaction:
             for key in keys:
-                entry_key = index_key(partition, key)
+                entry_key = index_entry_key(partition, key)
                 value = transaction.get(entry_key)
                 yield None if value is None else KeyIndexEntry.parse(entry_key, value)
 
@@ -374,7 +374,7 @@ def _entry_of(
         CorruptionError: The entry is damaged, or a newer change may be in a damaged part of the
             log.
     """
-    key = index_key(partition, request.key)
+    key = index_entry_key(partition, request.key)
     value = transaction.get(key)
     if value is None:
         _check_neighbours(transaction, key)
@@ -430,7 +430,7 @@ def _expiring(
     for key, (seq, expiry) in zip(keys, entries, strict=True):
         if expiry:
             by_time = expiry_key(expiry, partition, seq)
-            records.append((by_time, seal(by_time, key[INDEX_KEY_PREFIX:])))
+            records.append((by_time, seal(by_time, key[INDEX_ENTRY_KEY_PREFIX:])))
     return sorted(records)
 
 
@@ -438,7 +438,7 @@ def _newest(partition: int, chunks: Sequence[Chunk]) -> dict[bytes, tuple[int, i
     """Sequence number, negative for a tombstone, and expiry of each key's newest mutation, by key
     of the index. It works in columns, as millions of mutations go through it."""
     newest: dict[bytes, tuple[int, int]] = {}
-    prefix = index_key(partition, b"")
+    prefix = index_entry_key(partition, b"")
     for chunk in chunks:
         signed_seqs = chunk.seqs.tolist()
         expiries = chunk.expiries.tolist()

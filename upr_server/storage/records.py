@@ -7,7 +7,7 @@ rebuilt. Integers in keys are big-endian, so that the order of the bytes is that
 =====  ===========================  ==========================================================
 map    key                          value
 =====  ===========================  ==========================================================
-both   a zero byte                  the number of the last commit (`lmdb_map` writes it)
+both   a zero byte                  the number of the last commit (`lmdb_ordered_map` writes it)
 log    ``b``                        a `BucketRecord`: name, settings
 log    ``c``                        present only after a clean stop
 log    ``f`` partition              compaction has dropped superseded mutations up to this number:
@@ -147,12 +147,12 @@ def parse_expiry_key(key: bytes) -> tuple[int, int, int]:
     return expiry, partition, seq
 
 
-def index_key(partition: int, key: bytes) -> bytes:
+def index_entry_key(partition: int, key: bytes) -> bytes:
     """The key of the index entry of an item's key."""
     return _PARTITION.pack(KEY, partition) + key
 
 
-INDEX_KEY_PREFIX: Final = _PARTITION.size
+INDEX_ENTRY_KEY_PREFIX: Final = _PARTITION.size
 """How many bytes stand before the item's key in the key of its index entry."""
 
 

@@ -20,7 +20,7 @@ import pytest
 from tests.kit.mirror import Mirror
 from tests.kit.process import eventually
 from tests.kit.threaded import ThreadedFake, trio_thread
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client import (
     Address,
     BarrierReached,
@@ -194,24 +194,25 @@ def test_a_change_fails_when_no_credit_arrives_in_time(fake: ThreadedFake) -> No
         with pytest.raises(ServerError, match="over its memory quota"):
             kv.set("k", "v")
         with pytest.raises(ServerError, match="over its memory quota"):
-            kv.publish(PartitionId(0), plain_chunk([b"k"], [b"v"]))
+            kv.publish(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]))
     assert fake.server.contents() == {}
 
 
 def test_publish_sends_a_chunk_and_returns_its_answer(fake: ThreadedFake) -> None:
     with client(fake) as kv:
-        reply = kv.publish(PartitionId(1), plain_chunk([b"a", b"b"], [b"1", b"2"]))
+        reply = kv.publish(PartitionId(1), chunk_of_plain_sets([b"a", b"b"], [b"1", b"2"]))
         assert (reply.first_seq, reply.last_seq) == (1, 2)
         fake.server.refuse = lambda m: Status.UNSUPPORTED if isinstance(m, Mutate) else None
         with pytest.raises(ServerError) as caught:
-            kv.publish(PartitionId(1), plain_chunk([b"a"], [b"1"]))
+            kv.publish(PartitionId(1), chunk_of_plain_sets([b"a"], [b"1"]))
         assert caught.value.status is Status.UNSUPPORTED
 
 
 def test_the_same_batches_of_the_same_writer_have_no_second_effect(fake: ThreadedFake) -> None:
     def task() -> list[Failure]:
         writer = WriterIdentity(b"task 7 of 9".ljust(16))
-        chunk = plain_chunk([b"n"], [CounterDelta(1, 1).encode()], bytes([Operation.INCREMENT]))
+        delta = CounterDelta(1, 1).encode()
+        chunk = Chunk.build([Mutation(Operation.INCREMENT, b"n", delta)])
         with client(fake) as kv:
             return kv.publish_all([(PartitionId(0), chunk)] * 10, writer=writer)
 
@@ -227,7 +228,7 @@ def test_only_the_writer_of_a_task_chains_its_batches(fake: ThreadedFake) -> Non
             batches.append(message)
 
     fake.server.refuse = hear
-    batch = (PartitionId(0), plain_chunk([b"k"], [b"v"]))
+    batch = (PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]))
     with client(fake) as kv:
         kv.publish_all([batch])
         kv.publish_all([batch], writer=WriterIdentity.of_task(bytes(15) + b"1", 5))
@@ -246,7 +247,7 @@ def test_an_exception_of_on_answer_ends_the_call(fake: ThreadedFake) -> None:
     def refuse(batch: Batch) -> None:
         raise LocalProtocolError(f"no more after {batch.counter}")
 
-    batches = [(PartitionId(0), plain_chunk([b"k%d" % n], [b"v"])) for n in range(100)]
+    batches = [(PartitionId(0), chunk_of_plain_sets([b"k%d" % n], [b"v"])) for n in range(100)]
     with client(fake) as kv, pytest.raises(LocalProtocolError, match="after 1"):
         kv.publish_each(batches, refuse)
 
@@ -256,7 +257,7 @@ def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
 
     def source() -> Iterator[tuple[PartitionId, Chunk]]:
         for index in range(3000):
-            yield PartitionId(0), plain_chunk([b"k%d" % index], [bytes(10_000)])
+            yield PartitionId(0), chunk_of_plain_sets([b"k%d" % index], [bytes(10_000)])
         # The first are under way in another thread: they arrive while this one still makes batches.
         deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
         while not fake.server.contents():
@@ -270,7 +271,7 @@ def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
 
 def test_a_large_batch_while_answers_come_back(fake: ThreadedFake) -> None:
     batches = [
-        (PartitionId(index % 4), plain_chunk([b"%d" % index], [bytes(100_000)]))
+        (PartitionId(index % 4), chunk_of_plain_sets([b"%d" % index], [bytes(100_000)]))
         for index in range(200)
     ]
     with client(fake) as kv:
@@ -614,7 +615,7 @@ def test_a_consumer_and_a_publisher_that_nobody_closes_end_their_threads(
     following = consumer(fake)
     assert next(following) is not None
     kv = client(fake)
-    kv.publish(PartitionId(0), plain_chunk([b"k"], [b"v"]))
+    kv.publish(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]))
     assert client_threads() == 2
     requests = kv._dispatcher
     del following, kv
@@ -624,7 +625,7 @@ def test_a_consumer_and_a_publisher_that_nobody_closes_end_their_threads(
 
 
 def test_a_publisher_is_kept_for_its_writer(fake: ThreadedFake) -> None:
-    chunk = plain_chunk([b"k"], [b"v"])
+    chunk = chunk_of_plain_sets([b"k"], [b"v"])
     with client(fake) as kv:
         kv.publish(PartitionId(0), chunk)
         kv.publish_all([(PartitionId(0), chunk)] * 3)
@@ -646,9 +647,9 @@ def test_ctrl_c_ends_publishing_and_the_client_stays_usable(fake: ThreadedFake) 
     try:
         with client(fake) as kv:
             with pytest.raises(KeyboardInterrupt):
-                kv.publish(PartitionId(0), plain_chunk([b"k"], [b"v"]))
+                kv.publish(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]))
             fake.server.credit_bytes = 1 << 20
-            kv.publish(PartitionId(0), plain_chunk([b"k"], [b"w"]))
+            kv.publish(PartitionId(0), chunk_of_plain_sets([b"k"], [b"w"]))
     finally:
         signal.signal(signal.SIGALRM, before)
     assert fake.server.contents() == {b"k": b"w"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.kit.fake_partition import FakePartition
-from upr_protocol.chunk import CounterDelta, plain_chunk
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import (
     UNANSWERED_ROWS_ENOUGH,
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
     @rule(partition=st.integers(0, PARTITIONS - 1), rows=st.sampled_from([1, 1, 3, 400]))
     def add(self, partition: int, rows: int) -> None:
         delta = CounterDelta(1, 1).encode()
-        chunk = plain_chunk([b"n"] * rows, [delta] * rows, bytes([Operation.INCREMENT]) * rows)
+        chunk = Chunk.build([Mutation(Operation.INCREMENT, b"n", delta)] * rows)
         self.added[partition].append(self.batches.add(PartitionId(partition), chunk))
         self.pump()
 
@@ -300,7 +300,7 @@ class Publishing:
 
     def add(self, partition: int, rows: int) -> None:
         self._batches.place(PartitionId(partition), self.node)
-        self._batches.add(PartitionId(partition), plain_chunk([b"k"] * rows, [b"v"] * rows))
+        self._batches.add(PartitionId(partition), chunk_of_plain_sets([b"k"] * rows, [b"v"] * rows))
 
     def sent_runs(self, now: float) -> list[list[int]]:
         """Sends what may be sent; gives each bundle's partitions."""

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
-from upr_protocol.chunk import plain_chunk
+from upr_protocol.chunk import chunk_of_plain_sets
 from upr_protocol.client import Failure, PublishError, WriterIdentity, connect, publisher
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import Operation, PartitionId
@@ -135,7 +135,7 @@ async def test_a_chunk_can_be_published_as_it_is(
 ) -> None:
     answered: list[int] = []
     async with publisher(URL, dial=net.dial) as sink:
-        chunk = plain_chunk([b"a", b"b"], [b"1", b"2"])
+        chunk = chunk_of_plain_sets([b"a", b"b"], [b"1", b"2"])
         partition = PartitionId(2)
         reply = await sink.publish_and_wait(partition, chunk)
         assert (reply.first_seq, reply.last_seq) == (1, 2)
@@ -151,7 +151,7 @@ async def test_publish_and_wait_raises_the_refusal_of_a_chunk(
     server.refuse = lambda m: Status.BAD_ARGUMENT if isinstance(m, Mutate) else None
     async with publisher(URL, dial=net.dial, on_failure=lambda _: None) as sink:
         with pytest.raises(ServerError) as caught:
-            await sink.publish_and_wait(PartitionId(0), plain_chunk([b"a"], [b"1"]))
+            await sink.publish_and_wait(PartitionId(0), chunk_of_plain_sets([b"a"], [b"1"]))
         assert caught.value.status is Status.BAD_ARGUMENT
 
 
@@ -160,7 +160,7 @@ async def test_the_batches_in_flight_of_a_partition_are_bounded(
 ) -> None:
     server.held = {Mutate}
     async with publisher(URL, dial=net.dial, in_flight=5) as sink:
-        chunk = plain_chunk([b"a"], [b"1"])
+        chunk = chunk_of_plain_sets([b"a"], [b"1"])
         for _ in range(20):
             await sink.publish(PartitionId(1), chunk)
         for _ in range(3):
@@ -183,7 +183,7 @@ async def test_a_publisher_waits_for_room_in_its_buffer(
 ) -> None:
     server.held = {Mutate}
     async with publisher(URL, dial=net.dial, buffer_bytes=10_000) as sink:
-        chunk = plain_chunk([b"a"], [bytes(2000)])
+        chunk = chunk_of_plain_sets([b"a"], [bytes(2000)])
         handed_over = 0
         with trio.move_on_after(1):
             while True:
@@ -230,7 +230,7 @@ async def test_late_credit_within_the_timeout_raises_no_error(
             server.grant(200)
 
     net.nursery.start_soon(pay_little_by_little)
-    chunk = plain_chunk([b"k"], [b"v"])
+    chunk = chunk_of_plain_sets([b"k"], [b"v"])
     async with publisher(URL, dial=net.dial, credit_timeout_s=25) as sink:
         for _ in range(5):
             await sink.publish_and_wait(PartitionId(0), chunk)
@@ -409,17 +409,17 @@ async def test_a_chunk_of_an_unknown_partition_or_longer_than_allowed_is_not_add
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
         with pytest.raises(ServerError, match="partitions 0 to 3") as caught:
-            await sink.publish(PartitionId(4), plain_chunk([b"a"], [b"1"]))
+            await sink.publish(PartitionId(4), chunk_of_plain_sets([b"a"], [b"1"]))
         assert caught.value.status is Status.BAD_ARGUMENT
         half = bytes(17 * 1024 * 1024)
         with pytest.raises(ServerError) as caught:
-            await sink.publish(PartitionId(0), plain_chunk([b"a", b"b"], [half, half]))
+            await sink.publish(PartitionId(0), chunk_of_plain_sets([b"a", b"b"], [half, half]))
         assert caught.value.status is Status.TOO_LARGE
         keys = [b"a"] * (BUNDLE_MUTATIONS_MAX + 1)
         with pytest.raises(ServerError, match="4097 operations, the limit is 4096") as caught:
-            await sink.publish(PartitionId(0), plain_chunk(keys, keys))
+            await sink.publish(PartitionId(0), chunk_of_plain_sets(keys, keys))
         assert caught.value.status is Status.TOO_LARGE
-        await sink.publish(PartitionId(0), plain_chunk([b"a"], [b"1"]))
+        await sink.publish(PartitionId(0), chunk_of_plain_sets([b"a"], [b"1"]))
     assert sink.statistics().batches == 1
 
 

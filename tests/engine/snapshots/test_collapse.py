@@ -18,7 +18,7 @@ from tests.engine.helpers import (
     send,
     transcript,
 )
-from upr_protocol.chunk import Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import Partition, SnapshotStartItem, batch_of
 from upr_server.engine.snapshots.collapse import (
@@ -306,7 +306,7 @@ def big(partition: Partition, low: int, high: int, size: int = 1000) -> None:
     keys = [b"key %6d" % index for index in range(low, high)]
     for first in range(0, len(keys), 500):
         piece = keys[first : first + 500]
-        partition.mutate(batch_of(plain_chunk(piece, [bytes(size)] * len(piece))), now=NOW)
+        partition.mutate(batch_of(chunk_of_plain_sets(piece, [bytes(size)] * len(piece))), now=NOW)
     read(partition, partition.snapshot_end)
 
 

@@ -17,7 +17,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.helpers import chunks as all_chunks
 from upr_kernel import Answers, KeyTable, OpenRows, gather
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, plain_chunk
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import batch_of
 from upr_server.engine.snapshots.document_arrays import NumberedArray, PublishedArray
@@ -41,7 +41,7 @@ def skip_flags(first: int, count: int) -> SkipFlags:
 
 
 def published(first: int, count: int) -> PublishedArray:
-    chunk = plain_chunk([b"k%d" % (first + n) for n in range(count)], [b"v"] * count)
+    chunk = chunk_of_plain_sets([b"k%d" % (first + n) for n in range(count)], [b"v"] * count)
     return PublishedArray(chunk, SeqNo(first), Cas(first + 100))
 
 
@@ -162,7 +162,7 @@ def test_arrays_skipped_whole_are_dropped() -> None:
     partition = bucket.partitions[0]
     keys = [b"%d" % index for index in range(1000)]
     for _ in range(30):
-        partition.mutate(batch_of(plain_chunk(keys, [bytes(200)] * 1000)), now=NOW)
+        partition.mutate(batch_of(chunk_of_plain_sets(keys, [bytes(200)] * 1000)), now=NOW)
     figures = partition.snapshots.open.statistics()
     assert figures["arrays"] < 6
     assert figures["rewritten"] == 0, "there is nothing to copy"
@@ -189,7 +189,8 @@ def test_what_stays_alone_in_old_arrays_is_brought_together() -> None:
     common = [b"common %d" % index for index in range(199)]
     for index in range(300):
         partition.mutate(
-            batch_of(plain_chunk([b"rare %d" % index, *common], [bytes(100)] * 200)), now=NOW
+            batch_of(chunk_of_plain_sets([b"rare %d" % index, *common], [bytes(100)] * 200)),
+            now=NOW,
         )
     figures = partition.snapshots.open.statistics()
     assert figures["keys"] == 499

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.protocol.strategies import U32, U64, bundles, mutations
-from upr_protocol.chunk import Bundle, BundleRun, Chunk, ChunkBuilder, Mutation, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, ChunkBuilder, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PARTITIONS_END, Cas, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
@@ -21,7 +21,7 @@ def run_of(partition: int, rows: int, counter: int = 0) -> BundleRun:
 
 
 def plain(count: int) -> Chunk:
-    return plain_chunk([b"%d" % index for index in range(count)], [b"value"] * count)
+    return chunk_of_plain_sets([b"%d" % index for index in range(count)], [b"value"] * count)
 
 
 def built_of(rows: list[Mutation]) -> ChunkBuilder:

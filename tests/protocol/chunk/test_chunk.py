@@ -24,8 +24,8 @@ from upr_protocol.chunk import (
     Chunk,
     CounterDelta,
     Mutation,
+    chunk_of_plain_sets,
     encoded_bytes,
-    plain_chunk,
     published_chunk,
 )
 from upr_protocol.errors import ChunkError
@@ -261,7 +261,7 @@ def test_an_empty_key_is_refused() -> None:
     with pytest.raises(ChunkError, match="a key is not 1 to 250 bytes"):
         Chunk.build([a_set(1, b"a"), a_set(2, b"")]).check()
     with pytest.raises(ChunkError, match="a key is not 1 to 250 bytes"):
-        plain_chunk([b""], [b"value"]).check_published()
+        chunk_of_plain_sets([b""], [b"value"]).check_published()
 
 
 def test_a_value_of_20_mib_and_one_byte_more() -> None:
@@ -269,12 +269,14 @@ def test_a_value_of_20_mib_and_one_byte_more() -> None:
     largest = Chunk.build([a_set(1, b"k", value)])
     largest.check(largest.crc)
     assert largest.value(0) == value
-    plain_chunk([b"k"], [value]).check_published()
-    two = plain_chunk([b"k", b"l"], [value, b"v"])  # the limit is each value's, not their sum's
+    chunk_of_plain_sets([b"k"], [value]).check_published()
+    two = chunk_of_plain_sets(
+        [b"k", b"l"], [value, b"v"]
+    )  # the limit is each value's, not their sum's
     two.check_published()
     for keys, values in (([b"k"], [value + b"v"]), ([b"k", b"l"], [b"", value + b"v"])):
         with pytest.raises(ChunkError, match="a value is longer"):
-            plain_chunk(keys, values).check_published()
+            chunk_of_plain_sets(keys, values).check_published()
     with pytest.raises(ChunkError, match="a value is longer"):
         Chunk.build([a_set(1, b"k", value + b"v")]).check()
 
@@ -282,9 +284,9 @@ def test_a_value_of_20_mib_and_one_byte_more() -> None:
 def test_a_chunk_of_the_most_mutations_and_one_of_more() -> None:
     keys = [b"k"] * CHUNK_MUTATIONS_MAX
     values = [b""] * CHUNK_MUTATIONS_MAX
-    assert len(plain_chunk(keys, values).check_published()) == CHUNK_MUTATIONS_MAX
+    assert len(chunk_of_plain_sets(keys, values).check_published()) == CHUNK_MUTATIONS_MAX
     with pytest.raises(ChunkError, match="mutations in a chunk"):
-        plain_chunk([*keys, b"k"], [*values, b""])
+        chunk_of_plain_sets([*keys, b"k"], [*values, b""])
 
 
 def test_a_chunk_s_repr_tells_its_range_and_size() -> None:
@@ -486,7 +488,7 @@ def test_a_wrong_crc_is_named() -> None:
 
 
 def test_a_published_chunk_has_no_sequence_numbers_and_expires_nothing() -> None:
-    published = plain_chunk([b"a", b"b"], [b"", b""])
+    published = chunk_of_plain_sets([b"a", b"b"], [b"", b""])
     assert published.check_published() == [b"a", b"b"]
     for column, kind, value in (("seqs", "Q", 1), ("operations", "B", 3), ("operations", "B", 11)):
         with pytest.raises(ChunkError):
@@ -543,7 +545,7 @@ def test_rows_by_index_are_those_rows(chunk: Chunk, data: st.DataObject) -> None
 
 @given(published_chunks(4), st.lists(KEYS, max_size=4))
 def test_a_batch_of_plain_sets_cannot_fail(chunk: Chunk, keys: list[bytes]) -> None:
-    assert plain_chunk(keys, keys).is_unconditional
+    assert chunk_of_plain_sets(keys, keys).is_unconditional
     assert chunk.is_unconditional == all(row.op is Operation.SET and row.cas == 0 for row in chunk)
 
 
@@ -590,7 +592,7 @@ def test_keys_of_one_length_are_cut_like_others(
     keys = [
         index.to_bytes(2, "little").rjust(key_length, b"k")[-key_length:] for index in range(count)
     ]
-    chunk = plain_chunk(keys, [bytes(value_length)] * count)
+    chunk = chunk_of_plain_sets(keys, [bytes(value_length)] * count)
     assert chunk.keys() == keys
     if key_length <= KEY_BYTES_MAX:
         assert chunk.check_published() == keys
@@ -603,7 +605,9 @@ def test_keys_of_one_length_are_cut_like_others(
 def test_an_offset_that_is_wrong_among_keys_of_one_length_is_noticed(
     length: int, count: int, data: st.DataObject
 ) -> None:
-    encoded = bytearray(bytes(plain_chunk([b"k" * length] * count, [b"v" * length] * count)))
+    encoded = bytearray(
+        bytes(chunk_of_plain_sets([b"k" * length] * count, [b"v" * length] * count))
+    )
     columns = Columns(bytes(encoded))
     name = data.draw(st.sampled_from(["key offsets", "value offsets"]))
     offset = columns.at[name] + 4 * data.draw(st.integers(0, count))
@@ -623,7 +627,10 @@ def test_an_offset_that_is_wrong_among_keys_of_one_length_is_noticed(
 
 
 def test_a_chain_tells_chunks_and_their_order() -> None:
-    first_chunk, second_chunk = plain_chunk([b"a"], [b"1"]), plain_chunk([b"a"], [b"2"])
+    first_chunk, second_chunk = (
+        chunk_of_plain_sets([b"a"], [b"1"]),
+        chunk_of_plain_sets([b"a"], [b"2"]),
+    )
     ends = {
         first_chunk.chained_crc(0),
         second_chunk.chained_crc(0),

@@ -13,7 +13,7 @@ from tests.protocol.strategies import (
 from upr_protocol.chunk import (
     Chunk,
     Mutation,
-    plain_chunk,
+    chunk_of_plain_sets,
     published_chunk,
 )
 from upr_protocol.ids import Operation, SeqNo
@@ -25,30 +25,18 @@ def a_set(seq: int, key: bytes, value: bytes = b"") -> Mutation:
     return Mutation(Operation.SET, key, value, SeqNo(seq))
 
 
-@given(st.lists(st.tuples(KEYS, VALUES), max_size=12), st.data())
-def test_a_plain_chunk_is_the_built_one(
-    pairs: list[tuple[bytes, bytes]], data: st.DataObject
-) -> None:
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=12))
+def test_a_chunk_of_plain_sets_is_the_built_one(pairs: list[tuple[bytes, bytes]]) -> None:
     keys, values = [key for key, _ in pairs], [value for _, value in pairs]
-    assert plain_chunk(keys, values) == Chunk.build(
+    assert chunk_of_plain_sets(keys, values) == Chunk.build(
         [Mutation(Operation.SET, key, value) for key, value in pairs]
     )
-    kinds = st.sampled_from([Operation.ADD, Operation.DELETE, Operation.TOUCH])
-    operations = data.draw(st.lists(kinds, min_size=len(pairs), max_size=len(pairs)))
-    assert plain_chunk(keys, values, bytes(operations)) == Chunk.build(
-        [Mutation(op, *pair) for op, pair in zip(operations, pairs, strict=True)]
-    )
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "operations"),
-    [(1, 2, 1), (2, 3, 2), (2, 1, 2), (3, 3, 2), (3, 3, 4), (0, 1, 0)],
-)
-def test_a_plain_chunk_needs_as_many_values_and_operations_as_keys(
-    keys: int, values: int, operations: int
-) -> None:
+@pytest.mark.parametrize(("keys", "values"), [(1, 2), (2, 1), (0, 1)])
+def test_a_chunk_of_plain_sets_needs_as_many_values_as_keys(keys: int, values: int) -> None:
     with pytest.raises(ValueError, match="as many"):
-        plain_chunk([b"k"] * keys, [b"v"] * values, b"\1" * operations)
+        chunk_of_plain_sets([b"k"] * keys, [b"v"] * values)
 
 
 @given(

@@ -35,6 +35,7 @@ from upr_protocol.wire import (
     ChangeUsers,
     Close,
     CloseStream,
+    ContinueLogIn,
     CreateBucket,
     Credit,
     CycleEnd,
@@ -57,9 +58,7 @@ from upr_protocol.wire import (
     ListBucketsReply,
     ListUsers,
     LoggedIn,
-    LogIn,
     LogInChallenge,
-    LogInResponse,
     MapReply,
     Message,
     Mutate,
@@ -82,6 +81,7 @@ from upr_protocol.wire import (
     SeqnosAtReply,
     SeqnosReply,
     SetMap,
+    StartLogIn,
     Stats,
     StatsReply,
     Stream,
@@ -233,9 +233,9 @@ SAMPLES: Final[dict[type[Message], Message]] = {
     for message in (
         hello(),
         hello_reply(),
-        LogIn("SCRAM-SHA-256", b"first"),
+        StartLogIn("SCRAM-SHA-256", b"first"),
         LogInChallenge(b"challenge"),
-        LogInResponse(b"response"),
+        ContinueLogIn(b"response"),
         LoggedIn(b"proof"),
         Error("something", "do something", status=134),
         Open("bucket", (3,), opaque=OPAQUE),
@@ -401,7 +401,7 @@ class Pair:
         if state in LOG_IN_STATES:
             pair.deliver()
             if state is not SessionState.UNAUTHENTICATED:
-                pair.client_says(SAMPLES[LogIn])
+                pair.client_says(SAMPLES[StartLogIn])
             if state is SessionState.CHALLENGED:
                 pair.server_says(SAMPLES[LogInChallenge])
             assert pair.client.state is pair.server.state is state

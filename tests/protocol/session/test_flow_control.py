@@ -53,7 +53,6 @@ from upr_protocol.wire import (
     Hello,
     HelloReply,
     ListBuckets,
-    LogIn,
     Message,
     Mutate,
     Noop,
@@ -62,6 +61,7 @@ from upr_protocol.wire import (
     PartitionChunk,
     PartitionSnapshot,
     Refusal,
+    StartLogIn,
     Stats,
     StatsReply,
 )
@@ -411,7 +411,9 @@ def test_a_hellos_answer_may_allow_no_more_than_the_handshake_does() -> None:
 def test_a_mechanism_that_was_not_offered_is_refused() -> None:
     pair = Pair(mechanisms=("SCRAM-SHA-256",))
     pair.deliver()
-    refused_by_both(pair.client, pair.server, LogIn("PLAIN", b"password"), Status.LOG_IN_FAILED)
+    refused_by_both(
+        pair.client, pair.server, StartLogIn("PLAIN", b"password"), Status.LOG_IN_FAILED
+    )
 
 
 def test_a_frame_may_be_as_long_as_the_server_says() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kit.placed_keys import key_in
 from tests.protocol.session.kit import encoded, frames, hello, portrait, taken
-from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation, decode_runs, plain_chunk
+from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation, chunk_of_plain_sets, decode_runs
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import REQUESTS_OPEN_MAX
@@ -76,10 +76,13 @@ def requests(draw: st.DrawFn) -> Message:
         Mutate(plain.bundle, WRITER, Durability.PERSISTED, opaque=opaque),
         Mutate(plain.bundle, WRITER, copies=1, opaque=opaque),
         Mutate(Bundle.of_one_run(PartitionId(partition), chunk, 1, chain=9), WRITER, opaque=opaque),
-        Mutate(Bundle.of_one_run(PartitionId(partition), plain_chunk([key] * 2, [b""] * 2))),
+        Mutate(
+            Bundle.of_one_run(PartitionId(partition), chunk_of_plain_sets([key] * 2, [b""] * 2))
+        ),
         Mutate(
             Bundle(
-                plain_chunk([b"a", b"b"], [b""] * 2), [BundleRun(PartitionId(n), 1) for n in (0, 1)]
+                chunk_of_plain_sets([b"a", b"b"], [b""] * 2),
+                [BundleRun(PartitionId(n), 1) for n in (0, 1)],
             )
         ),
         single((partition + 1) % PARTITIONS, opaque, 1, Mutation(Operation.SET, key, b"v")),

@@ -55,10 +55,10 @@ MESSAGES_SAID: Final = {
 MOVES: Final = """
     GREETING  Hello      GREETED
     GREETED   HelloReply READY
-    UNAUTHENTICATED LogIn          AUTHENTICATING
+    UNAUTHENTICATED StartLogIn          AUTHENTICATING
     AUTHENTICATING  LogInChallenge CHALLENGED
     AUTHENTICATING  LoggedIn       READY
-    CHALLENGED      LogInResponse  AUTHENTICATING
+    CHALLENGED      ContinueLogIn  AUTHENTICATING
     READY     Open       OPENING
     OPENING   Opened     OPEN
     OPENING   Refusal    READY

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.kit.effort import effort
 from tests.protocol.wire.strategies import FIELDS, MESSAGES_OF_ANY_KIND, messages_of
-from upr_protocol.chunk import Buffer, Bundle, BundleRun, Chunk, Mutation, plain_chunk
+from upr_protocol.chunk import Buffer, Bundle, BundleRun, Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import ChunkError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -360,7 +360,7 @@ def test_a_malformed_failover_log_is_refused(log: bytes) -> None:
 # --- the largest of each kind fits ----------------------------------------------------------------
 
 KEY = b"k" * KEY_BYTES_MAX
-LARGEST_CHUNK = plain_chunk([KEY], [bytes(VALUE_BYTES_MAX)])
+LARGEST_CHUNK = chunk_of_plain_sets([KEY], [bytes(VALUE_BYTES_MAX)])
 ALL_PARTITIONS = [PartitionId(partition) for partition in range(PARTITIONS_MAX)]
 
 
@@ -374,7 +374,7 @@ ALL_PARTITIONS = [PartitionId(partition) for partition in range(PARTITIONS_MAX)]
         GetReply(HistoryId(1), 1, LARGEST_CHUNK),
         Mutate(
             Bundle(
-                plain_chunk(
+                chunk_of_plain_sets(
                     [KEY] * BUNDLE_RUNS_MAX,
                     [bytes(28 * 1024)] * BUNDLE_RUNS_MAX,
                 ),

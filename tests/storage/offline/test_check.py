@@ -22,7 +22,7 @@ from upr_protocol.ids import SeqNo
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.directory import default_data_dir, lock, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import open_bucket
 from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.findings import Problem
@@ -41,7 +41,7 @@ from upr_server.storage.records import (
     PartitionRecord,
     Watermark,
     chunk_key,
-    index_key,
+    index_entry_key,
     lease_key,
     pack_record,
     parse_record,
@@ -81,7 +81,7 @@ def file_of(data: Path, part: str) -> Path:
 
 
 def change(data: Path, part: str, do: Callable[[WriteTransaction], None]) -> None:
-    ordered_map = LmdbMap(
+    ordered_map = LmdbOrderedMap(
         data / "buckets" / BUCKET / part, bytes_max=1 << 30, is_summed=part == "log"
     )
     with ordered_map.write() as transaction:
@@ -135,7 +135,7 @@ def test_a_missing_index_is_rebuilt_at_the_next_start(data: Path) -> None:
     # The advice that `check` gives.
     file_of(data, "index").unlink()
     assert "the server rebuilds it" in run("check", "--data-dir", data).stdout
-    ordered_map = LmdbMap(data / "buckets" / BUCKET / "index", bytes_max=1 << 30)
+    ordered_map = LmdbOrderedMap(data / "buckets" / BUCKET / "index", bytes_max=1 << 30)
     ordered_map.close()
     checked = run("check", "--data-dir", data)
     assert checked.returncode == 0, checked
@@ -350,7 +350,7 @@ def test_an_older_number_in_the_index_is_noticed(data: Path) -> None:
 
 
 def test_a_key_that_only_the_index_has_is_noticed(data: Path) -> None:
-    key = index_key(0, b"never written")
+    key = index_entry_key(0, b"never written")
     change(data, "index", lambda transaction: transaction.put(key, KeyIndexEntry(5, 0).pack(key)))
     problems = [problem for _, problem in problems_in(data)]
     assert any(

@@ -16,7 +16,7 @@ from upr_protocol.chunk import Buffer
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
-from upr_protocol.client.credentials import with_password
+from upr_protocol.client.credentials import resolve_credentials
 from upr_protocol.client.options import ConnectionOptions, new_nonce
 from upr_protocol.errors import (
     BrokenError,
@@ -83,7 +83,7 @@ class BlockingConnection:
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:
-        credentials = with_password(address.security.credentials)
+        credentials = resolve_credentials(address.security.credentials)
         self._clock = options.clock
         deadline = self._clock() + options.connect_timeout_s
         try:

@@ -27,7 +27,7 @@ from upr_protocol.client.core.subscription import (
     checked_partitions,
 )
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.client.resume_files import FileStore
+from upr_protocol.client.resume_stores import FileStore
 from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
 from upr_protocol.client.trio.streams import ConsumerStreams
 from upr_protocol.errors import ClosedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status
 from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient, ScramError
 from upr_protocol.security import Credentials
-from upr_protocol.wire import LoggedIn, LogIn, LogInChallenge, LogInResponse
+from upr_protocol.wire import ContinueLogIn, LoggedIn, LogInChallenge, StartLogIn
 
 
 class ClientLogIn:
@@ -38,7 +38,7 @@ class ClientLogIn:
         `check`ed, nobody in between can have passed them on."""
         return self._scram is not None and self._scram.mechanism == SCRAM_PLUS
 
-    def begin(self, mechanisms: tuple[str, ...]) -> LogIn | None:
+    def begin(self, mechanisms: tuple[str, ...]) -> StartLogIn | None:
         """The first message; None if neither side asks for a log-in.
 
         Args:
@@ -59,7 +59,7 @@ class ClientLogIn:
             )
         if self._credentials is None:
             if EXTERNAL in mechanisms:
-                return LogIn(EXTERNAL)
+                return StartLogIn(EXTERNAL)
             raise ServerError(Status.LOG_IN_NEEDED, "the server wants its clients to log in")
         self._scram = ScramClient(
             self._credentials.user,
@@ -73,9 +73,9 @@ class ClientLogIn:
                 Status.LOG_IN_NEEDED,
                 f"the server takes no passwords by {SCRAM}; it takes {', '.join(mechanisms)}",
             )
-        return LogIn(self._scram.mechanism, self._scram.client_first())
+        return StartLogIn(self._scram.mechanism, self._scram.client_first())
 
-    def respond(self, challenge: LogInChallenge) -> LogInResponse:
+    def respond(self, challenge: LogInChallenge) -> ContinueLogIn:
         """The answer to the server's challenge. It takes some 20 ms the first time for
         a password and a salt.
 
@@ -89,7 +89,7 @@ class ClientLogIn:
             raise RemoteProtocolError("LogInChallenge: a log-in has one challenge")
         self._has_responded = True
         try:
-            return LogInResponse(self._scram.client_final(challenge.data))
+            return ContinueLogIn(self._scram.client_final(challenge.data))
         except ScramError as error:
             raise RemoteProtocolError(f"LogInChallenge: {error}") from error
 

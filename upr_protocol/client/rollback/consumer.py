@@ -17,7 +17,7 @@ from upr_protocol.client.core.events import BarrierReached, ChunkReceived, Event
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
 from upr_protocol.client.core.subscription import End
-from upr_protocol.client.resume_files import ResumeStore
+from upr_protocol.client.resume_stores import ResumeStore
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits

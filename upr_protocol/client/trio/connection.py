@@ -16,7 +16,7 @@ from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
-from upr_protocol.client.credentials import with_password
+from upr_protocol.client.credentials import resolve_credentials
 from upr_protocol.client.options import ConnectionOptions, new_nonce
 from upr_protocol.concurrency import Notifier, background_nursery, without_traceback
 from upr_protocol.errors import (
@@ -312,7 +312,7 @@ async def open_connection(
         ServerError: The server refused the user or the bucket.
         RemoteProtocolError: The peer does not speak the protocol, or does not know the user.
     """
-    credentials = with_password(address.security.credentials)
+    credentials = resolve_credentials(address.security.credentials)
     deadline = trio.current_time() + options.connect_timeout_s
     stream = await _dial(address, options, deadline)
     session = options.session(trio.current_time())

@@ -26,7 +26,7 @@ from upr_protocol.client.core.subscription import (
     SubscriptionState,
     checked_partitions,
 )
-from upr_protocol.client.resume_files import FileStore, ResumeStore
+from upr_protocol.client.resume_stores import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
 from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
 from upr_protocol.client.trio.streams import ConsumerStreams, EndOfStreamsError

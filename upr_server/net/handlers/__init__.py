@@ -13,6 +13,7 @@ from typing import Final
 from upr_protocol.wire import (
     Await,
     ChangeUsers,
+    ContinueLogIn,
     CreateBucket,
     DeleteBucket,
     Get,
@@ -22,8 +23,6 @@ from upr_protocol.wire import (
     Lease,
     ListBuckets,
     ListUsers,
-    LogIn,
-    LogInResponse,
     Message,
     Mutate,
     NextEvents,
@@ -32,6 +31,7 @@ from upr_protocol.wire import (
     Seqnos,
     SeqnosAt,
     SetMap,
+    StartLogIn,
     Stats,
     Stream,
 )
@@ -49,8 +49,8 @@ from upr_server.net.handlers import (
 from upr_server.net.request_context import Handler
 
 HANDLERS: Final[Mapping[type[Message], Handler]] = {
-    LogIn: log_in.log_in,
-    LogInResponse: log_in.log_in_response,
+    StartLogIn: log_in.log_in,
+    ContinueLogIn: log_in.log_in_response,
     Open: streams.open_bucket,
     Stream: streams.stream,
     ReplicaAck: streams.replica_ack,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from upr_server.storage.errors import CorruptionError, StorageError
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import ReadTransaction
 from upr_server.storage.records import (
     BUCKET,
@@ -17,16 +17,16 @@ from upr_server.storage.records import (
 )
 
 
-def open_map(path: Path) -> LmdbMap:
+def open_map(path: Path) -> LmdbOrderedMap:
     """Opens the folder `log` or `index` of a bucket to read it. Nobody else may use it meanwhile.
 
     Raises:
         StorageError: It cannot be opened.
     """
-    return LmdbMap(path, readonly=True, is_alone=True, is_summed=path.name == "log")
+    return LmdbOrderedMap(path, readonly=True, is_alone=True, is_summed=path.name == "log")
 
 
-def open_bucket(path: Path) -> tuple[LmdbMap, LmdbMap]:
+def open_bucket(path: Path) -> tuple[LmdbOrderedMap, LmdbOrderedMap]:
     """Opens log and index in a bucket's folder to read them.
 
     Raises:
@@ -52,7 +52,7 @@ def read_bucket_record(transaction: ReadTransaction) -> BucketRecord:
     return parse_record(BUCKET, sealed, BucketRecord)
 
 
-def partition_count(log: LmdbMap) -> int:
+def partition_count(log: LmdbOrderedMap) -> int:
     """How many partitions a bucket has, even if the record that says so is damaged.
 
     Raises:

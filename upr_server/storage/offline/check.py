@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from upr_server.storage.errors import StorageError
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import partition_count
 from upr_server.storage.offline.check_index import check_entries, check_index, read_watermark
 from upr_server.storage.offline.check_log import (
@@ -44,7 +44,7 @@ class BucketCheck:
         index: Its index.
     """
 
-    def __init__(self, name: str, log: LmdbMap, index: LmdbMap) -> None:
+    def __init__(self, name: str, log: LmdbOrderedMap, index: LmdbOrderedMap) -> None:
         self._name = name
         self._log = log
         self._index = index

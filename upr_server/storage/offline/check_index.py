@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from upr_protocol.chunk import Buffer
-from upr_server.storage.lmdb_map import COMMIT, LmdbMap
+from upr_server.storage.lmdb_ordered_map import COMMIT, LmdbOrderedMap
 from upr_server.storage.offline.findings import Damage, Progress, Report
 from upr_server.storage.offline.map_walk import KEYS_END, walk_map
 from upr_server.storage.ordered_map import ReadTransaction
 from upr_server.storage.records import (
     EXPIRY,
-    INDEX_KEY_PREFIX,
+    INDEX_ENTRY_KEY_PREFIX,
     KEY,
     WATERMARK,
     KeyIndexEntry,
     Watermark,
     expiry_key,
-    index_key,
+    index_entry_key,
     parse_expiry_key,
     parse_record,
     partition_key,
@@ -25,7 +25,7 @@ from upr_server.storage.records import (
 )
 
 
-def check_index(index: LmdbMap, partition_count: int) -> Iterator[Report]:
+def check_index(index: LmdbOrderedMap, partition_count: int) -> Iterator[Report]:
     """Checks every record of an index by itself, and that entries and expiry records agree.
 
     Args:
@@ -65,23 +65,23 @@ class _RecordCheck:
         entry = KeyIndexEntry.parse(key, value)
         partition = int.from_bytes(key[1:3])
         self._check_partition(partition)
-        if len(key) == INDEX_KEY_PREFIX:
+        if len(key) == INDEX_ENTRY_KEY_PREFIX:
             raise ValueError("it is the entry of an empty key")
         if entry.expiry:
             by_time = expiry_key(entry.expiry, partition, entry.seq)
             sealed = self._transaction.get(by_time)
-            if sealed is None or unseal(by_time, sealed) != key[INDEX_KEY_PREFIX:]:
+            if sealed is None or unseal(by_time, sealed) != key[INDEX_ENTRY_KEY_PREFIX:]:
                 raise ValueError(f"it expires at {entry.expiry}, but has no expiry record")
 
     def _check_expiry(self, key: bytes, value: Buffer) -> None:
         expiry, partition, seq = parse_expiry_key(key)
-        entry_key = index_key(partition, unseal(key, value))
+        entry_key = index_entry_key(partition, unseal(key, value))
         entry = self._transaction.get(entry_key)
         if entry is None or KeyIndexEntry.parse(entry_key, entry) != KeyIndexEntry(seq, expiry):
             raise ValueError("it is the expiry record of an item that does not exist")
 
 
-def read_watermark(index: LmdbMap, partition: int) -> Watermark:
+def read_watermark(index: LmdbOrderedMap, partition: int) -> Watermark:
     """How far the index has followed the log of a partition.
 
     Raises:
@@ -94,7 +94,7 @@ def read_watermark(index: LmdbMap, partition: int) -> Watermark:
 
 
 def check_entries(
-    index: LmdbMap,
+    index: LmdbOrderedMap,
     partition: int,
     newest: Mapping[bytes, KeyIndexEntry],
     watermark: Watermark,
@@ -112,7 +112,7 @@ def check_entries(
     items = 0
     with index.read() as transaction:
         for key, expected in newest.items():
-            entry_key = index_key(partition, key)
+            entry_key = index_entry_key(partition, key)
             value = transaction.get(entry_key)
             if value is None:
                 text = f"the index does not find the key {_shown(key)}"
@@ -123,11 +123,11 @@ def check_entries(
                 text = f"the newest mutation of the key {_shown(key)} is {expected}"
                 yield Damage(f"{text}, not {entry}", partition, in_index=True)
         for entry_key, value in transaction.scan(
-            index_key(partition, b""), index_key(partition, KEYS_END)
+            index_entry_key(partition, b""), index_entry_key(partition, KEYS_END)
         ):
             entry = KeyIndexEntry.parse(entry_key, value)
             items += not entry.is_tombstone
-            key = entry_key[INDEX_KEY_PREFIX:]
+            key = entry_key[INDEX_ENTRY_KEY_PREFIX:]
             is_purged = entry.is_tombstone and entry.seq <= purge_seq
             if key not in newest and not is_purged:
                 text = f"the log has no mutation of the key {_shown(key)}"

@@ -11,7 +11,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_protocol.partition_map import PartitionMap
 from upr_server.storage.errors import CorruptionError, StorageError
-from upr_server.storage.lmdb_map import COMMIT, LmdbMap
+from upr_server.storage.lmdb_ordered_map import COMMIT, LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import read_bucket_record
 from upr_server.storage.offline.findings import Damage, Progress, Report
 from upr_server.storage.offline.map_walk import walk_map
@@ -43,7 +43,7 @@ from upr_server.storage.records import (
 _PROGRESS_BYTES: Final = 8 * 1024 * 1024
 
 
-def check_records(log: LmdbMap, bucket: str) -> Iterator[Report]:
+def check_records(log: LmdbOrderedMap, bucket: str) -> Iterator[Report]:
     """Checks every record of a log except the contents of its chunks.
 
     Args:
@@ -193,7 +193,7 @@ class PartitionLogCheck:
         is_whole: Whether nothing is wrong so far; else `newest` may be wrong, too.
     """
 
-    def __init__(self, log: LmdbMap, partition: int) -> None:
+    def __init__(self, log: LmdbOrderedMap, partition: int) -> None:
         self._log = log
         self._partition = partition
         self.newest: dict[bytes, KeyIndexEntry] = {}

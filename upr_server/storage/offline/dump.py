@@ -13,7 +13,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import Operation
 from upr_server.storage.errors import StorageError
-from upr_server.storage.lmdb_map import LmdbMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import partition_count
 from upr_server.storage.offline.findings import LOG_ADVICE, Finding, Problem, Progress, Stage
 from upr_server.storage.records import (
@@ -55,7 +55,9 @@ class BucketDump:
         output: The file descriptor to write to.
     """
 
-    def __init__(self, name: str, log: LmdbMap, options: DumpOptions, output: int = 1) -> None:
+    def __init__(
+        self, name: str, log: LmdbOrderedMap, options: DumpOptions, output: int = 1
+    ) -> None:
         self._name = name
         self._log = log
         self._options = options

@@ -79,7 +79,7 @@ _META_TRANSACTION: Final = Struct("<144xQ")
 """The number of a meta page's commit. Before it stand the descriptions of two trees."""
 
 
-class LmdbMap:
+class LmdbOrderedMap:
     """One LMDB environment, for one thread.
 
     Args:
