@@ -64,6 +64,7 @@ from upr_protocol.client.index_client import (
     IndexClient,
     IndexRange,
     IndexSummary,
+    PageOptions,
     ScanSelection,
 )
 from upr_protocol.client.index_lines import IndexEntry, IndexLines, IndexPage
@@ -140,6 +141,7 @@ __all__ = [
     "NodeConnection",
     "NodeStatus",
     "NotDurableError",
+    "PageOptions",
     "PartitionBatchResult",
     "PartitionInfo",
     "PartitionNumbers",

@@ -11,7 +11,7 @@ import msgspec
 
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.index_lines import IndexEntry, IndexLines, IndexPage
-from upr_protocol.client.index_node import IndexerError, IndexNode
+from upr_protocol.client.index_node import IndexerError, IndexNode, decoded
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.security import UNPROTECTED, Security
 
@@ -81,6 +81,22 @@ class ScanSelection(IndexRange, total=False):
     timeout_s: float
     hold_s: float
     moment: str
+
+
+class PageOptions(ScanSelection, total=False):
+    """Which entries of an index, how fresh, and how many of them in which order.
+
+    Attributes:
+        descending: Whether the highest comes first.
+        limit: The most entries. By default 100, and at most 10,000; as lines all by default.
+        continuation: The continuation of the page before.
+        timestamps: Whether to give how far each partition was.
+    """
+
+    descending: bool
+    limit: int | None
+    continuation: str
+    timestamps: bool
 
 
 class IndexSummary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -184,63 +200,40 @@ class IndexClient:
 
     def indexes(self) -> list[dict[str, Any]]:
         """Every index with its status."""
-        return _decoded(self._request("GET", "/v1/indexes"), _Indexes).indexes
+        return decoded(self._request("GET", "/v1/indexes"), _Indexes).indexes
 
     def design_mistakes(self) -> dict[str, str]:
         """By unusable design document the reason."""
-        return _decoded(self._request("GET", "/v1/designs"), _Designs).mistakes
+        return decoded(self._request("GET", "/v1/designs"), _Designs).mistakes
 
     def not_ready_reason(self) -> str:
         """Why the indexer has yet to learn which indexes there are; empty if it knows."""
-        return _decoded(self._request("GET", "/v1/designs"), _Designs).starting
+        return decoded(self._request("GET", "/v1/designs"), _Designs).starting
 
     def index_status(self, name: str) -> dict[str, Any]:
         """The status of the index `DESIGN/INDEX`."""
-        return _decoded(self._request("GET", _path(name)), dict[str, Any])
+        return decoded(self._request("GET", _path(name)), dict[str, Any])
 
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes of the indexer, what each keeps, and whether it answers the node that is asked;
         empty if the indexer is alone."""
-        return _decoded(self._request("GET", "/v1/nodes"), _Nodes).nodes
+        return decoded(self._request("GET", "/v1/nodes"), _Nodes).nodes
 
     def status(self) -> dict[str, Any]:
         """The status of the indexer."""
-        return _decoded(self._request("GET", "/v1/status"), dict[str, Any])
+        return decoded(self._request("GET", "/v1/status"), dict[str, Any])
 
     # Scans.
 
-    def scan(
-        self,
-        name: str,
-        *,
-        descending: bool = False,
-        limit: int = 100,
-        continuation: str = "",
-        timestamps: bool = False,
-        **options: Unpack[ScanSelection],
-    ) -> IndexPage:
+    def scan(self, name: str, **options: Unpack[PageOptions]) -> IndexPage:
         """Some entries of the index `DESIGN/INDEX`.
-
-        Args:
-            name: The index.
-            descending: Whether the highest comes first.
-            limit: The most entries, up to 10,000.
-            continuation: The continuation of the page before.
-            timestamps: Whether to give how far each partition was.
-            **options: Which entries, and how fresh.
 
         Raises:
             IndexerError: The indexer refused or failed; the code says why.
             BrokenError: The indexer cannot be reached, or did not answer.
             CredentialsError: The password is not to be had.
         """
-        query = {
-            "descending": descending,
-            "limit": limit,
-            "continuation": continuation,
-            "timestamps": timestamps,
-        }
-        return self._scan(name, query, options, IndexPage)
+        return self._scan(name, {}, options, IndexPage)
 
     def scan_all(
         self, name: str, *, hold_s: float = HOLD_S_DEFAULT, **options: Any
@@ -273,27 +266,10 @@ class IndexClient:
                 with suppress(UprError):
                     self.release(page.moment)
 
-    def stream(
-        self,
-        name: str,
-        *,
-        descending: bool = False,
-        limit: int | None = None,
-        continuation: str = "",
-        timestamps: bool = False,
-        **options: Unpack[ScanSelection],
-    ) -> IndexLines:
+    def stream(self, name: str, **options: Unpack[PageOptions]) -> IndexLines:
         """All entries, of one moment of the index, as lines of one answer. The indexer reads them
         as this iterator is read, and holds the moment meanwhile. It has a connection of its own, so
-        the client can ask other things beside it.
-
-        Args:
-            name: The index.
-            descending: Whether the highest comes first.
-            limit: The most entries; all by default.
-            continuation: See `scan`.
-            timestamps: Whether to give how far each partition was, as `end.timestamps`.
-            **options: Which entries, and how fresh.
+        the client can ask other things beside it. The timestamps come as `end.timestamps`.
 
         Raises:
             IndexerError: The indexer refused or failed; the code says why. While it is read, too.
@@ -301,13 +277,7 @@ class IndexClient:
                 answer was cut: begin again, at any node.
         """
         timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
-        query = {
-            "descending": descending,
-            "limit": limit,
-            "continuation": continuation,
-            "timestamps": timestamps,
-        }
-        body = self._query(query, options)
+        body = self._query({}, options)
         path = _path(name) + "/scan"
 
         def begin(node: IndexNode, slack_s: float) -> IndexLines:
@@ -364,50 +334,42 @@ class IndexClient:
         self,
         name: str,
         *,
-        descending: bool = False,
-        limit: int | None = None,
-        continuation: str = "",
         count: bool = False,
         min_key: bool = False,
         max_key: bool = False,
-        **options: Unpack[ScanSelection],
+        **options: Unpack[PageOptions],
     ) -> dict[str, Any]:
         """Carries out a scan, and tells how: the ranges that were read, how many entries were
         looked at, how the index was as fresh as asked, and what was waited for.
 
         Args:
             name: The index.
-            descending: See `scan`.
-            limit: See `scan`; 100 by default. Not together with the following three.
-            continuation: See `scan`.
-            count: See `summarize`.
+            count: See `summarize`; these three not together with `limit`.
             min_key: See `summarize`.
             max_key: See `summarize`.
-            **options: Which entries, and how fresh.
+            **options: See `scan`.
 
         Raises:
             IndexerError: The indexer refused or failed; the code says why.
             BrokenError: The indexer cannot be reached, or did not answer.
         """
-        query = {
-            "descending": descending,
-            "limit": limit,
-            "continuation": continuation,
-            "count": count,
-            "min": min_key,
-            "max": max_key,
-            "explain": True,
-        }
+        query = {"count": count, "min": min_key, "max": max_key, "explain": True}
         return self._scan(name, query, options, _Explained).explanation
 
-    def _scan(self, name: str, query: dict[str, Any], options: ScanSelection, kind: type[T]) -> T:
+    def _scan(
+        self, name: str, query: dict[str, Any], options: PageOptions | ScanSelection, kind: type[T]
+    ) -> T:
         timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
         body = self._query(query, options)
-        return _decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
+        return decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
 
-    def _query(self, query: dict[str, Any], options: ScanSelection) -> bytes:
+    def _query(self, query: dict[str, Any], options: PageOptions | ScanSelection) -> bytes:
         """A query, as it is sent."""
-        query |= {
+        query = {
+            "descending": options.get("descending", False),
+            "limit": options.get("limit"),
+            "continuation": options.get("continuation", ""),
+            "timestamps": options.get("timestamps", False),
             **_range(options),
             "distinct": options.get("distinct", 0),
             "consistency": options.get("consistency", "any"),
@@ -422,6 +384,7 @@ class IndexClient:
             "timeout_s": options.get("timeout_s", INDEXER_TIMEOUT_S),
             "hold_s": options.get("hold_s", 0.0),
             "moment": options.get("moment", ""),
+            **query,
         }
         if "ranges" in options:
             query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
@@ -522,13 +485,6 @@ def _bound(bound: Bound | None) -> dict[str, Any] | None:
         return None
     key, inclusive = bound if isinstance(bound, tuple) else (bound, True)
     return {"key": key, "inclusive": inclusive}
-
-
-def _decoded(data: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IndexerError("server_failed", f"not an indexer's answer: {error}") from error
 
 
 def _failure_of(failures: Sequence[BrokenError | IndexerError]) -> BrokenError | IndexerError:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from http import HTTPStatus
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
-from upr_protocol.client.index_node import IndexerError, failure_in
+from upr_protocol.client.index_node import decoded, failure_in
 from upr_protocol.errors import BrokenError
-
-T = TypeVar("T")
 
 
 class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,18 +89,11 @@ class IndexLines:
             raise StopIteration
         line = next(self._lines, b"")
         if line.startswith(b'{"key"') and line.endswith(b"\n"):
-            return _decoded(line, IndexEntry)
+            return decoded(line, IndexEntry)
         self.close()
         if not line.endswith(b"\n"):
             raise BrokenError("the answer of the indexer was cut; ask again, at any node")
         if line.startswith(b'{"error"'):
             raise failure_in(HTTPStatus.OK, line)
-        self.end = _decoded(line, _End).end
+        self.end = decoded(line, _End).end
         raise StopIteration
-
-
-def _decoded(line: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(line, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IndexerError("server_failed", f"not an indexer's answer: {error}") from error

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from http import HTTPStatus
 from ipaddress import ip_address
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,6 +18,8 @@ from upr_protocol.client.credentials import resolve_credentials
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.security import Credentials, Security, TlsSettings
 from upr_protocol.transport import client_context, explained_tls_error
+
+T = TypeVar("T")
 
 PORT_DEFAULT: Final = 12080
 """Where an indexer listens unless it is told otherwise."""
@@ -250,3 +252,15 @@ def failure_in(status: int, data: bytes) -> IndexerError:
     error = IndexerError(failure.code, failure.message, failure.place, failure.retry_after_s)
     error.nodes = failures.map.nodes
     return error
+
+
+def decoded(data: bytes, kind: type[T]) -> T:
+    """An answer, or a line of one.
+
+    Raises:
+        IndexerError: It is not an indexer's answer.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise IndexerError("server_failed", f"not an indexer's answer: {error}") from error

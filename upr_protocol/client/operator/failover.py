@@ -175,18 +175,11 @@ class _Failover:
 
     async def fence(self) -> None:
         """Stops every replica that answers from accepting more changes, and asks what it has."""
-        change = self._change
-        fencing_map = change.next_map(
-            {n: fenced_assignment(assignment) for n, assignment in change.assignments.items()}
-        )
-        reached = self._reached_holders()
-        failures = await change.publisher.publish_to(reached, fencing_map)
+        change, revision = self._change, self._change.revision
+        failures, reports = await change.fence(self._reached_holders(), change.assignments)
         for name, error in failures.items():
             self._report(f"{name} is not fenced: {error}")
-        # Asked again after the fencing. What the survey said of a replica may be too little: it may
-        # have accepted, and acknowledged, more since.
-        addresses = {n: change.publisher.addresses[n] for n in reached if n not in failures}
-        for name, report in (await change.operator.node_reports(addresses)).items():
+        for name, report in reports.items():
             if report.failure:
                 self._report(f"{name} is fenced, but does not say what it has: {report.failure}")
                 continue
@@ -202,8 +195,7 @@ class _Failover:
                 if name in assignment.holders() and partition < len(report.partitions):
                     self._copies[partition].append(report.copy_of(partition))
         self._report(
-            f"{', '.join(self.fenced) or 'no node'}: revision {fencing_map.revision}, fenced for "
-            f"{change.text}"
+            f"{', '.join(self.fenced) or 'no node'}: revision {revision}, fenced for {change.text}"
         )
 
     def _refused_copies(self, report: NodeReport) -> list[PartitionId]:

@@ -24,7 +24,6 @@ from upr_protocol.client.operator.map_change import MapChange
 from upr_protocol.client.operator.plan import (
     PartitionCopy,
     active_assignment,
-    fenced_assignment,
     most_complete,
     partitions_text,
 )
@@ -92,15 +91,11 @@ class Handback:
             for partition, assignment in change.assignments.items()
             if assignment.handing_over or not self.is_resumed
         }
-        fencing_map = change.next_map(
-            {n: fenced_assignment(assignment) for n, assignment in assignments.items()}
-        )
         timeout_s = change.operator.ask_timeout_s
-        failures = await change.publisher.publish_to(nodes, fencing_map, timeout_s)
+        failures, reports = await change.fence(nodes, assignments, timeout_s)
         for error in failures.values():
             self._report(f"{error}; it may have become active")
-        addresses = {n: change.publisher.addresses[n] for n in nodes if n not in failures}
-        for name, report in (await change.operator.node_reports(addresses)).items():
+        for name, report in reports.items():
             if report.failure or not report.partitions:
                 self._report(f"{name} does not say what it has: {report.failure}")
                 continue

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from upr_protocol.client.operator.errors import NotDoneError
+from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
 from upr_protocol.client.operator.map_publisher import MapPublisher
 from upr_protocol.client.operator.plan import (
+    fenced_assignment,
     first_revision,
     last_active_of,
     partitions_text,
 )
-from upr_protocol.client.operator.survey import Operator, Survey
+from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
 from upr_protocol.ids import PartitionId
 from upr_protocol.partition_map import Assignment, PartitionMap
 
@@ -50,6 +51,23 @@ class MapChange:
         new_map = self._base.with_assignments(assignments, self._revision)
         self._revision += 1
         return new_map
+
+    async def fence(
+        self,
+        nodes: Sequence[str],
+        assignments: Mapping[PartitionId, Assignment],
+        timeout_s: float | None = None,
+    ) -> tuple[Mapping[str, PartlyDoneError], Mapping[str, NodeReport]]:
+        """Has nodes accept nothing more of partitions, and asks them what they have. What a node
+        said before may be too little: it may have accepted, and acknowledged, more since.
+
+        Returns:
+            The nodes that are not known to be fenced, and why; and the reports of the others.
+        """
+        fencing_map = self.next_map({n: fenced_assignment(a) for n, a in assignments.items()})
+        failures = await self.publisher.publish_to(nodes, fencing_map, timeout_s)
+        addresses = {n: self.publisher.addresses[n] for n in nodes if n not in failures}
+        return failures, await self.operator.node_reports(addresses)
 
     def holders(self) -> list[str]:
         """Every node that has a copy of one of the partitions."""
