@@ -18,22 +18,9 @@ REVISION: Final = 7
 
 NATIVE: Final = "native"
 
-if TYPE_CHECKING:
-    from upr_kernel.pure import (
-        Answers,
-        KeyTable,
-        OpenRows,
-        add_runs,
-        check,
-        encode_replies,
-        find_misplaced,
-        gather,
-        join_sets,
-        select_prefix,
-    )
+BUILD: str
 
-    BUILD: str
-elif environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
+if TYPE_CHECKING or environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
     from upr_kernel.pure import (
         Answers,
         KeyTable,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from itertools import takewhile
 from operator import attrgetter
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 Token = tuple[bytes, int]
 """A writer's ID, and the counter of one of its batches."""
@@ -434,34 +434,14 @@ class Answers:
         assert total == self.nbytes, (total, self.nbytes)
 
 
-class _Limits:
-    __slots__ = (
-        "answer_bytes",
-        "batches_max",
-        "bytes_max",
-        "order_slack",
-        "unsaved_bytes",
-        "writer_bytes",
-        "writers_max",
-    )
-
-    def __init__(
-        self,
-        batches_max: int,
-        bytes_max: int,
-        writers_max: int,
-        writer_bytes: int,
-        answer_bytes: int,
-        unsaved_bytes: int,
-        order_slack: int,
-    ) -> None:
-        self.batches_max = batches_max
-        self.bytes_max = bytes_max
-        self.writers_max = writers_max
-        self.writer_bytes = writer_bytes
-        self.answer_bytes = answer_bytes
-        self.unsaved_bytes = unsaved_bytes
-        self.order_slack = order_slack
+class _Limits(NamedTuple):
+    batches_max: int
+    bytes_max: int
+    writers_max: int
+    writer_bytes: int
+    answer_bytes: int
+    unsaved_bytes: int
+    order_slack: int
 
 
 def _packed(number: int) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final
 
 import click
@@ -72,20 +74,20 @@ _prefix_option = click.option(
 )
 
 
-def grant_arguments(command: Any) -> Any:
-    """Declares RIGHTS, BUCKETS and --prefix; see `grants_of`."""
-    return _rights_argument(_pattern_argument(_prefix_option(command)))
+def grant_arguments(command: Callable[..., None]) -> Callable[..., None]:
+    """Declares RIGHTS, BUCKETS and --prefix. The command gets the grants that they mean."""
 
+    @wraps(command)
+    def with_grants(rights: tuple[Right, ...], pattern: str, prefix: str, **arguments: Any) -> None:
+        grants = tuple(Grant(right, pattern, os.fsencode(prefix)) for right in rights)
+        try:
+            for grant in grants:
+                grant.check()
+        except UsersError as error:
+            raise click.UsageError(str(error)) from error
+        command(grants=grants, **arguments)
 
-def grants_of(rights: tuple[Right, ...], pattern: str, prefix: str) -> tuple[Grant, ...]:
-    """The grants that the arguments mean."""
-    grants = tuple(Grant(right, pattern, os.fsencode(prefix)) for right in rights)
-    try:
-        for grant in grants:
-            grant.check()
-    except UsersError as error:
-        raise click.UsageError(str(error)) from error
-    return grants
+    return _rights_argument(_pattern_argument(_prefix_option(with_grants)))
 
 
 GRANT_COLUMNS: Final = ("right", "buckets", "prefix")

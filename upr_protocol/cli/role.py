@@ -12,13 +12,12 @@ from upr_protocol.cli.grants import (
     describe_grants,
     grant_arguments,
     grant_fields,
-    grants_of,
     role_argument,
 )
 from upr_protocol.cli.output import print_line, print_table
 from upr_protocol.cli.parameters import TargetCommand, json_option, server_argument
 from upr_protocol.client import Address
-from upr_protocol.users import AddRole, GrantToRole, RemoveRole, RevokeFromRole, Right
+from upr_protocol.users import AddRole, Grant, GrantToRole, RemoveRole, RevokeFromRole
 
 
 @click.group()
@@ -48,7 +47,7 @@ def add(target: Address, name: str) -> None:
 @server_argument
 @role_argument
 @grant_arguments
-def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, prefix: str) -> None:
+def grant(target: Address, name: str, grants: tuple[Grant, ...]) -> None:
     r"""Grant rights to all who have a role.
 
     The arguments are those of `upr user grant`.
@@ -57,7 +56,6 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, p
     Examples:
       upr role grant uprs://db1:12000 editors read,write 'orders-*'
     """
-    grants = grants_of(rights, pattern, prefix)
     change_users(target, GrantToRole(name, grants))
     print_line(f"granted to the role {name}: {describe_grants(grants)}")
 
@@ -66,14 +64,11 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, p
 @server_argument
 @role_argument
 @grant_arguments
-def revoke(
-    target: Address, name: str, rights: tuple[Right, ...], pattern: str, prefix: str
-) -> None:
+def revoke(target: Address, name: str, grants: tuple[Grant, ...]) -> None:
     """Take rights from a role, and end the streams that lived by them.
 
     BUCKETS and --prefix must be the same as when they were granted.
     """
-    grants = grants_of(rights, pattern, prefix)
     change_users(target, RevokeFromRole(name, grants))
     print_line(f"revoked from the role {name}: {describe_grants(grants)}")
 

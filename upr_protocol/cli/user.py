@@ -16,7 +16,6 @@ from upr_protocol.cli.grants import (
     describe_grants,
     grant_arguments,
     grant_fields,
-    grants_of,
     parse_name,
     user_argument,
 )
@@ -31,11 +30,11 @@ from upr_protocol.users import (
     REVISION_MAX,
     AddUser,
     AssignRoles,
+    Grant,
     GrantRights,
     Limits,
     RemoveUser,
     RevokeRights,
-    Right,
     SetLimits,
     SetPassword,
     UsersError,
@@ -111,7 +110,7 @@ def password(target: Address, name: str, new_password_file: str | None) -> None:
 @server_argument
 @user_argument
 @grant_arguments
-def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, prefix: str) -> None:
+def grant(target: Address, name: str, grants: tuple[Grant, ...]) -> None:
     r"""Grant rights to a user.
 
     RIGHTS are one or several, with commas. BUCKETS is a bucket's name, in which each * stands for
@@ -123,7 +122,6 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, p
       upr user grant uprs://db1:12000 ada read 'orders-*'
       upr user grant uprs://db1:12000 eve read,write orders --prefix eve/
     """
-    grants = grants_of(rights, pattern, prefix)
     change_users(target, GrantRights(name, grants))
     print_line(f"granted to {name}: {describe_grants(grants)}")
 
@@ -132,15 +130,12 @@ def grant(target: Address, name: str, rights: tuple[Right, ...], pattern: str, p
 @server_argument
 @user_argument
 @grant_arguments
-def revoke(
-    target: Address, name: str, rights: tuple[Right, ...], pattern: str, prefix: str
-) -> None:
+def revoke(target: Address, name: str, grants: tuple[Grant, ...]) -> None:
     """Take rights from a user, and end the streams that lived by them.
 
     BUCKETS and --prefix must be the same as when they were granted. What the user's roles allow
     stays.
     """
-    grants = grants_of(rights, pattern, prefix)
     change_users(target, RevokeRights(name, grants))
     print_line(f"revoked from {name}: {describe_grants(grants)}")
 
