@@ -819,6 +819,27 @@ def test_an_older_version_that_was_found_is_not_used() -> None:
     assert item.value == b"7"
 
 
+def test_a_pin_is_broken_when_the_partition_begins_again() -> None:
+    partition = new_partition()
+    put(partition, b"k")
+    stored(partition, NaiveDisk())
+    eviction = partition.eviction
+    before = eviction.pin()
+    assert eviction.is_pinned(before)
+    partition.restart_at(SeqNo(1))
+    after = eviction.pin()
+    assert not eviction.is_pinned(before)
+    assert eviction.is_pinned(after)
+    assert eviction.pin_count == 2
+    # It keeps nothing in the table either: the index may have been truncated.
+    partition.truncate(SeqNo(0))
+    assert eviction.pinned == 0
+    for pin in before, after:
+        eviction.unpin(pin)
+        assert not eviction.is_pinned(pin)
+    assert not eviction.pin_count
+
+
 def test_an_index_that_lags_behind_expires_nothing() -> None:
     before, disk = new_partition(), NaiveDisk()
     before.repeated_batches.track_unsaved()

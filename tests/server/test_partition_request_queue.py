@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -23,10 +24,11 @@ from tests.server.test_durability import (
     serving,
     speaking,
     status_of,
+    value_of,
 )
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.ids import Operation, PartitionState
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.wire import (
     Credit,
     Get,
@@ -43,8 +45,11 @@ from upr_server.net import AcceptedConnection
 from upr_server.net.backlog import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.handlers.data import GET_REPLY_BYTES
 from upr_server.net.handlers.leases import RANGE_BYTES
-from upr_server.storage.calls import FindItems, PutLease, StoreCall
+from upr_server.replication.replicator import move_to_record
+from upr_server.storage.calls import Commit, FindExpired, FindItems, PutLease, StoreCall
+from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.records import PartitionRecord
 from upr_server.storage.simulated import SimulatedStore
 
 FETCH_S: Final = 0.01
@@ -294,3 +299,84 @@ async def test_a_batch_that_waits_for_the_disk_is_refused_after_a_handover(
         store.released.set()
         assert status_of(await answer_to(peer, opaque)) is Status.NOT_MY_PARTITION
         assert partition.high_seq == last_seq
+
+
+class LateAnswers(SimulatedStore):
+    """The disk is read, and the answer waits while `released` is not set."""
+
+    def __init__(self, kind: type[StoreCall[Any]]) -> None:
+        super().__init__()
+        self.released = trio.Event()
+        self.released.set()
+        self._kind = kind
+
+    async def execute(self, call: StoreCall[Any]) -> Any:
+        answer = await super().execute(call)
+        if isinstance(call, self._kind):
+            await self.released.wait()
+        return answer
+
+
+async def replicate(disk: BucketDisk, row: Mutation, *, undoes_all: bool = False) -> None:
+    """The node becomes a replica, receives a change, and becomes active again."""
+    partition = disk.bucket.partitions[0]
+    log = partition.failover_log
+    partition.change_state(PartitionState.REPLICA, log)
+    if undoes_all:
+        empty = PartitionRecord(PartitionState.REPLICA, tuple(log.pairs()), SeqNo(0), 0)
+        async with disk.maintenance.paused():
+            await disk.truncate(partition.id, empty, [])
+            partition.truncate(SeqNo(0))
+    else:
+        partition.restart_at(partition.high_seq)
+    start, cas = partition.high_seq, Cas(partition.last_cas + 1)
+    row = msgspec.structs.replace(row, seq=SeqNo(start + 1), cas=cas)
+    record = PartitionRecord(PartitionState.REPLICA, tuple(log.pairs()), row.seq, cas)
+    chunk = Chunk.build([row], start, row.seq)
+    write = PartitionWrite(partition.id, record, [chunk], ends=[row.seq])
+    await disk.store.ask(Commit(BUCKET, [write]))
+    move_to_record(partition, record)
+    partition.change_state(PartitionState.ACTIVE, log.with_branch(HistoryId(99), row.seq))
+
+
+async def test_what_was_read_from_disk_does_not_count_once_the_node_was_a_replica(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Another node has changed the key meanwhile, and the table does not know it."""
+    store = LateAnswers(FindItems)
+    async with a_cold_key(store, b"5") as (server, disk), speaking(server) as peer:
+        partition = disk.bucket.partitions[0]
+        store.released = trio.Event()
+        opaque = await send(peer, increment(COLD, 1), MEMORY)
+        await ask(peer, 1)
+        await trio.testing.wait_all_tasks_blocked()
+        await replicate(disk, Mutation(Operation.SET, COLD, b"7"))
+        store.released.set()
+        assert status_of(await answer_to(peer, opaque)) is Status.OK
+        (row,) = (await peer.hear(GetReply)).chunk
+        assert row.value == b"8"
+        assert not partition.eviction.pin_count
+
+
+async def test_an_item_that_had_expired_on_disk_is_not_deleted_once_the_node_was_a_replica(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It undid all that it had, and the key has the same number in another history."""
+    store = LateAnswers(FindExpired)
+    async with serving(store, 1) as server, speaking(server) as peer:
+        (disk,) = server.catalog.disks.values()
+        partition = disk.bucket.partitions[0]
+        early = [Mutation(Operation.SET, key, b"v", expiry=1500) for key in (COLD, b"other")]
+        await answer_to(peer, await send(peer, Chunk.build(early), PERSISTED))
+        await trio.sleep(3)
+        store.released = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disk.expire_on_disk, 2000.0)
+            await trio.testing.wait_all_tasks_blocked()
+            await replicate(disk, Mutation(Operation.SET, COLD, b"lasts"), undoes_all=True)
+            await trio.sleep(3)
+            assert partition.eviction.is_index_ready
+            store.released.set()
+        assert partition.high_seq == 1
+        assert await value_of(peer, COLD) == b"lasts"
+        assert not partition.eviction.pin_count

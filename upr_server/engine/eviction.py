@@ -33,6 +33,7 @@ class KeyEviction:
     """
 
     __slots__ = (
+        "_broken_pins",
         "_expiries",
         "_has_stale_expiries",
         "_next_pin",
@@ -65,10 +66,15 @@ class KeyEviction:
         self._tombstones_through = _NEVER
         # Fetches under way: what `indexed` was when each began.
         self._pins: dict[int, SeqNo] = {}
+        # Those that began before the partition last began again.
+        self._broken_pins: set[int] = set()
         self._next_pin = count()
 
     def restart_at(self, seq: SeqNo) -> None:
-        """The table is empty, and the disk has everything up to `seq`."""
+        """The table is empty, and the disk has everything up to `seq`. This breaks all pins: a key
+        that has changed during a fetch is no longer found in the table."""
+        self._broken_pins.update(self._pins)
+        self._pins.clear()
         self.restored = seq
         self.has_evicted = seq > 0
         self._sweep_left = self._tombstones_left = 0
@@ -86,7 +92,7 @@ class KeyEviction:
         newer than what the index knows now.
 
         So a key that changes during the fetch is found in the table, and what was fetched for it is
-        not taken for its newest.
+        not taken for its newest. That is so for as long as `is_pinned` says.
 
         Returns:
             The pin, for `unpin`.
@@ -95,14 +101,22 @@ class KeyEviction:
         self._pins[pin] = self.indexed
         return pin
 
+    def is_pinned(self, pin: int) -> bool:
+        """Whether what was read from disk since `pin` was given still counts. It does not once the
+        partition has begun again: its node was a replica meanwhile, or has undone changes."""
+        return pin in self._pins
+
     def unpin(self, pin: int) -> None:
-        """The fetch is over, and what it read was used."""
-        del self._pins[pin]
+        """The fetch is over, and what it read was used, or was of no use."""
+        if pin in self._broken_pins:
+            self._broken_pins.remove(pin)
+        else:
+            del self._pins[pin]
 
     @property
     def pin_count(self) -> int:
         """Fetches under way."""
-        return len(self._pins)
+        return len(self._pins) + len(self._broken_pins)
 
     @property
     def pinned(self) -> SeqNo:

@@ -142,35 +142,40 @@ class PartitionRequestQueue:
             del self._queues[client]
 
     async def _run_request(self, request: PartitionRequest) -> None:
-        # One pin for all reads and turns of the request: what the first read brought is used only
-        # after the last, and a key that changed meanwhile must still be found in the table.
-        pin = self._partition.eviction.pin()
         try:
-            await self._fetch_and_apply(request)
+            is_applied = False
+            while not is_applied:
+                is_applied = await self._fetch_and_apply(request)
         except ServerError as error:
             request.refuse(error)
         except Exception:
             log.exception("request failed", request=type(request).__name__)
             request.fail()
-        finally:
-            self._partition.eviction.unpin(pin)
 
-    async def _fetch_and_apply(self, request: PartitionRequest) -> None:
-        fetched: dict[bytes, Mutation | None] = {}
-        nbytes = 0
-        while still_needed := request.apply(fetched):
-            if still_needed is UNFINISHED:
-                await self._turns.next_turn()
-                continue
-            rows = await self._fetch(still_needed)
-            nbytes += sum(len(row.value) for row in rows.values() if row is not None)
-            if nbytes > FETCHED_BYTES_MAX:
-                raise ServerError(
-                    Status.LIMIT_REACHED,
-                    f"the request needs more than {FETCHED_BYTES_MAX} bytes from disk; ask for "
-                    "less at a time",
-                )
-            fetched |= rows
+    async def _fetch_and_apply(self, request: PartitionRequest) -> bool:
+        """Returns whether the request was applied. Else the partition has begun again, as a replica
+        that has become active meanwhile, and what was fetched for the request does not count."""
+        # One pin for all reads and turns of the request: what the first read brought is used only
+        # after the last, and a key that changed meanwhile must still be found in the table.
+        eviction = self._partition.eviction
+        pin = eviction.pin()
+        try:
+            fetched: dict[bytes, Mutation | None] = {}
+            nbytes = 0
+            while still_needed := request.apply(fetched):
+                if still_needed is UNFINISHED:
+                    await self._turns.next_turn()
+                else:
+                    rows = await self._fetch(still_needed)
+                    nbytes += sum(len(row.value) for row in rows.values() if row is not None)
+                    if nbytes > FETCHED_BYTES_MAX:
+                        raise _too_large_error()
+                    fetched |= rows
+                if not eviction.is_pinned(pin):
+                    return False
+            return True
+        finally:
+            eviction.unpin(pin)
 
     async def _fetch(self, missing: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
         rows: dict[bytes, Mutation | None]
@@ -190,6 +195,13 @@ class PartitionRequestQueue:
                 error=damages[0].decode(),
             )
         return rows
+
+
+def _too_large_error() -> ServerError:
+    return ServerError(
+        Status.LIMIT_REACHED,
+        f"the request needs more than {FETCHED_BYTES_MAX} bytes from disk; ask for less at a time",
+    )
 
 
 class PartitionRequestQueues:

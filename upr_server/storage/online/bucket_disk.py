@@ -234,7 +234,8 @@ class BucketDisk:
                     return
                 for item in items:
                     partition = partitions[item.partition]
-                    if partition.eviction.is_index_ready:
+                    eviction, pin = pins[item.partition]
+                    if eviction.is_index_ready and eviction.is_pinned(pin):
                         partition.expire_stored(item.key, item.seq, now)
                 has_more = bool(after)
             finally:
