@@ -16,19 +16,14 @@ from tests.indexer.kit import a_server, an_indexer, by_brute_force, define, scan
 from tests.kit.process import eventually
 from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
 from upr_protocol.ids import PartitionId
+from upr_server.indexer import batch_queues
 from upr_server.indexer import indexer as indexer_module
-from upr_server.indexer import pipeline as pipeline_module
+from upr_server.indexer.batch_queues import QUEUE_BATCHES_MAX, ROUND_BYTES
 from upr_server.indexer.builder import IndexBuilder
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.mark import NO_MARK
-from upr_server.indexer.pipeline import (
-    GATHER_S,
-    QUEUE_BATCHES_MAX,
-    ROUND_BYTES,
-    Pipeline,
-    worker_thread,
-)
+from upr_server.indexer.pipeline import GATHER_S, Pipeline, worker_thread
 from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.extractor import Extractor
@@ -203,33 +198,20 @@ async def test_the_pool() -> None:
     assert pool.refused == 1
 
 
-async def test_queues_keep_the_order_of_a_partition_and_take_turns() -> None:
+async def test_a_pipeline_applies_what_is_put_until_it_stops() -> None:
     pool = MemoryPool(POOL_BYTES)
-    batches: list[list[IndexBatch]] = []
-
     pipeline = Pipeline(pool, _work_at_once, (), queues=2)
-    real = pipeline._next_round
-
-    def next_batch() -> list[IndexBatch]:
-        batches.append(real())
-        return batches[-1]
-
-    pipeline._next_round = next_batch  # type: ignore[method-assign]
     for index in range(10):
         pipeline.put(_batch(pool, 0, 400_000))
         if index < 2:
             pipeline.put(_batch(pool, 1, 1000))
-    counts = pipeline.put_counts()
-    assert counts == (10, 2)
-    assert pipeline.queued_batch_count == 12
+    assert pipeline.put_count == pipeline.queued_batch_count == 12
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
         assert await pipeline.drain()
-        assert pipeline.has_applied(counts)
+        assert pipeline.has_applied(12)
         nursery.cancel_scope.cancel()
     assert pool.used == 0
-    # The small ones did not wait for the large ones before them.
-    assert [batch.partition for batch in batches[0]][:4] == [0, 1, 0, 1]
     assert pipeline.is_stopped
     pipeline.put(_batch(pool, 0, 1))
     assert not await pipeline.drain()
@@ -263,6 +245,58 @@ async def test_a_round_waits_for_more_batches_unless_somebody_waits_for_it(
         assert await pipeline.drain()
         assert trio.current_time() == began
         nursery.cancel_scope.cancel()
+
+
+ROUND_S = 0.25
+
+
+async def test_a_scan_of_ones_own_write_waits_for_its_partition_only(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Writers are faster than the indexer: what was put before the write takes 10 s, and more comes
+    all the time."""
+    pool = MemoryPool(16 * 1024 * ROUND_BYTES)
+
+    async def work(function: Callable[[], T]) -> T:
+        await trio.sleep(ROUND_S)
+        return function()
+
+    pipeline = Pipeline(pool, work, (), queues=2)
+    other_count, own = 7, PartitionId(0)
+    batch_bytes = ROUND_BYTES // 16
+
+    async def keep_putting() -> None:
+        while True:
+            for partition in range(1, 1 + other_count):
+                for _ in range(4):
+                    pipeline.put(_batch(pool, partition, batch_bytes))
+            await trio.sleep(ROUND_S)
+
+    for partition in range(1, 1 + other_count):
+        for _ in range(92):
+            pipeline.put(_batch(pool, partition, batch_bytes))
+    assert pipeline.queued_batch_count * batch_bytes / ROUND_BYTES * ROUND_S > 10
+    for _ in range(12):
+        pipeline.put(_batch(pool, own, batch_bytes))
+    put_count, began = pipeline.put_count, trio.current_time()
+    waits: dict[str, float] = {}
+
+    async def wait(name: str, condition: Callable[[], bool], *partitions: PartitionId) -> None:
+        await pipeline.wait_until(condition, partitions)
+        waits[name] = trio.current_time() - began
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep_putting)
+        nursery.start_soon(pipeline.run)
+        await trio.sleep(ROUND_S / 2)
+        async with trio.open_nursery() as scans:
+            scans.start_soon(wait, "at_least", lambda: not pipeline.is_queued(own), own)
+            scans.start_soon(wait, "now", lambda: pipeline.has_applied(put_count))
+        nursery.cancel_scope.cancel()
+    # The round under way, and two of which half is the partition's.
+    assert waits["at_least"] == pytest.approx(3 * ROUND_S)
+    # All that was put before, and nothing that came later, but for the first round's.
+    assert waits["now"] == pytest.approx(put_count * batch_bytes / ROUND_BYTES * ROUND_S, rel=0.05)
 
 
 async def _work_at_once(function: Callable[[], T]) -> T:
@@ -304,7 +338,7 @@ async def test_a_full_queue_holds_the_stream(
 ) -> None:
     """Small batches do not fill the pool, and are bounded in number."""
     batches_max = 5
-    monkeypatch.setattr(pipeline_module, "QUEUE_BATCHES_MAX", batches_max)
+    monkeypatch.setattr(batch_queues, "QUEUE_BATCHES_MAX", batches_max)
     gate = Gate()
     async with (
         a_server(partitions=1) as server,
@@ -346,7 +380,7 @@ async def test_a_full_queue_holds_the_stream(
 async def test_a_full_queue_holds_the_stream_of_a_new_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_module, "QUEUE_BATCHES_MAX", 1)
+    monkeypatch.setattr(batch_queues, "QUEUE_BATCHES_MAX", 1)
     partitions = 16
     gate = Gate()
     run = IndexBuilder.run

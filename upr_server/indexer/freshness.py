@@ -10,7 +10,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.pipeline import Pipeline, QueueCounts
+from upr_server.indexer.pipeline import Pipeline
 
 
 class WriteLostError(UprError):
@@ -22,14 +22,14 @@ class _SharedBarrier:
 
     Attributes:
         returned: Set when the barrier has come back.
-        counts: What was put into the queues before it.
+        put_count: How many batches had been put into the queues when it came back.
     """
 
-    __slots__ = ("counts", "returned")
+    __slots__ = ("put_count", "returned")
 
     def __init__(self) -> None:
         self.returned = trio.Event()
-        self.counts: QueueCounts = ()
+        self.put_count = 0
 
 
 class ScanBarriers:
@@ -63,24 +63,24 @@ class ScanBarriers:
             assert barrier is not None
             await self._send()
             self.sent += 1
-            barrier.counts = self._pipeline.put_counts()
+            barrier.put_count = self._pipeline.put_count
             barrier.returned.set()
 
-    async def wait_until_received(self) -> QueueCounts:
-        """Waits until all that was acknowledged before the call has been received. Gives what was
-        put into the queues by then."""
+    async def wait_until_received(self) -> int:
+        """Waits until all that was acknowledged before the call has been received. Gives how many
+        batches had been put into the queues by then."""
         if self._next is None:
             self._next = _SharedBarrier()
         barrier = self._next
         self.waits += 1
         self._requested.notify()
         await barrier.returned.wait()
-        return barrier.counts
+        return barrier.put_count
 
     async def wait_until_applied(self) -> None:
         """Waits until the indexes have all that was acknowledged before the call."""
-        counts = await self.wait_until_received()
-        await self._pipeline.wait_until(lambda: self._pipeline.has_applied(counts))
+        put_count = await self.wait_until_received()
+        await self._pipeline.wait_until(lambda: self._pipeline.has_applied(put_count))
 
 
 RequiredWrites = Mapping[PartitionId, tuple[HistoryId, SeqNo]]

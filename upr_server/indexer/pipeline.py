@@ -1,8 +1,7 @@
 """From a stream to the indexes: queues by partition, and the task that applies them.
 
-Each batch goes into one of a few queues, by its partition, so that a partition's batches stay in
-order. A round takes some batches of each queue in turn, so that a busy partition does not make the
-others wait. A worker thread turns their documents into entries, each decoded once for all indexes,
+Each batch goes into one of a few queues, by its partition (`batch_queues.py`). A round takes some
+of them. A worker thread turns their documents into entries, each decoded once for all indexes,
 and brings one index after another up to date, with one commit each. Over all pipelines one round
 runs at a time: LMDB has one writer an index, and Python one interpreter.
 
@@ -12,8 +11,8 @@ it, but not for long, and not when somebody waits for the round.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -22,20 +21,15 @@ import trio
 
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId
+from upr_server.indexer.batch_queues import ROUND_BYTES, BatchQueues
 from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.pool import MemoryPool
 
 T = TypeVar("T")
 
-ROUND_BYTES: Final = 4 * 1024 * 1024
-"""About what one round applies: enough to pay for its commits, some 0.2 s of work."""
-
 GATHER_S: Final = 0.05
 """The longest time that batches wait for a round to be worth its commits."""
-
-QUEUE_BATCHES_MAX: Final = 4096
-"""A queue's length: batches may be small, and each has its overhead."""
 
 
 class BlockingRunner(Protocol):
@@ -83,10 +77,6 @@ class PipelineMember:
         return self.partitions is None or partition in self.partitions
 
 
-QueueCounts = tuple[int, ...]
-"""How many batches had been put into each queue at some moment."""
-
-
 class Pipeline:
     """The queues of one stream.
 
@@ -116,11 +106,9 @@ class Pipeline:
         self._pool = pool
         self._work = work
         self.members = list(members)
-        self._queues: list[deque[IndexBatch]] = [deque() for _ in range(queues)]
-        self._put_counts = [0] * queues
-        self._applied_counts = [0] * queues
-        self._queued: Counter[PartitionId] = Counter()
-        self._queued_bytes = 0
+        self._queues = BatchQueues(queues)
+        self._required: Counter[PartitionId] = Counter()
+        """How many tasks wait for changes of a partition."""
         self._waiting_tasks = 0
         self._arrived = Notifier()
         self.applied = Notifier()
@@ -130,57 +118,60 @@ class Pipeline:
 
     def put(self, batch: IndexBatch) -> None:
         """Puts a batch into its partition's queue."""
-        queue = self._queue_of(batch)
-        self._queues[queue].append(batch)
-        self._put_counts[queue] += 1
-        self._queued[batch.partition] += 1
-        self._queued_bytes += batch.nbytes
+        self._queues.put(batch)
         self._arrived.notify()
-
-    def _queue_of(self, batch: IndexBatch) -> int:
-        return batch.partition % len(self._queues)
 
     @property
     def is_full(self) -> bool:
         """Whether one of the queues has no room."""
-        return any(len(queue) >= QUEUE_BATCHES_MAX for queue in self._queues)
+        return self._queues.is_full
 
     def is_queued(self, partition: PartitionId) -> bool:
         """Whether batches of a partition are not applied yet."""
-        return self._queued[partition] > 0
+        return self._queues.has(partition)
 
     @property
     def queued_batch_count(self) -> int:
         """How many batches are not applied yet."""
-        return sum(self._put_counts) - sum(self._applied_counts)
+        return len(self._queues)
 
-    def put_counts(self) -> QueueCounts:
-        """Stands for everything that was put so far; see `has_applied`."""
-        return tuple(self._put_counts)
+    @property
+    def put_count(self) -> int:
+        """How many batches were put so far; see `has_applied`."""
+        return self._queues.put_count
 
-    def has_applied(self, counts: QueueCounts) -> bool:
-        """Whether everything was applied that `counts` stands for."""
-        pairs = zip(self._applied_counts, counts, strict=True)
-        return all(applied >= count for applied, count in pairs)
+    def has_applied(self, put_count: int) -> bool:
+        """Whether the first `put_count` batches that were put are applied."""
+        return self._queues.has_applied(put_count)
 
     async def drain(self) -> bool:
         """Waits until everything that was put so far is applied. Returns False when it never will
         be, as the pipeline has stopped."""
-        counts = self.put_counts()
-        await self.wait_until(lambda: self.is_stopped or self.has_applied(counts))
-        return self.has_applied(counts)
+        put_count = self.put_count
+        await self.wait_until(lambda: self.is_stopped or self.has_applied(put_count))
+        return self.has_applied(put_count)
 
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
+    async def wait_until(
+        self, condition: Callable[[], bool], partitions: Collection[PartitionId] = ()
+    ) -> None:
         """Waits until rounds have made `condition` true. They do not wait for more batches
-        meanwhile."""
+        meanwhile.
+
+        Args:
+            condition: What must be true.
+            partitions: The partitions whose batches can make it true; empty if any can.
+        """
         if condition():
             return
         self._waiting_tasks += 1
+        self._required.update(partitions)
         self._arrived.notify()
         try:
             await self.applied.wait_until(condition)
         finally:
             self._waiting_tasks -= 1
+            self._required.subtract(partitions)
+            self._required = +self._required
 
     async def sync(self) -> None:
         """Makes what was applied survive a crash of the machine."""
@@ -196,10 +187,10 @@ class Pipeline:
         """
         try:
             while True:
-                await self._arrived.wait_until(lambda: any(self._queues))
+                await self._arrived.wait_until(lambda: len(self._queues) > 0)
                 with trio.move_on_after(GATHER_S):
                     await self._arrived.wait_until(self._is_round_due)
-                batches = self._next_round()
+                batches = self._queues.begin_round(self._required, by_age=self._waiting_tasks > 0)
                 members = list(self.members)
                 changed = await self._work(partial(self._apply, batches, members))
                 self._finish(batches)
@@ -212,7 +203,7 @@ class Pipeline:
     def _is_round_due(self) -> bool:
         # A stream waits for the pool, too, when half of it is in use; for a full queue it waits
         # in `wait_until`.
-        is_worthwhile = self._queued_bytes >= min(ROUND_BYTES, self._pool.nbytes // 4)
+        is_worthwhile = self._queues.queued_bytes >= min(ROUND_BYTES, self._pool.nbytes // 4)
         return is_worthwhile or self._waiting_tasks > 0
 
     def _apply(
@@ -228,31 +219,9 @@ class Pipeline:
                 changed.append(member)
         return changed
 
-    def _next_round(self) -> list[IndexBatch]:
-        batches: list[IndexBatch] = []
-        nbytes = 0
-        # A batch stays at its queue's front until it is applied, so that `_finish` finds it there
-        # and `is_full` counts it.
-        positions = [0] * len(self._queues)
-        may_have_more = True
-        while may_have_more and nbytes < ROUND_BYTES:
-            may_have_more = False
-            for index, queue in enumerate(self._queues):
-                if positions[index] < len(queue) and nbytes < ROUND_BYTES:
-                    batch = queue[positions[index]]
-                    positions[index] += 1
-                    batches.append(batch)
-                    nbytes += batch.nbytes
-                    may_have_more = True
-        return batches
-
     def _finish(self, batches: Sequence[IndexBatch]) -> None:
+        self._queues.end_round()
         for batch in batches:
-            queue = self._queue_of(batch)
-            assert self._queues[queue].popleft() is batch
-            self._applied_counts[queue] += 1
-            self._queued[batch.partition] -= 1
-            self._queued_bytes -= batch.nbytes
             self._pool.release(batch.nbytes)
             self.mutations += sum(len(chunk) for chunk in batch.chunks)
         self.rounds += 1
@@ -260,8 +229,5 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Releases what the queues hold; nothing of it will be applied."""
-        for queue in self._queues:
-            for batch in queue:
-                self._pool.release(batch.nbytes)
-            queue.clear()
-        self._queued_bytes = 0
+        for batch in self._queues.clear():
+            self._pool.release(batch.nbytes)

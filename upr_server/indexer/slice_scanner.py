@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -228,10 +228,10 @@ class SliceScanner:
     async def _wait_for_barrier(self, log: FreshnessLog) -> None:
         log.freshness = "barrier"
         with log.recorded_wait("barrier"):
-            counts = await self._barriers.wait_until_received()
-        if not self._pipeline.has_applied(counts):
+            put_count = await self._barriers.wait_until_received()
+        if not self._pipeline.has_applied(put_count):
             with log.recorded_wait("queued_changes"):
-                await self._pipeline.wait_until(lambda: self._pipeline.has_applied(counts))
+                await self._pipeline.wait_until(lambda: self._pipeline.has_applied(put_count))
 
     async def _scan(
         self,
@@ -246,7 +246,7 @@ class SliceScanner:
         if not has_writes(index.file, writes):
             log.freshness = "waited_for_written"
             with log.recorded_wait("written"):
-                await self._wait(index, partial(has_writes, index.file, writes))
+                await self._wait(index, partial(has_writes, index.file, writes), writes)
         while index.is_defined:
             rounds = self._pipeline.rounds
             # Not settled: a snapshot is half applied. The next round may bring the rest.
@@ -268,9 +268,17 @@ class SliceScanner:
     def _has_applied_after(self, rounds: int) -> bool:
         return self._pipeline.rounds > rounds
 
-    async def _wait(self, index: Index, condition: Callable[[], bool]) -> None:
-        """Waits for rounds until `condition` holds, or the index is dropped."""
-        await self._pipeline.wait_until(lambda: not index.is_defined or condition())
+    async def _wait(
+        self,
+        index: Index,
+        condition: Callable[[], bool],
+        partitions: Collection[PartitionId] = (),
+    ) -> None:
+        """Waits for rounds until `condition` holds, or the index is dropped. Rounds take the
+        batches of `partitions` first."""
+        await self._pipeline.wait_until(
+            lambda: not index.is_defined or condition(), list(partitions)
+        )
 
 
 def _read_now(

@@ -1,0 +1,231 @@
+"""The queues of batches, and which of them the next round applies."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from upr_protocol.ids import PartitionId
+from upr_server.indexer.index_batch import IndexBatch
+
+ROUND_BYTES: Final = 4 * 1024 * 1024
+"""About what one round applies: enough to pay for its commits, some 0.2 s of work."""
+
+QUEUE_BATCHES_MAX: Final = 4096
+"""A queue's length: batches may be small, and each has its overhead."""
+
+_NumberedBatch = tuple[int, IndexBatch]
+"""A batch, and how many batches had been put when it was put, itself included."""
+
+
+class BatchQueues:
+    """Batches that wait, in a few queues by partition. A partition's batches stay in order.
+
+    While nobody waits, the queues take turns, so that a busy partition does not delay the others.
+    While scans wait, rounds go by these rules:
+
+    1. Half of a round is for the partitions whose changes a scan requires, and for those of whose
+       snapshots a part was applied. So a change waits for the batches of its own partition, and not
+       for all that were put before it.
+    2. The rest goes by age, and has one batch at least. So each round has the oldest batch, no
+       partition is overtaken for ever, and a scan that requires all batches that were put before
+       some moment does not wait for later ones.
+    3. The rest begins no snapshot whose end the round does not have, unless with the oldest batch:
+       a scan needs every partition at the end of a snapshot.
+
+    Args:
+        queues: How many queues.
+
+    Attributes:
+        put_count: How many batches were put so far.
+        queued_bytes: The bytes of the batches that are not applied yet.
+    """
+
+    def __init__(self, queues: int) -> None:
+        self._queue_count = queues
+        self._batches: defaultdict[PartitionId, deque[_NumberedBatch]] = defaultdict(deque)
+        self._lengths = [0] * queues
+        """The batches of each queue, with those of the round."""
+        self._round: list[_NumberedBatch] = []
+        self._unfinished: set[PartitionId] = set()
+        """The partitions of whose snapshots a part was applied."""
+        self._next_queue = 0
+        """The queue whose turn comes next."""
+        self._applied_count = 0
+        """The first so many batches that were put are applied, and the next one is not."""
+        self.put_count = 0
+        self.queued_bytes = 0
+
+    def put(self, batch: IndexBatch) -> None:
+        """Puts a batch behind the others of its partition. O(1)."""
+        self.put_count += 1
+        self._batches[batch.partition].append((self.put_count, batch))
+        self._lengths[self._queue_of(batch.partition)] += 1
+        self.queued_bytes += batch.nbytes
+
+    def _queue_of(self, partition: PartitionId) -> int:
+        return partition % self._queue_count
+
+    def __len__(self) -> int:
+        """How many batches are not applied yet. O(queues)."""
+        return sum(self._lengths)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one of the queues has no room. O(queues)."""
+        return max(self._lengths) >= QUEUE_BATCHES_MAX
+
+    def has(self, partition: PartitionId) -> bool:
+        """Whether batches of a partition are not applied yet. O(batches of a round)."""
+        is_in_round = any(batch.partition == partition for _, batch in self._round)
+        return is_in_round or partition in self._batches
+
+    def has_applied(self, put_count: int) -> bool:
+        """Whether the first `put_count` batches that were put are applied. O(1)."""
+        return put_count <= self._applied_count
+
+    # Rounds.
+
+    def begin_round(
+        self, required: Collection[PartitionId] = (), *, by_age: bool = False
+    ) -> list[IndexBatch]:
+        """Takes the batches of a round. They count as waiting until `end_round`.
+        O(partitions + batches * log(partitions)).
+
+        Args:
+            required: The partitions whose changes scans wait for.
+            by_age: Whether somebody waits.
+
+        Returns:
+            The batches; at least one if there is one.
+        """
+        assert not self._round
+        if by_age:
+            self._take(self._unfinished.union(required), ROUND_BYTES // 2)
+            required_count = len(self._round)
+            self._take(list(self._batches), ROUND_BYTES - self._round_bytes())
+            self._put_back_unfinished(required_count + 1)
+        else:
+            self._take_in_turn()
+        return [batch for _, batch in self._round]
+
+    def _round_bytes(self) -> int:
+        return sum(batch.nbytes for _, batch in self._round)
+
+    def _take(self, partitions: Iterable[PartitionId], nbytes_max: int) -> None:
+        """Takes batches of these partitions by age, one at least, until they have `nbytes_max`."""
+        fronts = [
+            (self._batches[partition][0][0], partition)
+            for partition in partitions
+            if partition in self._batches
+        ]
+        heapq.heapify(fronts)
+        nbytes = 0
+        is_first = True
+        while fronts and (is_first or nbytes < nbytes_max):
+            is_first = False
+            partition = fronts[0][1]
+            nbytes += self._take_front(partition)
+            if partition in self._batches:
+                heapq.heapreplace(fronts, (self._batches[partition][0][0], partition))
+            else:
+                heapq.heappop(fronts)
+
+    def _take_in_turn(self) -> None:
+        """Takes a batch of each queue in turn, each queue's by age. The next round goes on with the
+        queue that follows: where batches are as large as rounds, one queue would have them all."""
+        fronts: dict[int, list[tuple[int, PartitionId]]] = {}
+        for partition, batches in self._batches.items():
+            fronts.setdefault(self._queue_of(partition), []).append((batches[0][0], partition))
+        for heap in fronts.values():
+            heapq.heapify(heap)
+        nbytes = 0
+        while fronts and nbytes < ROUND_BYTES:
+            queue = self._next_queue
+            self._next_queue = (queue + 1) % self._queue_count
+            heap = fronts.get(queue, [])
+            if heap:
+                partition = heap[0][1]
+                nbytes += self._take_front(partition)
+                if partition in self._batches:
+                    heapq.heapreplace(heap, (self._batches[partition][0][0], partition))
+                else:
+                    heapq.heappop(heap)
+            if not heap:
+                fronts.pop(queue, None)
+
+    def _take_front(self, partition: PartitionId) -> int:
+        """Takes the oldest batch of a partition; gives its bytes."""
+        batches = self._batches[partition]
+        self._round.append(batches.popleft())
+        if not batches:
+            del self._batches[partition]
+        return self._round[-1][1].nbytes
+
+    def _put_back_unfinished(self, kept: int) -> None:
+        """Puts back the batches that begin snapshots whose ends the round does not have. The first
+        `kept` of the round stay."""
+        unfinished = set(self._unfinished)
+        for _, batch in self._round[:kept]:
+            _note_applied(unfinished, batch)
+        rest, self._round = self._round[kept:], self._round[:kept]
+        last_ends = {
+            batch.partition: place for place, (_, batch) in enumerate(rest) if _ends_snapshot(batch)
+        }
+        to_put_back: list[_NumberedBatch] = []
+        for place, item in enumerate(rest):
+            partition = item[1].partition
+            is_needed = partition in unfinished and partition not in last_ends
+            if is_needed or place <= last_ends.get(partition, -1):
+                self._round.append(item)
+            else:
+                to_put_back.append(item)
+        for item in reversed(to_put_back):
+            self._batches[item[1].partition].appendleft(item)
+
+    def end_round(self) -> None:
+        """The round's batches are applied. O(partitions + batches of the round)."""
+        for _, batch in self._round:
+            self._lengths[self._queue_of(batch.partition)] -= 1
+            self.queued_bytes -= batch.nbytes
+            _note_applied(self._unfinished, batch)
+        self._round = []
+        oldest = min((batches[0][0] for batches in self._batches.values()), default=None)
+        self._applied_count = self.put_count if oldest is None else oldest - 1
+
+    def clear(self) -> list[IndexBatch]:
+        """Takes out all batches, those of the round, too. They will not be applied."""
+        items = [*self._round, *(item for batches in self._batches.values() for item in batches)]
+        self._round = []
+        self._batches.clear()
+        self._lengths = [0] * self._queue_count
+        self.queued_bytes = 0
+        return [batch for _, batch in items]
+
+    def check_invariants(self) -> None:
+        """For tests: the counts are those of the batches, and each partition's are in order."""
+        assert all(self._batches.values())
+        items = [*self._round, *(item for batches in self._batches.values() for item in batches)]
+        assert len(items) == len(self)
+        assert sum(batch.nbytes for _, batch in items) == self.queued_bytes
+        for queue, length in enumerate(self._lengths):
+            assert length == sum(self._queue_of(batch.partition) == queue for _, batch in items)
+        for partition in {batch.partition for _, batch in items}:
+            numbers = [number for number, batch in items if batch.partition == partition]
+            assert numbers == sorted(numbers)
+        oldest = min((number for number, _ in items), default=self.put_count + 1)
+        assert self._applied_count == oldest - 1
+
+
+def _ends_snapshot(batch: IndexBatch) -> bool:
+    return batch.mark.position.partial is None
+
+
+def _note_applied(unfinished: set[PartitionId], batch: IndexBatch) -> None:
+    """Adds the batch's partition to the `unfinished` ones, or removes it."""
+    if _ends_snapshot(batch):
+        unfinished.discard(batch.partition)
+    else:
+        unfinished.add(batch.partition)
