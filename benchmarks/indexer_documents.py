@@ -2,8 +2,9 @@
 
 It tells, in one run: documents a second that three indexes are built with, beside the bare stream's
 mutations and SQLite with the same indexes; what scans take at each consistency while a writer
-writes as fast as it can, or with `--rate`; and what the running indexes, a live consumer and scans
-notice while one index more is built. Further options go to the indexer: `--workers 2`.
+writes as fast as it can, with `--rate`, or no further ahead of the indexes than `--ahead`; and what
+the running indexes, a live consumer and scans notice while one index more is built. Further options
+go to the indexer: `--workers 2`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_longlong
 from itertools import islice
@@ -41,8 +43,10 @@ from upr_protocol.client import (
     BlockingClient,
     BlockingConsumer,
     ChunkReceived,
+    Failure,
     IndexClient,
     IndexerError,
+    WriteResult,
 )
 from upr_protocol.ids import Operation
 
@@ -83,14 +87,47 @@ def documents(count: int, version: int = 0) -> Iterator[tuple[bytes, bytes]]:
     return (document(number, version) for number in range(count))
 
 
-def publish(url: str, rows: Iterator[tuple[bytes, bytes]], on_batch: Callable[[int], bool]) -> None:
-    """Writes documents, until they end or `on_batch`, called with the size of each batch, says
+Results = Sequence[WriteResult | Failure]
+
+
+def publish(
+    url: str, rows: Iterator[tuple[bytes, bytes]], on_batch: Callable[[Results], bool]
+) -> None:
+    """Writes documents, until they end or `on_batch`, called with the results of each batch, says
     no."""
     with BlockingClient(url) as client:
         while batch := [Mutation(Operation.SET, *row) for row in islice(rows, BATCH)]:
-            client.apply(batch)
-            if not on_batch(len(batch)):
+            if not on_batch(client.apply(batch)):
                 return
+
+
+class AheadLimit:
+    """Keeps a writer from being too far ahead of an index: after each batch it waits until the
+    index has what was written so many documents before.
+
+    Args:
+        asking: The indexer.
+        name: The index.
+        documents: How far ahead the writer may be.
+    """
+
+    def __init__(self, asking: IndexClient, name: str, documents: int) -> None:
+        self._asking = asking
+        self._name = name
+        self._documents = documents
+        self._written: deque[Results] = deque()
+        self._ahead = 0
+
+    def add(self, results: Results) -> None:
+        """A batch was written. Waits until the writer may go on."""
+        self._written.append(results)
+        self._ahead += len(results)
+        while self._ahead > self._documents:
+            oldest = self._written.popleft()
+            newest = {row.partition: row for row in oldest if isinstance(row, WriteResult)}
+            options: dict[str, Any] = {"consistency": "at_least", "written": list(newest.values())}
+            self._asking.scan(self._name, limit=1, timeout_s=TIMEOUT_S, **options)
+            self._ahead -= len(oldest)
 
 
 @attrs.frozen
@@ -114,22 +151,44 @@ class Counters:
     is_over: Synchronized[int] = attrs.field(factory=lambda: SPAWN.Value(c_longlong, 0))
 
 
-def keep_writing(url: str, count: int, rate: float, counters: Counters) -> None:
-    """Writes the documents again and again: so many a second, or as fast as it can if `rate` is
-    0."""
+@attrs.frozen
+class Writing:
+    """How the writer writes.
+
+    Attributes:
+        url: The bucket.
+        indexer: Where the indexer answers.
+        count: How many documents there are, which it writes again and again.
+        rate: How many a second at most; 0 for all it can.
+        ahead: How many it may be ahead of an index; 0 for any number.
+    """
+
+    url: str
+    indexer: str
+    count: int
+    rate: float
+    ahead: int
+
+
+def keep_writing(writing: Writing, counters: Counters) -> None:
+    """Writes documents until all is over."""
     began = time.monotonic()
+    with IndexClient(writing.indexer) as asking:
+        limit = AheadLimit(asking, "first/city", writing.ahead)
 
-    def on_batch(size: int) -> bool:
-        counters.written.value += size
-        if rate:
-            ahead_s = began + counters.written.value / rate - time.monotonic()
-            threading.Event().wait(max(0.0, ahead_s))
-        return not counters.is_over.value
+        def on_batch(results: Results) -> bool:
+            counters.written.value += len(results)
+            if writing.rate:
+                ahead_s = began + counters.written.value / writing.rate - time.monotonic()
+                threading.Event().wait(max(0.0, ahead_s))
+            if writing.ahead:
+                limit.add(results)
+            return not counters.is_over.value
 
-    version = 0
-    while not counters.is_over.value:
-        version += 1
-        publish(url, documents(count, version), on_batch)
+        version = 0
+        while not counters.is_over.value:
+            version += 1
+            publish(writing.url, documents(writing.count, version), on_batch)
 
 
 def keep_receiving(url: str, counters: Counters) -> None:
@@ -151,12 +210,12 @@ def keep_receiving(url: str, counters: Counters) -> None:
 
 
 @contextmanager
-def beside(url: str, count: int, rate: float) -> Iterator[Counters]:
+def beside(writing: Writing) -> Iterator[Counters]:
     """A writer and a live consumer, as processes, for as long as the context."""
     counters = Counters()
     processes = [
-        SPAWN.Process(target=keep_receiving, args=(url, counters)),
-        SPAWN.Process(target=keep_writing, args=(url, count, rate, counters)),
+        SPAWN.Process(target=keep_receiving, args=(writing.url, counters)),
+        SPAWN.Process(target=keep_writing, args=(writing, counters)),
     ]
     for process in processes:
         process.start()
@@ -272,6 +331,12 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=0.0, help="documents a second of the writer; 0 for all it can"
     )
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        default=0,
+        help="how many documents the writer may be ahead of an index; 0 for any number",
+    )
     parser.add_argument("--data-dir", type=Path, help="where to keep everything meanwhile")
     parser.add_argument("--no-sqlite", action="store_true")
     options, indexer_options = parser.parse_known_args()
@@ -293,7 +358,7 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
         with BlockingClient(f"upr://{address}/") as client:
             client.create_bucket("documents", PARTITIONS)
         began = time.monotonic()
-        publish(url, documents(count), lambda _size: True)
+        publish(url, documents(count), lambda _results: True)
         print(f"{count:,} documents written: {count / (time.monotonic() - began):,.0f}/s")
         print(f"the bare stream: {stream_rate(url):,.0f} mutations/s")
         if not options.no_sqlite:
@@ -321,7 +386,7 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
             f"three indexes built: {count / took_s:,.0f} documents/s, {took_s:.0f} s; "
             f"{used_s / count * 1e6:.1f} µs of the processors a document"
         )
-        _measure_load(url, asking, options)
+        _measure_load(url, where, asking, options)
         disk_bytes = sum(row["disk_bytes"] for row in asking.indexes())
         print(
             f"memory of the indexer: {resident(indexer)} MiB; its four indexes: "
@@ -335,13 +400,14 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
         print("compared: every index has an entry for each document")
 
 
-def _measure_load(url: str, asking: IndexClient, options: argparse.Namespace) -> None:
+def _measure_load(url: str, indexer: str, asking: IndexClient, options: argparse.Namespace) -> None:
     is_in_time = for_seconds(options.build_seconds)
 
     def is_building() -> bool:
         return is_in_time() and any(row["state"] != "ready" for row in asking.indexes())
 
-    with beside(url, options.documents, options.rate) as counters:
+    writing = Writing(url, indexer, options.documents, options.rate, options.ahead)
+    with beside(writing) as counters:
         phase = Phase(asking, url, counters)
         phase.run("while a writer writes", for_seconds(options.seconds))
         began = time.monotonic()
