@@ -187,8 +187,8 @@ def encode_replies(opaques: bytes, lines: bytes, /) -> bytes:
     Raises:
         ValueError: There is no request, or they cannot have as many runs.
     """
-    reply_count, rest = divmod(len(opaques), 4)
-    if not reply_count or rest or len(lines) % (_LINE_BYTES * reply_count):
+    reply_count, remainder = divmod(len(opaques), 4)
+    if not reply_count or remainder or len(lines) % (_LINE_BYTES * reply_count):
         raise ValueError("each reply has as many lines as the others")
     step = len(lines) // reply_count
     pieces: list[bytes] = []

@@ -68,9 +68,9 @@ def add_runs(
         ValueError: Runs, writers and flags are not for as many runs.
         ChunkDefectError: The chunk is damaged.
     """
-    run_count, rest = divmod(len(runs), _RUN.size)
+    run_count, remainder = divmod(len(runs), _RUN.size)
     if (
-        rest
+        remainder
         or len(writers) not in (WRITER_BYTES, WRITER_BYTES * run_count)
         or (skip is not None and len(skip) != run_count)
     ):
@@ -80,7 +80,7 @@ def add_runs(
     columns = Columns(chunk)
     limits = RunLimits(attempt, cas, len(targets), rows_max, bytes_max)
     lines: list[bytes] = []
-    left: list[int] = []
+    untouched_runs: list[int] = []
     notes: list[Note] = []
     awaited: list[int] = []
     table_bytes = row_bytes = answer_bytes = 0
@@ -92,7 +92,7 @@ def add_runs(
         rows = targets[partition] if partition < len(targets) else None
         if (
             rows is None
-            or (in_order and left)
+            or (in_order and untouched_runs)
             or (skip is not None and skip[index])
             or chain
             or not rows.history_id
@@ -101,7 +101,7 @@ def add_runs(
             or not rows.fits(columns, low, high, limits)
         ):
             lines.append(bytes(_LINE.size))
-            left.append(index)
+            untouched_runs.append(index)
             continue
         table, rows_before = rows.table, rows.nbytes
         table_before = table.nbytes
@@ -118,4 +118,4 @@ def add_runs(
             notes.append((partition, superseded))
         if rows.is_awaited:
             awaited.append(partition)
-    return b"".join(lines), left, notes, awaited, table_bytes, row_bytes, answer_bytes
+    return b"".join(lines), untouched_runs, notes, awaited, table_bytes, row_bytes, answer_bytes

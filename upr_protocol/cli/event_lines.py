@@ -55,7 +55,7 @@ def _mutation_lines(event: ChunkReceived) -> bytes:
         chunk.expiries.tolist(),
         strict=True,
     ):
-        stored = op == Operation.SET
+        has_value = op == Operation.SET
         lines.append(
             _encode(
                 {
@@ -64,7 +64,7 @@ def _mutation_lines(event: ChunkReceived) -> bytes:
                     "seq": seq,
                     "op": _NAMES.get(op, op),
                     **text_fields("key", key),
-                    **(text_fields("value", value) if stored else {"value": None}),
+                    **(text_fields("value", value) if has_value else {"value": None}),
                     "cas": str(cas),
                     "flags": flags,
                     "expiry": expiry,
@@ -201,9 +201,9 @@ class EventCounts:
         return f"{self._counts()}, in {seconds:.1f} s ({rate_text(self.mutations, seconds)})"
 
     def _counts(self) -> str:
-        removed = f" ({self.removals:,} of them removals)" if self.removals else ""
-        restarted = f", {self.rollbacks:,} restarts" if self.rollbacks else ""
+        removals_text = f" ({self.removals:,} of them removals)" if self.removals else ""
+        restarts_text = f", {self.rollbacks:,} restarts" if self.rollbacks else ""
         return (
-            f"{self.mutations:,} changes{removed} in {self.snapshots:,} snapshots of "
-            f"{len(self._partitions):,} partitions, {size_text(self.nbytes)}{restarted}"
+            f"{self.mutations:,} changes{removals_text} in {self.snapshots:,} snapshots of "
+            f"{len(self._partitions):,} partitions, {size_text(self.nbytes)}{restarts_text}"
         )

@@ -116,12 +116,12 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
       upr get upr://127.0.0.1:12000/planes N102UW N103US --json
     """
     items: Sequence[Item | None]
-    refused: Mapping[bytes, Status] = {}
+    refusals: Mapping[bytes, Status] = {}
     try:
         items = ask(target, lambda client: client.get_many(keys))
     except RefusedKeysError as error:
-        items, refused = error.items, error.refused
-    missing = [key for key, item in zip(keys, items, strict=True) if item is None]
+        items, refusals = error.items, error.refused
+    missing_keys = [key for key, item in zip(keys, items, strict=True) if item is None]
     for item in items:
         if item is None:
             continue
@@ -129,10 +129,10 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
             print_json(_fields(item))
         else:
             click.echo(_shown(item.value), nl=not raw)
-    for key in missing:
-        reason = ADVICE[refused[key]] if key in refused else "no such key"
+    for key in missing_keys:
+        reason = ADVICE[refusals[key]] if key in refusals else "no such key"
         say(f"{os.fsdecode(key)}: {reason}")
-    if missing:
+    if missing_keys:
         raise click.exceptions.Exit(INCOMPLETE)
 
 

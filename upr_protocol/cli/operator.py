@@ -137,7 +137,7 @@ def add(
     name, _, node_address = node.partition("=")
 
     async def work(operator: Operator) -> None:
-        added = await add_replicas(
+        new_partitions = await add_replicas(
             operator,
             name,
             node_address,
@@ -151,10 +151,10 @@ def add(
         progress = ProgressDisplay(lambda: f"{name}: {lag.text()}")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(progress.run)
-            await wait_caught_up(operator, name, added, lag)
+            await wait_caught_up(operator, name, new_partitions, lag)
             nursery.cancel_scope.cancel()
         progress.clear()
-        print_line(f"{name} has caught up on {partitions_text(added)}", err=True)
+        print_line(f"{name} has caught up on {partitions_text(new_partitions)}", err=True)
 
     _operate(target, work)
 
@@ -177,9 +177,9 @@ def remove(target: Address, node: str, partitions: tuple[int, ...]) -> None:
     """
 
     async def work(operator: Operator) -> None:
-        removed = await remove_replicas(operator, node, partitions=partitions)
-        if removed:
-            print_line(f"{node} no longer holds {partitions_text(removed)}", err=True)
+        old_partitions = await remove_replicas(operator, node, partitions=partitions)
+        if old_partitions:
+            print_line(f"{node} no longer holds {partitions_text(old_partitions)}", err=True)
         else:
             print_line(f"the partition map no longer names {node}", err=True)
 

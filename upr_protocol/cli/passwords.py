@@ -31,22 +31,22 @@ def new_password(user: str, option: str) -> str:
     Raises:
         click.UsageError: There is no terminal, or nothing was typed.
     """
-    missing = (
+    error_text = (
         f"the new password of {user} is missing, and there is no terminal to ask for it: name a "
         f"file with {option}"
     )
     while True:
-        password = _ask(f"New password of {user}", missing)
-        if password == _ask("Repeat it", missing):
+        password = _ask(f"New password of {user}", error_text)
+        if password == _ask("Repeat it", error_text):
             return password
         click.echo("The two differ.", err=True)
 
 
-def _ask(prompt: str, missing: str) -> str:
+def _ask(prompt: str, error_text: str) -> str:
     try:
         return read_hidden(f"{prompt}: ")
     except OSError:
-        raise click.UsageError(missing) from None
+        raise click.UsageError(error_text) from None
     except EOFError:
         raise click.UsageError("no password was typed") from None
 

@@ -71,12 +71,12 @@ def read_rows(source: IO[bytes], form: str, null: Sequence[str] = ()) -> tuple[l
     Raises:
         FileError: The file as a whole does not have that format. A bad row is a `BadRow`.
     """
-    missing = frozenset(null)
+    null_texts = frozenset(null)
     if form == "csv":
-        return _read_csv(source, missing)
+        return _read_csv(source, null_texts)
     if form == "jsonl":
-        return [], _read_json_lines(source, missing)
-    return _read_parquet(source, missing)
+        return [], _read_json_lines(source, null_texts)
+    return _read_parquet(source, null_texts)
 
 
 def _read_csv(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], Rows]:

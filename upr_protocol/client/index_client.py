@@ -429,10 +429,10 @@ class IndexClient:
     def _at_a_node(self, ask: Callable[[IndexNode, float], T]) -> T:
         """What the first node gives that can."""
         failures: list[BrokenError | IndexerError] = []
-        asked: set[str] = set()
-        while (node := next((n for n in self._nodes if n.url not in asked), None)) is not None:
-            asked.add(node.url)
-            is_last = len(asked) == len(self._nodes)
+        asked_urls: set[str] = set()
+        while (node := next((n for n in self._nodes if n.url not in asked_urls), None)) is not None:
+            asked_urls.add(node.url)
+            is_last = len(asked_urls) == len(self._nodes)
             try:
                 answer = ask(node, ANSWER_SLACK_S if is_last else NODE_SLACK_S)
             except BrokenError as error:
@@ -449,12 +449,12 @@ class IndexClient:
 
     def _learn(self, urls: Iterable[str]) -> None:
         """Takes the nodes into account that a node names which is asked for what it lacks."""
-        known = {node.url for node in self._nodes}
+        known_urls = {node.url for node in self._nodes}
         for url in urls:
             if len(self._nodes) >= NODES_MAX:
                 return
-            if url not in known:
-                known.add(url)
+            if url not in known_urls:
+                known_urls.add(url)
                 # A node whose password would go over the wire in the clear is left out.
                 with suppress(ValueError):
                     self._nodes.append(IndexNode(url, self._security))

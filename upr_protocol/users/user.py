@@ -82,8 +82,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
     def __str__(self) -> str:
-        named = msgspec.structs.asdict(self).items()
-        return " ".join(f"{name}={number}" for name, number in named if number)
+        numbers_by_name = msgspec.structs.asdict(self).items()
+        return " ".join(f"{name}={number}" for name, number in numbers_by_name if number)
 
 
 NO_LIMITS: Final = Limits()

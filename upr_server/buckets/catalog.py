@@ -182,23 +182,23 @@ class BucketCatalog:
                 )
             for name, reason in loaded.leftovers.items():
                 log.warning("cannot remove what a crash left", folder=name, reason=reason)
-            for stored in loaded.buckets:
-                await self._recover(stored)
+            for stored_bucket in loaded.buckets:
+                await self._recover(stored_bucket)
             yield
             await maps.stop()
             await self._stop_disks()
             nursery.cancel_scope.cancel()
 
-    async def _recover(self, stored: StoredBucket) -> None:
-        record = stored.record
-        for partition, damage in stored.reindexed.items():
+    async def _recover(self, stored_bucket: StoredBucket) -> None:
+        record = stored_bucket.record
+        for partition, damage in stored_bucket.reindexed.items():
             log.error(
                 "damaged key index; making it anew",
                 bucket=record.name,
                 partition=partition,
                 damage=damage,
             )
-        for partition, stored_partition in enumerate(stored.partitions):
+        for partition, stored_partition in enumerate(stored_bucket.partitions):
             if stored_partition.damage:
                 log.error(
                     "damaged partition; the others are served; run upr-server check",
@@ -206,16 +206,16 @@ class BucketCatalog:
                     partition=partition,
                     damage=stored_partition.damage,
                 )
-        images, changed = recover_partitions(stored, self._new_id)
+        images, changed = recover_partitions(stored_bucket, self._new_id)
         await self._store.ask(StartServing(record.name, changed))
-        if stored.damaged_leases:
-            await self._delete_damaged_leases(record.name, stored.damaged_leases)
+        if stored_bucket.damaged_leases:
+            await self._delete_damaged_leases(record.name, stored_bucket.damaged_leases)
         log.info(
             "bucket recovered",
             bucket=record.name,
             partitions=record.partition_count,
             mutations=sum(image.high for image in images),
-            after="a clean stop" if stored.is_clean else "an unclean stop: new histories",
+            after="a clean stop" if stored_bucket.is_clean else "an unclean stop: new histories",
         )
         bucket = self.buckets.create(
             record.name,
@@ -225,16 +225,20 @@ class BucketCatalog:
             incarnation=record.incarnation,
             is_new=False,
         )
-        if not stored.is_clean and any(partition.damage for partition in stored.partitions):
+        if not stored_bucket.is_clean and any(
+            partition.damage for partition in stored_bucket.partitions
+        ):
             self._unsettled.add(bucket)
-        disk = self._attach_disk(bucket, stored.leases)
-        if stored.partition_map:
+        disk = self._attach_disk(bucket, stored_bucket.leases)
+        if stored_bucket.partition_map:
             partials = {
                 PartitionId(partition_number): partition.record.partial
-                for partition_number, partition in enumerate(stored.partitions)
+                for partition_number, partition in enumerate(stored_bucket.partitions)
                 if partition.record.partial is not None
             }
-            self._maps.restore_map(disk, stored.partition_map, partials, is_clean=stored.is_clean)
+            self._maps.restore_map(
+                disk, stored_bucket.partition_map, partials, is_clean=stored_bucket.is_clean
+            )
 
     async def _delete_damaged_leases(self, bucket: str, damages: Mapping[int, str]) -> None:
         for lease_id, damage in damages.items():

@@ -523,11 +523,16 @@ async def _play_failed_rows(accept: Accept) -> None:
 
 
 def _check_failed_rows(outcome: Any) -> None:
-    added, counted, stored = outcome["results"]
-    _require(added["status"] == Status.EXISTS, f"the ADD has the status {added['status']}")
-    _require((counted["status"], counted["counter"]) == (0, "12"), f"the counter is {counted}")
-    _require(stored["status"] == 0, f"the SET has the status {stored['status']}")
-    _require(added["seq"] is None, "a row that failed has a number")
+    add_result, counter_result, set_result = outcome["results"]
+    _require(
+        add_result["status"] == Status.EXISTS, f"the ADD has the status {add_result['status']}"
+    )
+    _require(
+        (counter_result["status"], counter_result["counter"]) == (0, "12"),
+        f"the counter is {counter_result}",
+    )
+    _require(set_result["status"] == 0, f"the SET has the status {set_result['status']}")
+    _require(add_result["seq"] is None, "a row that failed has a number")
 
 
 async def _play_get(accept: Accept) -> None:
@@ -575,9 +580,9 @@ async def _play_log_in(accept: Accept) -> None:
 def _check_get(outcome: Any) -> None:
     expected = {"one": "found", "two": "found"}
     _require(outcome["items"] == expected, f"the items are {outcome['items']}, not {expected}")
-    refused = {"damaged": Status.DAMAGED}
+    refusals = {"damaged": Status.DAMAGED}
     _require(
-        outcome["refused"] == refused,
+        outcome["refused"] == refusals,
         f"the refused keys are {outcome['refused']}, not {{'damaged': {Status.DAMAGED:d}}}",
     )
 

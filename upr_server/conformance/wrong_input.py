@@ -399,8 +399,13 @@ def _add_publishing(topic: Topic) -> None:
     case("a counter's value that is not 24 bytes", delta, refused, Status.BAD_ARGUMENT)
 
     case = topic("a run", Progress.OPENED)
-    missing = _mutate(_set(), partition=MISSING)
-    case("a partition that the node is not active for", missing, refused, Status.NOT_MY_PARTITION)
+    wrong_partition = _mutate(_set(), partition=MISSING)
+    case(
+        "a partition that the node is not active for",
+        wrong_partition,
+        refused,
+        Status.NOT_MY_PARTITION,
+    )
     elsewhere = _mutate(_set(key_in(1)))
     case("a key that belongs to another partition", elsewhere, refused, Status.BAD_ARGUMENT)
     replicated = _mutate(_set(), durability=Durability.REPLICATED, copies=1)
@@ -480,8 +485,13 @@ def _add_requests(topic: Topic) -> None:
     bad_key = Get((b"",), partition=P0, opaque=OPAQUE)
     case("a key of 0 or more than 250 bytes", bad_key, Outcome.KEY_REFUSED, Status.BAD_KEY)
     case("a key whose record on disk is damaged", None, Outcome.KEY_REFUSED, Status.DAMAGED)
-    missing = Get((KEY,), partition=MISSING, opaque=OPAQUE)
-    case("a partition that the node is not active for", missing, refused, Status.NOT_MY_PARTITION)
+    wrong_partition = Get((KEY,), partition=MISSING, opaque=OPAQUE)
+    case(
+        "a partition that the node is not active for",
+        wrong_partition,
+        refused,
+        Status.NOT_MY_PARTITION,
+    )
     elsewhere = Get((key_in(1),), partition=P0, opaque=OPAQUE)
     case("a key that belongs to another partition", elsewhere, refused, bad)
     other_history = Get((KEY,), UNKNOWN_HISTORY, partition=P0, opaque=OPAQUE)

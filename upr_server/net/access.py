@@ -206,8 +206,10 @@ class Access:
         where nobody logged in."""
         if self.user_name is None:
             return writers
-        several = (writers[at : at + WRITER_BYTES] for at in range(0, len(writers), WRITER_BYTES))
-        return b"".join(map(self.own_writer, several))
+        each_writer = (
+            writers[start : start + WRITER_BYTES] for start in range(0, len(writers), WRITER_BYTES)
+        )
+        return b"".join(map(self.own_writer, each_writer))
 
     def note_log_in(self, name: str, mechanism: str, *, allowed: bool) -> None:
         """Notes in the audit log that the client logged in, or tried to."""
@@ -244,26 +246,26 @@ class Access:
         Raises:
             ServerError: `NOT_ALLOWED`: the client may not do it.
         """
-        needed = NEEDED[type(message)]
+        needed_rights = NEEDED[type(message)]
         if isinstance(message, Stream) and message.with_answers:
-            needed = REPLICATE
-        if isinstance(needed, frozenset):
+            needed_rights = REPLICATE
+        if isinstance(needed_rights, frozenset):
             # These are nearly all the messages that there are.
-            if not self._has(needed, self.rights, message):
-                raise self._refusal(message, needed, self._bucket_name)
+            if not self._has(needed_rights, self.rights, message):
+                raise self._refusal(message, needed_rights, self._bucket_name)
             if type(message) in AUDITED:
                 self._note(message, self._bucket_name, allowed=True)
-        elif needed is not None:
-            rights, bucket = needed(message)
+        elif needed_rights is not None:
+            rights, bucket = needed_rights(message)
             if bucket is not None and not self._has(rights, self.rights_on(bucket), message):
                 raise self._refusal(message, rights, bucket)
             if type(message) in AUDITED:
                 self._note(message, bucket or SERVER, allowed=True)
 
     @staticmethod
-    def _has(needed: Rights, rights: BucketRights, message: Message) -> bool:
-        return not needed.isdisjoint(rights.whole) or (
-            type(message) in OF_SOME_KEYS and not needed.isdisjoint(rights.on_some_keys)
+    def _has(needed_rights: Rights, rights: BucketRights, message: Message) -> bool:
+        return not needed_rights.isdisjoint(rights.whole) or (
+            type(message) in OF_SOME_KEYS and not needed_rights.isdisjoint(rights.on_some_keys)
         )
 
     @property
@@ -303,14 +305,14 @@ class Access:
                 keys = filterfalse(_is_design, keys)
             forbidden = first_key_outside(keys, self.rights.write_prefixes)
         if forbidden is not None:
-            needed = INDEX if _is_design(forbidden) else WRITE
-            raise self._refusal(message, needed, self._bucket_name, forbidden)
+            needed_rights = INDEX if _is_design(forbidden) else WRITE
+            raise self._refusal(message, needed_rights, self._bucket_name, forbidden)
 
     def _refusal(
-        self, message: Message, needed: Rights, bucket: str, key: bytes | None = None
+        self, message: Message, needed_rights: Rights, bucket: str, key: bytes | None = None
     ) -> ServerError:
         self._note(message, bucket, allowed=False)
-        names = " or ".join(right.value for right in Right if right in needed)
+        names = " or ".join(right.value for right in Right if right in needed_rights)
         requester = (
             "somebody who did not log in" if self.user_name is None else f"user {self.user_name}"
         )
@@ -319,7 +321,7 @@ class Access:
             where = "any bucket"
         elif key is not None:
             where = f"key {quoted_key(key[:KEY_BYTES_SHOWN])} of {where}"
-        elif not needed.isdisjoint(self.rights_on(bucket).on_some_keys):
+        elif not needed_rights.isdisjoint(self.rights_on(bucket).on_some_keys):
             where = f"the whole {where}"
         return ServerError(
             Status.NOT_ALLOWED,

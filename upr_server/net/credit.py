@@ -131,8 +131,8 @@ class PublisherCredit:
         if bucket is None or session.state is SessionState.CLOSED:
             return
         share = self._shares.share(bucket, self)
-        missing = share - session.credit.left
-        if missing * _TOP_UP_FRACTION < share:
+        missing_bytes = share - session.credit.left
+        if missing_bytes * _TOP_UP_FRACTION < share:
             return
         relief = bucket.memory_action()
         if relief is not MemoryAction.NOTHING:
@@ -140,7 +140,7 @@ class PublisherCredit:
         if relief is MemoryAction.REFUSE_CREDIT:
             self._shares.withhold_credit(self)
             return
-        session.send(Credit(missing))
+        session.send(Credit(missing_bytes))
         self._wake()
 
     def leave_bucket(self) -> None:

@@ -75,21 +75,21 @@ def call_when_durable(
     if target.reached_seq(partition) >= seq:
         call(True, True)
         return
-    waiting = _Waiting(call)
+    waiting_call = _Waiting(call)
     if target.persists:
-        waiting.conditions += 1
-        flusher.call_when_persisted(partition, seq, waiting.persisted)
-    waiting.conditions += 1
+        waiting_call.conditions += 1
+        flusher.call_when_persisted(partition, seq, waiting_call.persisted)
+    waiting_call.conditions += 1
     partition.replicas.call_when_reached(
         seq,
         target.copies,
         persisted=target.persists,
         deadline=target.deadline,
-        call=waiting.replicated,
+        call=waiting_call.replicated,
     )
     # Either may have been met at once, and the call must not be made before both were asked for:
     # that is the one condition more that it began with.
-    waiting.met()
+    waiting_call.met()
 
 
 @attrs.define

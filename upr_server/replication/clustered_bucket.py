@@ -245,17 +245,17 @@ class ClusteredBucket:
     def _warn_of_suspects(
         self, new_map: PartitionMap, states: dict[Partition, PartitionState]
     ) -> None:
-        waiting = sum(
+        waiting_count = sum(
             state is PartitionState.PENDING
             and new_map.partitions[partition.id].state_of(self._node) is PartitionState.ACTIVE
             for partition, state in states.items()
         )
-        if waiting:
+        if waiting_count:
             log.warning(
                 "this node was killed while it was active, or has lost its disk; its replicas may "
                 "have more: name the actives with `upr failover`",
                 bucket=new_map.bucket,
-                partitions=waiting,
+                partitions=waiting_count,
             )
 
 

@@ -146,17 +146,17 @@ class PartitionMaps:
         Raises:
             PartitionMapError: What is on disk is not a map.
         """
-        stored = PartitionMap.decode(document)
+        stored_map = PartitionMap.decode(document)
         # What an active had in memory is lost, and may have been acknowledged: a replica has it.
-        suspects = {} if is_clean else roles.suspects_in(stored, self.node)
+        suspects = {} if is_clean else roles.suspects_in(stored_map, self.node)
         clustered = self._mapped(
-            disk, stored, is_confirmed=False, is_clean=is_clean, suspects=suspects
+            disk, stored_map, is_confirmed=False, is_clean=is_clean, suspects=suspects
         )
-        self._buckets[stored.bucket] = clustered
+        self._buckets[stored_map.bucket] = clustered
         for partition in disk.bucket.partitions:
             if partition.damage:
                 continue
-            state = stored.partitions[partition.id].state_of(self.node)
+            state = stored_map.partitions[partition.id].state_of(self.node)
             if state is PartitionState.ACTIVE:
                 state = PartitionState.PENDING
             partition.change_state(state, partition.failover_log)

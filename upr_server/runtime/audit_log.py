@@ -205,21 +205,21 @@ class AuditLog:
             untold = self._untold
         if untold:
             batch.insert(0, (("time", self._now()), ("event", "lines lost"), ("times", untold)))
-        written = 0
+        written_count = 0
         try:
             self._find_file()
             for fields in batch:
                 self._append(msgspec.json.encode({"number": self._number + 1, **dict(fields)}))
                 self._number += 1
-                written += 1
+                written_count += 1
             os.fsync(self._descriptor)
         except OSError as error:
             log.error("the audit log cannot be written", path=str(self._path), error=str(error))
         with self._lock:
-            if untold and written:
+            if untold and written_count:
                 self._untold -= untold
-        if missing := len(batch) - max(written, bool(untold)):
-            self._lose(missing)
+        if missing_count := len(batch) - max(written_count, bool(untold)):
+            self._lose(missing_count)
 
     def _find_file(self) -> None:
         """Opens the file anew if somebody has removed it, or put another one in its place."""

@@ -158,7 +158,7 @@ class BucketStorage:
         Raises:
             CorruptionError: A record that concerns the whole bucket is damaged or missing.
         """
-        stored = self.log.load()
+        stored_bucket = self.log.load()
         sizes = self.log.chunk_bytes()
         reindexed: dict[int, str] = {}
         self._partitions = [
@@ -170,7 +170,7 @@ class BucketStorage:
                 partition.damage,
                 is_refused=bool(partition.damage),
             )
-            for partition_id, partition in enumerate(stored.partitions)
+            for partition_id, partition in enumerate(stored_bucket.partitions)
         ]
         for partition_id, usage in enumerate(self._partitions):
             if usage.is_refused:
@@ -184,12 +184,12 @@ class BucketStorage:
             while not usage.watermark.seq and self.index.has_entries(partition_id):
                 self.index.delete_entries(partition_id, INDEX_DELETE_KEYS)
         return msgspec.structs.replace(
-            stored,
+            stored_bucket,
             partitions=[
                 msgspec.structs.replace(
                     partition, indexed=usage.watermark.seq, item_count=usage.watermark.item_count
                 )
-                for partition, usage in zip(stored.partitions, self._partitions, strict=True)
+                for partition, usage in zip(stored_bucket.partitions, self._partitions, strict=True)
             ],
             reindexed=reindexed,
         )
@@ -387,12 +387,12 @@ class BucketStorage:
         """The compaction under way, or a new one of the first partition with too much garbage."""
         if self._compaction is None:
             share = GARBAGE_SHARE_FULL if self._is_full else GARBAGE_SHARE
-            allowed = 0 if self._is_full else GARBAGE_BYTES // len(self._partitions)
+            allowance_bytes = 0 if self._is_full else GARBAGE_BYTES // len(self._partitions)
             for partition, usage in enumerate(self._partitions):
                 garbage = usage.garbage_bytes
                 if usage.damage:
                     continue
-                if garbage > share * (usage.chunk_bytes - garbage) + allowed:
+                if garbage > share * (usage.chunk_bytes - garbage) + allowance_bytes:
                     through = usage.watermark.seq
                     self._compaction = Compaction(self.log, self.index, partition, through)
                     self._garbage_at_start = garbage

@@ -110,11 +110,11 @@ class Compaction:
             self._left_superseded = True
         high = log.high_seq(partition)
         # Whole chunks: a rewritten one is stored under the same last number.
-        read = log.read_chunks(partition, self.seq, high, bytes_max=bytes_max)
-        chunks = [chunk for chunk in read if chunk.end <= self.through]
+        read_chunks = log.read_chunks(partition, self.seq, high, bytes_max=bytes_max)
+        chunks = [chunk for chunk in read_chunks if chunk.end <= self.through]
         rewrite = _Rewrite()
         leased = _merged(leases)
-        dropped: list[int] = []
+        dropped_seqs: list[int] = []
         purged: list[tuple[bytes, int]] = []
         for chunk in chunks:
             entries = self._index.entries(partition, chunk.keys())
@@ -125,16 +125,18 @@ class Compaction:
             if not self._left_superseded:
                 purged += _purge(chunk, keep, purge_before_cas, high)
             if lapsed:
-                dropped += [seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept]
+                dropped_seqs += [
+                    seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
+                ]
             rewrite.add(chunk, keep)
         replaced, new_chunks = rewrite.finish()
-        broken = [lease for lease in lapsed if _covers_any(lease, partition, dropped)]
+        broken = [lease for lease in lapsed if _covers_any(lease, partition, dropped_seqs)]
         purge_seq, grown_bytes = self._replace(replaced, new_chunks, purged, broken)
         if chunks:
             self.seq = chunks[-1].end
         return CompactionStep(
             self.seq,
-            len(chunks) < len(read) or self.seq >= self.through,
+            len(chunks) < len(read_chunks) or self.seq >= self.through,
             grown_bytes,
             purge_seq,
             purged,

@@ -341,9 +341,9 @@ class LmdbOrderedMap:
     def free_bytes(self) -> int:
         """How much can still be written, given the disk's space and the memory map's size."""
         disk = os.statvfs(self._path)
-        used, file_bytes = self._used_bytes, self._file_bytes
-        in_file = max(0, file_bytes - used)
-        return min(self._map_bytes - used, disk.f_bavail * disk.f_frsize + in_file)
+        used_bytes, file_bytes = self._used_bytes, self._file_bytes
+        in_file = max(0, file_bytes - used_bytes)
+        return min(self._map_bytes - used_bytes, disk.f_bavail * disk.f_frsize + in_file)
 
     @property
     def _used_bytes(self) -> int:

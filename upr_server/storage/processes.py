@@ -111,24 +111,24 @@ class _Worker:
             and call.bytes_max >= SLOT_READ_BYTES_MIN
         ):
             slot = self.slots.lend()
-        pending = _PendingCall(call, slot)
-        self._to_send.append(pending)
+        pending_call = _PendingCall(call, slot)
+        self._to_send.append(pending_call)
         self._has_calls.notify()
-        await pending.event.wait()
-        if pending.failure is not None:
-            raise pending.failure.error()
-        return pending.answer
+        await pending_call.event.wait()
+        if pending_call.failure is not None:
+            raise pending_call.failure.error()
+        return pending_call.answer
 
     async def send(self) -> None:
         """Sends calls, until it is cancelled."""
         while True:
             await self._has_calls.wait_until(lambda: bool(self._to_send))
-            pending = self._to_send.popleft()
-            self._sent.append(pending)
-            slot_number = NO_SLOT if pending.slot is None else pending.slot.number
-            message, buffers = pack_message(StoreRequest(pending.call, slot_number))
+            pending_call = self._to_send.popleft()
+            self._sent.append(pending_call)
+            slot_number = NO_SLOT if pending_call.slot is None else pending_call.slot.number
+            message, buffers = pack_message(StoreRequest(pending_call.call, slot_number))
             # The local name would keep the answer alive, and its slot lent, until the next call.
-            del pending
+            del pending_call
             head = message_head(message, buffers, [False] * len(buffers))
             parts: list[Buffer] = [head + message, *buffers]
             await write_all(self._pipe, parts, float("inf"))
@@ -151,14 +151,16 @@ class _Worker:
                 offset += length
             else:
                 buffers.append(await self._exactly(length))
-        pending = self._sent.popleft()
+        pending_call = self._sent.popleft()
         # From here on the answer's chunks alone keep the slot.
-        pending.slot = None
+        pending_call.slot = None
         if failed:
-            pending.failure = self._unpacker.unpack(message, CallFailure, ())
+            pending_call.failure = self._unpacker.unpack(message, CallFailure, ())
         else:
-            pending.answer = self._unpacker.unpack(message, pending.call.answer_type, buffers)
-        pending.event.set()
+            pending_call.answer = self._unpacker.unpack(
+                message, pending_call.call.answer_type, buffers
+            )
+        pending_call.event.set()
 
     async def _exactly(self, length: int) -> Buffer:
         while len(self._received) < length <= _RECEIVE_BYTES:
@@ -187,9 +189,9 @@ class _Worker:
         if self.is_gone:
             return
         self.is_gone = True
-        for pending in (*self._sent, *self._to_send):
-            pending.failure = CallFailure(StoreFailedError.__name__, sentence)
-            pending.event.set()
+        for pending_call in (*self._sent, *self._to_send):
+            pending_call.failure = CallFailure(StoreFailedError.__name__, sentence)
+            pending_call.event.set()
 
     async def stop(self) -> None:
         """Ends the process once it has carried out what it was sent."""

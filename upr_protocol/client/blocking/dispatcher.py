@@ -76,8 +76,8 @@ class BlockingDispatcher:
         deadline = time.monotonic() + self._timeout_s
         answers: dict[int, Message] = {}
         failure: UprError = BrokenError("no node could be asked")
-        while missing := [index for index in range(len(requests)) if index not in answers]:
-            for address, indices in self._by_node(requests, missing).items():
+        while missing_indices := [index for index in range(len(requests)) if index not in answers]:
+            for address, indices in self._by_node(requests, missing_indices).items():
                 try:
                     connection = (
                         self.connect() if address is None else self.connections.to_node(address)
@@ -94,7 +94,7 @@ class BlockingDispatcher:
                 break
             failure = self._drop_misdirected(answers) or failure
             if len(answers) < len(requests) and not self._wait_for_map(deadline):
-                raise self._no_holder_error(requests[index] for index in missing) or failure
+                raise self._no_holder_error(requests[index] for index in missing_indices) or failure
         return [
             call.result(calls.check_reply(answers[index])) for index, call in enumerate(requests)
         ]
@@ -156,15 +156,15 @@ class BlockingDispatcher:
                 self._await_credit(connection)
             connection.session.send(request)
             replies[opaque] = None
-        missing = len(replies)
-        while missing:
+        missing_count = len(replies)
+        while missing_count:
             message = connection.receive(deadline)
             if message is None:
                 address = self.connections.metadata.address
                 raise TimeoutError(f"{address} did not answer in {self._timeout_s:g} s")
             if replies.get(message.opaque, message) is None:
                 replies[message.opaque] = message
-                missing -= 1
+                missing_count -= 1
         return [message for message in replies.values() if message is not None]
 
     def _await_credit(self, connection: BlockingConnection) -> None:

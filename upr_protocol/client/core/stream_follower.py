@@ -318,9 +318,9 @@ class StreamFollower:
     ) -> Iterable[Delivery]:
         barriers = self._state.barriers
         # Only the streams that were open when the barrier was sent: it passed no others.
-        passed = connection.barriers.pop(message.cookie, set())
-        ends = {partition: end for partition, end in message.ends if partition in passed}
-        barriers.add_passed(message.cookie, passed, ends)
+        passed_partitions = connection.barriers.pop(message.cookie, set())
+        ends = {partition: end for partition, end in message.ends if partition in passed_partitions}
+        barriers.add_passed(message.cookie, passed_partitions, ends)
         completed = barriers.close_completed(self._state.remaining)
         # The barrier may have yet to pass partitions that came to this node meanwhile.
         self.send_barriers()

@@ -129,11 +129,11 @@ class _Failover:
 
     def check_replicas(self) -> None:
         """Refuses if too few replicas answer."""
-        reached = self._reached_holders()
-        lacking, missing = self._missing_replicas(reached)
-        if lacking:
-            raise NotDoneError(self._too_few(lacking, missing))
-        self.check_copies(reached)
+        reached_nodes = self._reached_holders()
+        lacking_partitions, missing_replicas = self._missing_replicas(reached_nodes)
+        if lacking_partitions:
+            raise NotDoneError(self._too_few(lacking_partitions, missing_replicas))
+        self.check_copies(reached_nodes)
 
     def check_copies(self, nodes: Iterable[str]) -> None:
         """Refuses if none of `nodes` has a copy of some partition."""
@@ -153,22 +153,25 @@ class _Failover:
         """The partitions of which `nodes` has too few acknowledging replicas, and those that are
         missing."""
         available = set(nodes)
-        lacking: list[int] = []
-        missing: dict[str, None] = {}
+        lacking_partitions: list[int] = []
+        missing_replicas: dict[str, None] = {}
         for partition, assignment in self._change.assignments.items():
             replicas = acknowledging_replicas(assignment)
             count = sum(name in available for name in replicas)
             if count < fences_needed(assignment, self._acknowledged):
-                lacking.append(partition)
-                missing.update(dict.fromkeys(name for name in replicas if name not in available))
-        return lacking, list(missing)
+                lacking_partitions.append(partition)
+                missing_replicas.update(
+                    dict.fromkeys(name for name in replicas if name not in available)
+                )
+        return lacking_partitions, list(missing_replicas)
 
-    def _too_few(self, partitions: list[int], missing: list[str]) -> str:
+    def _too_few(self, partitions: list[int], missing_replicas: list[str]) -> str:
         return (
             f"too few replicas of {partitions_text(partitions)} answer: a missing one "
-            f"({', '.join(missing)}) may be the only one to have a change that was acknowledged "
-            f"with {self._acknowledged} copies. Bring it back; or say --acknowledged NUMBER if "
-            "publishers waited for more copies; or lose such changes, with --lose-acknowledged"
+            f"({', '.join(missing_replicas)}) may be the only one to have a change that was "
+            f"acknowledged with {self._acknowledged} copies. Bring it back; or say --acknowledged "
+            "NUMBER if publishers waited for more copies; or lose such changes, with "
+            "--lose-acknowledged"
         )
 
     # Fencing.
@@ -183,12 +186,11 @@ class _Failover:
             if report.failure:
                 self._report(f"{name} is fenced, but does not say what it has: {report.failure}")
                 continue
-            refused = self._refused_copies(report)
-            if refused:
+            refused_partitions = self._refused_copies(report)
+            if refused_partitions:
                 # What it had acknowledged of them may be nowhere else.
-                self._report(
-                    f"{name} is fenced, but does not serve its copies of {partitions_text(refused)}"
-                )
+                refused_text = partitions_text(refused_partitions)
+                self._report(f"{name} is fenced, but does not serve its copies of {refused_text}")
                 continue
             self.fenced.append(name)
             for partition, assignment in change.assignments.items():
@@ -211,9 +213,9 @@ class _Failover:
 
     async def check_fenced(self) -> None:
         """Restores the old assignments and refuses, if too few replicas were fenced."""
-        lacking, missing = self._missing_replicas(self.fenced)
-        if lacking:
-            await self._restore(self._too_few(lacking, missing))
+        lacking_partitions, missing_replicas = self._missing_replicas(self.fenced)
+        if lacking_partitions:
+            await self._restore(self._too_few(lacking_partitions, missing_replicas))
 
     async def _restore(self, why: str) -> None:
         """Gives the fenced nodes their old assignments, and raises `NotDoneError`."""

@@ -158,17 +158,17 @@ class ReceivedKeys:
             return
         entries = len(self) - self._limits.entries * 7 // 8
         nbytes = self._nbytes - self._limits.nbytes * 7 // 8
-        dropped: list[tuple[PartitionId, bytes]] = []
+        dropped_keys: list[tuple[PartitionId, bytes]] = []
         for partition, key in self._order:
             if entries <= 0 and nbytes <= 0:
                 break
             seq = self._versions[partition][key].seq
             if seq <= droppable_seq(partition):
                 self.raise_floor(partition, seq)
-                dropped.append((partition, key))
+                dropped_keys.append((partition, key))
                 entries -= 1
                 nbytes -= len(key) + RECEIVED_KEY_BYTES
-        for partition, key in dropped:
+        for partition, key in dropped_keys:
             self._delete(partition, key)
 
     def _set(self, partition: PartitionId, key: bytes, version: ReceivedVersion) -> None:

@@ -146,7 +146,7 @@ class ConnectionPool(Generic[H]):
         options: How to reach the nodes.
         owner: Says which partitions need a node, and uses the nodes.
         state: The state that a node must hold a partition in.
-        opened: The partitions whose histories the owner needs; empty for all.
+        opened_partitions: The partitions whose histories the owner needs; empty for all.
 
     Attributes:
         metadata: The client's view of the cluster.
@@ -163,14 +163,14 @@ class ConnectionPool(Generic[H]):
         owner: PoolOwner[H],
         *,
         state: PartitionState = PartitionState.ACTIVE,
-        opened: tuple[PartitionId, ...] = (),
+        opened_partitions: tuple[PartitionId, ...] = (),
     ) -> None:
         self.metadata = ClusterMetadata(address, by_map=options.by_map)
         self.last_failure = ""
         self.located = trio.Event()
         self._options = options.connection
         self._owner = owner
-        self._opened = opened
+        self._opened = opened_partitions
         self.router = PartitionRouter(
             self.metadata, state, options.retry_timeout_s, options.connection.draw
         )

@@ -262,9 +262,9 @@ class RequestDispatcher:
             return await self.ask(call_for(partitions))
         deadline = trio.current_time() + self._retry_timeout_s
         rows: dict[PartitionId, PartitionRow] = {}
-        missing = set(partitions or self.partitions) & set(self.partitions)
-        while missing:
-            channel, group = await self._next_group(missing, deadline)
+        missing_partitions = set(partitions or self.partitions) & set(self.partitions)
+        while missing_partitions:
+            channel, group = await self._next_group(missing_partitions, deadline)
             try:
                 reply_rows = await channel.ask(call_for(group))
             except ServerError as error:
@@ -279,7 +279,7 @@ class RequestDispatcher:
             for row in reply_rows:
                 self.connections.router.note_succeeded(row.partition)
                 rows[row.partition] = row
-            missing -= rows.keys()
+            missing_partitions -= rows.keys()
         return [rows[partition] for partition in sorted(rows)]
 
     async def _next_group(
@@ -300,11 +300,11 @@ class RequestDispatcher:
     async def acquire_lease(self, request: LeaseRequest) -> HeldLease:
         """Acquires a lease, with the same ID at each node that has some of its ranges."""
         deadline = trio.current_time() + self._retry_timeout_s
-        missing = request.partitions
+        missing_partitions = request.partitions
         leases: list[HeldLease] = []
-        while missing or not leases:
-            channel, partitions = await self._next_group(missing, deadline)
-            missing -= set(partitions)
+        while missing_partitions or not leases:
+            channel, partitions = await self._next_group(missing_partitions, deadline)
+            missing_partitions -= set(partitions)
             leases.append(await channel.ask(request.call_for(partitions)))
         return calls.merge_leases(leases)
 

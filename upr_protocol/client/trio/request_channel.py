@@ -66,11 +66,13 @@ class PendingChange(PendingReply[WriteResult]):
         self.is_sent = False
 
 
-def _resolve_call(call: Call[T], pending: PendingReply[T], answer: Message | UprError) -> None:
+def _resolve_call(
+    call: Call[T], pending_reply: PendingReply[T], answer: Message | UprError
+) -> None:
     try:
-        pending.resolve(call.result(check_reply(answer)))
+        pending_reply.resolve(call.result(check_reply(answer)))
     except UprError as error:
-        pending.resolve(error)
+        pending_reply.resolve(error)
 
 
 def _resolve_bundle(
@@ -84,8 +86,8 @@ def _resolve_bundle(
         outcomes = bundle.outcomes(reply)
     except UprError as error:
         outcomes = [error] * len(changes)
-    for pending, outcome in zip(changes, outcomes, strict=True):
-        pending.resolve(outcome)
+    for pending_change, outcome in zip(changes, outcomes, strict=True):
+        pending_change.resolve(outcome)
 
 
 class RequestChannel(ConnectionHandler):
@@ -153,23 +155,23 @@ class RequestChannel(ConnectionHandler):
     def _send_changes(self) -> None:
         level, unsent = next(iter(self._unsent.items()))
         count = count_fitting(change.change for change in unsent)
-        pending = list(islice(unsent, count))
-        for change in pending:
+        pending_changes = list(islice(unsent, count))
+        for change in pending_changes:
             del unsent[change]
         del self._unsent[level]
         if unsent:
             self._unsent[level] = unsent  # after the other levels
         # Changes of one partition keep their order.
-        pending.sort(key=_PARTITION)
-        bundle = ChangeBundle([change.change for change in pending])
-        resolve = partial(_resolve_bundle, bundle, pending)
+        pending_changes.sort(key=_PARTITION)
+        bundle = ChangeBundle([change.change for change in pending_changes])
+        resolve = partial(_resolve_bundle, bundle, pending_changes)
         opaque = self.connection.session.new_opaque()
         try:
             self.connection.send(bundle.message(opaque))
         except UprError as error:
             resolve(error)
             return
-        for change in pending:
+        for change in pending_changes:
             change.is_sent = True
         self._resolvers[opaque] = resolve
         self.requests += 1
@@ -179,8 +181,8 @@ class RequestChannel(ConnectionHandler):
         unsent, self._unsent = self._unsent, {}
         for resolve in resolvers.values():
             resolve(error)
-        for pending in chain.from_iterable(unsent.values()):
-            pending.resolve(error)
+        for pending_change in chain.from_iterable(unsent.values()):
+            pending_change.resolve(error)
         self._changed.notify()
 
     # For callers.
@@ -196,25 +198,25 @@ class RequestChannel(ConnectionHandler):
         connection = self.connection
         if connection.failure is not None:
             raise connection.failure
-        pending = PendingChange(change)
-        self._unsent.setdefault(change.level, {})[pending] = None
+        pending_change = PendingChange(change)
+        self._unsent.setdefault(change.level, {})[pending_change] = None
         connection.request_write()
         try:
             with trio.move_on_after(self._credit_timeout_s):
-                return await pending.wait()
-            if not pending.is_sent and not connection.session.credit.is_open:
+                return await pending_change.wait()
+            if not pending_change.is_sent and not connection.session.credit.is_open:
                 raise over_quota_error(self._address, self._credit_timeout_s)
-            return await pending.wait()
+            return await pending_change.wait()
         finally:
-            if not pending.is_sent:
-                self._discard(pending)
+            if not pending_change.is_sent:
+                self._discard(pending_change)
 
-    def _discard(self, pending: PendingChange) -> None:
+    def _discard(self, pending_change: PendingChange) -> None:
         """Makes sure that a change is not sent any more."""
-        level = pending.change.level
+        level = pending_change.change.level
         unsent = self._unsent.get(level, {})
-        if pending in unsent:
-            del unsent[pending]
+        if pending_change in unsent:
+            del unsent[pending_change]
             if not unsent:
                 del self._unsent[level]
             self._changed.notify()

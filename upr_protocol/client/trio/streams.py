@@ -214,7 +214,7 @@ class ConsumerStreams:
             options,
             self,
             state=state.subscription.state,
-            opened=state.subscription.partitions,
+            opened_partitions=state.subscription.partitions,
         )
 
     async def run(self) -> None:

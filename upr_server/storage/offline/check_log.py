@@ -206,11 +206,11 @@ class PartitionLogCheck:
             received: Where the last one should end; None if nobody can tell.
             watermark: How far the index has followed the log.
         """
-        partition, end, read = self._partition, 0, Progress()
+        partition, end, progress = self._partition, 0, Progress()
         first, last = chunk_key(partition, 0), chunk_key(partition, SEQS_END)
         with self._log.read() as transaction:
             for key, value in transaction.scan(first, last):
-                read = Progress(read.chunks + 1, read.chunk_bytes + len(value))
+                progress = Progress(progress.chunks + 1, progress.chunk_bytes + len(value))
                 try:
                     chunk = parse_chunk(key, value)
                     chunk.check()
@@ -223,10 +223,10 @@ class PartitionLogCheck:
                     yield self._damage(f"the log has no chunks from {end} to {chunk.start}")
                 end = chunk.end
                 self._add(chunk, watermark)
-                if read.chunk_bytes >= _PROGRESS_BYTES:
-                    yield read
-                    read = Progress()
-        yield read
+                if progress.chunk_bytes >= _PROGRESS_BYTES:
+                    yield progress
+                    progress = Progress()
+        yield progress
         if received is not None and end != received:
             yield self._damage(f"the log ends at {end}, and should end at {received}")
 

@@ -91,10 +91,10 @@ def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
 
 
 def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
-    stored = storage.open()
-    for partition_id, partition in enumerate(stored.partitions):
+    stored_bucket = storage.open()
+    for partition_id, partition in enumerate(stored_bucket.partitions):
         if partition.damage:
-            is_replica = _is_replica_by_map(stored, partition_id)
+            is_replica = _is_replica_by_map(stored_bucket, partition_id)
             if is_replica:
                 empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0)
                 storage.empty(partition_id, empty)
@@ -110,13 +110,13 @@ def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
             yield DamagedPartition(name, partition_id, is_replica, damage)
 
 
-def _is_replica_by_map(stored: StoredBucket, partition_id: int) -> bool:
+def _is_replica_by_map(stored_bucket: StoredBucket, partition_id: int) -> bool:
     """Whether this node is a replica of a partition whose record is damaged: so says the map for
     each node that this one can be, given its other partitions. If nobody can tell, it is none."""
-    if not stored.partition_map:
+    if not stored_bucket.partition_map:
         return False
     try:
-        partition_map = PartitionMap.decode(stored.partition_map)
+        partition_map = PartitionMap.decode(stored_bucket.partition_map)
     except PartitionMapError as error:
         raise CorruptionError(f"the partition map cannot be read: {error}") from error
     assignments = partition_map.partitions
@@ -125,7 +125,7 @@ def _is_replica_by_map(stored: StoredBucket, partition_id: int) -> bool:
         for name in partition_map.nodes
         if all(
             partition.damage or _may_be_in_state(partition.record.state, assignment.state_of(name))
-            for partition, assignment in zip(stored.partitions, assignments, strict=True)
+            for partition, assignment in zip(stored_bucket.partitions, assignments, strict=True)
         )
     ]
     return bool(names) and all(

@@ -258,7 +258,7 @@ class BucketDisk:
 
 
 def recover_partitions(
-    stored: StoredBucket, new_history_id: Callable[[], HistoryId]
+    stored_bucket: StoredBucket, new_history_id: Callable[[], HistoryId]
 ) -> tuple[list[PartitionImage], list[tuple[int, PartitionRecord]]]:
     """The partitions of a bucket as the server takes them up after a start.
 
@@ -268,7 +268,7 @@ def recover_partitions(
     which history. A partition with a damaged record is dead, and its record stays as it is.
 
     Args:
-        stored: The bucket as the disk has it.
+        stored_bucket: The bucket as the disk has it.
         new_history_id: Draws a fresh non-zero random ID.
 
     Returns:
@@ -276,11 +276,11 @@ def recover_partitions(
     """
     images: list[PartitionImage] = []
     changed: list[tuple[int, PartitionRecord]] = []
-    for partition_id, partition in enumerate(stored.partitions):
+    for partition_id, partition in enumerate(stored_bucket.partitions):
         record = partition.record
         failover_log = FailoverLog.of_pairs(record.failover_log)
-        has_map = bool(stored.partition_map)
-        if not has_map and not stored.is_clean and record.state == PartitionState.ACTIVE:
+        has_map = bool(stored_bucket.partition_map)
+        if not has_map and not stored_bucket.is_clean and record.state == PartitionState.ACTIVE:
             failover_log = failover_log.with_branch(new_history_id(), record.high)
             pairs = tuple(failover_log.pairs())
             changed.append((partition_id, msgspec.structs.replace(record, failover_log=pairs)))
