@@ -282,9 +282,9 @@ class Phase:
         with BlockingClient(self._url) as client:
 
             def read_own_write() -> None:
-                written = client.set("own", '{"city": "own"}')
+                write_result = client.set("own", '{"city": "own"}')
                 began_at[0] = time.perf_counter()
-                options_with = {**options, "consistency": "at_least", "written": [written]}
+                options_with = {**options, "consistency": "at_least", "written": [write_result]}
                 self._asking.scan("first/city", **options_with)
 
             began_at = [0.0]

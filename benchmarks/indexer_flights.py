@@ -77,8 +77,8 @@ def scans(asking: IndexClient, client: BlockingClient, goes_on: Callable[[], boo
     options: dict[str, Any] = {"prefix": ["JFK"], "limit": 100, "timeout_s": 60}
 
     def read_own_write() -> None:
-        written: WriteResult = client.set("own", '{"origin": "own"}')
-        asking.scan("first/origin", consistency="at_least", written=[written], **options)
+        write_result: WriteResult = client.set("own", '{"origin": "own"}')
+        asking.scan("first/origin", consistency="at_least", written=[write_result], **options)
 
     kinds: dict[str, Callable[[], object]] = {
         "any": lambda: asking.scan("first/origin", **options),

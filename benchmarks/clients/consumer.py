@@ -56,16 +56,16 @@ async def _stream(address: Address) -> dict[str, Any]:
     """
     touch = Touch()
     async with consume(address, end="now", identity="bench:consumer") as consumer:
-        started_at, used = time.monotonic(), time.process_time()
+        started_at, processor_s = time.monotonic(), time.process_time()
         async for event in consumer:
             if isinstance(event, ChunkReceived):
                 touch.chunk(event.chunk)
-        ended = time.monotonic()
+        ended_at = time.monotonic()
     return {
         "begun": started_at,
-        "ended": ended,
-        "seconds": ended - started_at,
-        "processor_s": time.process_time() - used,
+        "ended": ended_at,
+        "seconds": ended_at - started_at,
+        "processor_s": time.process_time() - processor_s,
         "chunks": touch.chunks,
         "mutations": touch.mutations,
         "bytes": touch.nbytes,

@@ -107,7 +107,7 @@ def serve(commands: Commands) -> None:
         commands.answer(ready=True)
         for command in commands:
             publisher.latencies.clear()
-            used, started_at = time.process_time(), time.monotonic()
+            processor_s, started_at = time.process_time(), time.monotonic()
             late = paced(
                 command["rate"],
                 command["count"],
@@ -121,5 +121,5 @@ def serve(commands: Commands) -> None:
                 seconds=time.monotonic() - started_at,
                 late=percentiles_us(late),
                 answered=percentiles_us(publisher.latencies),
-                processor_s=time.process_time() - used,
+                processor_s=time.process_time() - processor_s,
             )

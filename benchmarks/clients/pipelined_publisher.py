@@ -101,7 +101,7 @@ def serve(commands: Commands) -> None:
     for command in commands:
         for pipeline in pipelines:
             pipeline.prepare(command["mutations"] // len(pipelines))
-        used, started_at = time.process_time(), time.monotonic()
+        processor_s, started_at = time.process_time(), time.monotonic()
         for pipeline in pipelines:
             pipeline.send()
         while not all(pipeline.is_done for pipeline in pipelines):
@@ -111,5 +111,5 @@ def serve(commands: Commands) -> None:
         commands.answer(
             mutations=sum(pipeline.answered for pipeline in pipelines),
             seconds=time.monotonic() - started_at,
-            processor_s=time.process_time() - used,
+            processor_s=time.process_time() - processor_s,
         )

@@ -111,7 +111,7 @@ async def _serve(commands: Commands) -> None:
         sent_count = 0
         while (command := await trio.to_thread.run_sync(commands.next)) is not None:
             before = targets.answered
-            started_at, used = time.monotonic(), time.process_time()
+            started_at, processor_s = time.monotonic(), time.process_time()
             if "fill" in command:
                 await targets.fill(arguments)
             elif "draw" in command:
@@ -126,7 +126,7 @@ async def _serve(commands: Commands) -> None:
             commands.answer(
                 begun=started_at,
                 seconds=time.monotonic() - started_at,
-                processor_s=time.process_time() - used,
+                processor_s=time.process_time() - processor_s,
                 mutations=targets.answered - before,
             )
 

@@ -59,7 +59,7 @@ def serve(commands: Commands) -> None:
         publisher = _Publisher(connection, arguments["keys"])
         commands.answer(ready=True)
         for command in commands:
-            used, started_at = time.process_time(), time.monotonic()
+            processor_s, started_at = time.process_time(), time.monotonic()
             late = paced(
                 command["rate"],
                 command["count"],
@@ -72,5 +72,5 @@ def serve(commands: Commands) -> None:
             commands.answer(
                 seconds=time.monotonic() - started_at,
                 late=percentiles_us(late),
-                processor_s=time.process_time() - used,
+                processor_s=time.process_time() - processor_s,
             )

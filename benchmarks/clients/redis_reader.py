@@ -77,11 +77,11 @@ def serve(commands: Commands) -> None:
         _load(connection, count)
         commands.answer(ready=True)
         for command in commands:
-            started_at, used = time.monotonic(), time.process_time()
+            started_at, processor_s = time.monotonic(), time.process_time()
             nbytes = _read(connection, count, command["ahead"])
             commands.answer(
                 seconds=time.monotonic() - started_at,
-                processor_s=time.process_time() - used,
+                processor_s=time.process_time() - processor_s,
                 mutations=count,
                 bytes=nbytes,
             )

@@ -48,9 +48,9 @@ def serve(commands: Commands) -> None:
         with connection.makefile("rb") as stream:
             commands.answer(ready=True)
             for command in commands:
-                used = time.process_time()
+                processor_s = time.process_time()
                 latencies, last = _consume(connection, stream, last, command["count"])
                 commands.answer(
                     latency=percentiles_us(latencies[command["skip"] :]),
-                    processor_s=time.process_time() - used,
+                    processor_s=time.process_time() - processor_s,
                 )

@@ -17,14 +17,14 @@ def serve(commands: Commands) -> None:
         commands.answer(ready=True)
         for command in commands:
             bytes_left: int = command["bytes"]
-            started_at, used = time.monotonic(), time.process_time()
+            started_at, processor_s = time.monotonic(), time.process_time()
             connection.sendall(b"!")
             while bytes_left:
                 bytes_left -= connection.recv_into(buffer)
-            ended = time.monotonic()
+            ended_at = time.monotonic()
             commands.answer(
                 begun=started_at,
-                ended=ended,
-                seconds=ended - started_at,
-                processor_s=time.process_time() - used,
+                ended=ended_at,
+                seconds=ended_at - started_at,
+                processor_s=time.process_time() - processor_s,
             )

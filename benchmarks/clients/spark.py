@@ -130,7 +130,7 @@ def _do(spark: SparkSession, command: dict[str, Any]) -> dict[str, Any]:
     if "count" in command:
         frame = spark.read.format(_format(source)).options(**_options(source)).load()
         return {"rows": frame.count()}
-    started_at, used = time.monotonic(), tree_s(os.getpid())
+    started_at, processor_s = time.monotonic(), tree_s(os.getpid())
     rows = None
     if "stream" in command:
         rows = _stream(spark, source)
@@ -138,7 +138,7 @@ def _do(spark: SparkSession, command: dict[str, Any]) -> dict[str, Any]:
         _move(spark, source, command["sink"], command.get("columns", ALL_COLUMNS))
     return {
         "seconds": time.monotonic() - started_at,
-        "processor_s": tree_s(os.getpid()) - used,
+        "processor_s": tree_s(os.getpid()) - processor_s,
         "rows": rows,
     }
 

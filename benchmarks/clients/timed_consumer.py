@@ -38,9 +38,9 @@ def serve(commands: Commands) -> None:
         connection.stream()
         commands.answer(ready=True)
         for command in commands:
-            used = time.process_time()
+            processor_s = time.process_time()
             latencies = _consume(connection, command["count"])
             commands.answer(
                 latency=percentiles_us(latencies[command["skip"] :]),
-                processor_s=time.process_time() - used,
+                processor_s=time.process_time() - processor_s,
             )

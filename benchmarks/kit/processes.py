@@ -172,10 +172,10 @@ class UprServer(Process):
 
     def kill(self) -> None:
         """Kills it, as `kill -9` does, and waits until the processes of its disk are gone too."""
-        used = self.total()
+        processor_s = self.total()
         self.child.kill()
         self.child.wait()
-        adopt(used["writer"] + used["reader"])
+        adopt(processor_s["writer"] + processor_s["reader"])
         wait_until(lambda: not any(map(is_running, (self.writer, self.reader))), timeout_s=60)
 
     def __exit__(self, *error: Any) -> None:

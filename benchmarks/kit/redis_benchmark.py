@@ -66,7 +66,7 @@ def _run(
         *request,
     ]
     server.clock.lap()
-    used, started_at = _children_s(), time.monotonic()
+    processor_s, started_at = _children_s(), time.monotonic()
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
@@ -75,7 +75,7 @@ def _run(
         raise CannotMeasureError(f"redis-benchmark failed: {process.stderr.strip()[-300:]}")
     # "test","rps","avg_latency_ms",… and one line of figures.
     (figures,) = csv.DictReader(io.StringIO(process.stdout))
-    return Added(float(figures["rps"]), server.clock.lap(), _children_s() - used, seconds)
+    return Added(float(figures["rps"]), server.clock.lap(), _children_s() - processor_s, seconds)
 
 
 def _children_s() -> float:

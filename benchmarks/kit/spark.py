@@ -99,9 +99,9 @@ class Spark(Worker):
 
     def __exit__(self, *error: Any) -> None:
         # Nobody waits for Java.
-        used = sum(map(tree_s, children_of(self.pid)))
+        processor_s = sum(map(tree_s, children_of(self.pid)))
         super().__exit__(*error)
-        adopt(used)
+        adopt(processor_s)
 
 
 def _check(rows: int) -> None:

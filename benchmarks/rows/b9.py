@@ -166,9 +166,9 @@ def _start(data_dir: Path, prepare: Callable[[], None]) -> Started:
         ready = time.monotonic() - started_at
         if None in items:
             raise CannotMeasureError("a key is missing after the restart")
-        used = server.total()
+        processor_s = server.total()
         server.kill()
-    return Started(read_s, unindexed, listening, streams, answers, ready, used)
+    return Started(read_s, unindexed, listening, streams, answers, ready, processor_s)
 
 
 def _disk(disk: Disk) -> dict[str, int]:

@@ -43,7 +43,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
 @contextmanager
 def _followed(url: str) -> Iterator[None]:
     """A consumer of the server's events meanwhile, in a thread of this process."""
-    ended = threading.Event()
+    end_event = threading.Event()
 
     async def follow() -> None:
         async with (
@@ -52,7 +52,7 @@ def _followed(url: str) -> Iterator[None]:
         ):
 
             async def watch() -> None:
-                await trio.to_thread.run_sync(ended.wait)
+                await trio.to_thread.run_sync(end_event.wait)
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(watch)
@@ -64,7 +64,7 @@ def _followed(url: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end_event.set()
         thread.join()
 
 

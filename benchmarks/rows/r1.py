@@ -70,11 +70,11 @@ class Lag:
 @contextmanager
 def watched(url: str) -> Iterator[Lag]:
     """Asks for the numbers every 20 ms meanwhile."""
-    lag, ended = Lag(), threading.Event()
+    lag, end_event = Lag(), threading.Event()
 
     def watch() -> None:
         with BlockingClient(url, identity="bench:lag") as client:
-            while not ended.wait(0.02):
+            while not end_event.wait(0.02):
                 rows = client.seqnos()
                 lag.look(sum(r.high_seq for r in rows), sum(r.replicated_seq for r in rows))
 
@@ -83,7 +83,7 @@ def watched(url: str) -> Iterator[Lag]:
     try:
         yield lag
     finally:
-        ended.set()
+        end_event.set()
         thread.join()
 
 

@@ -124,14 +124,14 @@ class _Stand:
         with sampled(self.server) as samples:
             answer = self._client.ask(mutations=int(rate * seconds), rate=rate, stamp=True)
             self._catch_up()
-            ended = time.monotonic()
+            ended_at = time.monotonic()
         processor_s = {**self.server.lap(), "client": answer["processor_s"]}
         due, late, mutation_count, processor_s["consumer"] = self._samples()
         started_at = answer["begun"]
         return _Held(
             share=share,
             asked=rate,
-            reached=answer["mutations"] / (ended - started_at),
+            reached=answer["mutations"] / (ended_at - started_at),
             begun_ns=round(started_at * 1e9),
             due=due,
             late=late,
@@ -169,11 +169,11 @@ def sampled(server: UprServer) -> Iterator[list[dict[str, float]]]:
     """Looks at the memory of the server's processes every few seconds meanwhile; MiB, and `at`,
     seconds of the monotonic clock."""
     samples: list[dict[str, float]] = []
-    ended = threading.Event()
+    end_event = threading.Event()
     processes = dict(zip(server.ROLES, (server.pid, server.writer, server.reader), strict=True))
 
     def watch() -> None:
-        while not ended.wait(SAMPLE_S):
+        while not end_event.wait(SAMPLE_S):
             sizes = {role: anonymous_bytes(pid) / 2**20 for role, pid in processes.items()}
             samples.append({"at": time.monotonic(), **sizes})
 
@@ -182,7 +182,7 @@ def sampled(server: UprServer) -> Iterator[list[dict[str, float]]]:
     try:
         yield samples
     finally:
-        ended.set()
+        end_event.set()
         thread.join()
 
 

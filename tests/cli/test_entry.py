@@ -16,6 +16,6 @@ def test_ctrl_c_as_soon_as_it_is_an_exception_again(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(signal, "getsignal", lambda _number: signal.default_int_handler)
     monkeypatch.setattr(signal, "signal", interrupt)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         run_command("upr", lambda: lambda: pytest.fail("the command ran"))
-    assert ended.value.code == 130
+    assert exit_info.value.code == 130

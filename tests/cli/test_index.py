@@ -31,7 +31,7 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     with BlockingClient(bucket) as client:
         for index in range(6):
             client.set(f"k{index}", json.dumps({"city": "ab"[index % 2], "n": index}))
-        written: WriteResult = client.set("own", '{"city": "c", "n": 7}')
+        write_result: WriteResult = client.set("own", '{"city": "c", "n": 7}')
     indexes = ("--index", "city=city", "--index", "both=city,n", "--filter", "both=n != `0`")
     created = run("index", "create", "d", *indexes, "--indexer", indexer)
     assert created.stdout == "created d\n"
@@ -76,7 +76,7 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     assert explained["freshness"] == "barrier"
     counted = json.loads(run("index", "scan", "d/both", "--count", "--explain").stdout)
     assert (counted["index_entries"], counted["entries_read"]) == (6, 0)
-    change = f"{written.partition}:{written.history_id:x}:{written.seq}"
+    change = f"{write_result.partition}:{write_result.history_id:x}:{write_result.seq}"
     own = run("index", "scan", "d/city", "--prefix", "c", "--written", change)
     assert lines(own.stdout) == [(["c"], "own")]
     assert json.loads(run("index", "status", "d/both").stdout)["entries"] == 6
@@ -97,15 +97,15 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     assert run("index", "drop", "d").stdout == "dropped d\n"
     while run("index", "list", "--json").stdout:
         pass
-    refused = run("index", "scan", "d/both", code=3)
-    assert refused.stderr == "upr: there is no index d/both; `upr index list` names all\n"
+    refusal = run("index", "scan", "d/both", code=3)
+    assert refusal.stderr == "upr: there is no index d/both; `upr index list` names all\n"
 
 
 def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "design.json"
     path.write_text('{"indexes": {"i": {"key": ["a", "b["]}}}')
-    refused = run("index", "create", "d", str(path), "--indexer", indexer, code=2)
-    assert "upr: indexes.i.key[1]: column 3" in refused.stderr
+    refusal = run("index", "create", "d", str(path), "--indexer", indexer, code=2)
+    assert "upr: indexes.i.key[1]: column 3" in refusal.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,5 @@ def test_commas_within_an_expression_do_not_divide_it(text: str, expressions: li
 def test_an_unreachable_indexer_is_a_lost_connection(
     run: Run, url: str, arguments: tuple[str, ...]
 ) -> None:
-    refused = run("index", *arguments, "--indexer", url, code=4)
-    assert f"the indexer at {url} does not answer" in refused.stderr
+    refusal = run("index", *arguments, "--indexer", url, code=4)
+    assert f"the indexer at {url} does not answer" in refusal.stderr

@@ -51,9 +51,9 @@ def test_a_change_with_an_old_cas_is_refused(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "1")
     cas = item(run, bucket, "k")["cas"]
     run("set", bucket, "k", "2", "--cas", cas)
-    refused = run("set", bucket, "k", "3", "--cas", cas, code=3)
-    assert "cas mismatch" in refused.stderr
-    assert ADVICE[Status.CAS_MISMATCH] in refused.stderr
+    refusal = run("set", bucket, "k", "3", "--cas", cas, code=3)
+    assert "cas mismatch" in refusal.stderr
+    assert ADVICE[Status.CAS_MISMATCH] in refusal.stderr
     assert run("get", bucket, "k").stdout == "2\n"
 
 
@@ -110,8 +110,8 @@ def test_a_persisted_change_can_be_read(bucket: str, run: Run) -> None:
 
 @pytest.mark.parametrize("level", ["replicated", "replicated-and-persisted"])
 def test_a_durability_without_enough_replicas_is_refused(bucket: str, run: Run, level: str) -> None:
-    refused = run("set", bucket, "k", "v", "--durability", level, code=3)
-    assert "has 0 replicas that follow this node, not 1" in refused.stderr
+    refusal = run("set", bucket, "k", "v", "--durability", level, code=3)
+    assert "has 0 replicas that follow this node, not 1" in refusal.stderr
     run("get", bucket, "k", code=1)
 
 

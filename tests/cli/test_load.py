@@ -122,18 +122,18 @@ def test_an_empty_file_is_loaded(bucket: str, run: Run, tmp_path: Path) -> None:
 def test_a_durability_without_enough_replicas_is_refused(
     bucket: str, run: Run, planes: Path
 ) -> None:
-    refused = run(
+    refusal = run(
         "load", bucket, str(planes), "--key", "tailnum", "--durability", "replicated", code=3
     )
-    assert ADVICE[Status.TOO_FEW_REPLICAS] in refused.stderr
-    assert refused.stdout == "stopped after 4 rows; rows already loaded stay\n"
+    assert ADVICE[Status.TOO_FEW_REPLICAS] in refusal.stderr
+    assert refusal.stdout == "stopped after 4 rows; rows already loaded stay\n"
     run("get", bucket, "N1", code=1)
 
 
 def test_copies_need_a_replicated_level(bucket: str, run: Run, planes: Path) -> None:
     options = ("--durability", "persisted", "--copies", "2")
-    refused = run("load", bucket, str(planes), "--key", "tailnum", *options, code=2)
-    assert "--copies goes with --durability replicated or replicated-and" in refused.stderr
+    refusal = run("load", bucket, str(planes), "--key", "tailnum", *options, code=2)
+    assert "--copies goes with --durability replicated or replicated-and" in refusal.stderr
     run("get", bucket, "N1", code=1)
 
 

@@ -90,9 +90,9 @@ def test_who_is_refused(
     sentence: str,
 ) -> None:
     monkeypatch.setenv("UPR_PASSWORD", password)
-    refused = run("get", secured, "k", *options, code=code)
-    assert sentence in refused.stderr
-    assert "Traceback" not in refused.stderr
+    refusal = run("get", secured, "k", *options, code=code)
+    assert sentence in refusal.stderr
+    assert "Traceback" not in refusal.stderr
 
 
 def test_commands_to_an_indexer_log_in_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +100,16 @@ def test_commands_to_an_indexer_log_in_too(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("UPR_USER", "bob")
     monkeypatch.setenv("UPR_PASSWORD", "pencil")
     # The password would go in the clear; and then it fails because nobody is there.
-    refused = run("index", "list", "--indexer", "http://indexer.example:1", code=2)
-    assert "would read the password" in refused.stderr
-    refused = run("index", "list", "--indexer", "http://127.0.0.1:1", code=4)
-    assert "does not answer" in refused.stderr
+    refusal = run("index", "list", "--indexer", "http://indexer.example:1", code=2)
+    assert "would read the password" in refusal.stderr
+    refusal = run("index", "list", "--indexer", "http://127.0.0.1:1", code=4)
+    assert "does not answer" in refusal.stderr
 
 
 def test_a_password_in_a_url_is_not_shown(run: Run) -> None:
-    refused = run("get", "upr://bob:pencil@127.0.0.1:1/b", "k", code=2)
-    assert "users and passwords do not belong into URLs" in refused.stderr
-    assert "pencil" not in refused.stderr
+    refusal = run("get", "upr://bob:pencil@127.0.0.1:1/b", "k", code=2)
+    assert "users and passwords do not belong into URLs" in refusal.stderr
+    assert "pencil" not in refusal.stderr
 
 
 _IN_TERMINAL: Final = """
@@ -176,7 +176,7 @@ def test_ctrl_c_at_the_prompt_ends_the_command(secured: str) -> None:
 
 
 def test_without_a_terminal_nothing_is_asked(secured: str) -> None:
-    ended = subprocess.run(
+    process_result = subprocess.run(
         [*UPR, "get", secured, "k", "--user", "bob"],
         capture_output=True,
         check=False,
@@ -184,8 +184,8 @@ def test_without_a_terminal_nothing_is_asked(secured: str) -> None:
         env=environment(),
         start_new_session=True,
     )
-    assert ended.returncode == 2
-    assert b"the password of bob is missing, and there is no terminal" in ended.stderr
+    assert process_result.returncode == 2
+    assert b"the password of bob is missing, and there is no terminal" in process_result.stderr
 
 
 def test_a_password_that_others_can_read_is_refused(
@@ -193,8 +193,8 @@ def test_a_password_that_others_can_read_is_refused(
 ) -> None:
     password_file.chmod(0o644)
     of_bob = ("--user", "bob", "--password-file", str(password_file))
-    refused = run("get", secured, "k", *of_bob, code=2)
-    assert f"others can use the password in {password_file}: take that right" in refused.stderr
+    refusal = run("get", secured, "k", *of_bob, code=2)
+    assert f"others can use the password in {password_file}: take that right" in refusal.stderr
 
 
 def test_a_file_is_read_at_each_connection(secured: str, password_file: Path) -> None:

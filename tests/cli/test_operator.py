@@ -99,8 +99,8 @@ def test_replicas_takeover_and_failover_on_three_nodes(nodes: dict[str, Server],
     out = run("takeover", url["c"], "--all-of", "a", "--to", "b").stderr.splitlines()
     assert [line.split(": ")[0] for line in out] == ["a", "b", out[2].split(": ")[0]]
     run("set", url["b"], "N102UW", "AIRBUS INDUSTRIE")
-    refused = run("failover", url["a"], "--all-of", "b", "--to", "a", code=3).stderr
-    assert "b is running, and is active for partitions 0-7: use `upr takeover`" in refused
+    refusal = run("failover", url["a"], "--all-of", "b", "--to", "a", code=3).stderr
+    assert "b is running, and is active for partitions 0-7: use `upr takeover`" in refusal
 
     run("takeover", url["c"], "0-7", "--to", "a")
     nodes["a"].stop(signal.SIGKILL)

@@ -40,8 +40,8 @@ def test_buckets_are_listed_as_a_table(bucket: str, run: Run) -> None:
 
 
 def test_deleting_asks_for_confirmation(bucket: str, run: Run) -> None:
-    refused = run("bucket", "delete", bucket, input="n\n", code=1)
-    assert f"Delete {bucket} and all its items?" in refused.stderr
+    refusal = run("bucket", "delete", bucket, input="n\n", code=1)
+    assert f"Delete {bucket} and all its items?" in refusal.stderr
     run("partitions", bucket)
     run("bucket", "delete", bucket, input="y\n")
     run("partitions", bucket, code=3)
@@ -54,8 +54,8 @@ def test_a_bucket_that_exists_is_refused(bucket: str, run: Run) -> None:
 
 
 def test_a_bucket_that_does_not_exist_is_refused(server: Server, run: Run) -> None:
-    refused = run("bucket", "delete", server.url + "nowhere", "--yes", code=3)
-    assert ADVICE[Status.NO_BUCKET] in refused.stderr
+    refusal = run("bucket", "delete", server.url + "nowhere", "--yes", code=3)
+    assert ADVICE[Status.NO_BUCKET] in refusal.stderr
 
 
 def test_an_invalid_bucket_name_is_refused(server: Server, run: Run) -> None:
@@ -90,8 +90,8 @@ def test_leases_are_listed_and_released(bucket: str, run: Run) -> None:
     assert 60 < row["expires_in_s"] <= 90
     assert run("leases", "release", bucket, row["id"]).stdout == f"released {row['id']}\n"
     assert run("leases", "list", bucket, "--json").stdout == ""
-    refused = run("leases", "release", bucket, row["id"], code=3)
-    assert "it was released or has expired" in refused.stderr
+    refusal = run("leases", "release", bucket, row["id"], code=3)
+    assert "it was released or has expired" in refusal.stderr
 
 
 @pytest.mark.parametrize(

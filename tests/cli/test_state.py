@@ -215,8 +215,8 @@ def test_a_copy_rolls_back_with_its_server_as_explain_predicts(
 
 
 def test_explain_refuses_a_bad_file(bucket: str, run: Run, tmp_path: Path) -> None:
-    missing = run("explain", bucket, str(tmp_path / "none"), code=2)
-    assert "does not exist" in missing.stderr
+    refusal = run("explain", bucket, str(tmp_path / "none"), code=2)
+    assert "does not exist" in refusal.stderr
     empty = tmp_path / "folder"
     empty.mkdir()
     assert "does not hold a local copy" in run("explain", bucket, str(empty), code=2).stderr

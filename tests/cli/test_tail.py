@@ -114,8 +114,8 @@ def test_it_follows_one_partition_on_request(filled: str, tail: Tail) -> None:
 def test_it_follows_the_keys_with_a_prefix_on_request(filled: str, run: Run, tail: Tail) -> None:
     assert contents(tail(filled, "--prefix", "k9")).keys() == {"k9", *(f"k9{n}" for n in range(10))}
     assert mutations(tail(filled, "--prefix", "x")) == []
-    refused = run("tail", filled, "--state", "copy", "--prefix", "k9", code=2)
-    assert "--state copies all keys; leave out --prefix" in refused.stderr
+    refusal = run("tail", filled, "--state", "copy", "--prefix", "k9", code=2)
+    assert "--state copies all keys; leave out --prefix" in refusal.stderr
 
 
 def test_since_a_time_it_prints_the_changes_from_then_on(filled: str, run: Run, tail: Tail) -> None:
@@ -129,10 +129,10 @@ def test_since_a_time_it_prints_the_changes_from_then_on(filled: str, run: Run, 
     ]
     assert len(mutations(tail(filled, "--since", "1h"))) == 101
     assert mutations(tail(filled, "--since", "2100-01-01T00:00:00Z")) == []
-    refused = run("tail", filled, "--since", "yesterday", code=2)
-    assert "'yesterday' is not a time; write it as in 2026-01-31T12:00:00Z" in refused.stderr
-    refused = run("tail", filled, "--since", "1h", "--from", "now", code=2)
-    assert "leave out --from, --resume and --state" in refused.stderr
+    refusal = run("tail", filled, "--since", "yesterday", code=2)
+    assert "'yesterday' is not a time; write it as in 2026-01-31T12:00:00Z" in refusal.stderr
+    refusal = run("tail", filled, "--since", "1h", "--from", "now", code=2)
+    assert "leave out --from, --resume and --state" in refusal.stderr
 
 
 def test_from_now_it_prints_only_new_changes(

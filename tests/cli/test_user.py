@@ -199,9 +199,9 @@ def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
     added = run("user", "add", "bob")
     assert "added user bob" in added.stdout
     become(monkeypatch, "bob")
-    refused = run("get", bucket, "k", code=3)
-    assert "user bob may not do this" in refused.stderr
-    assert "upr user grant" in refused.stderr
+    refusal = run("get", bucket, "k", code=3)
+    assert "user bob may not do this" in refusal.stderr
+    assert "upr user grant" in refusal.stderr
     become(monkeypatch, "ada")
     run("user", "grant", "bob", "read,write", "plan*")
     become(monkeypatch, "bob")
@@ -244,9 +244,9 @@ def test_a_user_may_read_and_write_some_keys(
     assert run("get", bucket, "kim/1").stdout == "v\n"
     run("increment", bucket, "kim/n")
     for command in (("set", "ann/1", "v"), ("increment", "ann/n"), ("get", "ann/1")):
-        refused = run(command[0], bucket, *command[1:], code=3)
-        assert "on key 'ann/" in refused.stderr
-        assert "secret" not in refused.output
+        refusal = run(command[0], bucket, *command[1:], code=3)
+        assert "on key 'ann/" in refusal.stderr
+        assert "secret" not in refusal.output
     assert "on the whole bucket shared" in run("tail", bucket, code=3).stderr
     become(monkeypatch, "ada")
     rows = [json.loads(line) for line in run("user", "list", "--json").stdout.splitlines()]

@@ -139,8 +139,8 @@ async def _release(client: Client, suffix: int) -> None:
 
 
 async def _await_durable(client: Client, suffix: int) -> None:
-    written = await client.set("k", "v")
-    await client.await_durable(written, Durability.PERSISTED)
+    write_result = await client.set("k", "v")
+    await client.await_durable(write_result, Durability.PERSISTED)
 
 
 async def _get_from(client: Client, suffix: int) -> None:

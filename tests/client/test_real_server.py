@@ -170,7 +170,7 @@ async def test_a_consumer_starts_at_a_time(server: Server) -> None:
 
 async def test_consumers_see_what_was_published_before_a_barrier(server: Server) -> None:
     rng = random.Random(1)
-    written: dict[bytes, bytes] = {}
+    written_items: dict[bytes, bytes] = {}
     mirrors = [Mirror(), Mirror()]
     async with (
         publisher(server.url("b"), batch_mutations=20) as sink,
@@ -185,17 +185,17 @@ async def test_consumers_see_what_was_published_before_a_barrier(server: Server)
                 key, value = b"key-%d" % rng.randrange(300), rng.randbytes(rng.randrange(400))
                 if rng.randrange(5):
                     await sink.set(key, value)
-                    written[key] = value
-                elif key in written:
+                    written_items[key] = value
+                elif key in written_items:
                     await sink.delete(key)
-                    del written[key]
+                    del written_items[key]
             await sink.flush()
             await fast.barrier()
-            assert mirrors[0].contents == written
+            assert mirrors[0].contents == written_items
         await narrow.barrier()
-        assert mirrors[1].contents == written
+        assert mirrors[1].contents == written_items
         nursery.cancel_scope.cancel()
-    assert await contents_of(server) == written
+    assert await contents_of(server) == written_items
 
 
 async def test_increments_have_one_effect_though_connections_are_cut(server: Server) -> None:
@@ -216,7 +216,7 @@ async def test_increments_have_one_effect_though_connections_are_cut(server: Ser
 async def test_a_consumer_continues_though_connections_are_cut(server: Server) -> None:
     rng = random.Random(3)
     mirror = Mirror()
-    written: dict[bytes, bytes] = {}
+    written_items: dict[bytes, bytes] = {}
     async with (
         publisher(server.url("b"), batch_mutations=10) as sink,
         consume(
@@ -229,10 +229,10 @@ async def test_a_consumer_continues_though_connections_are_cut(server: Server) -
             for _ in range(50):
                 key, value = b"key-%d" % rng.randrange(200), rng.randbytes(rng.randrange(100))
                 await sink.set(key, value)
-                written[key] = value
+                written_items[key] = value
             await sink.flush()
             await consumer.barrier()
-            assert mirror.contents == written
+            assert mirror.contents == written_items
         assert consumer.statistics().connections > 5
         assert consumer.statistics().rollbacks == 0
         nursery.cancel_scope.cancel()

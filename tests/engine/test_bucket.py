@@ -43,9 +43,9 @@ def test_buckets_are_made_listed_and_deleted() -> None:
     assert first.partition(PartitionId(3)) is None
     assert buckets.delete("second") is second
     assert buckets.get("second") is None
-    with pytest.raises(BucketError, match=r"^there is no bucket") as missing:
+    with pytest.raises(BucketError, match=r"^there is no bucket") as refusal:
         buckets.delete("second")
-    assert missing.value.status is Status.NO_BUCKET
+    assert refusal.value.status is Status.NO_BUCKET
     with pytest.raises(BucketError, match="exists") as present:
         buckets.create("First-1.x_y")
     assert present.value.status is Status.BUCKET_EXISTS
@@ -59,9 +59,9 @@ def test_every_partition_has_a_history_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["", ".x", "a/b", "ä", "a b", "a\n", "a\0", "x" * 101])
 def test_names_that_are_no_file_names_are_refused(name: str) -> None:
-    with pytest.raises(BucketError, match="invalid bucket name") as refused:
+    with pytest.raises(BucketError, match="invalid bucket name") as refusal:
         new_buckets().create(name)
-    assert refused.value.status is Status.BAD_ARGUMENT
+    assert refusal.value.status is Status.BAD_ARGUMENT
 
 
 @pytest.mark.parametrize("name", ["x", "x" * 100, "-", "_.", "0"])
@@ -72,9 +72,9 @@ def test_names_that_are_allowed(name: str) -> None:
 @pytest.mark.parametrize("arguments", [(0,), (1025,), (64, QUOTA_BYTES_MIN - 1)])
 def test_arguments_out_of_range_are_refused(arguments: tuple[Any, ...]) -> None:
     buckets = new_buckets()
-    with pytest.raises(BucketError) as refused:
+    with pytest.raises(BucketError) as refusal:
         buckets.create("b", *arguments)
-    assert refused.value.status is Status.BAD_ARGUMENT
+    assert refusal.value.status is Status.BAD_ARGUMENT
     assert len(buckets) == 0
 
 

@@ -64,9 +64,9 @@ def chosen(things: Sequence[T], choice: int) -> T:
 class Asked:
     """A request that waits for the disk, with what was fetched so far."""
 
-    def __init__(self, pin: int, missing: list[FetchRequest]) -> None:
+    def __init__(self, pin: int, fetch_requests: list[FetchRequest]) -> None:
         self.pin = pin
-        self.missing = missing
+        self.missing = fetch_requests
         self.fetched: dict[bytes, Mutation | None] = {}
 
 
@@ -74,9 +74,13 @@ class AskedMutate(Asked):
     """A batch that waits."""
 
     def __init__(
-        self, pin: int, missing: list[FetchRequest], rows: list[Mutation], token: WriterToken | None
+        self,
+        pin: int,
+        fetch_requests: list[FetchRequest],
+        rows: list[Mutation],
+        token: WriterToken | None,
     ) -> None:
-        super().__init__(pin, missing)
+        super().__init__(pin, fetch_requests)
         self.rows = rows
         self.token = token
 
@@ -84,8 +88,8 @@ class AskedMutate(Asked):
 class AskedGet(Asked):
     """A read that waits."""
 
-    def __init__(self, pin: int, missing: list[FetchRequest], keys: list[bytes]) -> None:
-        super().__init__(pin, missing)
+    def __init__(self, pin: int, fetch_requests: list[FetchRequest], keys: list[bytes]) -> None:
+        super().__init__(pin, fetch_requests)
         self.keys = keys
 
 
@@ -153,10 +157,10 @@ class OnDisk(RuleBasedStateMachine):
         self.look()
         batch = batch_of(Chunk.build(rows), token)
         evaluation = partition.evaluate(batch, now=self.time)
-        missing = [] if evaluation is None else evaluation.step(fetched)
-        if missing:
+        fetch_requests = [] if evaluation is None else evaluation.step(fetched)
+        if fetch_requests:
             assert self.picture() == picture, "what must wait changes nothing"
-            return missing
+            return fetch_requests
         result = partition.mutate(batch, now=self.time, evaluation=evaluation)
         self.check_answer(rows, token, result, (before, cas_before, picture))
         return []
@@ -197,11 +201,11 @@ class OnDisk(RuleBasedStateMachine):
     def get(self, keys: list[bytes], fetched: Fetched) -> list[FetchRequest]:
         """Has the keys read, unless the first of them must be read from disk first."""
         picture = self.picture()
-        missing = self.partition.missing_keys(keys, self.time, fetched)
-        rows = [] if missing else self.partition.get(keys, self.time, fetched=fetched)
+        fetch_requests = self.partition.missing_keys(keys, self.time, fetched)
+        rows = [] if fetch_requests else self.partition.get(keys, self.time, fetched=fetched)
         assert self.picture() == picture, "a read changes nothing"
-        if missing:
-            return missing
+        if fetch_requests:
+            return fetch_requests
         assert rows or not keys
         assert [row.key for row in rows] == keys[: len(rows)]
         for row in rows:
@@ -218,11 +222,11 @@ class OnDisk(RuleBasedStateMachine):
         assert row.cas == self.model.cas[item.seq]
 
     def begin(self, rows: list[Mutation], token: WriterToken | None) -> None:
-        missing = self.mutate(rows, token, {})
-        if missing:
+        fetch_requests = self.mutate(rows, token, {})
+        if fetch_requests:
             pin = self.partition.eviction.pin()
-            assert self.mutate(rows, token, {}) == missing, "nothing has changed"
-            self.asked.append(AskedMutate(pin, missing, rows, token))
+            assert self.mutate(rows, token, {}) == fetch_requests, "nothing has changed"
+            self.asked.append(AskedMutate(pin, fetch_requests, rows, token))
 
     def token(self, writer: int) -> WriterToken:
         self.counters[writer] += 1
@@ -257,11 +261,11 @@ class OnDisk(RuleBasedStateMachine):
 
     @rule(keys=st.lists(SOME_KEYS, min_size=1, max_size=8))
     def ask_to_get(self, keys: list[bytes]) -> None:
-        missing = self.get(keys, {})
-        if missing:
+        fetch_requests = self.get(keys, {})
+        if fetch_requests:
             pin = self.partition.eviction.pin()
-            assert self.get(keys, {}) == missing, "nothing has changed"
-            self.asked.append(AskedGet(pin, missing, keys))
+            assert self.get(keys, {}) == fetch_requests, "nothing has changed"
+            self.asked.append(AskedGet(pin, fetch_requests, keys))
 
     @precondition(lambda self: self.asked and self.disk.indexed >= self.partition.eviction.restored)
     @rule(choice=CHOICES, items=st.integers(1, 8))
@@ -522,9 +526,9 @@ class OnDisk(RuleBasedStateMachine):
             else:
                 raise AssertionError("it never comes to an answer")
         for key in KEYS:
-            missing = self.get([key], {})
-            if missing:
-                assert not self.get([key], self.disk.find(missing))
+            fetch_requests = self.get([key], {})
+            if fetch_requests:
+                assert not self.get([key], self.disk.find(fetch_requests))
         self.bucket.check_invariants()
 
 
@@ -725,12 +729,14 @@ def test_existence_is_read_from_disk_while_expired_items_wait_for_deletion() -> 
     put(partition, b"stays")
     stored(partition, disk)
     rows = [request(Operation.ADD, keys[-1]), request(Operation.ADD, b"stays")]
-    missing = missing_for(partition, *rows, now=NOW + 10)
-    assert [(request.key, request.seq) for request in missing] == [
+    fetch_requests = missing_for(partition, *rows, now=NOW + 10)
+    assert [(request.key, request.seq) for request in fetch_requests] == [
         (keys[-1], len(keys)),
         (b"stays", len(keys) + 1),
     ]
-    result = partition.mutate(batch_of(Chunk.build(rows)), now=NOW + 10, fetched=disk.find(missing))
+    result = partition.mutate(
+        batch_of(Chunk.build(rows)), now=NOW + 10, fetched=disk.find(fetch_requests)
+    )
     assert result.failures == [(1, Status.EXISTS)]
     partition.check_invariants()
 
@@ -753,11 +759,11 @@ def test_existence_is_not_taken_for_a_value(evict: bool) -> None:
     stored(partition, disk, evict=evict)
     exists = disk.find([FetchRequest(b"k", 0, False)])
     increment = request(Operation.INCREMENT, value=CounterDelta(1).encode())
-    missing = missing_for(partition, increment, fetched=exists)
-    assert missing == [FetchRequest(b"k", 0 if evict else 1, True)]
-    assert partition.missing_keys([b"k"], NOW, exists) == missing
+    fetch_requests = missing_for(partition, increment, fetched=exists)
+    assert fetch_requests == [FetchRequest(b"k", 0 if evict else 1, True)]
+    assert partition.missing_keys([b"k"], NOW, exists) == fetch_requests
     batch = batch_of(Chunk.build([increment]))
-    result = partition.mutate(batch, now=NOW, fetched=disk.find(missing))
+    result = partition.mutate(batch, now=NOW, fetched=disk.find(fetch_requests))
     assert result.counters == [(0, 6)]
 
 
@@ -772,9 +778,9 @@ def test_an_item_that_leaves_memory_between_two_slices_is_read_from_disk() -> No
         assert evaluation.step(cost_max=1) == []
     assert not evaluation.is_done, "the first outcome is known, and the second is not"
     stored(partition, disk, evict=True)
-    missing = evaluation.step()
-    assert {fetch_request.key for fetch_request in missing} == {b"first", b"second"}
-    assert evaluation.step(disk.find(missing)) == []
+    fetch_requests = evaluation.step()
+    assert {fetch_request.key for fetch_request in fetch_requests} == {b"first", b"second"}
+    assert evaluation.step(disk.find(fetch_requests)) == []
     assert partition.mutate(batch, now=NOW, evaluation=evaluation).last_seq == 4
     for key in (b"first", b"second"):
         item = get_item(partition, key)
@@ -787,14 +793,14 @@ def test_that_a_key_was_missing_does_not_count_once_it_was_set() -> None:
     put(partition, b"other")
     stored(partition, disk, evict=True)
     pin = partition.eviction.pin()
-    missing = partition.missing_keys([b"k"], NOW)
-    fetched = disk.find(missing)
+    fetch_requests = partition.missing_keys([b"k"], NOW)
+    fetched = disk.find(fetch_requests)
     assert fetched == {b"k": None}
     put(partition, b"k", value=b"7")
     stored(partition, disk, evict=True)
-    missing = partition.missing_keys([b"k"], NOW, fetched)
-    assert missing == [FetchRequest(b"k", 2, True)]
-    item = get_item(partition, b"k", fetched=disk.find(missing))
+    fetch_requests = partition.missing_keys([b"k"], NOW, fetched)
+    assert fetch_requests == [FetchRequest(b"k", 2, True)]
+    item = get_item(partition, b"k", fetched=disk.find(fetch_requests))
     assert item is not None
     assert item.value == b"7"
     partition.eviction.unpin(pin)
@@ -808,13 +814,13 @@ def test_an_older_version_that_was_found_is_not_used() -> None:
     fetched = disk.find([FetchRequest(b"k", 1, True)])
     put(partition, b"k", value=b"7")
     stored(partition, disk, evict=True)
-    missing = partition.missing_keys([b"k"], NOW, fetched)
-    assert missing == [FetchRequest(b"k", 2, True)], "the pin holds it in the table"
+    fetch_requests = partition.missing_keys([b"k"], NOW, fetched)
+    assert fetch_requests == [FetchRequest(b"k", 2, True)], "the pin holds it in the table"
     partition.eviction.unpin(pin)
     stored(partition, disk, evict=True)
-    missing = partition.missing_keys([b"k"], NOW)
-    assert missing == [FetchRequest(b"k", 0, True)]
-    item = get_item(partition, b"k", fetched=disk.find(missing))
+    fetch_requests = partition.missing_keys([b"k"], NOW)
+    assert fetch_requests == [FetchRequest(b"k", 0, True)]
+    item = get_item(partition, b"k", fetched=disk.find(fetch_requests))
     assert item is not None
     assert item.value == b"7"
 
@@ -886,9 +892,9 @@ def test_a_reply_ends_before_the_first_item_that_was_not_read() -> None:
     stored(partition, disk, evict=True)
     put(partition, b"d")
     keys = [b"d", b"a", b"b", b"c", b"d", b"a"]
-    missing = partition.missing_keys(keys, NOW)
-    assert [request.key for request in missing] == [b"a", b"b", b"c"]
-    fetched = disk.find(missing[:2])
+    fetch_requests = partition.missing_keys(keys, NOW)
+    assert [request.key for request in fetch_requests] == [b"a", b"b", b"c"]
+    fetched = disk.find(fetch_requests[:2])
     assert not partition.missing_keys(keys, NOW, fetched)
     rows = partition.get(keys, NOW, fetched=fetched)
     assert [row.key for row in rows] == [b"d", b"a", b"b"]

@@ -129,9 +129,9 @@ async def test_a_follower_whose_name_was_taken_over_hears_of_it_at_once(
     begun = trio.current_time()
 
     async def be_overtaken() -> None:
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await ask(bus, acknowledged=batch_id, timeout_s=60.0)
-        assert refused.value.status is Status.SUPERSEDED
+        assert refusal.value.status is Status.SUPERSEDED
         assert trio.current_time() == begun + 1.0
 
     async with trio.open_nursery() as nursery:

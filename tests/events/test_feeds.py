@@ -177,9 +177,9 @@ async def test_a_second_follower_takes_over_the_name(server: Server) -> None:
     async with feed_of(server) as first, trio.open_nursery() as nursery:
 
         async def superseded() -> None:
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await anext(first)
-            assert refused.value.status is Status.SUPERSEDED
+            assert refusal.value.status is Status.SUPERSEDED
 
         nursery.start_soon(superseded)
         await eventually(lambda: bus_of(server).statistics()["asking"] == 1, "it asks")
@@ -290,9 +290,9 @@ async def test_a_wrong_request_is_refused_and_the_connection_stays_open(server: 
         ({"consumer": "c", "pattern": "x" * 201}, "a pattern is"),
     ):
         async with follow_events(server.url(), **options) as feed:
-            with pytest.raises(ServerError, match=message) as refused:
+            with pytest.raises(ServerError, match=message) as refusal:
                 await told(feed)
-            assert refused.value.status is Status.BAD_ARGUMENT
+            assert refusal.value.status is Status.BAD_ARGUMENT
 
 
 async def test_only_so_many_consumers_are_kept(server: Server) -> None:
@@ -300,9 +300,9 @@ async def test_only_so_many_consumers_are_kept(server: Server) -> None:
         for index in range(CONSUMERS_MAX):
             await stack.enter_async_context(feed_of(server, f"c{index}"))
         async with follow_events(server.url(), consumer="one-more") as feed:
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await told(feed)
-            assert refused.value.status is Status.LIMIT_REACHED
+            assert refusal.value.status is Status.LIMIT_REACHED
         # The name that was refused has left nothing behind.
         assert bus_of(server).statistics()["consumers"] == CONSUMERS_MAX
 
@@ -313,9 +313,9 @@ async def test_a_server_without_a_bus_says_so() -> None:
         async with connect(server.url("b")) as client:
             await client.set("_design/x", "v")
         async with follow_events(server.url(), consumer="c") as feed:
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await told(feed)
-            assert refused.value.status is Status.UNSUPPORTED
+            assert refusal.value.status is Status.UNSUPPORTED
 
 
 async def test_a_feed_that_is_left_and_one_without_a_server(server: Server) -> None:

@@ -227,15 +227,15 @@ def _tls() -> Iterator[tuple[str, bytes]]:
     yield "to-client", bytes([tls.TO_CLIENT]) + alert
 
 
-def _several(stored: bool) -> Chunk:
+def _several(has_seqs: bool) -> Chunk:
     """Keys and values of several lengths, and every operation."""
-    operations = STORED_OPERATIONS if stored else PUBLISHED_OPERATIONS
+    operations = STORED_OPERATIONS if has_seqs else PUBLISHED_OPERATIONS
     return Chunk.build(
         Mutation(
             Operation(operation),
             b"key" * seq,
             CounterDelta(1).encode() if operation > Operation.EXPIRE else b"v" * (seq - 1),
-            SeqNo(2 * seq if stored else 0),
+            SeqNo(2 * seq if has_seqs else 0),
             flags=seq,
             expiry=1000 * seq,
         )
@@ -245,9 +245,9 @@ def _several(stored: bool) -> Chunk:
 
 def _chunk() -> Iterator[tuple[str, bytes]]:
     yield "published", _MENDED + bytes(published())
-    yield "published-several", _MENDED + bytes(_several(stored=False))
+    yield "published-several", _MENDED + bytes(_several(has_seqs=False))
     yield "stored", _MENDED + bytes(stored(0, 3))
-    yield "stored-several", _MENDED + bytes(_several(stored=True))
+    yield "stored-several", _MENDED + bytes(_several(has_seqs=True))
     yield "empty", _MENDED + bytes(Chunk.build([], SeqNo(3), SeqNo(9)))
     yield "as-it-is", _WHOLE + bytes(stored(5, 7))
 
@@ -255,7 +255,7 @@ def _chunk() -> Iterator[tuple[str, bytes]]:
 def _stored() -> Iterator[tuple[str, bytes]]:
     for name, first, stored_chunk in (
         ("one", _MENDED, stored(0, 1)),
-        ("several", _MENDED, _several(stored=True)),
+        ("several", _MENDED, _several(has_seqs=True)),
         ("empty", _MENDED, Chunk.build([], SeqNo(3), SeqNo(9))),
         ("as-it-is", _WHOLE, stored(5, 7)),
     ):

@@ -105,7 +105,7 @@ class Nodes:
             LINKS_MAX,
             open_stream=partial(self._open_stream, place),
         )
-        ended = self._ended[place] = trio.Event()
+        end_event = self._ended[place] = trio.Event()
         try:
             with trio.CancelScope() as self._scopes[place]:
                 async with node(url, self._folder / str(place), membership) as indexer:
@@ -114,7 +114,7 @@ class Nodes:
                     await trio.sleep_forever()
         finally:
             self.running.pop(place, None)
-            ended.set()
+            end_event.set()
 
     async def kill(self, place: int) -> None:
         """Ends a node without goodbye."""

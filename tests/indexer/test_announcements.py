@@ -95,15 +95,21 @@ async def test_an_index_is_dropped_while_the_stream_is_paused(
 ) -> None:
     async with a_town(tmp_path) as (_, client, indexer):
         answer = await client.set("k", "{}")
-        written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
-        ended = trio.Event()
+        required_writes = (
+            RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),
+        )
+        end_event = trio.Event()
 
         async def ask() -> None:
             with pytest.raises(NoIndexError):
                 await scan(
-                    indexer, "d/city", consistency=consistency, written=written, timeout_s=60
+                    indexer,
+                    "d/city",
+                    consistency=consistency,
+                    written=required_writes,
+                    timeout_s=60,
                 )
-            ended.set()
+            end_event.set()
 
         async with trio.open_nursery() as nursery, standing_still(indexer):
             # The drop does not wait for scans that wait for what does not come.
@@ -114,7 +120,7 @@ async def test_an_index_is_dropped_while_the_stream_is_paused(
             await eventually(lambda: not list(folder.iterdir()), "its room is given back")
             assert "d" in await indexer.slices[0].catalog.current_designs()
             if consistency == "at_least":
-                await ended.wait()
+                await end_event.wait()
         await eventually(lambda: not indexer.designs._overlay.texts, "the catalog has it")
         assert indexer.designs.names() == []
 

@@ -129,22 +129,22 @@ async def test_an_explanation_tells_how_a_scan_was_as_fresh_as_asked(site: Site)
     assert (explained["index"], explained["expressions"]) == ("d/both", ["city", "n"])
     assert (explained["entries_given"], explained["entries_read"]) == (3, 4)
     assert (explained["freshness"], explained["waits"]) == ("as_it_was", [])
-    written = await site.client.set("k00", DOCUMENT)
+    write_result = await site.client.set("k00", DOCUMENT)
     explained = await ask(explain, "d/both", consistency="now", count=True, prefix=["a"])
     assert explained["freshness"] == "barrier"
     assert explained["waits"][0]["reason"] == "barrier"
     assert explained["entries_read"] == 11
-    explained = await ask(explain, "d/both", consistency="at_least", written=[written])
+    explained = await ask(explain, "d/both", consistency="at_least", written=[write_result])
     assert (explained["freshness"], explained["waits"]) == ("had_written", [])
     site.indexer.slices[0].stream.pause()
     # What is on its way is still received: the first of these, perhaps.
     for _ in range(10):
-        written = await site.client.set("k00", DOCUMENT)
+        write_result = await site.client.set("k00", DOCUMENT)
     async with trio.open_nursery() as nursery:
 
         async def explain_a_wait() -> None:
             nonlocal explained
-            explained = await ask(explain, "d/both", consistency="at_least", written=[written])
+            explained = await ask(explain, "d/both", consistency="at_least", written=[write_result])
 
         nursery.start_soon(explain_a_wait)
         await eventually(lambda: pipeline._waiting_tasks > 0, "the scan waits")

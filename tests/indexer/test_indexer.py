@@ -99,9 +99,9 @@ async def test_fields_that_contradict_each_other_are_refused(
     ):
         await define(client, "d", {"city": CITY})
         await until_ready(indexer, "d/city")
-        with pytest.raises(QueryError) as refused:
+        with pytest.raises(QueryError) as refusal:
             await ask(indexer, "d/city", query)
-        assert refused.value.place == place
+        assert refusal.value.place == place
 
 
 async def test_a_restarted_indexer_resumes_where_it_was(tmp_path: Path) -> None:
@@ -197,8 +197,10 @@ async def test_at_least_sees_ones_own_writes(tmp_path: Path) -> None:
         answer = await client.set("k", "")
         for index in range(300):
             answer = await client.set("k", f'{{"city": {index}}}')
-            written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
-            entries = await scan(indexer, "d/city", consistency="at_least", written=written)
+            required_writes = (
+                RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),
+            )
+            entries = await scan(indexer, "d/city", consistency="at_least", written=required_writes)
             assert entries == [([index], "k")]
         ahead = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),)
         with pytest.raises(NotFreshError):
@@ -272,9 +274,9 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
             return view
 
         monkeypatch.setattr(file, "open_view", view_and_fail_over)
-        written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
+        required_writes = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
         with pytest.raises(WriteLostError):
-            await scan(indexer, "d/city", consistency="at_least", written=written)
+            await scan(indexer, "d/city", consistency="at_least", written=required_writes)
 
 
 async def test_an_index_that_costs_too_much_fails_alone_and_is_named(

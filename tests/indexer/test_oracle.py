@@ -63,7 +63,7 @@ class World(Oracle):
     async def _start(self, name: str, run: Any) -> None:
         assert self._nursery is not None
         started = trio.Event()
-        ended = self._ended[name] = trio.Event()
+        end_event = self._ended[name] = trio.Event()
         scope = self._stop[name] = trio.CancelScope()
 
         async def go() -> None:
@@ -71,7 +71,7 @@ class World(Oracle):
                 with scope:
                     await run(started)
             finally:
-                ended.set()
+                end_event.set()
 
         self._nursery.start_soon(go)
         await started.wait()

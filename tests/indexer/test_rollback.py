@@ -36,14 +36,14 @@ async def test_an_indexed_change_has_its_key_on_disk(tmp_path: Path) -> None:
     async with world.running():
         await define(world.client, "x", {"i": BY_A})
         await until_ready(world.indexer, "x/i")
-        written = await world.client.set("k", '{"a": 1}')
+        write_result = await world.client.set("k", '{"a": 1}')
         assert len(await scan(world.indexer, "x/i", prefix=[1])) == 1
         path = tmp_path / "slice-0-of-1" / "ring"
         copy = tmp_path / "copy"
         shutil.copy(path, copy)
         keys_file = ReceivedKeysFile(copy, BUCKET)
         keys_file.close()
-        assert (written.partition, b"k") in {
+        assert (write_result.partition, b"k") in {
             (partition, key) for partition, key, _ in keys_file.keys.versions()
         }
 

@@ -84,9 +84,9 @@ async def test_an_indexer_with_a_certificate_speaks_https_only(
         target = url.removeprefix("https://")
         client = await run(("openssl", "s_client", "-connect", target, "-CAfile", authority))
         assert "New, TLSv1.3" in client.out
-        refused = await run(("openssl", "s_client", "-connect", target, "-tls1_2"))
-        assert refused.code != 0
-        assert "no peer certificate available" in refused.out
+        refusal = await run(("openssl", "s_client", "-connect", target, "-tls1_2"))
+        assert refusal.code != 0
+        assert "no peer certificate available" in refusal.out
 
 
 async def test_clients_need_a_certificate_where_a_setting_asks_for_it(

@@ -19,7 +19,7 @@ _KEY: Final = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 def openssl(*arguments: str | Path, folder: Path) -> str:
     """Runs the program, and gives what it says on standard output."""
     try:
-        ended = subprocess.run(
+        process_result = subprocess.run(
             ["openssl", *map(str, arguments)],
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -29,7 +29,7 @@ def openssl(*arguments: str | Path, folder: Path) -> str:
         )
     except FileNotFoundError as error:
         raise AssertionError("these tests need the program openssl: install it") from error
-    return ended.stdout
+    return process_result.stdout
 
 
 @attrs.frozen

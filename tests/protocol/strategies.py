@@ -29,10 +29,10 @@ KEYS: Final = st.one_of(
 VALUES: Final = st.one_of(st.just(b""), st.binary(max_size=40))
 
 
-def mutations(stored: bool = True) -> st.SearchStrategy[Mutation]:
+def mutations(has_seqs: bool = True) -> st.SearchStrategy[Mutation]:
     """Rows without sequence numbers: as they are stored, or as a publisher sends them."""
     kinds = [Operation.SET, Operation.DELETE, Operation.EXPIRE]
-    if not stored:
+    if not has_seqs:
         kinds = [op for op in Operation if op is not Operation.EXPIRE]
     return st.builds(
         Mutation,
@@ -72,7 +72,7 @@ def stored_chunks(draw: st.DrawFn, max_size: int = 12, above: int | None = None)
 
 def published_chunks(max_size: int = 12) -> st.SearchStrategy[Chunk]:
     """Chunks as a publisher sends them."""
-    return st.lists(mutations(stored=False), max_size=max_size).map(Chunk.build)
+    return st.lists(mutations(has_seqs=False), max_size=max_size).map(Chunk.build)
 
 
 @st.composite
@@ -80,7 +80,7 @@ def bundles(draw: st.DrawFn, max_runs: int = 4) -> Bundle:
     """Bundles as a publisher sends them."""
     partitions = draw(st.sets(st.integers(0, PARTITIONS_END - 1), min_size=1, max_size=max_runs))
     rows_of_runs = [
-        draw(st.lists(mutations(stored=False), min_size=1, max_size=4)) for _ in partitions
+        draw(st.lists(mutations(has_seqs=False), min_size=1, max_size=4)) for _ in partitions
     ]
     runs = [
         BundleRun(PartitionId(partition), len(rows), draw(U64), draw(U32))

@@ -404,9 +404,9 @@ def test_a_verifier_is_not_shown() -> None:
 def test_texts_have_one_form() -> None:
     assert normalised("ﬁ\u00a0x", "a password") == "fi x"
     for text in ("", "a\0", "\x7f", "\ue000", "\ud800"):
-        with pytest.raises(UsersError) as refused:
+        with pytest.raises(UsersError) as refusal:
             normalised(text, "a password")
-        assert not text or text not in str(refused.value)
+        assert not text or text not in str(refusal.value)
 
 
 def test_a_password_may_have_what_a_name_may_not() -> None:

@@ -55,9 +55,9 @@ async def test_one_connection_serves_all_questions(
             status = await connections.status(Address(HOST, PORT, bucket))
             assert (status.node, status.map) == ("z", None)
             await trio.sleep(100.0)
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await connections.status(Address(HOST, PORT, "nowhere"))
-        assert refused.value.status is Status.NO_BUCKET
+        assert refusal.value.status is Status.NO_BUCKET
         assert (dials.count, network.open) == (1, 1)
 
 

@@ -116,9 +116,9 @@ async def test_a_replica_of_a_replica() -> None:
         await same(group)
         # What it has does not count as a copy.
         async with connect(group.nodes["a"].url, by_map=False) as client:
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await client.set("k", "v", durability=Durability.REPLICATED, copies=2)
-        assert refused.value.status is Status.TOO_FEW_REPLICAS
+        assert refusal.value.status is Status.TOO_FEW_REPLICAS
 
 
 async def test_consumers_follow_a_replica() -> None:
@@ -160,7 +160,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
                     await client.set(b"large %d" % index, bytes(1024))
         has_met_b, may_go_on = trio.Event(), trio.Event()
         received: set[bytes] = set()
-        ended: set[PartitionId] = set()
+        ended_names: set[PartitionId] = set()
 
         async def dial(address: Address) -> trio.abc.Stream:
             """Reaches b only."""
@@ -174,7 +174,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
             ) as consumer:
                 async for event in consumer:
                     if isinstance(event, StreamEnded):
-                        ended.add(event.partition)
+                        ended_names.add(event.partition)
                     elif isinstance(event, ChunkReceived):
                         # As long as this one is not over b is connected to.
                         has_met_b.set()
@@ -189,7 +189,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
         await group.fail_over("a", Random(0))
         await trio.sleep(1.0)  # the consumer hears of the map, and asks for the partition
         may_go_on.set()
-        await eventually(lambda: ended == {0, 1}, "both streams have ended", 10)
+        await eventually(lambda: ended_names == {0, 1}, "both streams have ended", 10)
         assert received >= set(keys)
 
 
@@ -203,16 +203,16 @@ async def test_a_node_streams_nothing_of_a_partition_that_it_gave_up() -> None:
             (info,) = client.partitions()
             assert not info.owned
             assert (info.state, info.high_seq) == (PartitionState.DEAD, 0)
-            with pytest.raises(ServerError, match="dead here, not active") as refused:
+            with pytest.raises(ServerError, match="dead here, not active") as refusal:
                 await client.seqnos()
-            assert refused.value.status is Status.NOT_MY_PARTITION
+            assert refusal.value.status is Status.NOT_MY_PARTITION
         for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
             async with consume(
                 group.nodes["b"].url, state=state, by_map=False, retry_timeout_s=0.0
             ) as consumer:
-                with pytest.raises(ServerError) as refused:
+                with pytest.raises(ServerError) as refusal:
                     await anext(consumer)
-            assert refused.value.status is Status.NOT_MY_PARTITION
+            assert refusal.value.status is Status.NOT_MY_PARTITION
 
 
 @pytest.mark.parametrize(
@@ -232,9 +232,9 @@ async def test_no_client_is_streamed_a_dead_or_a_pending_partition(
         await group.share([Assignment("a")])
         await eventually(lambda: states(group, "b") == [PartitionState.DEAD], "b gave it up", 5)
         async with consume(group.nodes["b"].url, state=state, by_map=False) as consumer:
-            with pytest.raises(ServerError, match=refusal) as refused:
+            with pytest.raises(ServerError, match=refusal) as error_info:
                 await anext(consumer)
-        assert refused.value.status is Status.BAD_ARGUMENT
+        assert error_info.value.status is Status.BAD_ARGUMENT
 
 
 async def test_seqnos_come_from_the_active_though_a_replica_is_asked_first() -> None:
@@ -243,9 +243,9 @@ async def test_seqnos_come_from_the_active_though_a_replica_is_asked_first() -> 
         await client.set("key", "value")
         await group.share([Assignment("b", {"a": ""})])
         async with connect(group.nodes["b"].url) as replica_client:
-            written = await replica_client.set("key", "another")
+            write_result = await replica_client.set("key", "another")
         (row,) = await client.seqnos()
-        assert row.high_seq >= written.seq
+        assert row.high_seq >= write_result.seq
 
 
 async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
@@ -329,9 +329,9 @@ async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
         await eventually(lambda: not unconfirmed(group, "a"), "a peer confirms the map")
         assert {p.state for p in group.nodes["a"].held} == {PartitionState.PENDING}
         async with connect(group.nodes["a"].url, by_map=False) as client:
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await client.set("key", "value")
-        assert refused.value.status is Status.NOT_MY_PARTITION
+        assert refusal.value.status is Status.NOT_MY_PARTITION
         await group.fail_over("a", Random(1))
         await same(group)
 
@@ -509,18 +509,18 @@ async def test_an_answer_waits_for_the_copies_that_its_level_asks_for() -> None:
     async with cluster() as group, connect(group.nodes["a"].url, by_map=False) as client:
         for level in (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED):
             for copies in (1, 2):
-                written = await client.set(
+                write_result = await client.set(
                     "k", f"{level} {copies}", durability=level, copies=copies
                 )
                 have_it = [
-                    group.nodes[name].held[written.partition].high_seq >= written.seq
+                    group.nodes[name].held[write_result.partition].high_seq >= write_result.seq
                     for name in "bc"
                 ]
                 if level is Durability.REPLICATED_AND_PERSISTED:
                     assert sum(have_it) >= copies
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await client.set("k", "v", durability=Durability.REPLICATED, copies=3)
-        assert refused.value.status is Status.TOO_FEW_REPLICAS
+        assert refusal.value.status is Status.TOO_FEW_REPLICAS
         await group.nodes["b"].kill()
         await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
         with pytest.raises(ServerError) as late:
@@ -537,13 +537,13 @@ async def test_a_late_map_changes_nothing() -> None:
         await group.share([Assignment("a", {"b": "", "c": ""})] * P)
         for name in "abc":
             node = NodeClient(Address.parse(group.nodes[name].url))
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await node.set_map(late.revision - 1, late)
-            assert refused.value.status is Status.REVISION_CONFLICT
+            assert refusal.value.status is Status.REVISION_CONFLICT
             # A high revision does not help a command that has seen an older map.
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await node.set_map(late.revision - 1, msgspec.structs.replace(late, revision=100))
-            assert refused.value.status is Status.REVISION_CONFLICT
+            assert refusal.value.status is Status.REVISION_CONFLICT
         assert group.nodes["a"].held[0].state is PartitionState.ACTIVE
         assert (await group.map_of("a")) == group.map
 
@@ -585,9 +585,9 @@ async def test_a_history_is_continued_only_by_a_node_that_has_all_of_it() -> Non
         ):
             wrong = list(assignments)
             wrong[1] = Assignment("b", {"a": ""}, continues_from=wrong_end)
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await group.give(group.map.with_assignments(dict(enumerate_partitions(wrong))), "b")
-            assert refused.value.status is Status.WRONG_STATE
+            assert refusal.value.status is Status.WRONG_STATE
             assert {p.state for p in group.nodes["b"].held} == {PartitionState.REPLICA}
         logs = [p.failover_log for p in group.nodes["a"].held]
         await group.give(
@@ -611,9 +611,9 @@ async def test_a_map_that_is_refused_leaves_a_node_what_it_was() -> None:
             }
         )
         before = group.map
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await group.give(refused_map, "a")
-        assert refused.value.status is Status.WRONG_STATE
+        assert refusal.value.status is Status.WRONG_STATE
         assert group.map is before
         assert states(group, "a") == [PartitionState.ACTIVE, PartitionState.REPLICA]
         async with connect(group.nodes["a"].url) as client:

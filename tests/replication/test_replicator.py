@@ -322,9 +322,9 @@ async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: Mo
         await follower.persist()
         assert follower.partition.high_seq == 2
         assert leases.get_whole(whole_lease.lease_id) == whole_lease
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             leases.get_whole(broken_lease.lease_id)
-        assert refused.value.status is Status.RANGE_GONE
+        assert refusal.value.status is Status.RANGE_GONE
 
 
 async def test_a_replica_that_copies_takes_the_purge_number_of_its_source(

@@ -101,9 +101,9 @@ def test_a_suspect_partition_is_not_handed_over() -> None:
     active = Assignment("a", {"b": ""})
     handing_over = Assignment(handing_over="a", replicas={"b": ""})
     check_hand_over(map_of(active), map_of(handing_over), "a", suspects={})
-    with pytest.raises(ServerError, match="upr failover") as refused:
+    with pytest.raises(ServerError, match="upr failover") as refusal:
         check_hand_over(map_of(active), map_of(handing_over), "a", suspects={P0: 5})
-    assert refused.value.status is Status.WRONG_STATE
+    assert refusal.value.status is Status.WRONG_STATE
     # It was handed over before: then everything was on disk.
     check_hand_over(map_of(handing_over), map_of(handing_over), "a", suspects={P0: 5})
 
@@ -115,9 +115,9 @@ def test_a_replica_that_becomes_active_begins_a_new_history() -> None:
 def test_a_replica_at_the_named_end_continues_the_history() -> None:
     at_the_end = Assignment("a", continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
     assert log_after(replica_at(20), at_the_end, is_clean=True) == [(7, 0)]
-    with pytest.raises(ServerError, match="continue history 7 at 20") as refused:
+    with pytest.raises(ServerError, match="continue history 7 at 20") as refusal:
         log_after(replica_at(19), at_the_end, is_clean=True)
-    assert refused.value.status is Status.WRONG_STATE
+    assert refusal.value.status is Status.WRONG_STATE
 
 
 @pytest.mark.parametrize(("is_clean", "pairs"), [(True, [(7, 0)]), (False, [(99, 20), (7, 0)])])

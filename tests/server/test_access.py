@@ -294,9 +294,9 @@ def test_a_map_that_names_two_buckets_needs_the_right_on_the_one_that_counts(
 
 
 def test_a_map_that_is_none_is_refused_before_anything_is_looked_up() -> None:
-    with pytest.raises(ServerError) as refused:
+    with pytest.raises(ServerError) as refusal:
         access_of().check_message(SetMap(0, "{}", opaque=1))
-    assert refused.value.status is Status.BAD_ARGUMENT
+    assert refusal.value.status is Status.BAD_ARGUMENT
 
 
 def test_without_users_everything_is_allowed() -> None:
@@ -308,9 +308,9 @@ def test_without_users_everything_is_allowed() -> None:
 
 
 def test_a_refusal_says_what_is_missing() -> None:
-    with pytest.raises(ServerError) as refused:
+    with pytest.raises(ServerError) as refusal:
         access_of().check_message(sample("Get", OWN))
-    assert str(refused.value) == (
+    assert str(refusal.value) == (
         "user bob may not do this: Get needs the right read on bucket own: log in as a user "
         "who may, or have the right granted: upr user grant USER RIGHT BUCKET"
     )

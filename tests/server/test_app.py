@@ -87,9 +87,9 @@ async def test_more_partitions_than_allowed_are_refused() -> None:
     config = ServerConfig(listen="127.0.0.1:0", partitions_max=5)
     async with running_server(config, SimulatedStore()) as server, connect(server.url()) as client:
         await client.create_bucket("a", 3)
-        with pytest.raises(ServerError, match="have 3 partitions, and may have 5") as refused:
+        with pytest.raises(ServerError, match="have 3 partitions, and may have 5") as refusal:
             await client.create_bucket("b", 3)
-        assert refused.value.status is Status.LIMIT_REACHED
+        assert refusal.value.status is Status.LIMIT_REACHED
         await client.create_bucket("b", 2)
 
 
@@ -144,9 +144,9 @@ async def test_a_bucket_whose_files_cannot_be_deleted_is_refused_and_can_be_dele
             for _ in range(2):
                 with pytest.raises(DataDirectoryError):
                     await server.catalog.delete_bucket("b")
-                with pytest.raises(ServerError, match="cannot be deleted") as refused:
+                with pytest.raises(ServerError, match="cannot be deleted") as refusal:
                     await server.catalog.create_bucket("b", 1, 64 * MIB)
-                assert refused.value.status is Status.DAMAGED
+                assert refusal.value.status is Status.DAMAGED
         await server.catalog.delete_bucket("b")
         await server.catalog.create_bucket("b", 1, 64 * MIB)
 

@@ -804,7 +804,7 @@ async def test_no_older_version_is_ever_seen(
     draw = Random(seed)
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
     keys = [b"key %d" % index for index in range(4)]
-    written = dict.fromkeys(keys, 0)
+    written_items = dict.fromkeys(keys, 0)
     acknowledged = dict.fromkeys(keys, 0)
     counted = reads = 0
 
@@ -812,8 +812,8 @@ async def test_no_older_version_is_ever_seen(
         nonlocal counted
         for _ in range(60):
             key = draw.choice(own)
-            written[key] += 1
-            version = written[key]
+            written_items[key] += 1
+            version = written_items[key]
             await peer.mutate(sets(key, value=b"%d" % version))
             acknowledged[key] = version
             reply = await peer.mutate(increment(b"n", 1))
@@ -829,7 +829,7 @@ async def test_no_older_version_is_ever_seen(
             floor = max(newest_versions[key], acknowledged[key])
             value = await value_of(peer, key)
             count = int(value or b"0")
-            assert floor <= count <= written[key]
+            assert floor <= count <= written_items[key]
             newest_versions[key] = count
             reads += 1
             await trio.sleep(draw.random() / 50)
@@ -856,7 +856,7 @@ async def test_no_older_version_is_ever_seen(
         await evicted(server)
         assert int(await value_of(first, b"n") or b"0") == counted == 120
         for key in keys:
-            assert int(await value_of(first, key) or b"0") == written[key]
+            assert int(await value_of(first, key) or b"0") == written_items[key]
         bucket = server.catalog.bucket(BUCKET)
         fetched = server.catalog.disks[bucket].statistics()["fetch"]
         assert isinstance(fetched, dict)

@@ -621,8 +621,8 @@ async def test_a_map(
     async def then() -> None:
         current = server.partition_maps.map_of("b")
         assert current is not None
-        (stored,) = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
-        assert stored.partition_map == current.encode()
+        (stored_bucket,) = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
+        assert stored_bucket.partition_map == current.encode()
         await case(server)
 
     steps = await cancelled_at_each_step(partial(case, server), lambda: check(server), then=then)

@@ -162,11 +162,11 @@ def test_where_others_reach_it_a_server_keeps_strangers_away(
     if not missing:
         config.check_exposure(has_users=has_users)
         return
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as refusal:
         config.check_exposure(has_users=has_users)
     for expected_text in ("tls_certificate", "upr-server init"):
-        assert (expected_text in str(refused.value)) == (expected_text in missing)
-    assert "--insecure-no-authentication" in str(refused.value)
+        assert (expected_text in str(refusal.value)) == (expected_text in missing)
+    assert "--insecure-no-authentication" in str(refusal.value)
 
 
 async def test_such_a_server_does_not_start() -> None:

@@ -409,9 +409,9 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
     assert any(isinstance(call, Commit) for call in calls)
     assert not any(isinstance(call, MarkCleanStop) for call in calls)
     log_of(store).bytes_max = 1 << 62
-    (stored,) = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
-    assert not stored.is_clean
-    assert stored.partitions[0].record.high == 1
+    (stored_bucket,) = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
+    assert not stored_bucket.is_clean
+    assert stored_bucket.partitions[0].record.high == 1
 
 
 class _HeldIndex(SimulatedStore):

@@ -50,9 +50,9 @@ STEPS: Final = 30
 Written = list[tuple[bytes, bytes | None]]
 
 
-def contents(written: Written, prefix: bytes) -> dict[bytes, bytes]:
+def contents(written_items: Written, prefix: bytes) -> dict[bytes, bytes]:
     """What there is once all of this was written."""
-    items = {key: value for key, value in written if key.startswith(prefix)}
+    items = {key: value for key, value in written_items if key.startswith(prefix)}
     return {key: value for key, value in items.items() if value is not None}
 
 

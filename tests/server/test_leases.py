@@ -193,9 +193,9 @@ async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
             assert rows_read[partition] == [row for row in rows if row.seq > middle]
         await client.release_lease(7)
         assert figures(server) == (0, 0)
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await read(server, 7, ends)
-        assert refused.value.status is Status.RANGE_GONE
+        assert refusal.value.status is Status.RANGE_GONE
 
 
 async def test_a_leased_range_is_complete_though_deletions_were_removed(server: Server) -> None:
@@ -219,9 +219,9 @@ async def test_a_leased_range_is_complete_though_deletions_were_removed(server: 
             assert rows_read[info.partition] == rows[3:]
         rng = random.Random(5)
         assert await read(server, 7, ends, dial=cutting(rng, 6)) == first
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await client.acquire_lease([(0, 3, SEQ_MAX)], time_to_live_s=60, owner="me")
-        assert refused.value.status is Status.ROLLBACK_NEEDED
+        assert refusal.value.status is Status.ROLLBACK_NEEDED
 
 
 async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> None:
@@ -230,9 +230,9 @@ async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> 
 
     async def acquire() -> None:
         async with connect(server.url("b")) as client:
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
-            assert refused.value.status in (Status.NO_BUCKET, Status.BUCKET_DELETED)
+            assert refusal.value.status in (Status.NO_BUCKET, Status.BUCKET_DELETED)
 
     async with trio.open_nursery() as nursery, connect(server.url()) as client:
         await disk.maintenance._step_lock.acquire()
@@ -254,9 +254,9 @@ async def test_wrong_ranges_of_a_lease_are_refused(server: Server) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)
         for ranges in ([(0, 0, 1), (0, 1, 2)], [(9, 0, SEQ_MAX)], [(0, 2, 1)], []):
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises(ServerError) as refusal:
                 await client.acquire_lease(ranges, time_to_live_s=60, owner="me")
-            assert refused.value.status is Status.BAD_ARGUMENT
+            assert refusal.value.status is Status.BAD_ARGUMENT
 
 
 async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -> None:
@@ -266,9 +266,9 @@ async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -
         (leased,) = lease.ranges
         await write(client, 2)
         for ends in ({0: leased.end + 1}, {1: 1}):
-            with pytest.raises(ServerError, match="does not hold") as refused:
+            with pytest.raises(ServerError, match="does not hold") as refusal:
                 await read(server, lease.lease_id, ends)
-            assert refused.value.status is Status.RANGE_GONE
+            assert refusal.value.status is Status.RANGE_GONE
 
 
 async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
@@ -290,16 +290,16 @@ async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
         clock.now += 100
         await write(client, 4)
         await compact(server)
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await read(server, 7, ends)
-        assert refused.value.status is Status.RANGE_GONE
+        assert refusal.value.status is Status.RANGE_GONE
         # Asking for it anew must not give other rows under the same name.
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
-        assert refused.value.status is Status.RANGE_GONE
-        with pytest.raises(ServerError) as refused:
+        assert refusal.value.status is Status.RANGE_GONE
+        with pytest.raises(ServerError) as refusal:
             await client.renew_lease(7, time_to_live_s=60)
-        assert refused.value.status is Status.RANGE_GONE
+        assert refusal.value.status is Status.RANGE_GONE
         clock.now += 8 * 24 * 3600
         await write(client, 5)
         await compact(server)
@@ -391,9 +391,9 @@ async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) 
         for lease_id in range(1, LEASES_MAX + 1):
             await acquire(lease_id)
             clock.now += 0.01
-        with pytest.raises(ServerError) as refused:
+        with pytest.raises(ServerError) as refusal:
             await acquire(5000)
-        assert refused.value.status is Status.LIMIT_REACHED
+        assert refusal.value.status is Status.LIMIT_REACHED
         await client.renew_lease(1, time_to_live_s=600)
         clock.now += 60
         await acquire(5000)
@@ -415,9 +415,9 @@ async def test_lapsed_leases_give_up_their_ranges_to_others(
         for lease_id in (1, 2):
             await acquire(lease_id)
             clock.now += 1
-        with pytest.raises(ServerError, match="release one first") as refused:
+        with pytest.raises(ServerError, match="release one first") as refusal:
             await acquire(3)
-        assert refused.value.status is Status.LIMIT_REACHED
+        assert refusal.value.status is Status.LIMIT_REACHED
         clock.now += 59
         await acquire(3)
         with pytest.raises(ServerError):
@@ -428,9 +428,9 @@ async def test_lapsed_leases_give_up_their_ranges_to_others(
 async def test_a_long_or_unprintable_owner_is_refused(server: Server) -> None:
     async with connect(server.url("b")) as client:
         for owner in ("x" * 201, "\x01", "two\nlines"):
-            with pytest.raises(ServerError, match="200 bytes") as refused:
+            with pytest.raises(ServerError, match="200 bytes") as refusal:
                 await client.acquire_lease(ALL, time_to_live_s=60, owner=owner)
-            assert refused.value.status is Status.BAD_ARGUMENT
+            assert refusal.value.status is Status.BAD_ARGUMENT
         await client.acquire_lease(ALL, time_to_live_s=60, owner="x" * 200)
         (listed,) = (await client.stats("b"))["leases"]["leases"]
         assert listed["owner"] == "x" * 200
@@ -442,9 +442,9 @@ async def test_what_one_lease_may_ask_for_is_bounded(server: Server) -> None:
     async with connect(server.url("b")) as client:
         await client.acquire_lease(ALL, time_to_live_s=day_s, owner="me", lease_id=7)
         await client.renew_lease(7, time_to_live_s=day_s)
-        with pytest.raises(ServerError, match="86400 seconds") as refused:
+        with pytest.raises(ServerError, match="86400 seconds") as refusal:
             await client.renew_lease(7, time_to_live_s=day_s + 1)
-        assert refused.value.status is Status.BAD_ARGUMENT
+        assert refusal.value.status is Status.BAD_ARGUMENT
         with pytest.raises(ServerError, match="86400 seconds"):
             await client.acquire_lease(ALL, time_to_live_s=day_s + 1, owner="me")
         ranges = [(PartitionId(0), SeqNo(0), SeqNo(0))] * 1025

@@ -241,9 +241,9 @@ def test_a_checkpoint_of_one_bucket_is_refused() -> None:
     ],
 )
 def test_options_of_several_buckets_that_are_wrong(options: dict[str, str], sentence: str) -> None:
-    with pytest.raises(OptionError) as refused:
+    with pytest.raises(OptionError) as refusal:
         options_of(**{"url": "upr://h", **options})
-    assert sentence in str(refused.value)
+    assert sentence in str(refusal.value)
 
 
 def test_a_start_in_a_bucket_that_no_pattern_matches_is_refused(

@@ -108,7 +108,7 @@ def test_executors_and_streams_run_the_code_of_a_packed_environment(
     assert submitted.returncode == 1, submitted.stderr[-4000:]
     # Spark puts warnings of its own libraries there, too.
     assert submitted.stdout.splitlines()[-1].startswith("2 rows written, 1 failed")
-    assert {key: stored.value for key, stored in contents(target).items()} == {
+    assert {key: item.value for key, item in contents(target).items()} == {
         b"N1": b'{"tailnum":"N1","seats":"10"}',
         b"N2": b'{"tailnum":"N2","seats":"20"}',
     }

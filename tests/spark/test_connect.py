@@ -52,4 +52,4 @@ def test_a_client_of_spark_connect_reads_writes_and_streams(
     if what == "all":
         assert result == {"latest": 100, "snapshot": 100}
         expected = {b"key %d" % number: b"%d" % number for number in range(100)}
-        assert {key: stored.value for key, stored in contents(target).items()} == expected
+        assert {key: item.value for key, item in contents(target).items()} == expected

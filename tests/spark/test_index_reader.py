@@ -87,9 +87,9 @@ def test_an_index_is_read_with_a_range(
     ],
 )
 def test_options_of_an_index_that_are_wrong(options: dict[str, str], sentence: str) -> None:
-    with pytest.raises(OptionError) as refused:
+    with pytest.raises(OptionError) as refusal:
         ReadOptions.parse({"url": "upr://h/b", **options})
-    assert sentence in str(refused.value)
+    assert sentence in str(refusal.value)
 
 
 class AbsentIndexer:

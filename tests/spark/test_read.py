@@ -444,10 +444,10 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
 )
 def test_options_that_are_wrong(options: dict[str, object], sentence: str) -> None:
     all_options = {"url": "upr://localhost/b", **options}
-    with pytest.raises(OptionError) as refused:
+    with pytest.raises(OptionError) as refusal:
         # As when the columns are asked for: whether it is a stream is not known yet.
         ReadOptions.parse({name: str(value) for name, value in all_options.items()}, streaming=None)
-    assert sentence in str(refused.value)
+    assert sentence in str(refusal.value)
 
 
 def test_a_wrong_option_is_told_when_the_frame_is_loaded(spark: SparkSession) -> None:

@@ -90,10 +90,10 @@ def test_the_target_follows_both_buckets(
             available_now=True,
         )
         query.awaitTermination()
-        stored = contents(target)
-        documents = {key.decode(): json.loads(item.value) for key, item in stored.items()}
+        target_items = contents(target)
+        documents = {key.decode(): json.loads(item.value) for key, item in target_items.items()}
         assert documents == joined(flights, planes, how)
-        assert {item[1:] for item in stored.values()} == {(7, FAR)}
+        assert {item[1:] for item in target_items.values()} == {(7, FAR)}
 
     flights |= {f"f{n}": {"plane": f"p{n % 4}", "dest": f"d{n}"} for n in range(12)}
     planes |= {f"p{n}": {"seats": 100 + n} for n in range(3)}

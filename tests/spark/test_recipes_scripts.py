@@ -171,18 +171,18 @@ def test_errors_are_a_sentence_and_a_code(
 ) -> None:
     url = new_bucket()
     folder = tmp_path / "folder"
-    missing = url + "-missing"
+    missing_url = url + "-missing"
     away = "upr://127.0.0.1:1/bucket"
     few = ("--option", "timeoutSeconds=1")
     query = ("--checkpoint", tmp_path / "checkpoint", "--once")
     for code, words in (
         (command.USAGE, (snapshot, "http://host/bucket", folder)),
-        (command.REFUSED, (snapshot, missing, folder)),
+        (command.REFUSED, (snapshot, missing_url, folder)),
         (command.CONNECTION, (snapshot, away, folder, *few)),
         (command.FAILED, (bulk_load, url, tmp_path / "nowhere")),
-        (command.REFUSED, (latest_state, missing, tmp_path / "table", *query)),
-        (command.REFUSED, (reprocess, url, missing, *query)),
-        (command.REFUSED, (join, url, url, missing, *query)),
+        (command.REFUSED, (latest_state, missing_url, tmp_path / "table", *query)),
+        (command.REFUSED, (reprocess, url, missing_url, *query)),
+        (command.REFUSED, (join, url, url, missing_url, *query)),
     ):
         script, *arguments = words
         assert isinstance(script, ModuleType)

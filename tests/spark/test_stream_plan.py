@@ -594,9 +594,9 @@ def test_a_foreign_offset_is_refused() -> None:
         ({**good, "partitions": {"0": "5 no log"}}, "another data source"),
         ({**good, "partitions": []}, "another data source"),
     ):
-        with pytest.raises(PipelineError, match=sentence) as refused:
+        with pytest.raises(PipelineError, match=sentence) as refusal:
             StreamOffset.of_json(wrong)
-        assert refused.value.code == "UPR_OFFSET"
+        assert refusal.value.code == "UPR_OFFSET"
     reader = reader_of(ModelDriverClient(1))
     with pytest.raises(PipelineError, match="of the bucket 'other'"):
         reader.commit({**good, "bucket": "other"})

@@ -125,17 +125,17 @@ def wants() -> list[FetchRequest]:
 
 def answers(storage: BucketStorage) -> Answers:
     """What an undamaged directory answers."""
-    stored = storage.log.load()
+    stored_bucket = storage.log.load()
     streams = [
         [
             bytes(chunk)
             for chunk in storage.log.read_chunks(index, 0, partition.record.high, bytes_max=PLENTY)
         ]
-        for index, partition in enumerate(stored.partitions)
+        for index, partition in enumerate(stored_bucket.partitions)
     ]
     keys = [want.key for want in wants()]
     items = [
         dict(zip(keys, storage.index.find_items(partition, wants()), strict=True))
         for partition in range(PARTITIONS)
     ]
-    return Answers(stored, streams, items)
+    return Answers(stored_bucket, streams, items)

@@ -115,34 +115,36 @@ def _read_records(storage: BucketStorage, log: LmdbOrderedMap, good: Answers) ->
     try:
         log.verify()
         storage.open()
-        stored = storage.log.load()
+        stored_bucket = storage.log.load()
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it
         return FAULT
-    if stored == good.stored:
+    if stored_bucket == good.stored:
         return EQUAL
-    if stored.damaged_leases or any(partition.damage for partition in stored.partitions):
-        return REFUSED if _is_rest_equal(stored, good.stored) else WRONG
-    same_but_mark = (stored.record, stored.partitions, stored.leases) == (
+    if stored_bucket.damaged_leases or any(
+        partition.damage for partition in stored_bucket.partitions
+    ):
+        return REFUSED if _is_rest_equal(stored_bucket, good.stored) else WRONG
+    same_but_mark = (stored_bucket.record, stored_bucket.partitions, stored_bucket.leases) == (
         good.stored.record,
         good.stored.partitions,
         good.stored.leases,
     )
     # Without the mark of a clean stop the server begins a new history: safe, if not free.
-    return NEW_HISTORY if same_but_mark and not stored.is_clean else WRONG
+    return NEW_HISTORY if same_but_mark and not stored_bucket.is_clean else WRONG
 
 
-def _is_rest_equal(stored: StoredBucket, good: StoredBucket) -> bool:
+def _is_rest_equal(stored_bucket: StoredBucket, good: StoredBucket) -> bool:
     """Whether everything is as it should be but what is refused."""
-    leases = [lease for lease in good.leases if lease.lease_id not in stored.damaged_leases]
-    return (stored.record, stored.partition_map, list(stored.leases)) == (
+    leases = [lease for lease in good.leases if lease.lease_id not in stored_bucket.damaged_leases]
+    return (stored_bucket.record, stored_bucket.partition_map, list(stored_bucket.leases)) == (
         good.record,
         good.partition_map,
         leases,
     ) and all(
         partition.damage or partition == good_partition
-        for partition, good_partition in zip(stored.partitions, good.partitions, strict=True)
+        for partition, good_partition in zip(stored_bucket.partitions, good.partitions, strict=True)
     )
 
 

@@ -294,9 +294,9 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
             log.load()
         disk.flip_bit(BUCKET, bit)
         disk.flip_bit(partition_key(PARTITION, 1), bit)
-        stored = log.load()
-        assert "mismatch" in stored.partitions[1].damage
-        assert stored.partitions[0] == intact.partitions[0]
+        stored_bucket = log.load()
+        assert "mismatch" in stored_bucket.partitions[1].damage
+        assert stored_bucket.partitions[0] == intact.partitions[0]
         disk.flip_bit(partition_key(PARTITION, 1), bit)
     assert log.load() == intact
 

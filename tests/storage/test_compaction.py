@@ -130,7 +130,7 @@ class Life(RuleBasedStateMachine):
         return round((self.cas + 1) * age)
 
     def upkeep(self, *, urgent: bool, age: float) -> MaintenanceStep:
-        before = [stored.purge_seq for stored in self.log.load().partitions]
+        before = [stored_bucket.purge_seq for stored_bucket in self.log.load().partitions]
         step = self.storage.maintain(
             urgent=urgent,
             leases=[leased for lease in self.leases.values() for leased in lease.ranges],

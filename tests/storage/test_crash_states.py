@@ -28,10 +28,14 @@ pytestmark = pytest.mark.skipif(
 def run(program: str, folder: Path) -> str:
     """What the program complained of; empty when it ended as it should."""
     command = [sys.executable, "-m", "tests.storage.crash_states", program, str(folder)]
-    ended = subprocess.run(
+    process_result = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
-    return ended.stderr if ended.returncode == 0 else f"{ended.returncode}: {ended.stderr}"
+    return (
+        process_result.stderr
+        if process_result.returncode == 0
+        else f"{process_result.returncode}: {process_result.stderr}"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -90,12 +90,12 @@ def damages(original: Path, data: Path, kind: bytes) -> Iterator[tuple[bytes, in
         yield key, bit
 
 
-def contents(storage: BucketStorage, stored: StoredBucket, partition: int) -> object:
+def contents(storage: BucketStorage, stored_bucket: StoredBucket, partition: int) -> object:
     """Everything that a partition answers."""
-    high = stored.partitions[partition].record.high
+    high = stored_bucket.partitions[partition].record.high
     chunks = storage.log.read_chunks(partition, 0, high, bytes_max=PLENTY)
     items = storage.index.find_items(partition, wants())
-    return stored.partitions[partition], [bytes(chunk) for chunk in chunks], items
+    return stored_bucket.partitions[partition], [bytes(chunk) for chunk in chunks], items
 
 
 def of_damaged_partition(data: Path) -> list[tuple[bytes, bytes]]:
@@ -105,9 +105,9 @@ def of_damaged_partition(data: Path) -> list[tuple[bytes, bytes]]:
     return [record for of_kind in of_all for record in of_kind.items()]
 
 
-def write_to(stored: StoredBucket, partition: int) -> PartitionWrite:
+def write_to(stored_bucket: StoredBucket, partition: int) -> PartitionWrite:
     """One change more."""
-    record = stored.partitions[partition].record
+    record = stored_bucket.partitions[partition].record
     seq = SeqNo(record.high + 1)
     row = Mutation(Operation.SET, b"new", b"value", seq, Cas(record.last_cas + 1))
     chunk = Chunk.build([row], record.high, seq)
@@ -123,12 +123,12 @@ def test_a_damaged_record_refuses_its_partition_alone(
     storage.close()
     for key, bit in damages(original, data, OF_A_PARTITION[kind]):
         damaged_records = of_damaged_partition(data)
-        storage, stored = started(data)
+        storage, stored_bucket = started(data)
         where = (key, bit)
-        assert "mismatch" in stored.partitions[DAMAGED].damage, where
-        assert stored.partitions[DAMAGED].record.state == PartitionState.DEAD
-        assert {p: contents(storage, stored, p) for p in OTHERS} == expected, where
-        assert (stored.leases, stored.is_clean) == (before.leases, before.is_clean)
+        assert "mismatch" in stored_bucket.partitions[DAMAGED].damage, where
+        assert stored_bucket.partitions[DAMAGED].record.state == PartitionState.DEAD
+        assert {p: contents(storage, stored_bucket, p) for p in OTHERS} == expected, where
+        assert (stored_bucket.leases, stored_bucket.is_clean) == (before.leases, before.is_clean)
         assert storage.statistics()["damaged_partitions"] == [DAMAGED]
         # Nothing is written over what is damaged, and the others go on.
         assert_not_written_to(storage, before)
@@ -138,9 +138,9 @@ def test_a_damaged_record_refuses_its_partition_alone(
         storage.close()
         assert of_damaged_partition(data) == damaged_records, where
         # The next start knows the same, though the sum of all records has moved on.
-        storage, stored = started(data)
-        assert "mismatch" in stored.partitions[DAMAGED].damage
-        assert stored.partitions[0].record.high == before.partitions[0].record.high + 1
+        storage, stored_bucket = started(data)
+        assert "mismatch" in stored_bucket.partitions[DAMAGED].damage
+        assert stored_bucket.partitions[0].record.high == before.partitions[0].record.high + 1
         storage.close()
 
 
@@ -165,10 +165,10 @@ def test_an_emptied_partition_is_whole_again(original: Path, data: Path, kind: s
         storage.empty(DAMAGED, empty)
         assert storage.statistics()["damaged_partitions"] == []
         storage.close()
-        storage, stored = started(data)
-        partition = stored.partitions[DAMAGED]
+        storage, stored_bucket = started(data)
+        partition = stored_bucket.partitions[DAMAGED]
         assert (partition.record, partition.damage, partition.tokens) == (empty, "", [])
-        assert all(not lease.is_whole for lease in stored.leases)
+        assert all(not lease.is_whole for lease in stored_bucket.leases)
         storage.close()
         assert records(folder_of(data), partition_key(CHUNK, DAMAGED)) == {}
         assert not list(problems(data))
@@ -226,35 +226,35 @@ def test_a_damaged_lease_is_lost_and_nothing_else(original: Path, data: Path) ->
         shutil.rmtree(data)
         shutil.copytree(original, data)
         flip(folder_of(data), key, bit)
-        storage, stored = started(data)
-        assert list(stored.damaged_leases) == [before.leases[0].lease_id]
-        assert "mismatch" in stored.damaged_leases[before.leases[0].lease_id]
-        assert stored.leases == ()
-        assert stored.partitions == before.partitions
-        storage.log.delete_leases(stored.damaged_leases)
+        storage, stored_bucket = started(data)
+        assert list(stored_bucket.damaged_leases) == [before.leases[0].lease_id]
+        assert "mismatch" in stored_bucket.damaged_leases[before.leases[0].lease_id]
+        assert stored_bucket.leases == ()
+        assert stored_bucket.partitions == before.partitions
+        storage.log.delete_leases(stored_bucket.damaged_leases)
         storage.close()
-        storage, stored = started(data)
-        assert (stored.leases, stored.damaged_leases) == ((), {})
+        storage, stored_bucket = started(data)
+        assert (stored_bucket.leases, stored_bucket.damaged_leases) == ((), {})
         storage.close()
 
 
 def test_a_damaged_mark_of_a_clean_stop_is_none(original: Path, data: Path) -> None:
     flip(folder_of(data), CLEAN_STOP, 3)
-    storage, stored = started(data)
-    assert not stored.is_clean
+    storage, stored_bucket = started(data)
+    assert not stored_bucket.is_clean
     storage.log.start_serving(())
     storage.close()
-    storage, stored = started(data)
-    assert not stored.is_clean
-    assert not any(partition.damage for partition in stored.partitions)
+    storage, stored_bucket = started(data)
+    assert not stored_bucket.is_clean
+    assert not any(partition.damage for partition in stored_bucket.partitions)
     storage.close()
 
 
 def test_two_damaged_partitions(original: Path, data: Path) -> None:
     for partition, bit in ((0, 5), (2, 70)):
         flip(folder_of(data), partition_key(PARTITION, partition), bit)
-    storage, stored = started(data)
-    assert [bool(partition.damage) for partition in stored.partitions] == [True, False, True]
+    storage, stored_bucket = started(data)
+    assert [bool(partition.damage) for partition in stored_bucket.partitions] == [True, False, True]
     storage.close()
 
 
@@ -265,8 +265,8 @@ def test_a_damaged_head_of_a_chunk_refuses_no_bucket(original: Path, data: Path)
         shutil.rmtree(data)
         shutil.copytree(original, data)
         flip(folder_of(data), key, bit)
-        storage, stored = started(data)
-        assert not any(partition.damage for partition in stored.partitions)
+        storage, stored_bucket = started(data)
+        assert not any(partition.damage for partition in stored_bucket.partitions)
         with pytest.raises(CorruptionError):
             storage.log.read_chunks(DAMAGED, int.from_bytes(key[3:]) - 1, 1 << 62, bytes_max=1)
         storage.close()
@@ -291,8 +291,8 @@ def test_an_old_record_beside_a_damaged_one_is_not_taken_for_the_newest(data: Pa
     folder = folder_of(data)
     other = partition_key(PARTITION, 0)
     current = records(folder)[other]
-    storage, stored = started(data)
-    storage.commit([write_to(stored, 0)])
+    storage, stored_bucket = started(data)
+    storage.commit([write_to(stored_bucket, 0)])
     storage.close()
     newer = records(folder)[other]
     assert len(newer) == len(current)

@@ -468,7 +468,7 @@ def failing() -> None:
 def test_a_failed_simulated_disk_refuses_everything_until_a_restart(is_kept: bool) -> None:
     disk = SimulatedDisk(bytes_max=MAP_BYTES)
     put(disk, [(b"a", b"1")])
-    used = disk.statistics()["bytes_used"]
+    used_bytes = disk.statistics()["bytes_used"]
     disk.fault, disk.keep_on_fault = failing, is_kept
     with pytest.raises(StoreFailedError):
         put(disk, [(b"a", b"22"), (b"b", b"333")])
@@ -478,7 +478,7 @@ def test_a_failed_simulated_disk_refuses_everything_until_a_restart(is_kept: boo
         put(disk, [(b"c", b"4")])
     disk.crash()
     assert contents(disk) == ({b"a": b"22", b"b": b"333"} if is_kept else {b"a": b"1"})
-    assert disk.statistics()["bytes_used"] == used + (5 if is_kept else 0)
+    assert disk.statistics()["bytes_used"] == used_bytes + (5 if is_kept else 0)
 
 
 # Anything at all, against a plain dict.

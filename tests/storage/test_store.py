@@ -145,14 +145,18 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
         await store.ask(DeleteLeases(BUCKET.name, [10, 11]))
         await store.ask(MarkCleanStop(BUCKET.name))
     async with opener() as store:
-        (stored,) = (await store.ask(LoadBuckets())).buckets
-        assert (stored.record, stored.is_clean, list(stored.leases)) == (BUCKET, True, [lease])
-        assert [partition.record.high for partition in stored.partitions] == [3, 0, 5, 0]
-        assert list(stored.partitions[0].tokens) == [token]
+        (stored_bucket,) = (await store.ask(LoadBuckets())).buckets
+        assert (stored_bucket.record, stored_bucket.is_clean, list(stored_bucket.leases)) == (
+            BUCKET,
+            True,
+            [lease],
+        )
+        assert [partition.record.high for partition in stored_bucket.partitions] == [3, 0, 5, 0]
+        assert list(stored_bucket.partitions[0].tokens) == [token]
         assert await read_all(store, 0, 3) == list(write.chunks[0])
         await store.ask(StartServing(BUCKET.name, []))
-        (stored,) = (await store.ask(LoadBuckets())).buckets
-        assert not stored.is_clean
+        (stored_bucket,) = (await store.ask(LoadBuckets())).buckets
+        assert not stored_bucket.is_clean
         assert not store.failed.is_set()
 
 
@@ -563,8 +567,8 @@ async def test_a_killed_process_fails_the_store_and_its_callers(tmp_path: Path, 
             await store.ask(Commit(BUCKET.name, [some_write(0, 3)]))
     # The directory is as it was.
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
-        (stored,) = (await store.ask(LoadBuckets())).buckets
-        assert stored.partitions[0].record.high == 3
+        (stored_bucket,) = (await store.ask(LoadBuckets())).buckets
+        assert stored_bucket.partitions[0].record.high == 3
 
 
 async def test_if_one_process_cannot_start_the_other_is_ended(
@@ -591,8 +595,8 @@ async def test_only_one_server_may_use_a_directory(
         with pytest.raises(DataDirectoryError, match="in use by another server"):
             async with open_store(tmp_path, bytes_max=MAP_BYTES):
                 pytest.fail("it was opened twice")
-        (stored,) = (await store.ask(LoadBuckets())).buckets
-        assert stored.record == BUCKET
+        (stored_bucket,) = (await store.ask(LoadBuckets())).buckets
+        assert stored_bucket.record == BUCKET
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         assert len((await store.ask(LoadBuckets())).buckets) == 1
 

@@ -87,14 +87,14 @@ class Truncations(RuleBasedStateMachine):
             self.rows += rows
         if whole:
             self.partial = None
-            written = record(self.received)
+            written_record = record(self.received)
             self.ends.append(self.received)
         else:
             end = SeqNo(self.received + 1)
             self.partial = PartialRecord(HISTORY, SeqNo(self.high), end, SeqNo(self.received))
-            written = record(self.high, self.partial)
+            written_record = record(self.high, self.partial)
         ends = [SeqNo(self.received)] if whole else []
-        self.storage.commit([PartitionWrite(PARTITION, written, chunks, ends=ends)])
+        self.storage.commit([PartitionWrite(PARTITION, written_record, chunks, ends=ends)])
 
     @rule(keep=st.sampled_from([0, 3, 10]))
     def follow(self, keep: int) -> None:
@@ -328,12 +328,12 @@ def test_a_partition_map_is_stored_with_its_partition_records() -> None:
     assert bucket.log.load().partition_map == ""
     active = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(30), 30)
     bucket.put_partition_map("{}", [(PARTITION, active)])
-    stored = bucket.log.load()
-    assert stored.partition_map == "{}"
-    assert stored.partitions[PARTITION].record == active
+    stored_bucket = bucket.log.load()
+    assert stored_bucket.partition_map == "{}"
+    assert stored_bucket.partitions[PARTITION].record == active
     after = chunk_of([row(Operation.SET, b"k", 31, 31)], 30, 31)
-    written = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(31), 31)
-    bucket.commit([PartitionWrite(PARTITION, written, [after])])
+    written_record = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(31), 31)
+    bucket.commit([PartitionWrite(PARTITION, written_record, [after])])
     assert [chunk.end for chunk in bucket.log.read_chunks(PARTITION, 0, 31, bytes_max=PLENTY)] == [
         10,
         20,

@@ -98,13 +98,13 @@ class Commands:
         """Runs commands in one process; gives what they write to standard output."""
         program = (sys.executable, "-c", IN_ONE_PROCESS, json.dumps(commands))
         connections = self._connections
-        ended = await run(program, variables=self._variables)
-        assert ended.code == 0, ended
+        process_result = await run(program, variables=self._variables)
+        assert process_result.code == 0, process_result
         # Whatever does not go through the relays proves nothing.
         assert self._connections >= connections + len(commands), commands
         for arguments in commands:
             self._note(arguments)
-        return ended.out
+        return process_result.out
 
     @asynccontextmanager
     async def following(self, *arguments: str) -> AsyncIterator[JsonLines]:

@@ -98,9 +98,9 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
             }
             assert_same(await server_contents(client, intact), intact, PARTITIONS)
             for key in [*in_partition(FIRST), *in_partition(SECOND)]:
-                with pytest.raises(ServerError, match="damaged") as refused:
+                with pytest.raises(ServerError, match="damaged") as refusal:
                     await client.get(key)
-                assert refused.value.status is Status.DAMAGED
+                assert refusal.value.status is Status.DAMAGED
             # One request names all of them, and the intact keys are answered.
             with pytest.raises(RefusedKeysError) as refused_keys:
                 await client.get_many(list(all_items))

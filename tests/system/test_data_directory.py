@@ -151,7 +151,7 @@ async def test_a_second_server_exits_with_an_error_and_the_first_keeps_serving(
     async with server_process(data_dir=data) as first:
         await put_items(first)
         mirror = Mirror()
-        written = dict(ITEMS)
+        written_items = dict(ITEMS)
         async with consume(first.url(BUCKET)) as consumer, trio.open_nursery() as nursery:
 
             async def follow() -> None:
@@ -162,10 +162,10 @@ async def test_a_second_server_exits_with_an_error_and_the_first_keeps_serving(
             async def go_on() -> None:
                 async with publisher(first.url(BUCKET), durability=PERSISTED) as sink:
                     while True:
-                        key = b"later-%d" % len(written)
+                        key = b"later-%d" % len(written_items)
                         await sink.set(key, b"value")
                         await sink.flush()
-                        written[key] = b"value"
+                        written_items[key] = b"value"
 
             nursery.start_soon(follow)
             nursery.start_soon(go_on)
@@ -176,15 +176,15 @@ async def test_a_second_server_exits_with_an_error_and_the_first_keeps_serving(
             f"upr-server: {data} is in use by another server; stop it, or choose another "
             "directory with --data-dir\n"
         )
-        assert len(written) > len(ITEMS) + 10
+        assert len(written_items) > len(ITEMS) + 10
         assert mirror.contents.items() >= ITEMS.items()
         async with connect(first.url(BUCKET)) as client:
             # One that was under way when it ended may be there.
-            await client.set(b"later-%d" % len(written), b"value", durability=PERSISTED)
-            written[b"later-%d" % len(written)] = b"value"
-        await assert_served(first, written)
+            await client.set(b"later-%d" % len(written_items), b"value", durability=PERSISTED)
+            written_items[b"later-%d" % len(written_items)] = b"value"
+        await assert_served(first, written_items)
     async with server_process(data_dir=data) as second:
-        await assert_served(second, written)
+        await assert_served(second, written_items)
 
 
 # Mount namespaces: a disk that is full or read-only, for one server and nobody else.
@@ -457,15 +457,15 @@ def large(prefix: str, megabytes: int) -> dict[bytes, bytes]:
 async def fill_up(client: Client, prefix: str) -> tuple[dict[bytes, bytes], str]:
     """Writes until the server says that the disk is full; gives what it acknowledged, and what it
     said."""
-    written: dict[bytes, bytes] = {}
+    written_items: dict[bytes, bytes] = {}
     for key, value in large(prefix, 200).items():
         try:
             await client.set(key, value, durability=PERSISTED)
         except ServerError as error:
             if error.status is not Status.TEMPORARY_FAILURE:
                 raise
-            return written, error.sentence
-        written[key] = value
+            return written_items, error.sentence
+        written_items[key] = value
     raise AssertionError("the disk is never full")
 
 
@@ -486,7 +486,7 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
         ballast = mounted.inside(disk / "ballast")
         async with server_process(data_dir=data, program=mounted.program, errors=[FULL]) as server:
             await put_items(server)
-            written = dict(ITEMS)
+            written_items = dict(ITEMS)
             if way != "a bucket goes":
                 ballast.write_bytes(bytes(20 * MB))
             else:
@@ -504,7 +504,7 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                 async with connect(server.url(BUCKET)) as client:
                     acknowledged, message = await fill_up(client, "full")
                     assert len(acknowledged) > 10
-                    written |= acknowledged
+                    written_items |= acknowledged
                     refusal = "the batch was taken in, but cannot be put on disk now"
                     assert message == refusal or "bytes left" in message
                     # From now on nothing is taken in, at whatever level, and the reason is told.
@@ -515,10 +515,10 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     assert "bytes left" in (await client.stats(BUCKET))["flusher"]["full"]
                     assert await client.get(b"no") is None
                     # Reads and streams go on.
-                    theirs = await server_contents(client, written)
-                    assert_same(theirs, written, PARTITIONS)
+                    theirs = await server_contents(client, written_items)
+                    assert_same(theirs, written_items, PARTITIONS)
                     await consumer.barrier()
-                    assert mirror.contents.items() >= written.items()
+                    assert mirror.contents.items() >= written_items.items()
                     # A publisher waits, and goes on by itself when there is room.
                     waiting = trio.Event()
 
@@ -536,7 +536,7 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                         await mounted.resize(disk, 3 * RESERVE_MB + 200)
                         more = large("more", RESERVE_MB + 64)
                         await write(server, more)
-                        written |= more
+                        written_items |= more
                     else:
                         await client.delete_bucket("ballast")
                     with trio.fail_after(STOP_TIMEOUT_S):
@@ -545,18 +545,18 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     await client.set(b"again", b"value", durability=PERSISTED)
                     await consumer.barrier()
                     # What was taken in and could not be promised is on disk now, too.
-                    written |= {b"later": b"value", b"again": b"value"}
-                    for key in mirror.contents.keys() - written.keys():
+                    written_items |= {b"later": b"value", b"again": b"value"}
+                    for key in mirror.contents.keys() - written_items.keys():
                         assert key == b"full-%d" % len(acknowledged)
                     theirs = await server_contents(client, mirror.contents)
                     assert_same(mirror.contents, theirs, PARTITIONS)
-                    written = theirs
+                    written_items = theirs
                 nursery.cancel_scope.cancel()
             names = [event["event"] for event in server.events()]
             assert (names.count(FULL), names.count("disk has space again")) == (1, 1)
             before = await histories(server)
         async with server_process(data_dir=data, program=mounted.program) as server:
-            await assert_served(server, written)
+            await assert_served(server, written_items)
             assert await histories(server) == before
 
 

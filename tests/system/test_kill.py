@@ -217,8 +217,8 @@ class Load:
         done: Set when everything is answered after `end`.
     """
 
-    def __init__(self, written: Written, sums: Sums | None, draw: random.Random) -> None:
-        self.written = written
+    def __init__(self, written_items: Written, sums: Sums | None, draw: random.Random) -> None:
+        self.written = written_items
         self.sums = sums
         self.operations = self.batches = self.resent = 0
         self.done = trio.Event()
@@ -487,10 +487,13 @@ class Town:
             for key, value in (await server_contents(client, answered)).items():
                 assert answered[key] <= int(value) <= sums.sent[key], key
 
-    async def _compare(self, client: Client, written: Written) -> None:
-        floor = dict(written.floor)
-        there = await server_contents(client, written.keys)
-        sentences = (written.wrong(key, there.get(key), floor.get(key, 0)) for key in written.keys)
+    async def _compare(self, client: Client, written_items: Written) -> None:
+        floor = dict(written_items.floor)
+        there = await server_contents(client, written_items.keys)
+        sentences = (
+            written_items.wrong(key, there.get(key), floor.get(key, 0))
+            for key in written_items.keys
+        )
         wrong = [sentence for sentence in sentences if sentence]
         assert not wrong, f"{len(wrong)} keys are wrong: " + "; ".join(wrong[:10])
 

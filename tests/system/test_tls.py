@@ -72,9 +72,9 @@ async def test_the_system_s_authorities_are_those_of_a_file_that_a_variable_name
 ) -> None:
     async with server_process(*options(certificates.server), errors=()) as server:
         command = (*UPR, "bucket", "list", f"uprs://127.0.0.1:{server.port}")
-        refused = await run(command)
-        assert refused.code == 4
-        assert "no authority that is trusted here" in refused.err
+        refusal = await run(command)
+        assert refusal.code == 4
+        assert "no authority that is trusted here" in refusal.err
         trusted = {"SSL_CERT_FILE": str(certificates.authority.ca)}
         accepted = await run(command, variables=trusted)
         assert accepted.code == 0, accepted
@@ -87,20 +87,22 @@ async def test_a_certificate_that_is_not_to_be_verified_is_warned_of_each_time(
         url = f"uprs://127.0.0.1:{server.port}"
         assert (await run((*UPR, "bucket", "list", url))).code == 4
         for _ in range(2):
-            ended = await run((*UPR, "bucket", "list", url, "--tls-insecure"))
-            assert ended.code == 0, ended
-            assert "WARNING: the server's certificate is not verified" in ended.err
+            process_result = await run((*UPR, "bucket", "list", url, "--tls-insecure"))
+            assert process_result.code == 0, process_result
+            assert "WARNING: the server's certificate is not verified" in process_result.err
 
 
 async def test_files_of_no_use_keep_a_server_from_starting(certificates: Certificates) -> None:
-    missing = certificates.folder / "missing.pem"
+    missing_path = certificates.folder / "missing.pem"
     open_key = certificates.authority.sign("open-key")
     open_key.key.chmod(0o644)
     for certificate, sentence in (
-        (Certificate(missing, certificates.server.key), "tls_certificate: "),
-        (Certificate(certificates.server.cert, missing), "tls_key: "),
+        (Certificate(missing_path, certificates.server.key), "tls_certificate: "),
+        (Certificate(certificates.server.cert, missing_path), "tls_key: "),
         (open_key, "tls_key: others can use the key in "),
     ):
-        ended = await run((*UPR_SERVER, "serve", "--listen", "127.0.0.1:0", *options(certificate)))
-        assert ended.code == 1
-        assert f"upr-server: {sentence}" in ended.err
+        process_result = await run(
+            (*UPR_SERVER, "serve", "--listen", "127.0.0.1:0", *options(certificate))
+        )
+        assert process_result.code == 1
+        assert f"upr-server: {sentence}" in process_result.err

@@ -328,9 +328,9 @@ async def test_the_server_and_its_commands_run(installed: Installed) -> None:
             for event in events
             if event["event"] == "mutation"
         ] == [("set", "N14228", '{"seats":149}')]
-        missing = await installed.upr("get", "N24211", url=url)
-        assert (missing.code, missing.out) == (1, ""), missing
-        assert missing.err == "upr: N24211: no such key\n"
+        refusal = await installed.upr("get", "N24211", url=url)
+        assert (refusal.code, refusal.out) == (1, ""), refusal
+        assert refusal.err == "upr: N24211: no such key\n"
 
 
 async def test_versions(installed: Installed) -> None:

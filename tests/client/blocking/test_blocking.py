@@ -83,10 +83,10 @@ def consumer(fake: ThreadedFake, **more: object) -> BlockingConsumer:
 def test_keys(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         assert kv.get("k") is None
-        written = kv.set("k", "v", flags=7)
+        write_result = kv.set("k", "v", flags=7)
         item = kv.get("k")
         assert item is not None
-        assert (item.value, item.flags, item.cas) == (b"v", 7, written.cas)
+        assert (item.value, item.flags, item.cas) == (b"v", 7, write_result.cas)
         assert kv.increment("n", 5).count == 5
         assert kv.increment("n").count == 6
         kv.append("k", "w")
@@ -95,7 +95,7 @@ def test_keys(fake: ThreadedFake) -> None:
             kv.add("k", "x")
         assert caught.value.status is Status.EXISTS
         assert [item and item.value for item in kv.get_many(["n", "k"])] == [None, b"vw"]
-        assert kv.await_durable(written, Durability.MEMORY) == written.seq
+        assert kv.await_durable(write_result, Durability.MEMORY) == write_result.seq
         assert len(kv.partitions()) == len(kv.seqnos()) == 4
     assert fake.dialled == 1
 

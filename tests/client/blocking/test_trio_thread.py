@@ -67,42 +67,42 @@ def test_calls_that_nobody_waits_for_are_made_in_order(thread: TrioThread) -> No
 
 
 def test_ctrl_c_cancels_the_call_and_waits_for_its_end(thread: TrioThread) -> None:
-    ended: list[str] = []
+    ended_names: list[str] = []
 
     async def wait() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         try:
             await trio.sleep_forever()
         finally:
-            ended.append("cancelled")
+            ended_names.append("cancelled")
 
     with pytest.raises(KeyboardInterrupt):
         thread.run(wait)
-    assert ended == ["cancelled"]
+    assert ended_names == ["cancelled"]
     assert thread.run(add, 1, 2) == 3
 
 
 def test_closing_cancels_tasks_and_ends_the_thread() -> None:
-    ended: list[str] = []
+    ended_names: list[str] = []
     before = client_threads()
 
     async def task() -> None:
         try:
             await trio.sleep_forever()
         finally:
-            ended.append("cancelled")
+            ended_names.append("cancelled")
 
     thread = TrioThread()
     thread.run_soon(thread.nursery.start_soon, task)
     assert thread.run(add, 1, 2) == 3
     thread.close()
     thread.close()
-    assert ended == ["cancelled"]
+    assert ended_names == ["cancelled"]
     assert client_threads() == before
     with pytest.raises(ClosedError, match="the client was closed"):
         thread.run(add, 1, 2)
     with pytest.raises(ClosedError):
-        thread.run_soon(ended.append, "never")
+        thread.run_soon(ended_names.append, "never")
 
 
 def test_a_call_that_waits_while_another_thread_closes_ends(thread: TrioThread) -> None:

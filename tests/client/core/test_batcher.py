@@ -17,7 +17,7 @@ from upr_protocol.ids import Operation, PartitionId
 
 
 @given(
-    st.lists(mutations(stored=False), max_size=60),
+    st.lists(mutations(has_seqs=False), max_size=60),
     st.integers(1, 8),
     st.integers(1, 5),
     st.integers(0, 2000),

@@ -32,14 +32,17 @@ URL = "upr://fake/b"
 async def test_keys(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
     async with connect(URL, dial=net.dial, identity="test:keys") as client:
         assert await client.get("k") is None
-        written = await client.set("k", "v", flags=7, expiry=9)
+        write_result = await client.set("k", "v", flags=7, expiry=9)
         item = await client.get(b"k")
         assert item is not None
         assert (item.key, item.value, item.flags, item.expiry) == (b"k", b"v", 7, 9)
-        assert (item.cas, item.seq) == (written.cas, written.seq)
-        assert (item.partition, item.history_id) == (written.partition, written.history_id)
-        again = await client.set("k", b"w", cas=written.cas)
-        assert again.seq == written.seq + 1
+        assert (item.cas, item.seq) == (write_result.cas, write_result.seq)
+        assert (item.partition, item.history_id) == (
+            write_result.partition,
+            write_result.history_id,
+        )
+        again = await client.set("k", b"w", cas=write_result.cas)
+        assert again.seq == write_result.seq + 1
         await client.delete("k")
         assert await client.get("k") is None
     assert server.identities == ["test:keys"]
@@ -163,8 +166,8 @@ async def test_partitions_and_seqnos_tell_every_partition(
         (numbers,) = await client.seqnos([partition])
         assert (numbers.partition, numbers.high_seq) == (partition, 1)
         assert len(await client.seqnos()) == 4
-        written = await client.set("k", "w")
-        assert await client.await_durable(written, Durability.MEMORY) == written.seq
+        write_result = await client.set("k", "w")
+        assert await client.await_durable(write_result, Durability.MEMORY) == write_result.seq
 
 
 async def test_connecting_to_a_missing_bucket_fails_at_once(
@@ -256,18 +259,18 @@ async def test_a_lost_connection_ends_open_requests(
 async def test_leaving_ends_open_requests_of_other_tasks(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    ended = trio.Event()
+    end_event = trio.Event()
 
     async def ask(client: Client) -> None:
         with pytest.raises(ClosedError):
             await client.stats()
-        ended.set()
+        end_event.set()
 
     server.held = {Stats}
     async with connect(URL, dial=net.dial) as client:
         net.nursery.start_soon(ask, client)
         await trio.testing.wait_all_tasks_blocked()
-    await ended.wait()
+    await end_event.wait()
     with pytest.raises(ClosedError):
         await client.get("k")
 

@@ -116,14 +116,14 @@ async def test_an_end_of_now_ends_with_what_was_there(
     expected = server.contents()
     mirror = Mirror()
     async with consume(URL, dial=net.dial, end="now") as consumer:
-        ended = []
+        ended_names = []
         async for event in consumer:
             mirror.apply(event)
             if isinstance(event, StreamEnded):
-                ended.append(event)
+                ended_names.append(event)
         assert mirror.contents == expected
-        assert sorted(event.partition for event in ended) == [0, 1, 2, 3]
-        assert {event.reason for event in ended} == {Status.END_REACHED}
+        assert sorted(event.partition for event in ended_names) == [0, 1, 2, 3]
+        assert {event.reason for event in ended_names} == {Status.END_REACHED}
         with pytest.raises(StopAsyncIteration):
             await anext(consumer)
 
@@ -154,9 +154,9 @@ async def test_bytes_are_acknowledged_when_the_next_event_is_asked_for(
     async with consume(URL, dial=net.dial, window_bytes=WINDOW_BYTES_MIN) as consumer:
         await trio.testing.wait_all_tasks_blocked()
         (connection,) = server.connections
-        used = connection.session.window.used
+        used_bytes = connection.session.window.used
         # It may overshoot by one frame.
-        assert WINDOW_BYTES_MIN <= used <= WINDOW_BYTES_MIN + 25_000
+        assert WINDOW_BYTES_MIN <= used_bytes <= WINDOW_BYTES_MIN + 25_000
         received = 0
         async for event in consumer:
             await trio.testing.wait_all_tasks_blocked()
@@ -180,13 +180,13 @@ async def test_bytes_of_a_lost_connection_are_not_acknowledged_on_the_next(
         net.cut()
         await trio.sleep(5)
         (connection,) = server.connections
-        used = connection.session.window.used
-        assert used >= WINDOW_BYTES_MIN
+        used_bytes = connection.session.window.used
+        assert used_bytes >= WINDOW_BYTES_MIN
         # The first four chunks came with the connection before.
         for index in range(4):
             assert len(await until(consumer, ChunkReceived)) == 1 + (index == 0)
             await trio.testing.wait_all_tasks_blocked()
-            assert connection.session.window.used == used
+            assert connection.session.window.used == used_bytes
         events = await until(consumer, SnapshotEnd)
         assert events[-1] == SnapshotEnd(PartitionId(0), server.partitions[0].high)
 
@@ -390,17 +390,17 @@ async def test_barriers_end_with_the_streams(
 async def test_barriers_end_with_the_consumer(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
-    ended = trio.Event()
+    end_event = trio.Event()
 
     async def ask(consumer: Consumer) -> None:
         with pytest.raises(ClosedError):
             await consumer.barrier()
-        ended.set()
+        end_event.set()
 
     async with consume(URL, dial=net.dial) as consumer:
         net.nursery.start_soon(ask, consumer)
         await trio.testing.wait_all_tasks_blocked()
-    await ended.wait()
+    await end_event.wait()
 
 
 # Streams that end, and servers that refuse.

@@ -520,13 +520,13 @@ async def test_a_consumer_until_now_ends_on_every_node(
     fill(cluster, 100)
     expected = cluster.any.contents()
     mirror = Mirror()
-    ended = []
+    ended_names = []
     async with consume(URL, dial=cluster.dial, end="now") as consumer:
         async for event in consumer:
             mirror.apply(event)
             if isinstance(event, StreamEnded):
-                ended.append(event.partition)
-    assert sorted(ended) == list(range(6))
+                ended_names.append(event.partition)
+    assert sorted(ended_names) == list(range(6))
     assert mirror.contents == expected
     assert cluster.open == 0
 

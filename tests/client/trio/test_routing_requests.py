@@ -36,8 +36,10 @@ async def test_each_key_is_read_at_the_node_of_its_partition(
 ) -> None:
     async with connect("upr://b/b", dial=cluster.dial) as client:
         for key in KEYS:
-            written = await client.set(key, f"value of {key}")
-            assert await client.await_durable(written, Durability.PERSISTED) == written.seq
+            write_result = await client.set(key, f"value of {key}")
+            assert (
+                await client.await_durable(write_result, Durability.PERSISTED) == write_result.seq
+            )
         items = await client.get_many([*KEYS, "none"])
         assert [item and item.value.decode() for item in items] == [
             *(f"value of {key}" for key in KEYS),

@@ -12,7 +12,7 @@ from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PARTITIONS_END, Cas, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
 
-ROWS = st.lists(mutations(stored=False), min_size=1, max_size=6)
+ROWS = st.lists(mutations(has_seqs=False), min_size=1, max_size=6)
 RUNS = st.dictionaries(st.integers(0, PARTITIONS_END - 1), ROWS, min_size=1, max_size=5)
 
 

@@ -137,8 +137,8 @@ def test_messages_other_than_chunks_pass_a_closed_window() -> None:
 def test_an_acknowledgement_opens_the_window_again() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
-    used = pair.server.window.used
-    pair.client_says(Ack(used - 1))
+    used_bytes = pair.server.window.used
+    pair.client_says(Ack(used_bytes - 1))
     assert pair.server.window.used == pair.client.window.used == 1
     pair.client_says(Ack(0))
     pair.client_says(Ack(1))
@@ -154,20 +154,20 @@ def test_no_more_is_acknowledged_than_was_sent() -> None:
 def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
     pair = _inside()
     pair.server_says(*(chunk(3, 9, seq, seq + 1, b"x" * 10_000) for seq in range(6)))
-    used = pair.client.window.used
+    used_bytes = pair.client.window.used
     quarter = WINDOW_BYTES_MIN // 4
     pair.client.acknowledge(quarter - 1)
     assert not pair.client.outgoing_bytes
     pair.client.acknowledge(1)
     assert frames(taken(pair.client)) == [Ack(quarter)]
     before = portrait(pair.client)
-    for count in (-1, used - quarter + 1):
+    for count in (-1, used_bytes - quarter + 1):
         with pytest.raises(LocalProtocolError):
             pair.client.acknowledge(count)
     pair.client.acknowledge(0)
     assert portrait(pair.client) == before
-    pair.client.acknowledge(used - quarter)
-    assert frames(taken(pair.client)) == [Ack(used - quarter)]
+    pair.client.acknowledge(used_bytes - quarter)
+    assert frames(taken(pair.client)) == [Ack(used_bytes - quarter)]
 
 
 def test_bytes_that_did_not_arrive_cannot_be_acknowledged() -> None:

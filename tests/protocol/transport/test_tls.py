@@ -285,7 +285,7 @@ def test_a_key_that_others_can_use_is_refused(
 
 def test_a_file_that_is_of_no_use_is_named(certificates: Certificates) -> None:
     server, client = certificates.server, certificates.client
-    missing = str(certificates.folder / "missing.pem")
+    missing_path = str(certificates.folder / "missing.pem")
     nonsense = certificates.folder / "nonsense.pem"
     nonsense.write_text("nonsense")
     nonsense.chmod(0o600)
@@ -295,11 +295,11 @@ def test_a_file_that_is_of_no_use_is_named(certificates: Certificates) -> None:
         folder=certificates.folder,
     )
     for tls, sentence in (
-        (TlsSettings(ca=missing), f"ca: {missing} cannot be read: No such file"),
+        (TlsSettings(ca=missing_path), f"ca: {missing_path} cannot be read: No such file"),
         (TlsSettings(ca=str(nonsense)), r"ca: .*nonsense\.pem cannot be used: "),
         (TlsSettings(cert=str(nonsense)), r"cert: .*nonsense\.pem cannot be used: "),
-        (TlsSettings(cert=missing, cert_key=str(client.key)), r"cert: .* cannot be read"),
-        (TlsSettings(cert=str(client.cert), cert_key=missing), r"cert-key: .* cannot be read"),
+        (TlsSettings(cert=missing_path, cert_key=str(client.key)), r"cert: .* cannot be read"),
+        (TlsSettings(cert=str(client.cert), cert_key=missing_path), r"cert-key: .* cannot be read"),
         (TlsSettings(cert_key=str(client.key)), "the option cert-key needs the option cert"),
         (
             TlsSettings(cert=str(client.cert), cert_key=str(server.key)),
@@ -309,7 +309,7 @@ def test_a_file_that_is_of_no_use_is_named(certificates: Certificates) -> None:
             TlsSettings(cert=str(client.cert), cert_key=str(locked)),
             r"cert-key: .* has a passphrase",
         ),
-        (TlsSettings(ca=missing, is_verified=False), "the option ca has no use"),
+        (TlsSettings(ca=missing_path, is_verified=False), "the option ca has no use"),
     ):
         with pytest.raises(TlsError, match=sentence):
             client_context(tls)
