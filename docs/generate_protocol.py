@@ -66,7 +66,7 @@ from upr_protocol.wire import (
 from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
-from upr_server.conformance import WRONG_INPUTS, Outcome, client_scenarios
+from upr_server.conformance import WRONG_INPUTS, Outcome, Progress, client_scenarios
 from upr_server.engine.operations import (
     COUNTER_DIGITS_MAX,
     COUNTS,
@@ -526,6 +526,11 @@ def wrong_input_rows() -> list[tuple[str, str, str, str]]:
     return rows
 
 
+def wrong_input_progress() -> str:
+    """How far a connection has come when wrong input arrives, as the vectors name it."""
+    return listed([f"`{progress.name}` ({progress.value})" for progress in Progress], "or")
+
+
 OPERATION_HEAD: Final = (
     "operation",
     "if the key is missing, it",
@@ -837,6 +842,7 @@ def blocks() -> dict[str, str]:
         "message_index": table(message_head, index_rows()),
         "messages": "\n\n".join(map(message_section, MESSAGES.values())),
         "wrong_input": table(("in", "what is wrong", "it is", "code"), wrong_input_rows()),
+        "wrong_input_progress": wrong_input_progress(),
         "client_tasks": client_tasks(),
         "opcodes": opcodes_sentence(),
         "operations": table(OPERATION_HEAD, operation_rows()),

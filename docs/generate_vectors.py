@@ -608,6 +608,18 @@ def starts() -> Json:
         ("the server branched below the client's number", branched, 50, 0, at(unbranched, 45)),
         ("the client branched", unbranched, 50, 0, at(branched, 45)),
         ("inside a snapshot of an older history", branched, 50, 0, at(unbranched, 30, 35, 45)),
+        (
+            "inside a snapshot of a history that is not in its log",
+            unbranched,
+            50,
+            0,
+            Position(
+                FailoverLog.of_pairs(unbranched),
+                SeqNo(30),
+                SeqNo(35),
+                PartialSnapshot(HistoryId(OLDER), SeqNo(30), SeqNo(45)),
+            ),
+        ),
         ("a history that the server does not know", unbranched, 50, 0, at([(OLDER, 0)], 30)),
         ("below the purge number", unbranched, 50, 35, at(unbranched, 30)),
         ("at the purge number", unbranched, 50, 30, at(unbranched, 30)),

@@ -1,16 +1,18 @@
 """What a session accepts and what it closes the connection for, at the edges of each rule.
 
 Each case is played to a session, and the outcome is what that does. So a rule that changes changes
-docs/vectors/session_rules.json, and `make check` says so.
+docs/vectors/session_rules.json, and `make check` says so. The file has the bytes of every message,
+so that a client in another language can play the cases, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final, TypeAlias
 
 import attrs
+import msgspec
 
 from upr_protocol.chunk import Bundle, Chunk, Mutation
 from upr_protocol.errors import RemoteProtocolError, Status
@@ -43,6 +45,7 @@ from upr_protocol.wire import (
     BarrierReply,
     CloseStream,
     Credit,
+    FrameBuffer,
     Get,
     Go,
     Hello,
@@ -63,6 +66,7 @@ from upr_protocol.wire import (
     Stream,
     StreamEnd,
     StreamReply,
+    decode,
 )
 
 Json: TypeAlias = dict[str, object]
@@ -71,6 +75,11 @@ CLIENT: Final = "client"
 SERVER: Final = "server"
 SCRAM: Final = "SCRAM-SHA-256"
 FRAME_BYTES_SHOWN: Final = 1024
+"""A longer frame ends with one byte many times. The file has that byte once."""
+
+REPEATED_MIN: Final = 8
+"""So many messages of one type in a row are one entry with `times`."""
+
 HISTORY: Final = HistoryId(7)
 LOG: Final = FailoverLog.of_pairs([(7, 0)])
 P0: Final = PartitionId(0)
@@ -121,23 +130,77 @@ class Case:
     def as_json(self) -> Json:
         """The case, and what came of it."""
         sender, last_message = self.messages[-1]
-        frame = _frame(last_message)
-        runs = groupby(self.messages[:-1], lambda entry: (entry[0], type(entry[1]).__name__))
+        runs = groupby(self.messages[:-1], lambda entry: (entry[0], type(entry[1])))
         return {
             "rule": self.rule,
-            "before": [
-                {"from": group_sender, "message": name, "times": len(list(group))}
-                for (group_sender, name), group in runs
-            ],
-            "from": sender,
-            "message": type(last_message).__name__,
-            "frame": frame.hex() if len(frame) <= FRAME_BYTES_SHOWN else None,
+            "before": [entry for _, run in runs for entry in _run_entries(list(run))],
+            **_entry(sender, last_message),
             "outcome": self.outcome(),
         }
 
 
 def _frame(message: Message) -> bytes:
     return b"".join(map(bytes, message.frame_buffers()))
+
+
+def _run_entries(run: Sequence[tuple[str, Message]]) -> list[Json]:
+    """Messages of one type in a row: each by itself, or the first of many with their number."""
+    if len(run) < REPEATED_MIN:
+        return [_entry(sender, message) for sender, message in run]
+    assert [message for _, message in run] == _successors(run[0][1], len(run))
+    return [{**_entry(*run[0]), "times": len(run)}]
+
+
+def _entry(sender: str, message: Message) -> Json:
+    frame = _frame(message)
+    entry: Json = {"from": sender, "message": type(message).__name__}
+    if len(frame) <= FRAME_BYTES_SHOWN:
+        return entry | {"frame": frame.hex()}
+    head = frame.rstrip(frame[-1:])
+    return entry | {
+        "frame": head.hex(),
+        "then": {"byte": frame[-1:].hex(), "times": len(frame) - len(head)},
+    }
+
+
+def _successors(message: Message, count: int) -> list[Message]:
+    """`message` and those behind it: each with the next opaque, or with the next number as its
+    cookie."""
+    if isinstance(message, Barrier):
+        first = int(message.cookie)
+        return [Barrier(b"%d" % (first + index)) for index in range(count)]
+    return [
+        msgspec.structs.replace(message, opaque=message.opaque + index) for index in range(count)
+    ]
+
+
+def read_case(entry: Json) -> Case:
+    """The case that `Case.as_json` has written.
+
+    Raises:
+        RemoteProtocolError: The last message cannot be read.
+    """
+    before: Any = entry["before"]
+    messages: list[tuple[str, Message]] = []
+    for message_entry in (*before, entry):
+        message = _read_message(message_entry)
+        count = message_entry.get("times", 1)
+        successors = _successors(message, count) if count > 1 else [message]
+        messages += [(message_entry["from"], successor) for successor in successors]
+    replies = (message for _, message in messages if isinstance(message, HelloReply))
+    mechanisms = next((reply.mechanisms for reply in replies), ())
+    return Case(str(entry["rule"]), tuple(messages), mechanisms)
+
+
+def _read_message(entry: Any) -> Message:
+    data = bytes.fromhex(entry["frame"])
+    if "then" in entry:
+        data += bytes.fromhex(entry["then"]["byte"]) * entry["then"]["times"]
+    buffer = FrameBuffer(lambda _header: None)
+    buffer.receive(data)
+    frame = buffer.next_frame()
+    assert frame is not None, "a frame of the file is not whole"
+    return decode(*frame)
 
 
 # --- messages that take many words ----------------------------------------------------------------
@@ -160,6 +223,7 @@ def _hello_reply(
     open_barriers_max: int = OPEN_BARRIERS_MAX,
     requests_open_max: int = REQUESTS_OPEN_MAX,
     identity: str = "test:server",
+    mechanisms: tuple[str, ...] = (),
 ) -> HelloReply:
     return HelloReply(
         version,
@@ -169,6 +233,7 @@ def _hello_reply(
         open_barriers_max,
         requests_open_max,
         identity,
+        mechanisms,
     )
 
 
@@ -276,7 +341,8 @@ def _greetings() -> Iterator[Case]:
     yield _client("several versions", (), _hello(versions=(VERSION + 1, VERSION)))
     for mechanism in (SCRAM, "PLAIN"):
         log_in = StartLogIn(mechanism, b"x")
-        yield Case(f"log in with {mechanism}", (READY[0], (CLIENT, log_in)), (SCRAM,))
+        greeted = (READY[0], (SERVER, _hello_reply(mechanisms=(SCRAM,))))
+        yield Case(f"log in with {mechanism}", (*greeted, (CLIENT, log_in)), (SCRAM,))
     greeting = READY[:1]
     yield _server("a version that was not offered", greeting, _hello_reply(version=VERSION + 1))
     yield _server("a feature that was not offered", greeting, _hello_reply(features=1))
@@ -310,7 +376,7 @@ def _requests() -> Iterator[Case]:
     refusal = Refusal("no", opaque=2, status=Status.NO_BUCKET)
     yield _server("Refusal of Stream", ASKED, refusal)
     small = ((CLIENT, _hello()), (SERVER, _hello_reply(frame_body_bytes_max=4096)))
-    answer = StatsReply("x" * 5000, opaque=3)
+    answer = StatsReply("x" * 5004, opaque=3)  # no padding behind the text
     yield _server(
         "a server's frame above what it takes itself", (*small, (CLIENT, Stats(opaque=3))), answer
     )

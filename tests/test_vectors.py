@@ -9,8 +9,9 @@ import pytest
 
 from docs import generate_vectors
 from docs.generate_vectors import SAMPLES, main
+from docs.session_rules import cases, read_case, session_rules
 from upr_protocol.chunk import Chunk
-from upr_protocol.errors import ChunkError
+from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.wire import FrameBuffer, decode
 
 FOLDER: Final = Path(__file__).resolve().parents[1] / "docs" / "vectors"
@@ -64,3 +65,16 @@ def checked(kind: str, data: bytes) -> None:
         chunk.check()
     else:
         chunk.check_published()
+
+
+def test_the_bytes_of_each_session_rule_have_the_outcome_of_its_case() -> None:
+    for case, entry in zip(cases(), session_rules(), strict=True):
+        assert _outcome_of_bytes(entry) == case.outcome(), case.rule
+
+
+def _outcome_of_bytes(entry: dict[str, object]) -> str:
+    try:
+        case = read_case(entry)
+    except RemoteProtocolError as error:
+        return error.status.name
+    return case.outcome()
