@@ -19,8 +19,8 @@ Cas = NewType("Cas", int)
 """The version of one item, compared by writers that want to lose no update. 0 stands for "any"."""
 
 HistoryId = NewType("HistoryId", int)
-"""The seeds' failover ID: a random non-zero 64-bit number that names one branch of a partition's
-history. The same sequence number in two histories means two different things."""
+"""A random non-zero 64-bit number that names one branch of a partition's history. The same sequence
+number in two histories means two different changes."""
 
 NO_PARTITION: Final = PartitionId(0xFFFF)
 

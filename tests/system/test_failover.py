@@ -189,7 +189,7 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
 
 
 @attrs.define
-class Ledger:
+class AcknowledgedWrites:
     """What was sent, and what was acknowledged as replicated."""
 
     increments_sent: dict[bytes, int] = attrs.field(factory=dict)
@@ -202,7 +202,11 @@ class Ledger:
 
 
 async def publish_all_the_while(
-    url: str, writer: int, level: tuple[Durability, int], ledger: Ledger, stopped: trio.Event
+    url: str,
+    writer: int,
+    level: tuple[Durability, int],
+    writes: AcknowledgedWrites,
+    stopped: trio.Event,
 ) -> None:
     """Sets keys of its own to numbers that rise; what is acknowledged is noted."""
     draw = Random(writer)
@@ -216,14 +220,14 @@ async def publish_all_the_while(
                     batch: dict[bytes, int] = {}
                     for _ in range(20):
                         key = b"%d of %d" % (draw.randrange(200), writer)
-                        ledger.increments_sent[key] = batch[key] = (
-                            ledger.increments_sent.get(key, 0) + 1
+                        writes.increments_sent[key] = batch[key] = (
+                            writes.increments_sent.get(key, 0) + 1
                         )
                         await sender.set(key, b"%d" % batch[key])
                     await sender.flush()
-                    ledger.acknowledgements += 1
+                    writes.acknowledgements += 1
                     if copies:
-                        ledger.acknowledged |= batch
+                        writes.acknowledged |= batch
                     await trio.sleep(0.005)
         except* UprError:
             # It gave up: what was under way is not noted.
@@ -333,7 +337,7 @@ async def contents(node: Node) -> dict[bytes, bytes]:
 
 @pytest.mark.timeout(max(300, ROUNDS * 30))
 async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
-    draw, ledger, stopped = Random(1), Ledger(), trio.Event()
+    draw, writes, stopped = Random(1), AcknowledgedWrites(), trio.Event()
     async with cluster(tmp_path) as running:
         followers = [Follower(running.url, PartitionState.ACTIVE) for _ in range(3)]
         followers.append(Follower(running.url, PartitionState.REPLICA))
@@ -345,11 +349,11 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
             async with trio.open_nursery() as publishers:
                 for writer, level in enumerate(LEVELS):
                     publishers.start_soon(
-                        publish_all_the_while, running.url, writer, level, ledger, stopped
+                        publish_all_the_while, running.url, writer, level, writes, stopped
                     )
                 for _ in range(ROUNDS):
                     await trio.sleep(draw.uniform(0, 0.3))
-                    before = ledger.acknowledgements
+                    before = writes.acknowledgements
                     victim = running.nodes[draw.choice(NAMES)]
                     await victim.kill()
                     newest = await running.map()
@@ -357,7 +361,7 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
                         await fail_over(running.operator(), all_of=victim.name)
                     await trio.sleep(draw.uniform(0, 0.2))
                     await victim.start(running.nursery)
-                    await eventually(partial(ledger.is_past, before + 8), "publishers go on")
+                    await eventually(partial(writes.is_past, before + 8), "publishers go on")
                     # Else a replica that is still being filled may be all that is left.
                     await caught_up(running)
                     await undoer.barrier()
@@ -373,13 +377,13 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
         for follower in followers:
             assert_same(follower.mirror.contents, items_of["a"], PARTITIONS)
         assert_same(undoer.contents, items_of["a"], PARTITIONS)
-        for key, value in ledger.acknowledged.items():
+        for key, value in writes.acknowledged.items():
             assert int(items_of["a"].get(key, b"0")) >= value, (key, value, items_of["a"].get(key))
         for key, text in items_of["a"].items():
-            assert int(text) <= ledger.increments_sent[key], "nobody sent it"
+            assert int(text) <= writes.increments_sent[key], "nobody sent it"
         # Whether the one who died had anything that no other has is chance: what was sent arrives
         # although its sender is dead. tests/replication/test_replication.py sees to it.
-        assert ledger.acknowledged
+        assert writes.acknowledged
 
 
 async def caught_up(running: Cluster) -> None:
@@ -407,16 +411,16 @@ async def caught_up(running: Cluster) -> None:
 
 async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
     """No history is added, and nobody who publishes waits for long."""
-    ledger, stopped = Ledger(), trio.Event()
+    writes, stopped = AcknowledgedWrites(), trio.Event()
     async with cluster(tmp_path) as running, trio.open_nursery() as consumers:
         follower = Follower(running.url, PartitionState.ACTIVE)
         consumers.start_soon(follower.run)
         async with trio.open_nursery() as publishers:
             for writer, level in enumerate(LEVELS):
                 publishers.start_soon(
-                    publish_all_the_while, running.url, writer, level, ledger, stopped
+                    publish_all_the_while, running.url, writer, level, writes, stopped
                 )
-            await eventually(lambda: ledger.acknowledgements > 20, "there is load")
+            await eventually(lambda: writes.acknowledgements > 20, "there is load")
             logs = {}
             for node in running.up:
                 async with connect(node.address, by_map=False) as client:
@@ -426,8 +430,8 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
             for name in ("b", "c", "a"):
                 all_of_it = range(PARTITIONS)
                 await take_over(running.operator(), to=name, partitions=all_of_it)
-                before = ledger.acknowledgements
-                await eventually(partial(ledger.is_past, before + 8), "they go on")
+                before = writes.acknowledgements
+                await eventually(partial(writes.is_past, before + 8), "they go on")
                 newest = await running.map()
                 assert all(assignment.active == name for assignment in newest.partitions)
             stopped.set()
@@ -439,13 +443,13 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
         await follower.barrier()
         consumers.cancel_scope.cancel()
     assert_same(follower.mirror.contents, items, PARTITIONS)
-    for key, value in ledger.acknowledged.items():
+    for key, value in writes.acknowledged.items():
         assert int(items[key]) >= value
 
 
 async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) -> None:
     """The source is active again, in its history, and publishers go on, without anybody's help."""
-    ledger, stopped = Ledger(), trio.Event()
+    writes, stopped = AcknowledgedWrites(), trio.Event()
     async with cluster(tmp_path) as running, trio.open_nursery() as consumers:
         follower = Follower(running.url, PartitionState.ACTIVE)
         consumers.start_soon(follower.run)
@@ -457,9 +461,9 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
         async with trio.open_nursery() as publishers:
             for writer, level in enumerate(LEVELS):
                 publishers.start_soon(
-                    publish_all_the_while, running.url, writer, level, ledger, stopped
+                    publish_all_the_while, running.url, writer, level, writes, stopped
                 )
-            await eventually(lambda: ledger.acknowledgements > 20, "there is load")
+            await eventually(lambda: writes.acknowledgements > 20, "there is load")
 
             def record(line: str) -> None:
                 if "hands over" in line:
@@ -473,8 +477,8 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
                 )
             assert await active_logs(running, mine) == logs, "no history was added"
             await fail_over(running.operator(), all_of="c")
-            before = ledger.acknowledgements
-            await eventually(partial(ledger.is_past, before + 8), "publishers go on")
+            before = writes.acknowledgements
+            await eventually(partial(writes.is_past, before + 8), "publishers go on")
             await target.start(running.nursery)
             await caught_up(running)
             stopped.set()
@@ -484,7 +488,7 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
         await follower.barrier()
         consumers.cancel_scope.cancel()
     assert_same(follower.mirror.contents, items, PARTITIONS)
-    for key, value in ledger.acknowledged.items():
+    for key, value in writes.acknowledged.items():
         assert int(items[key]) >= value
 
 

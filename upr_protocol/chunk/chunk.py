@@ -256,6 +256,7 @@ class Chunk(Columns):
         except ChunkDefectError as error:
             if error.defect not in (Defect.KEY_LENGTH, Defect.VALUE_LENGTH):
                 raise ChunkError(_SENTENCES.get(error.defect, _NOT_PUBLISHED)) from None
+        # `check` tells the first defect only: behind a wrong length there may be others.
         keys, values = self.key_offsets.tolist(), self.value_offsets.tolist()
         for offsets, total, span, order in (
             (keys, self.key_length, Defect.KEY_SPAN, Defect.KEY_ORDER),

@@ -161,6 +161,7 @@ class ServerSession(Session):
         if sets is None:
             return None
         count = sets.frame_count
+        # A frame may begin while any credit is left: the last one may exceed it.
         while count > 1 and sets.nbytes(count - 1) >= self.credit.left:
             count -= 1
         if requests:

@@ -9,7 +9,7 @@ grant allows, of the user or of one of its roles. Only before the first user was
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
 from functools import cached_property
 from typing import Final
 
@@ -113,10 +113,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         Raises:
             UsersError: The name is taken, or there can be no such user.
         """
-        if user.name != normalised_name(user.name, "a user's name"):
-            raise UsersError(f"the user's name {user.name!r} is not in the form NFKC")
-        if user.name in self.users:
-            raise UsersError(f"there is a user {user.name} already")
+        _check_new_name("user", user.name, self.users)
         return self._with_user(user)
 
     def with_verifier(self, name: str, verifier: Verifier | None) -> Users:
@@ -198,10 +195,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         Raises:
             UsersError: The name is taken, or there can be no such role.
         """
-        if role.name != normalised_name(role.name, "a role's name"):
-            raise UsersError(f"the role's name {role.name!r} is not in the form NFKC")
-        if role.name in self.roles:
-            raise UsersError(f"there is a role {role.name} already")
+        _check_new_name("role", role.name, self.roles)
         return self._with_role(role)
 
     def granting_to_role(self, name: str, grants: tuple[Grant, ...]) -> Users:
@@ -466,3 +460,10 @@ class UserListing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             return msgspec.json.decode(document, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise UsersError(f"not a listing of users: {error}") from error
+
+
+def _check_new_name(kind: str, name: str, taken_names: Container[str]) -> None:
+    if name != normalised_name(name, f"a {kind}'s name"):
+        raise UsersError(f"the {kind}'s name {name!r} is not in the form NFKC")
+    if name in taken_names:
+        raise UsersError(f"there is a {kind} {name} already")

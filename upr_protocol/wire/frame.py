@@ -262,12 +262,14 @@ class FrameBuffer:
             if len(self._data) - self._offset < HEADER_BYTES:
                 return None
             header = unpack_header(self._data[self._offset : self._offset + HEADER_BYTES])
+            # Before anything of the body is stored: a header may announce gigabytes.
             self._admit(header)
             self._header = header
             self._offset += HEADER_BYTES
         length = header.length
         body: Buffer
         if self._body is not None:
+            # A long body has memory of its own; its checksum was computed as it arrived.
             if self._body_filled < length:
                 return None
             body, crc = self._body, self._body_crc

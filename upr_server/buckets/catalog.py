@@ -207,6 +207,7 @@ class BucketCatalog:
                     damage=stored_partition.damage,
                 )
         images, changed = recover_partitions(stored_bucket, self._new_id)
+        # This removes the marker of a clean stop: from now on the next start notices a crash.
         await self._store.ask(StartServing(record.name, changed))
         if stored_bucket.damaged_leases:
             await self._delete_damaged_leases(record.name, stored_bucket.damaged_leases)
@@ -371,6 +372,7 @@ class BucketCatalog:
                     await self._store.ask(DeleteBucketFiles(name))
                 del self.damaged[name]
                 return
+            # From now on nobody can open it, while the streams of those who have it open end.
             bucket = self.buckets.delete(name)
             self._unsettled.discard(bucket)
             self._maps.drop_bucket(name)
@@ -386,6 +388,7 @@ class BucketCatalog:
                 except DataDirectoryError as error:
                     failure = error
                     self.damaged[name] = str(error)
+                # Even if its files are still there: it is not served any more.
                 for _ in bucket.release_partitions():
                     await trio.lowlevel.checkpoint()
                 if failure is not None:

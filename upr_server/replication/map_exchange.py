@@ -106,6 +106,7 @@ class MapExchange:
                     revision=revision,
                 )
             return
+        # Another map of the same revision neither confirms this node's map nor replaces it.
         newest = max(answers, key=lambda their_map: their_map.revision)
         if newest.revision > revision:
             await self._try(partition_maps.adopt_map, newest)

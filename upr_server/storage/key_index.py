@@ -302,7 +302,7 @@ class KeyIndex:
             elif request.needs_value:
                 row = next(rows, None)
                 if row is None:
-                    break
+                    break  # `bytes_max` is reached: the rest is asked for again
                 if isinstance(row, str):
                     items.append(damaged_item(request, row))
                 elif row.key != request.key or row.op != Operation.SET:

@@ -128,6 +128,8 @@ def _pages_in_use(file: BinaryIO, commit: LastCommit) -> Iterator[tuple[int, int
             for place in range(_HEADER_BYTES, end, _OFFSET.size):
                 (offset,) = _OFFSET.unpack_from(data, place)
                 low, high, flags, key_bytes = _NODE.unpack_from(data, offset)
+                # A branch has a child's page number where a leaf has the length of a value, with
+                # the upper bits in the flags. A large value lies in pages of its own.
                 if kind & _BRANCH:
                     pages.append((low | high << 16 | flags << 32, depth + 1))
                 elif flags & _IS_BIG:

@@ -94,6 +94,8 @@ def entries_to_collapse(
     while first and not entries[first].front_count and not (shortest and is_enough):
         older = entries[first - 1]
         size = older.snapshot.nbytes
+        # No older one that is more than twice as large: to copy it for the few bytes of the newer
+        # ones would cost more than it frees. So each mutation is copied only a few times.
         if older.inside_count or size > min(2 * total, bytes_max - total):
             break
         first, newer_bytes, total = first - 1, total, total + size

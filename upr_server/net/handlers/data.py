@@ -182,6 +182,7 @@ def await_durable(context: RequestContext, request: Await) -> None:
             Status.BAD_ARGUMENT,
             f"partition {partition.id} has given no number above {partition.high_seq}",
         )
+    # The request has a deadline of its own, and is answered when that is over.
     target = msgspec.structs.replace(target, deadline=trio.current_time() + NO_DEADLINE_S)
     if target.reached_seq(partition) >= request.seq:
         _reply_to_await(context, request, target.reached_seq(partition))
@@ -194,6 +195,7 @@ def await_durable(context: RequestContext, request: Await) -> None:
                 await context.disk.flusher.wait_until_persisted(partition, request.seq)
             if target.copies:
                 await _wait_for_replicas(partition, request.seq, target)
+        # After a failover the same number is that of another change.
         if request.history_id != partition.failover_log.current:
             raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history now")
         reached = target.reached_seq(partition)

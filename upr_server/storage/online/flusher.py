@@ -284,6 +284,7 @@ class Flusher:
                 if not self.full:
                     log.error("disk full", bucket=self._bucket.name, error=str(error))
                 self.full = str(error)
+                # Publishers hear of it now: it may be long until there is room.
                 self.refuse_callbacks()
                 if self._is_stopping:
                     raise
@@ -299,6 +300,7 @@ class Flusher:
             self._committed_bytes += sum(chunk.nbytes for chunk in write.chunks)
             self._committed_mutations += sum(chunk.count for chunk in write.chunks)
             partition = self._bucket.partitions[write.partition]
+            # Only after the commit: memory may free what this cursor has passed.
             partition.manager.persistence.commit(write.record.high)
             self._call_reached(partition)
             if position % STEP_PARTITIONS == 0:

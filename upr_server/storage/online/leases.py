@@ -212,6 +212,7 @@ class LeaseBook:
                     f"{persisted} or below",
                 )
             purge_seq = self._bucket.partitions[partition].purge_seq
+            # From 0 on nothing is missed: a reader without any key lacks no deletion.
             if 0 < start < purge_seq:
                 raise ServerError(
                     Status.ROLLBACK_NEEDED,
