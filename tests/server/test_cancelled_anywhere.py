@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import pytest
 import trio
 import trio.testing
-from trio.testing import MockClock
+from trio.testing import MockClock, memory_stream_pair
 
 from tests.engine.helpers import put
 from tests.kit.async_names import below, name_of
@@ -91,7 +91,7 @@ from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
 from upr_server.storage.online.maintenance import Maintenance
-from upr_server.storage.processes import ProcessStore, open_store
+from upr_server.storage.processes import ProcessStore, open_store, send_in_steps
 from upr_server.storage.records import LeaseRecord
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.user_store import UserStore
@@ -835,6 +835,18 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
 
         steps = await cancelled_at_each_step(ask, then=ask)
     steps.check_inside(ProcessStore.execute)
+
+
+SENDING: Final = tries(send_in_steps)
+
+
+async def test_a_call_that_is_sent_in_steps() -> None:
+    near, _ = memory_stream_pair()
+
+    async def work() -> None:
+        await send_in_steps(near, [bytes(10)])
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*SENDING)
 
 
 SIGNALS: Final = tries(serve, started_server, run_until_signal)

@@ -54,7 +54,13 @@ from upr_server.storage.errors import (
 from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
 from upr_server.storage.messages import Unpacker, pack_message
 from upr_server.storage.ordered_map import OrderedMap
-from upr_server.storage.processes import SLOT_READ_BYTES_MIN, ProcessStore, open_store
+from upr_server.storage.processes import (
+    SEND_BYTES,
+    SLOT_READ_BYTES_MIN,
+    ProcessStore,
+    open_store,
+    send_in_steps,
+)
 from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.shared_slots import SLOT_BYTES, SLOTS, SlotPool
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
@@ -715,3 +721,29 @@ def test_items_with_large_values_go_beside_the_message() -> None:
     assert items.all_rows() == rows
     first = items.all_rows()[0]
     assert isinstance(first.value, memoryview), "it is not copied"
+
+
+class RecordingStream(trio.abc.SendStream):
+    """Takes all that it is given at once, as a pipe does while its reader is quick."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await trio.lowlevel.checkpoint()
+        self.pieces.append(bytes(data))
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def test_a_large_call_is_sent_in_steps() -> None:
+    stream = RecordingStream()
+    parts = [b"head", b"a" * (3 * SEND_BYTES), b"", b"b" * 10, b"c" * SEND_BYTES]
+    await send_in_steps(stream, list(parts))
+    assert b"".join(stream.pieces) == b"".join(parts)
+    assert max(map(len, stream.pieces)) == SEND_BYTES
+    assert len(stream.pieces) == 5

@@ -10,8 +10,10 @@ from upr_protocol.transport.socket_io import (
     SCRATCH_BYTES,
     SocketDial,
     dial_socket,
+    first_bytes,
     new_scratch,
     read_available,
+    unsent,
     write_available,
 )
 from upr_protocol.transport.tls_context import (
@@ -55,6 +57,7 @@ __all__ = [
     "encrypted_to_server",
     "explained_tls_error",
     "file_stamp",
+    "first_bytes",
     "load_authorities",
     "load_certificate",
     "new_memory",
@@ -64,6 +67,7 @@ __all__ = [
     "read_rest",
     "read_some",
     "server_context",
+    "unsent",
     "write_all",
     "write_available",
     "write_now",

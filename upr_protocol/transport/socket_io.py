@@ -19,6 +19,11 @@ BODY_READ_BYTES: Final = 1024 * 1024
 """What one read may take of a body that is under way. A socket may hold 32 MiB, and to copy so much
 into new memory takes 20 ms, in which others wait."""
 
+WRITE_BYTES: Final = 1536 * 1024
+"""What one call writes at most: a batch of streams (`BATCH_BYTES` of the server's streamer, and the
+chunk that exceeds it). While its peer reads on another processor, a socket takes any amount, and
+20 MiB in one call may hold the loop for tens of milliseconds."""
+
 _BEHIND_BYTES: Final = 4 * 1024
 """How much one read may take after the large rest of a body: the small messages that follow it."""
 
@@ -85,16 +90,24 @@ def read_spaces(session: Session, scratch: memoryview) -> tuple[memoryview, memo
 
 
 def write_available(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
-    """Writes as much of `buffers` as a socket takes now.
+    """Writes as much of `buffers` as a socket takes now, and `WRITE_BYTES` at most.
 
     Returns:
-        What it did not take; empty when it took everything.
+        What is left; empty when everything was written.
 
     Raises:
         OSError: The connection is gone.
     """
-    if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_BYTES:
+    length = sum(map(len, buffers))
+    if length > WRITE_BYTES:
+        left = _write(descriptor, first_bytes(buffers, WRITE_BYTES))
+        return unsent(buffers, WRITE_BYTES - sum(map(len, left)))
+    if len(buffers) > 1 and length <= _JOIN_BYTES:
         buffers = (b"".join(buffers),)
+    return _write(descriptor, buffers)
+
+
+def _write(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
     while buffers:
         batch = buffers[:_BUFFERS_MAX]
         try:
@@ -106,6 +119,18 @@ def write_available(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buff
             return unsent(buffers, sent_bytes)
         buffers = buffers[_BUFFERS_MAX:]
     return buffers
+
+
+def first_bytes(buffers: Sequence[Buffer], bytes_max: int) -> list[Buffer]:
+    """The first `bytes_max` bytes of `buffers`, or all if there are not so many. No copy."""
+    first: list[Buffer] = []
+    for buffer in buffers:
+        if len(buffer) >= bytes_max:
+            first.append(memoryview(buffer)[:bytes_max])
+            break
+        first.append(buffer)
+        bytes_max -= len(buffer)
+    return first
 
 
 def unsent(buffers: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:

@@ -37,6 +37,10 @@ PIECE_BYTES: Final = 64 * 1024
 WRITE_BYTES: Final = 256 * 1024
 """What is encrypted before the socket is asked whether it takes it."""
 
+WRITE_BYTES_MAX: Final = 1024 * 1024
+"""What is encrypted and sent before others have their turn, about a millisecond: while its peer
+reads, a socket takes any amount."""
+
 _RECORDS_MAX: Final = 512
 """Records that one read decrypts, at some 2 µs each: a peer may send a byte in each."""
 
@@ -238,7 +242,7 @@ class TlsLink:
     def write(
         self, buffers: Sequence[Buffer], send: Callable[[Sequence[Buffer]], Sequence[Buffer]]
     ) -> Sequence[Buffer]:
-        """Encrypts `buffers`, as much as the socket takes now.
+        """Encrypts `buffers`, as much as the socket takes now, and about `WRITE_BYTES_MAX` at most.
 
         Args:
             buffers: What to send.
@@ -247,11 +251,16 @@ class TlsLink:
         Returns:
             What is left. The next call must begin with it: some of it may be encrypted already.
         """
+        sent_bytes = 0
         while buffers:
-            ciphertext = send(self.encrypt(buffers))
+            ciphertext = self.encrypt(buffers)
+            # What is left has been encrypted in part, so that nobody takes it for the end.
+            if sent_bytes < WRITE_BYTES_MAX:
+                ciphertext = send(ciphertext)
             if ciphertext:
                 self._ciphertext = ciphertext
                 return buffers
+            sent_bytes += self._encrypted_bytes
             buffers = self.note_sent(buffers)
         return buffers
 

@@ -20,7 +20,7 @@ import trio
 
 from upr_protocol.chunk import Buffer
 from upr_protocol.concurrency import Notifier
-from upr_protocol.transport import new_memory, write_all
+from upr_protocol.transport import first_bytes, new_memory, unsent, write_all
 from upr_server.storage.api import Store
 from upr_server.storage.calls import ReadChunks, StoreCall
 from upr_server.storage.directory import lock, prepare
@@ -65,6 +65,10 @@ _RECEIVE_BYTES: Final = 64 * 1024
 
 _RECEIVE_BYTES_MAX: Final = 1024 * 1024
 """Bytes of a large answer that one step receives."""
+
+SEND_BYTES: Final = 512 * 1024
+"""Bytes of a call that one step sends, in a millisecond or two: the system makes a buffer for every
+page. While the process reads, the pipe takes any amount: 19 MiB in one step took 53 ms."""
 
 log = structlog.get_logger(__name__)
 
@@ -131,7 +135,7 @@ class _Worker:
             del pending_call
             head = message_head(message, buffers, [False] * len(buffers))
             parts: list[Buffer] = [head + message, *buffers]
-            await write_all(self._pipe, parts, float("inf"))
+            await send_in_steps(self._pipe, parts)
 
     async def receive(self) -> None:
         """Receives answers, until the process ends and an exception says so."""
@@ -200,6 +204,13 @@ class _Worker:
             await self.process.wait()
         self.process.kill()
         await self.process.wait()
+
+
+async def send_in_steps(pipe: trio.abc.SendStream, parts: list[Buffer]) -> None:
+    """Sends a message, `SEND_BYTES` in each step, however long that takes."""
+    while parts:
+        await write_all(pipe, first_bytes(parts, SEND_BYTES), float("inf"))
+        parts = unsent(parts, SEND_BYTES)
 
 
 class ProcessStore(Store):

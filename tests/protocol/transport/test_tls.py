@@ -30,7 +30,7 @@ from upr_protocol.transport import (
     write_all,
 )
 from upr_protocol.transport.socket_io import unsent
-from upr_protocol.transport.tls_link import HANDSHAKE_BYTES_MAX, WRITE_BYTES
+from upr_protocol.transport.tls_link import HANDSHAKE_BYTES_MAX, WRITE_BYTES, WRITE_BYTES_MAX
 from upr_protocol.wire import Hello
 
 
@@ -92,6 +92,18 @@ def test_a_socket_may_take_any_part_at_any_time(
     # Also when asked again.
     assert server.read_bytes(10) == b""
     assert not server.has_undecrypted
+
+
+def test_one_write_takes_a_bounded_number_of_bytes(certificates: Certificates) -> None:
+    """Though the socket takes all of them."""
+    client, server = linked(certificates)
+    remainder: Sequence[Buffer] = [bytes(20 * WRITE_BYTES)]
+    counts = []
+    while remainder:
+        remainder = client.write(remainder, server_feed(server))
+        counts.append(len(server.read_bytes(20 * WRITE_BYTES)))
+    assert sum(counts) == 20 * WRITE_BYTES
+    assert max(counts) == WRITE_BYTES_MAX
 
 
 def test_a_cut_differs_from_an_end(certificates: Certificates) -> None:

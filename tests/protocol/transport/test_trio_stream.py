@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import trio
 from hypothesis import given
@@ -20,7 +23,7 @@ from upr_protocol.transport import (
     write_now,
     write_rest,
 )
-from upr_protocol.transport.socket_io import unsent
+from upr_protocol.transport.socket_io import WRITE_BYTES, first_bytes, unsent, write_available
 from upr_protocol.wire import Hello
 
 
@@ -41,6 +44,26 @@ def test_unsent_gives_exactly_the_bytes_that_were_not_sent(
     whole = b"".join(buffers)
     sent_bytes = data.draw(st.integers(0, len(whole)))
     assert b"".join(unsent(buffers, sent_bytes)) == whole[sent_bytes:]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=5), max_size=8), st.integers(1, 50))
+def test_the_first_bytes_and_the_rest_are_all(buffers: list[bytes], bytes_max: int) -> None:
+    whole, first = b"".join(buffers), first_bytes(buffers, bytes_max)
+    assert b"".join(first) == whole[:bytes_max]
+    assert b"".join(unsent(buffers, bytes_max)) == whole[bytes_max:]
+
+
+@pytest.mark.parametrize("lengths", [(5 * WRITE_BYTES,), (100_000,) * 60, (2 * WRITE_BYTES, 10)])
+def test_one_write_takes_a_bounded_number_of_bytes(tmp_path: Path, lengths: list[int]) -> None:
+    """Though what is written to takes all of them, as a file does."""
+    buffers: Sequence[Buffer] = [b"%d" % (index % 10) * size for index, size in enumerate(lengths)]
+    whole = b"".join(buffers)
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        while buffers:
+            size_before = file.tell()
+            buffers = write_available(file.fileno(), buffers)
+            assert file.tell() - size_before == min(WRITE_BYTES, len(whole) - size_before)
+    assert (tmp_path / "file").read_bytes() == whole
 
 
 async def test_a_socket_takes_more_buffers_than_one_call() -> None:
