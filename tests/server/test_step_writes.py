@@ -15,23 +15,25 @@ from tests.server.test_connection import Peer, connected, make_server, sets
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Credit, CycleEnd, Go, Noop, PartitionSnapshot
 from upr_server.app import Server
-from upr_server.net.step_writes import DIRECT_MAX, WOKEN_MAX, StepWrites
+from upr_server.net.step_writes import DIRECT_BYTES, DIRECT_MAX, WOKEN_MAX, StepWrites
 
 
 class Recorder:
     """A connection that notes how it is written to."""
 
-    def __init__(self, writes: StepWrites) -> None:
+    def __init__(self, writes: StepWrites, nbytes: int = 10) -> None:
         self.calls: list[str] = []
         self._writes = writes
+        self._nbytes = nbytes
 
     def wake_writer(self) -> None:
         self.calls.append("woken")
 
-    def flush_now(self) -> None:
+    def flush_now(self) -> int:
         self.calls.append("written")
         # What a write makes room for is for the writer.
         self._writes.add(self)
+        return self._nbytes
 
 
 def test_connections_are_written_to_once_at_the_end_of_a_step() -> None:
@@ -53,11 +55,23 @@ def test_connections_are_written_to_once_at_the_end_of_a_step() -> None:
     assert [connection.calls for connection in connections] == written
 
 
+def test_a_step_writes_a_bounded_number_of_bytes() -> None:
+    writes = StepWrites()
+    connections = [Recorder(writes, DIRECT_BYTES // 2) for _ in range(4)]
+    writes.begin()
+    for connection in connections:
+        writes.add(connection)
+    writes.end()
+    assert [connection.calls for connection in connections] == [["written", "woken"]] * 2 + [
+        ["woken"]
+    ] * 2
+
+
 def test_a_connection_that_cannot_be_written_to_does_not_keep_others_waiting() -> None:
     writes = StepWrites()
 
     class Failing(Recorder):
-        def flush_now(self) -> None:
+        def flush_now(self) -> int:
             raise ValueError("a fault of this connection")
 
     connections = [Recorder(writes), Failing(writes), Recorder(writes)]

@@ -47,6 +47,9 @@ SLICE_S: Final = 0.001
 YIELD_BYTES: Final = 64 * 1024
 """A connection that has sent so much at a time lets others have their turn before it sends more."""
 
+LARGE_ANSWER_BYTES: Final = 1024 * 1024
+"""What was put into a session in a step is written in another step if it is more than this."""
+
 BUSY_S: Final = 0.25
 """How often silence is looked at while something is being written."""
 
@@ -205,21 +208,30 @@ class AcceptedConnection:
         """There is something for the writer to send, or to end."""
         self._to_send.notify()
 
-    def flush_now(self) -> None:
+    def flush_now(self) -> int:
         """Writes what the socket takes now, if the writer does not write already; leaves the rest
-        to the writer."""
-        # Woken, the writer is idle for a moment still: what was left for it must go first.
-        if self._is_idle and not self._unwritten and self.session.state in _CONVERSING:
+        to the writer. Returns how many bytes there were."""
+        length = 0
+        session = self.session
+        # Woken, the writer is idle for a moment still: what was left for it must go first. And to
+        # make a large answer takes a step of its own: its checksum alone takes 2 ms.
+        if (
+            self._is_idle
+            and not self._unwritten
+            and session.state in _CONVERSING
+            and session.outgoing_bytes < LARGE_ANSWER_BYTES
+        ):
             try:
                 length = self._send()
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 # It is this connection's writer that meets the error.
                 length = YIELD_BYTES
-            is_over = self.session.state not in _CONVERSING
+            is_over = session.state not in _CONVERSING
             is_done = not self._unwritten and length < YIELD_BYTES and not self._write_pause_s
             if is_done and not is_over:
-                return
+                return length
         self._to_send.notify()
+        return length
 
     # Reading.
 

@@ -25,6 +25,9 @@ log = structlog.get_logger(__name__)
 DIRECT_MAX: Final = 8
 """Connections that one step writes to, at some 20 µs each. The writers of the others are woken."""
 
+DIRECT_BYTES: Final = 256 * 1024
+"""Bytes after which a step writes to no further connection. A MiB takes about a millisecond, and
+each connection may have so much to send."""
 
 WOKEN_MAX: Final = 32
 """Writers that are woken in one turn of the loop: at some 65 µs each, 2 ms. What their peers
@@ -37,8 +40,9 @@ class Writable(Protocol):
     def wake_writer(self) -> None:
         """Has its writer write what there is to send."""
 
-    def flush_now(self) -> None:
-        """Writes what its socket takes of it now; its writer writes the rest."""
+    def flush_now(self) -> int:
+        """Writes what its socket takes of it now; its writer writes the rest. Returns how many
+        bytes there were."""
 
 
 class StepWrites:
@@ -92,9 +96,13 @@ class StepWrites:
         """The step ends: writes to each of the connections once."""
         self._is_collecting = False
         connections, self._connections = self._connections, {}
+        nbytes = 0
         for place, connection in enumerate(connections):
-            if place < DIRECT_MAX and _has_written(connection):
-                continue
+            if place < DIRECT_MAX and nbytes < DIRECT_BYTES:
+                written_bytes = _write(connection)
+                if written_bytes is not None:
+                    nbytes += written_bytes
+                    continue
             self._wake(connection)
 
     def _wake(self, connection: Writable) -> None:
@@ -126,12 +134,12 @@ class StepWrites:
             connection.wake_writer()
 
 
-def _has_written(connection: Writable) -> bool:
-    """Writes to a connection; whether that went well. An error concerns this connection and not the
-    one whose step it is, so it is logged, and this connection's writer meets it again."""
+def _write(connection: Writable) -> int | None:
+    """Writes to a connection; how many bytes there were, or None if that went wrong. An error
+    concerns this connection and not the one whose step it is, so it is logged, and this
+    connection's writer meets it again."""
     try:
-        connection.flush_now()
+        return connection.flush_now()
     except Exception:
         log.exception("writing at a step's end failed")
-        return False
-    return True
+        return None
