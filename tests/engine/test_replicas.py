@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import count
+from functools import partial
+from itertools import count, pairwise
 from typing import Final
 
 import pytest
@@ -27,7 +28,7 @@ from upr_server.engine import (
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
 from upr_server.engine.repeated_batches import RepeatedBatches
-from upr_server.engine.replica_progress import ReplicaProgress
+from upr_server.engine.replica_progress import STEP_CALLS, ReplicaProgress
 
 NOW: Final = 1e9
 
@@ -370,6 +371,13 @@ TestReplicated.settings = settings(max_examples=60, stateful_step_count=40)
 def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
     reports: list[tuple[str, int, int]], waits: list[tuple[int, int, bool, int]]
 ) -> None:
+    # Numbers rise, as a partition gives them.
+    begins = sorted(begin for *_, begin in waits)
+    seqs = sorted(seq for seq, *_ in waits)
+    waits = [
+        (seq, copies, persisted, begin)
+        for seq, (_, copies, persisted, _), begin in zip(seqs, waits, begins, strict=True)
+    ]
     progress = ReplicaProgress()
     answers: dict[int, bool] = {}
     newest: dict[str, tuple[int, int]] = {}
@@ -406,10 +414,41 @@ def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
             )
         assert len(progress) == len(newest)
     waiting = set(range(len(waits))) - set(answers)
-    progress.expire_waiting(98.0)
+    progress.make_calls(98.0)
     assert set(answers) == set(range(len(waits))) - waiting
-    progress.expire_waiting(99.0)
+    progress.make_calls(99.0)
     assert all(answers[index] is False for index in waiting)
+    assert not progress.waiting_count
+
+
+def new_waiting_progress(count: int) -> tuple[ReplicaProgress, list[tuple[int, bool]]]:
+    """So many calls wait for the number 1; and what they are told."""
+    progress, answers = ReplicaProgress(), list[tuple[int, bool]]()
+
+    def call(index: int, is_reached: bool) -> None:
+        answers.append((index, is_reached))
+
+    for index in range(count):
+        progress.call_when_reached(
+            SeqNo(1), 1, persisted=False, deadline=9.0, call=partial(call, index)
+        )
+    return progress, answers
+
+
+@pytest.mark.parametrize("end", ["reached", "late", "cleared"])
+def test_thousands_of_waiting_calls_are_made_some_at_a_time(end: str) -> None:
+    progress, answers = new_waiting_progress(1000)
+    has_more = True
+    if end == "reached":
+        has_more = progress.report("a", SeqNo(1), SeqNo(0))
+    elif end == "cleared":
+        progress.clear()
+    counts = [len(answers)]
+    while has_more:
+        has_more = progress.make_calls(9.0 if end == "late" else 8.0)
+        counts.append(len(answers))
+    assert max(b - a for a, b in pairwise([0, *counts])) == STEP_CALLS
+    assert answers == [(index, end == "reached") for index in range(1000)]
     assert not progress.waiting_count
 
 

@@ -88,7 +88,7 @@ from upr_server.storage.calls import (
     Truncate,
 )
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import Flusher
+from upr_server.storage.online.flusher import STEP_CALLS, Flusher
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
 from upr_server.storage.online.maintenance import Maintenance
 from upr_server.storage.processes import ProcessStore, open_store, send_in_steps
@@ -217,6 +217,20 @@ async def _persist(disk: BucketDisk, numbers: Iterable[int]) -> None:
     await disk.flusher.wait_until_persisted(partition, partition.high_seq)
 
 
+async def _refuse(disk: BucketDisk, numbers: Iterable[int]) -> None:
+    """Those that are left are answered by the next commit."""
+    partition, answers = disk.bucket.partitions[0], list[bool]()
+    put(partition, b"key-%d" % next(iter(numbers)))
+    for _ in range(STEP_CALLS + 1):
+        disk.flusher.call_when_persisted(partition, partition.high_seq, answers.append)
+    try:
+        await disk.flusher.refuse_callbacks()
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(5)
+        assert len(answers) == STEP_CALLS + 1
+
+
 async def _find(disk: BucketDisk, numbers: Iterable[int]) -> None:
     partition = disk.bucket.partitions[0]
     pin = partition.eviction.pin()
@@ -250,6 +264,7 @@ DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[F
     ),
     _forget_leases: tries(LeaseBook.delete_lapsed),
     _persist: tries(Flusher.wait_until_persisted),
+    _refuse: tries(Flusher.refuse_callbacks),
     _find: tries(BucketDisk.find_items, Store.ask),
     _ask: tries(BucketDisk.ask, Store.ask),
     _expire: tries(BucketDisk.expire_on_disk, Store.ask),

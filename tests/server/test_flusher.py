@@ -3,7 +3,7 @@ store that notes its commits, and a mock clock."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any, Final
@@ -21,7 +21,13 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, StoreCall
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online import flusher as flusher_module
-from upr_server.storage.online.flusher import FLUSH_INTERVAL_S, FULL_DISK_RETRY_S, Flusher
+from upr_server.storage.online.flusher import (
+    FLUSH_INTERVAL_S,
+    FULL_DISK_RETRY_S,
+    STEP_CALLS,
+    TURN_CALLS,
+    Flusher,
+)
 
 P0, P1 = PartitionId(0), PartitionId(1)
 
@@ -177,6 +183,44 @@ async def test_waiting_calls_are_answered_in_order_once_their_numbers_are_on_dis
         put(run.partition, b"d")
         await trio.sleep(1.0)
         assert run.store.begins[-1] == pytest.approx(began + FLUSH_INTERVAL_S)
+
+
+class LongestStep(trio.abc.Instrument):
+    """The most that was added to a list in one step of a task."""
+
+    def __init__(self, added_to: Sized) -> None:
+        self.longest = 0
+        self._list = added_to
+        self._length = len(added_to)
+
+    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
+        self.longest = max(self.longest, len(self._list) - self._length)
+        self._length = len(self._list)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_thousands_of_waiting_calls_are_made_some_in_each_step(
+    autojump_clock: MockClock, is_full: bool
+) -> None:
+    async with running(partitions=4, commit_s=1.0) as run:
+        step = LongestStep(run.answers)
+        trio.lowlevel.add_instrument(step)
+        run.store.is_full = is_full
+        for partition in run.bucket.partitions:
+            put(partition, b"a")
+        for call in range(1000):
+            run.wait_for(f"{call}", 1)
+        for number in range(1, 4):
+            run.wait_for(f"of partition {number}", 1, number)
+        await trio.sleep(2.0)
+        trio.lowlevel.remove_instrument(step)
+        assert step.longest < STEP_CALLS + TURN_CALLS
+        assert {is_on_disk for _, is_on_disk in run.answers} == {not is_full}
+        names = [name for name, _ in run.answers]
+        assert [name for name in names if name.isdigit()] == [f"{call}" for call in range(1000)]
+        if not is_full:
+            # The others do not wait for the thousand.
+            assert max(names.index(f"of partition {number}") for number in range(1, 4)) < 50
 
 
 async def test_while_the_disk_is_full_nothing_is_promised(autojump_clock: MockClock) -> None:

@@ -167,7 +167,7 @@ class Upkeep:
                 # Small snapshots would else wait for more of them.
                 partition.manager.consider_short_runs()
                 # Publishers whose replicas took too long are answered.
-                partition.replicas.expire_waiting(trio.current_time())
+                await _repeat(partial(partition.replicas.make_calls, trio.current_time()))
                 if partition_count % PARTITIONS_STEP == 0:
                     await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()

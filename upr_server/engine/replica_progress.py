@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import attrs
 
 from upr_protocol.ids import SeqNo
+
+STEP_CALLS: Final = 64
+"""Waiting calls that are made at a time: each sends a reply, at some 15 µs, and a publisher may
+wait for 4,096."""
 
 Replicated = Callable[[bool], None]
 """Called with True once enough replicas have a number, or with False when that is not known."""
@@ -25,8 +32,6 @@ class _Report:
 @attrs.define
 class _WaitingCall:
     seq: SeqNo
-    copies: int
-    persisted: bool
     deadline: float
     call: Replicated
 
@@ -37,11 +42,14 @@ class ReplicaProgress:
     All of them are of the history that the partition is in: a report of another says nothing.
     """
 
-    __slots__ = ("_reports", "_waiting")
+    __slots__ = ("_reports", "_void_calls", "_waiting")
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
-        self._waiting: list[_WaitingCall] = []
+        self._waiting: dict[tuple[int, bool], deque[_WaitingCall]] = {}
+        """By level, with rising numbers and deadlines: how many copies, and whether on disk."""
+        self._void_calls: deque[_WaitingCall] = deque()
+        """What waited in an earlier history."""
 
     def __len__(self) -> int:
         """Replicas that have reported."""
@@ -49,8 +57,9 @@ class ReplicaProgress:
 
     def report(
         self, replica: str, received: SeqNo, persisted: SeqNo, source: object = None
-    ) -> None:
-        """A replica has come so far, or has rolled back to there. O(waiting calls).
+    ) -> bool:
+        """A replica has come so far, or has rolled back to there. Makes some of the calls that
+        waited for that.
 
         Args:
             replica: Its name.
@@ -58,9 +67,12 @@ class ReplicaProgress:
             persisted: The last one that it has on disk.
             source: The connection it came by: a replica may connect anew before the old connection
                 is gone.
+
+        Returns:
+            Whether `make_calls` has more to do.
         """
         self._reports[replica] = _Report(source, received, persisted)
-        self._call_reached()
+        return self.make_calls()
 
     def forget_replica(self, replica: str, source: object = None) -> None:
         """The connection of a replica is gone. What it was counted for stays counted."""
@@ -70,11 +82,12 @@ class ReplicaProgress:
 
     def clear(self) -> None:
         """The partition is in another history, or not active any more: what waits is answered with
-        False."""
+        False; some of it at once, and the rest by `make_calls`."""
         self._reports.clear()
-        waiting, self._waiting = self._waiting, []
-        for wait in waiting:
-            wait.call(False)
+        for calls in self._waiting.values():
+            self._void_calls += calls
+        self._waiting.clear()
+        self.make_calls()
 
     def seq_reached_by(self, copies: int, *, persisted: bool = False) -> SeqNo:
         """The number that so many replicas have, at least; 0 when there are not so many."""
@@ -87,45 +100,51 @@ class ReplicaProgress:
         """Calls `call` when so many replicas have everything up to `seq`; perhaps at once.
 
         Args:
-            seq: The number.
+            seq: The number, not below those of earlier calls: a lower one is answered with them.
             copies: How many, 1 or more.
             persisted: Whether they must have it on disk.
-            deadline: When to give up; see `expire_waiting`.
+            deadline: When to give up, not before earlier calls do; see `make_calls`.
             call: What is called.
         """
         if self.seq_reached_by(copies, persisted=persisted) >= seq:
             call(True)
         else:
-            self._waiting.append(_WaitingCall(seq, copies, persisted, deadline, call))
+            calls = self._waiting.setdefault((copies, persisted), deque())
+            calls.append(_WaitingCall(seq, deadline, call))
 
-    def expire_waiting(self, now: float) -> None:
-        """Answers calls that have waited beyond their deadline with False. O(waiting calls)."""
-        if self._waiting:
-            late = [wait for wait in self._waiting if wait.deadline <= now]
-            self._waiting = [wait for wait in self._waiting if wait.deadline > now]
-            for wait in late:
-                wait.call(False)
+    def make_calls(self, now: float = -math.inf) -> bool:
+        """Makes `STEP_CALLS` of the calls that are due: those for what was reached, with True, and
+        those that have waited beyond their deadlines, with False. O(levels + calls).
 
-    def _call_reached(self) -> None:
-        if not self._waiting:
-            return
-        reached: dict[tuple[int, bool], SeqNo] = {}
-        due_calls: list[_WaitingCall] = []
-        remaining: list[_WaitingCall] = []
-        for wait in self._waiting:
-            level = wait.copies, wait.persisted
-            if level not in reached:
-                reached[level] = self.seq_reached_by(wait.copies, persisted=wait.persisted)
-            (due_calls if wait.seq <= reached[level] else remaining).append(wait)
-        self._waiting = remaining
-        # Last, since a call may ask for more to be waited for.
-        for wait in due_calls:
-            wait.call(True)
+        Args:
+            now: The time that deadlines are compared with.
+
+        Returns:
+            Whether more may be due.
+        """
+        count = 0
+        while self._void_calls:
+            self._void_calls.popleft().call(False)
+            count += 1
+            if count >= STEP_CALLS:
+                return True
+        for (copies, persisted), calls in list(self._waiting.items()):
+            reached = self.seq_reached_by(copies, persisted=persisted)
+            # A call may ask for more to be waited for.
+            while calls and (calls[0].seq <= reached or calls[0].deadline <= now):
+                first = calls.popleft()
+                first.call(first.seq <= reached)
+                count += 1
+                if count >= STEP_CALLS:
+                    return True
+            if not calls:
+                self._waiting.pop((copies, persisted), None)
+        return False
 
     @property
     def waiting_count(self) -> int:
         """Calls that wait."""
-        return len(self._waiting)
+        return len(self._void_calls) + sum(map(len, self._waiting.values()))
 
     def statistics(self) -> dict[str, object]:
         """Figures, by replica."""

@@ -144,6 +144,11 @@ def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None
             and context.partition_maps.is_replica(bucket.name, partition.id, name)
         ):
             context.note_replica(partition)
-            partition.replicas.report(name, received, persisted, context)
+            context.disk.progressed.notify()
+            has_more = partition.replicas.report(name, received, persisted, context)
+            while has_more:
+                # If the connection ends here, upkeep makes the rest of the calls.
+                yield
+                has_more = partition.replicas.make_calls()
         if index % SLICE_PARTITIONS == 0:
             yield

@@ -10,6 +10,7 @@ import structlog
 import trio
 
 from upr_protocol.chunk import Mutation
+from upr_protocol.concurrency import Notifier
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, HistoryId, PartitionId, PartitionState
 from upr_server.engine import (
@@ -66,6 +67,7 @@ class BucketDisk:
         leases: Ranges that must stay readable.
         maintenance: Has the log indexed and compacted.
         nursery: Where backfills run.
+        progressed: Notified when the disk or a replica has come further.
         backfills: How many backfills were started, ever.
         backfill_bytes: How many bytes they have read, ever.
         rows_left_out: How many rows streams have left out that ask for other keys, ever.
@@ -95,6 +97,7 @@ class BucketDisk:
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
         )
         self.nursery = nursery
+        self.progressed = Notifier()
         self._scope = trio.CancelScope()
         self.backfills = 0
         self.backfill_bytes = 0
@@ -122,9 +125,11 @@ class BucketDisk:
         return answer
 
     def note_committed(self) -> None:
-        """Tells that something was put on disk: maintenance may have work, and memory can go."""
+        """Tells that something was put on disk: maintenance may have work, memory can go, and
+        numbers are reached that others wait for."""
         self.maintenance.note_committed()
         self._on_memory_freed()
+        self.progressed.notify()
 
     async def run(self) -> None:
         """Writes mutations to disk until `stop`, and then what is left.
@@ -143,7 +148,9 @@ class BucketDisk:
                     self._flushed.set()
                     nursery.cancel_scope.cancel()
         finally:
-            self.flusher.refuse_callbacks()
+            # Else they would wait for ever.
+            with trio.CancelScope(shield=True):
+                await self.flusher.refuse_callbacks()
             self._ended.set()
 
     async def stop(self) -> None:
