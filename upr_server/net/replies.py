@@ -15,9 +15,6 @@ from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_server.engine import Partition
 from upr_server.storage.online.flusher import Flusher
 
-NO_DEADLINE_S: Final = 1e9
-"""Longer than anybody waits."""
-
 
 class DurabilityTarget(msgspec.Struct, frozen=True):
     """How durable a change must be before it is answered.

@@ -21,6 +21,7 @@ from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.access import Access
 from upr_server.net.backlog import ConnectionBacklog
 from upr_server.net.credit import PublisherCredit
+from upr_server.net.durability_waits import DurabilityWaits
 from upr_server.net.log_in import LogInExchange
 from upr_server.net.partition_request_queue import PartitionRequest
 from upr_server.net.replies import ReplyOrder
@@ -98,6 +99,8 @@ class RequestContext:
         self.young_objects = resources.young_objects
         self.is_asking_for_events = False
         self._queues = resources.queues
+        self._wait_turns = resources.wait_turns
+        self._durability_waits: DurabilityWaits | None = None
         self._session = session
         self._peer = peer
         self._wake = wake
@@ -125,6 +128,7 @@ class RequestContext:
             partition.replicas.forget_replica(replica, self)
         self._replicas.clear()
         # Each refers to this object.
+        self._durability_waits = None
         self._in_order.clear()
         self._streams_to_open.clear()
         self._nursery = None
@@ -167,6 +171,17 @@ class RequestContext:
         if self._disk is None:
             raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
         return self._disk
+
+    @property
+    def durability_waits(self) -> DurabilityWaits:
+        """What the client waits for in the bucket that it opened.
+
+        Raises:
+            ServerError: The bucket was deleted.
+        """
+        if self._durability_waits is None:
+            self._durability_waits = DurabilityWaits(self, self.disk, self._wait_turns)
+        return self._durability_waits
 
     def partition(self, partition_id: PartitionId) -> Partition:
         """A partition of the bucket; `ServerError` when the bucket does not have it."""

@@ -19,7 +19,7 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
-from upr_server.net.turns import ReadTurns
+from upr_server.net.turns import ReadTurns, Turns
 from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
 from upr_server.user_store import UserStore
 
@@ -108,6 +108,7 @@ class ServerResources:
         streams_may_begin: Notified when streams may begin of partitions of which none could.
         scratch: What sockets are read into.
         read_turns: The turns of reads of large bodies.
+        wait_turns: The turns of answers to those who wait for numbers.
     """
 
     identity: str
@@ -132,3 +133,4 @@ class ServerResources:
     read_turns: ReadTurns = attrs.field(
         default=attrs.Factory(lambda self: ReadTurns(self.turn_timer), takes_self=True)
     )
+    wait_turns: Turns = attrs.field(factory=Turns)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
-import msgspec
 import trio
 
 from upr_protocol.chunk import Chunk, ChunkPieces
@@ -29,7 +28,6 @@ from upr_server.engine import (
     Partition,
 )
 from upr_server.net.handlers.publishing import durability_target
-from upr_server.net.replies import NO_DEADLINE_S, DurabilityTarget
 from upr_server.net.request_context import (
     RequestContext,
     check_partitions_differ,
@@ -182,45 +180,9 @@ def await_durable(context: RequestContext, request: Await) -> None:
             Status.BAD_ARGUMENT,
             f"partition {partition.id} has given no number above {partition.high_seq}",
         )
-    # The request has a deadline of its own, and is answered when that is over.
-    target = msgspec.structs.replace(target, deadline=trio.current_time() + NO_DEADLINE_S)
-    if target.reached_seq(partition) >= request.seq:
-        _reply_to_await(context, request, target.reached_seq(partition))
+    reached = target.reached_seq(partition)
+    if reached >= request.seq:
+        context.send(AwaitReply(reached, partition=request.partition, opaque=request.opaque))
         return
-
-    async def wait() -> None:
-        with trio.move_on_after(request.deadline_ms / 1000):
-            await trio.lowlevel.checkpoint()
-            if target.persists:
-                await context.disk.flusher.wait_until_persisted(partition, request.seq)
-            if target.copies:
-                await _wait_for_replicas(partition, request.seq, target)
-        # After a failover the same number is that of another change.
-        if request.history_id != partition.failover_log.current:
-            raise ServerError(Status.HISTORY_CHANGED, "the number belongs to another history now")
-        reached = target.reached_seq(partition)
-        if reached < request.seq:
-            raise ServerError(
-                Status.TIMED_OUT,
-                f"partition {partition.id} has reached {reached} at this level",
-            )
-        _reply_to_await(context, request, reached)
-
-    context.reply_later(request, wait)
-
-
-def _reply_to_await(context: RequestContext, request: Await, reached: SeqNo) -> None:
-    context.send(AwaitReply(reached, partition=request.partition, opaque=request.opaque))
-
-
-async def _wait_for_replicas(partition: Partition, seq: SeqNo, target: DurabilityTarget) -> None:
-    """Waits until so many replicas have a number, or none of them is expected to any more."""
-    is_reached = trio.Event()
-    partition.replicas.call_when_reached(
-        seq,
-        target.copies,
-        persisted=target.persists,
-        deadline=target.deadline,
-        call=lambda _: is_reached.set(),
-    )
-    await is_reached.wait()
+    deadline = trio.current_time() + request.deadline_ms / 1000
+    context.durability_waits.add(request, partition, target, deadline)
