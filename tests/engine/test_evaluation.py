@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.engine.helpers import NOW, get_item, new_partition, put, request, send
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
+from tests.kit.calls import calls_of
 from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import LARGE_BYTES, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
@@ -21,6 +22,7 @@ from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_server.engine import Bucket, CheckedChunk, Evaluation, MutationBatch, Partition, batch_of
 from upr_server.engine.evaluation import BLOCK_ROWS, CUT_ROWS
+from upr_server.engine.snapshots import LARGE_VALUE_BYTES
 
 LARGE: Final = 19 * 1024 * 1024
 
@@ -315,3 +317,26 @@ def test_every_key_is_asked_for_that_only_the_disk_may_have(key_count: int) -> N
     evaluation = partition.evaluate(batch_of(Chunk.build(rows)), now=NOW)
     assert evaluation is not None
     assert [fetch.key for fetch in evaluation.step()] == keys
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_to_store_many_large_values_costs_little(is_mixed: bool) -> None:
+    """900 touches of values of 70 kB took 7 to 12 ms in one step."""
+    partition, count = new_partition(), 200
+    keys = [b"%d" % index for index in range(count)]
+    sizes = [100 if is_mixed and index % 2 else LARGE_VALUE_BYTES + 1 for index in range(count)]
+    for key, size in zip(keys, sizes, strict=True):
+        put(partition, key, value=bytes(size))
+    batch = batch_of(
+        Chunk.build([Mutation(Operation.TOUCH, key, expiry=2_000_000_000) for key in keys])
+    )
+    evaluation = partition.evaluate(batch, now=NOW)
+    assert evaluation is not None
+    assert not evaluation.step()
+    call_count = calls_of(lambda: partition.mutate(batch, now=NOW, evaluation=evaluation))
+    assert call_count < 30 * count, call_count / count
+    partition.check_invariants()
+    for key, size in zip(keys, sizes, strict=True):
+        item = get_item(partition, key)
+        assert item is not None
+        assert (len(item.value), item.expiry) == (size, 2_000_000_000)

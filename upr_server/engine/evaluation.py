@@ -37,6 +37,7 @@ from upr_server.engine.snapshots import (
     ARRAY_MUTATIONS_MAX,
     LARGE_VALUE_BYTES,
     EvaluatedArray,
+    SingleArray,
 )
 
 UNLIMITED_COST: Final = 1 << 62
@@ -53,8 +54,9 @@ OUTCOME_COST: Final = 12
 BLOCK_ROWS: Final = 64
 """Operations after which the cost is looked at, where none of them copies a value."""
 
-BYTES_PER_COST: Final = 1024
-"""Bytes that are copied at the same cost."""
+BYTES_PER_COST: Final = 512
+"""Bytes that are copied at the same cost: into new memory, of which each page of 4 KiB takes 2 µs,
+and up to 10 on a virtual machine whose host has to find it first."""
 
 JOINED_BYTES: Final = 1024 * 1024
 """Bytes of a large value that are joined before the cost is looked at."""
@@ -63,11 +65,17 @@ BULK_ROWS_MIN: Final = 64
 """Rows of a batch from which on they are stored in arrays: that costs 0.7 µs each instead of 2,
 beside what an array itself costs. The arrays are made before the batch is stored, in slices."""
 
-ARRAY_ROWS_MIN: Final = 8
-"""Fewer rows between two large ones are stored one by one."""
-
 ARRAY_COST: Final = 2
 """What a row costs that becomes a row of an array."""
+
+ARRAY_ROWS_MIN: Final = 8
+"""Fewer rows between two large ones stand alone, as these do."""
+
+SINGLE_COST: Final = 4
+"""What a row costs that stands alone."""
+
+CHUNK_COST: Final = 32
+"""What an array costs beside its rows."""
 
 CUT_ROWS: Final = 256
 CUT_BYTES: Final = 256 * 1024
@@ -435,6 +443,7 @@ class _Work:
         for piece in value.pieces(JOINED_BYTES):
             row.add(piece)
             self._has_copied(len(piece))
+            self.left -= CUT_COST
             if self.left <= 0:
                 yield []
         chunk = self._result.published[key] = row.chunk()
@@ -445,31 +454,41 @@ class _Work:
         result = self._result
         arrays = result.arrays = []
         documents, nbytes = list[Mutation](), 0
+        singles = list[Mutation]()
         for row, is_counter in result.rows:
             if is_counter:
                 result.counter_rows.append(row)
-                continue
-            is_large = len(row.value) > LARGE_VALUE_BYTES
-            if documents and (
-                is_large or nbytes > ARRAY_BYTES_MAX or len(documents) == ARRAY_MUTATIONS_MAX
-            ):
-                arrays.append(self._array_of(documents, nbytes))
+            elif len(row.value) > LARGE_VALUE_BYTES:
+                if len(documents) >= ARRAY_ROWS_MIN:
+                    arrays += self._arrays_of(singles, documents, nbytes)
+                    singles = [row]
+                else:
+                    singles += [*documents, row]
                 documents, nbytes = [], 0
-                if self.left <= 0:
-                    yield []
-            if is_large:
-                arrays.append(EvaluatedArray((row,), None, result.published.get(row.key)))
             else:
+                if nbytes > ARRAY_BYTES_MAX or len(documents) == ARRAY_MUTATIONS_MAX:
+                    arrays += self._arrays_of(singles, documents, nbytes)
+                    singles, documents, nbytes = [], [], 0
                 documents.append(row)
                 nbytes += len(row.key) + len(row.value)
-        if documents:
-            arrays.append(self._array_of(documents, nbytes))
+            if self.left <= 0:
+                yield []
+        arrays += self._arrays_of(singles, documents, nbytes)
 
-    def _array_of(self, rows: list[Mutation], nbytes: int) -> EvaluatedArray:
-        self.left -= ARRAY_COST * len(rows) + nbytes // BYTES_PER_COST
-        if len(rows) < ARRAY_ROWS_MIN:
-            return EvaluatedArray(rows)
-        return EvaluatedArray(rows, Chunk.build(rows, SeqNo(rows[0].seq - 1), rows[-1].seq))
+    def _arrays_of(
+        self, singles: list[Mutation], documents: list[Mutation], nbytes: int
+    ) -> Iterator[EvaluatedArray]:
+        """Arrays of documents that stand alone, and one of those behind them."""
+        if singles:
+            self.left -= SINGLE_COST * len(singles)
+            published = self._result.published
+            yield EvaluatedArray(
+                singles, singles=[SingleArray(row, published.get(row.key)) for row in singles]
+            )
+        if documents:
+            self.left -= CHUNK_COST + ARRAY_COST * len(documents) + nbytes // BYTES_PER_COST
+            chunk = Chunk.build(documents, SeqNo(documents[0].seq - 1), documents[-1].seq)
+            yield EvaluatedArray(documents, chunk)
 
     def _has_copied(self, nbytes: int) -> None:
         self._result.copied_bytes += nbytes

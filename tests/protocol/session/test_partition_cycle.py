@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.calls import calls_of
 from tests.protocol.session.kit import Pair, chunk, end, start, stream, stream_reply, taken
 from upr_protocol.ids import PartitionId
 from upr_protocol.session import EndOfCycle, PartitionCycle, SessionState
@@ -325,24 +324,6 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
     ]
 
 
-def _calls(action: Callable[[], object]) -> int:
-    """How many functions, Python's and C's, are called while `action` runs."""
-    count = 0
-
-    def profile(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    gc.disable()  # Hypothesis listens to it, and that would be counted
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
-
-
 def _busy_pair(registered: int, ready: int) -> Pair:
     pair = Pair.in_state(SessionState.STREAMING)
     for partition in range(registered):
@@ -371,15 +352,15 @@ def _some_turns(pair: Pair) -> Callable[[], None]:
 
 def test_a_turn_costs_the_same_however_many_partitions_are_registered() -> None:
     few, many = _busy_pair(3, 3), _busy_pair(1000, 3)
-    assert _calls(_some_turns(few)) == _calls(_some_turns(many))
+    assert calls_of(_some_turns(few)) == calls_of(_some_turns(many))
     idle_few, idle_many = _busy_pair(3, 0), _busy_pair(1000, 0)
-    cost = _calls(idle_few.server.next_partition)
-    assert cost == _calls(idle_many.server.next_partition) < 40
+    cost = calls_of(idle_few.server.next_partition)
+    assert cost == calls_of(idle_many.server.next_partition) < 40
 
 
 def test_a_turn_costs_little_more_however_many_partitions_are_ready() -> None:
     few, many = _busy_pair(3, 3), _busy_pair(1000, 1000)
-    assert _calls(_some_turns(many)) <= _calls(_some_turns(few)) + 60
+    assert calls_of(_some_turns(many)) <= calls_of(_some_turns(few)) + 60
 
 
 def test_no_partition_has_a_turn_before_the_client_sends_go() -> None:

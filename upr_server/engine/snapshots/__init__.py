@@ -12,6 +12,7 @@ from upr_server.engine.snapshots.document_arrays import (
     ARRAY_BYTES_MAX,
     ARRAY_MUTATIONS_MAX,
     ARRAY_SPAN_MAX,
+    SingleArray,
 )
 from upr_server.engine.snapshots.document_list import (
     LARGE_VALUE_BYTES,
@@ -37,6 +38,7 @@ __all__ = [
     "NotInMemory",
     "PersistenceCursor",
     "Registration",
+    "SingleArray",
     "SnapshotEndItem",
     "SnapshotList",
     "SnapshotStartItem",

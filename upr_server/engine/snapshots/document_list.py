@@ -13,7 +13,7 @@ tidying adds a constant to the cost of a mutation.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter, sub
 from typing import Final
 
@@ -148,15 +148,16 @@ class DocumentList:
         if rows.is_full:
             self.seal()
 
-    def add_large(self, row: Mutation, published: Chunk | None = None) -> None:
-        """Takes in one large document, as an array of its own. All before it get flags of
-        their own.
+    def add_singles(self, arrays: Sequence[SingleArray]) -> None:
+        """Takes in documents that have an array of their own each, as large ones do. All before
+        them get flags of their own. O(arrays).
 
-        The skip flags must not cover it. `SingleArray` says what `published` is.
+        The skip flags must not cover them.
         """
         self.seal()
         self.move_flags_to_arrays()
-        self._append(SingleArray(row, published))
+        for array in arrays:
+            self._append(array)
 
     def seal(self) -> None:
         """Makes an array of the rows. O(bytes)."""

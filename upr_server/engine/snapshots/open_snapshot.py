@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from upr_kernel import OpenRows
 from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
-from upr_protocol.ids import Cas, Operation, SeqNo
+from upr_protocol.ids import Cas, SeqNo
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.counters import Counters
-from upr_server.engine.snapshots.document_arrays import ROW_BYTES
+from upr_server.engine.snapshots.document_arrays import ROW_BYTES, SingleArray
 from upr_server.engine.snapshots.document_list import (
     LARGE_VALUE_BYTES,
     SLACK_BYTES,
@@ -40,14 +40,14 @@ class EvaluatedArray(NamedTuple):
 
     Attributes:
         rows: The documents, of different keys, with their numbers.
-        chunk: The same as a stored chunk. None for a few, which are taken in one by one; one that
-            is large stands alone.
-        published: What `SingleArray` says, for a large document.
+        chunk: The same as a stored chunk; None if each stands alone.
+        singles: The same as arrays of one document, if each stands alone: those that are large, and
+            a few between them.
     """
 
     rows: Sequence[Mutation]
     chunk: Chunk | None = None
-    published: Chunk | None = None
+    singles: Sequence[SingleArray] = ()
 
 
 class OpenSnapshot:
@@ -181,7 +181,7 @@ class OpenSnapshot:
             documents.skip(previous_seq)
             documents.count_superseded(1)
         if len(row.value) > LARGE_VALUE_BYTES:
-            documents.add_large(row, published)
+            documents.add_singles([SingleArray(row, published)])
         else:
             covered_count = documents.skip_flags.extend_through(row.seq)
             documents.add(row)
@@ -204,16 +204,16 @@ class OpenSnapshot:
             table: As in `add_rows`.
         """
         documents, rows = self._documents, self.rows
+        previous_seqs: list[int] = []
         for array in arrays:
-            if array.chunk is None:
-                for row in array.rows:
-                    is_tombstone = row.op != Operation.SET
-                    previous_seq = table.put(row.key, row.seq, is_tombstone=is_tombstone)
-                    self.add(row, previous_seq, array.published)
-            else:
+            if array.chunk is not None:
                 documents.add_array(array.chunk)
-                rows.high = array.chunk.end
-                self._supersede(table.put_all(array.rows))
+            else:
+                documents.add_singles(array.singles)
+            rows.high = array.rows[-1].seq
+            previous_seqs += table.put_all(array.rows)
+        if previous_seqs:
+            self._supersede(previous_seqs)
         if counter_rows:
             self._supersede(table.put_all(counter_rows))
             self._counters.extend(counter_rows)
