@@ -22,10 +22,29 @@ from tests.kit.placed_keys import key_in
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.client import Address, NodeClient, connect, publisher
 from upr_protocol.failover import NOTHING_YET
-from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
+from upr_protocol.ids import (
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
 from upr_protocol.limits import PARTITIONS_MAX
 from upr_protocol.partition_map import Assignment, PartitionMap
-from upr_protocol.wire import VERSION, Get, GetMap, Go, Hello, Mutate, Seqnos, Stats, Stream
+from upr_protocol.wire import (
+    VERSION,
+    Await,
+    Get,
+    GetMap,
+    Go,
+    Hello,
+    Mutate,
+    Seqnos,
+    SeqnosReply,
+    Stats,
+    Stream,
+)
 from upr_protocol.wire.frame import pack_header
 
 MIB: Final = 1024 * 1024
@@ -95,6 +114,76 @@ async def touches(server: Target) -> None:
     rows = [Mutation(Operation.TOUCH, key_in(0, 1), b"", expiry=2_000_000_000)] * 200
 
     await _for_ever(server, NARROW, lambda asking: asking.send(_mutate(asking, rows)))
+
+
+async def many_touches(server: Target) -> None:
+    """900 touches of values of 70 kB, in one frame."""
+    keys = [key_in(0, 1, b"%d" % index) for index in range(900)]
+    async with publisher(server.url(NARROW)) as sink:
+        for key in keys:
+            await sink.set(key, bytes(70_000))
+    rows = [Mutation(Operation.TOUCH, key, b"", expiry=2_000_000_000) for key in keys]
+
+    await _for_ever(server, NARROW, lambda asking: asking.send(_mutate(asking, rows)))
+
+
+async def many_appends(server: Target) -> None:
+    """4,000 appends of a byte to one value of 3 MiB, in one frame, over ten connections."""
+    async with connect(server.url(NARROW)) as client:
+        await client.set(key_in(0, 1), bytes(3 * MIB))
+    rows = [Mutation(Operation.APPEND, key_in(0, 1), b"x")] * 4000
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(
+                _for_ever, server, NARROW, lambda asking: asking.send(_mutate(asking, rows))
+            )
+
+
+async def waits(server: Target) -> None:
+    """Five connections wait 4,000 times each for a replica that does not come, and all of them at
+    most half a second."""
+    node = NodeClient(Address.parse(server.url(NARROW)))
+    nodes = {"a": f"{server.host}:{server.port}", "b": "127.0.0.1:1"}
+    partitions = (Assignment(active="a", replicas={"b": ""}),)
+    await node.set_map(
+        0, PartitionMap(bucket=NARROW, revision=1, nodes=nodes, partitions=partitions)
+    )
+    async with connect(server.url(NARROW)) as client:
+        await client.set(key_in(0, 1), b"v")
+    async with peer(server.host, server.port, NARROW) as asking:
+        await asking.send(Seqnos(opaque=asking.opaque()))
+        _, history, seq, *_ = (await asking.expect(SeqnosReply)).rows[0]
+
+    async def wait(asking: Peer) -> None:
+        opaque = asking.opaque()
+        level = Durability.REPLICATED
+        await asking.send(Await(HistoryId(history), SeqNo(seq), 500, level, 1, opaque=opaque))
+
+    async def wait_for_ever() -> None:
+        while True:
+            async with peer(server.host, server.port, NARROW) as asking:
+                with trio.move_on_after(2.0):
+                    for _ in range(4000):
+                        await wait(asking)
+                    await _drain(asking)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(wait_for_ever)
+
+
+async def persisted(server: Target) -> None:
+    """4,000 frames, each of one change that is to be on disk when it is answered."""
+
+    async def ask(asking: Peer) -> None:
+        for index in range(200):
+            rows = [Mutation(Operation.ADD, key_in(0, 1, b"%x" % getrandbits(40)), b"%d" % index)]
+            bundle = Bundle.of_one_run(P0, Chunk.build(rows))
+            persisted = Durability.PERSISTED
+            await asking.send(Mutate(bundle, durability=persisted, opaque=asking.opaque()))
+
+    await _for_ever(server, NARROW, ask)
 
 
 async def increments(server: Target) -> None:
@@ -273,8 +362,19 @@ async def misplaced_keys(server: Target) -> None:
 
 
 ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
-    "A1": (appends, touches),
-    "A2": (increments, questions, reads, stored_reads, expiries, streams, maps, deletions),
+    "A1": (appends, touches, many_touches, many_appends),
+    "A2": (
+        increments,
+        waits,
+        persisted,
+        questions,
+        reads,
+        stored_reads,
+        expiries,
+        streams,
+        maps,
+        deletions,
+    ),
     "A3": (headers, unfinished),
     "A4": (connections,),
     "A5": (repeated_partitions, identities),
