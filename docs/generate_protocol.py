@@ -28,6 +28,7 @@ from crc32c import crc32c
 
 from upr_protocol import chunk as chunk_module
 from upr_protocol import limits
+from upr_protocol.address import PORT_DEFAULT
 from upr_protocol.bucket_event import BucketFate
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes
 from upr_protocol.errors import ADVICE, Status
@@ -66,6 +67,7 @@ from upr_protocol.wire import (
 from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import layout_fields
+from upr_server.config import ServerConfig
 from upr_server.conformance import WRONG_INPUTS, Outcome, Progress, client_scenarios
 from upr_server.engine.operations import (
     COUNTER_DIGITS_MAX,
@@ -79,6 +81,8 @@ from upr_server.engine.operations import (
     Outcome as OperationOutcome,
 )
 from upr_server.engine.publisher_answers import ANSWERS_BYTES_MAX, BATCHES_MAX, WRITERS_MAX
+from upr_server.net.credit import CREDIT_BYTES_MAX, CREDIT_BYTES_MIN
+from upr_server.net.frame_budget import FRAME_BYTES_PER_S_MIN, FRAME_TIMEOUT_S
 from upr_server.net.handlers.publishing import EVALUATED_BYTES_MAX
 from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
 from upr_server.runtime import FAILURES_MAX
@@ -90,6 +94,9 @@ OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Strea
 PROSE: Final = Path(__file__).with_name("protocol.in.md")
 CONVERSATIONS: Final = Path(__file__).with_name("vectors") / "conversations.json"
 """What docs/conversations.py has recorded."""
+
+STARTS: Final = CONVERSATIONS.with_name("starts.json")
+"""Where streams of several clients start."""
 
 ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (
     Operation,
@@ -107,7 +114,15 @@ STATUS_RANGES: Final = (
     (1, 31, "Answers to one request; the connection goes on."),
     (32, 63, "Answers about one mutation of a run, in `MutateReply.failures`."),
     (64, 127, "Why a stream ended, in `StreamEnd`."),
-    (128, 0xFFFF, "Said in an `Error`, after which the connection is closed."),
+    (
+        128,
+        0xFFFF,
+        (
+            "In an `Error`, after which the connection is closed. `SHUTTING_DOWN`, `TOO_SLOW` and "
+            "`NOT_ALLOWED` occur there, too. No server sends `LOG_IN_NEEDED`: client programs "
+            "report it."
+        ),
+    ),
 )
 
 
@@ -322,11 +337,25 @@ def state_rows() -> list[list[str]]:
                 for kind, to in row.items()
                 if kind.sender & side and kind is not Error
             ]
+            if state is SessionState.STREAMING:
+                counts = [streaming_sentence(side)]
             if state is SessionState.GREETED and side is Role.SERVER:
                 counts.append(f"with mechanisms → `{SessionState.UNAUTHENTICATED.name}`")
             cells.append(", ".join(counts) or "–")
         rows.append(cells)
     return rows
+
+
+def streaming_sentence(side: Role) -> str:
+    """What a side may say in `STREAMING`, beside what it may say in `OPEN`."""
+    streaming, opened = (
+        [kind for kind in SESSION[state] if kind.sender & side and kind is not Error]
+        for state in (SessionState.STREAMING, SessionState.OPEN)
+    )
+    missing = [link(kind) for kind in opened if kind not in streaming]
+    more = [link(kind) for kind in streaming if kind not in opened]
+    omitted = f" except {listed(missing)}" if missing else ""
+    return f"all that `OPEN` allows{omitted}; also {listed(more)}"
 
 
 def stream_rows() -> list[list[str]]:
@@ -341,6 +370,21 @@ def stream_rows() -> list[list[str]]:
             ),
         ]
         for state, inputs in STREAM.items()
+    ]
+
+
+def reason_rows() -> list[list[str]]:
+    """Each reason, with the statuses of the vectors' answers that have it."""
+    statuses: dict[str, set[Status]] = {}
+    for start in json.loads(STARTS.read_text()):
+        statuses.setdefault(start["reason"], set()).add(Status(start["status"]))
+    return [
+        [
+            f"`{reason.name}`",
+            listed([f"`{status.name}`" for status in sorted(statuses[reason.name])], "or"),
+            reason.value,
+        ]
+        for reason in StartReason
     ]
 
 
@@ -750,13 +794,38 @@ def dump_layout(layout: Any, data: bytes, offset: int) -> Iterator[str]:
         elif inner is CHUNK:
             yield from dump_chunk(field, offset + begin).split("\n")
         else:
-            yield from dump_bytes(offset + begin, field, described(sub.name, parsed.get(sub.name)))
+            value = parsed.get(sub.name)
+            yield from dump_bytes(offset + begin, field, described(sub.name, value, row_names(sub)))
         begin = end
 
 
-def described(name: str, value: object) -> str:
-    """A field and its value, where the bytes do not show it."""
+def row_names(construct: Any) -> list[str]:
+    """The names of the fields of a list's rows; none if the items have no fields."""
+    construct = bare(construct)
+    if not isinstance(construct, cs.FocusedSeq):
+        return []
+    row = bare(bare(subcons(construct)[1]).subcon)
+    return [sub.name for sub in subcons(row) if sub.name] if isinstance(row, cs.Struct) else []
+
+
+def described(name: str, value: object, names: Sequence[str] = ()) -> str:
+    """A field and its value, where the bytes do not show it.
+
+    Args:
+        name: The field.
+        value: Its value.
+        names: Of a list with several fields in a row, the fields.
+    """
     match value:
+        case tuple() if names:
+            fields = [name for name in names if name != "padding"]
+            rows = [
+                ", ".join(f"{field} {part}" for field, part in zip(fields, row, strict=True))
+                for row in value
+            ]
+            return f"{name}: {'; '.join(rows) or 'none'}"
+        case tuple():
+            return f"{name}: {', '.join(map(repr, value)) or 'none'}"
         case None:
             return f"{name}, zeros"
         case bool():
@@ -825,10 +894,10 @@ def blocks() -> dict[str, str]:
         for name, value in vars(limits).items()
         if name.isupper()
     }
-    reasons = [(f"`{reason.name}`", reason.value) for reason in StartReason]
     message_head = ("opcode", "message", "sent by", "answered by")
     state_head = ("state", "what it means", "the client may send", "the server may send")
     return texts | {
+        "port_default": str(PORT_DEFAULT),
         "checksum_of_123456789": f"{crc32c(b'123456789'):#010x}",
         "partition_of_N14228": str(partition_of(b"N14228", 64)),
         "header_bytes": str(HEADER_BYTES),
@@ -838,7 +907,7 @@ def blocks() -> dict[str, str]:
         "session_states": table(state_head, state_rows()),
         "stream_diagram": stream_diagram(),
         "stream_states": table(("state", "what it means", "what may happen"), stream_rows()),
-        "reasons": table(("reason", "sentence"), reasons),
+        "reasons": table(("reason", "with the status", "text"), reason_rows()),
         "message_index": table(message_head, index_rows()),
         "messages": "\n\n".join(map(message_section, MESSAGES.values())),
         "wrong_input": table(("in", "what is wrong", "it is", "code"), wrong_input_rows()),
@@ -856,6 +925,11 @@ def blocks() -> dict[str, str]:
         "dead_after_intervals": number(DEAD_AFTER_INTERVALS),
         "lapsed_days": number(int(LAPSED_S) // (24 * 3600)),
         "leased_ranges_max": number(limits.LEASED_RANGES_MAX),
+        "credit_bytes_min": size(CREDIT_BYTES_MIN),
+        "credit_bytes_max": size(CREDIT_BYTES_MAX),
+        "replication_timeout_s": number(ServerConfig().replication_timeout_s),
+        "frame_timeout_s": number(FRAME_TIMEOUT_S),
+        "frame_bytes_per_s_min": size(FRAME_BYTES_PER_S_MIN),
         "leases_max": number(limits.LEASES_MAX),
         "lease_owner_bytes_max": number(limits.LEASE_OWNER_BYTES_MAX),
         "connections_told_max": number(CONNECTIONS_TOLD_MAX),

@@ -11,7 +11,7 @@ import pytest
 from crc32c import crc32c
 
 from docs.generate_vectors import checksums, encoded
-from tests.protocol.session.kit import Pair, hello, hello_reply
+from tests.protocol.session.kit import Pair, hello, hello_reply, stream
 from upr_protocol import limits
 from upr_protocol.chunk import (
     Bundle,
@@ -41,6 +41,7 @@ from upr_protocol.wire import (
     MESSAGES,
     Ack,
     Barrier,
+    CloseStream,
     EventsReply,
     FrameBuffer,
     Go,
@@ -132,6 +133,27 @@ def start_inside(last_complete: int, highest_received: int, end: int) -> object:
     partial = PartialSnapshot(HistoryId(1), SeqNo(last_complete), SeqNo(end))
     position = Position(log, SeqNo(last_complete), SeqNo(highest_received), partial)
     return decide_start(log, SeqNo(end), SeqNo(0), position)
+
+
+def closing_error(*, is_accepted: bool, opaque: int = 1) -> int | None:
+    """Why a client may not close the stream with the opaque 1; None if it may."""
+    pair = Pair.in_state(SessionState.STREAMING)
+    if is_accepted:
+        pair.accept(0, 1)
+    else:
+        pair.client_says(stream(0, 1))
+    try:
+        pair.client.send(CloseStream(partition=PartitionId(0), opaque=opaque))
+    except LocalProtocolError as error:
+        return error.status
+    return None
+
+
+def has_no_partial_without_a_history() -> bool:
+    """Whether a position's start and end of a partial snapshot are ignored without its history."""
+    body = bytearray(b"".join(map(bytes, stream(0, 1).body_buffers())))
+    body[42], body[50] = 4, 9  # where the table of `Stream` has the start and the end
+    return Stream.parse(bytes(body), PartitionId(0), 1, 0).position.partial is None
 
 
 def streams_are_open_requests() -> bool:
@@ -366,7 +388,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "why does a SET fail that expects a CAS of a missing key?": (
-        "It then fails with `NOT_FOUND` if the key is missing, and with `CAS_MISMATCH`",
+        "The row then fails with `NOT_FOUND` if the key is missing, and with `CAS_MISMATCH`",
         lambda: (
             stored_by(SET, cas=7) is stored_by(Operation.ADD, cas=7) is Status.NOT_FOUND
             and stored_by(SET, item=b"", cas=7) is Status.CAS_MISMATCH
@@ -389,12 +411,34 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "is an item there in the second of its expiry time?": (
-        "has expired when the server's clock, in seconds since 1970, has reached its expiry time",
+        "An item has expired when the server's clock has reached its expiry time",
         expires_at_its_second,
     ),
     "does a run of a writer of zeros have its effect twice?": (
         "If it is all zeros, the server ignores `counter`, `chain` and `attempt`",
         lambda: has_no_token(bytes(16)) and not has_no_token(b"writer of tests!"),
+    ),
+    "which value has a deletion that a publisher gave a value?": (
+        "The server ignores the values of `DELETE` and `TOUCH` rows. The deletions that it streams",
+        lambda: (
+            stored_by(Operation.DELETE, b"ignored", b"v") == (b"", 0)
+            and stored_by(Operation.TOUCH, b"ignored", b"v") == (b"v", 3)
+        ),
+    ),
+    "may a client close a stream before the server has accepted it?": (
+        "only after the `StreamReply`; while the stream is `REQUESTED`, it is out of turn",
+        lambda: (
+            closing_error(is_accepted=False) is Status.OUT_OF_TURN
+            and closing_error(is_accepted=True) is None
+        ),
+    ),
+    "may a CloseStream have an opaque of its own?": (
+        "Its opaque is the stream's; another one is malformed",
+        lambda: closing_error(is_accepted=True, opaque=9) is Status.MALFORMED,
+    ),
+    "has a position a partial snapshot if only its end is not 0?": (
+        "A position has a partial snapshot if `partial_history` is not 0; otherwise the server",
+        has_no_partial_without_a_history,
     ),
     "may a client say Go twice?": (
         "If a side sends another message, the receiver sends `Error` (`OUT_OF_TURN`)",

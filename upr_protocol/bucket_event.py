@@ -15,7 +15,7 @@ from upr_protocol.ids import DESIGN_PREFIX
 
 @unique
 class BucketFate(IntEnum):
-    """What happened to one incarnation of a bucket; the values are those of the packed counter."""
+    """What happened last to one incarnation of a bucket."""
 
     DELETED = 1
     """It was deleted. So were all earlier buckets of this name, perhaps without an event."""

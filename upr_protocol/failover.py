@@ -138,7 +138,7 @@ class StartReason(Enum):
     SAME_HISTORY = "the client's newest history is the server's current one"
     PARTIAL_SNAPSHOT = "the client has received part of a snapshot of the server's history"
     PARTIAL_OF_ANOTHER_HISTORY = "the client's partial snapshot came from another history"
-    BRANCHED = "the histories of server and client diverge there"
+    BRANCHED = "the histories of server and client diverge"
     UNKNOWN_HISTORY = "the server and the client have no history in common"
     PURGED = "the server has forgotten deletions that the client has not received"
     SERVER_BEHIND = "the server does not have all that the client has yet"

@@ -106,7 +106,7 @@ class SnapshotKind(IntEnum):
 
 @unique
 class Durability(IntEnum):
-    """How durable a batch must be before the server acknowledges it."""
+    """How durable a run must be before the server answers."""
 
     MEMORY = 0
     """The active node has it in memory."""

@@ -5,7 +5,7 @@ const crypto = require('node:crypto')
 const wire = require('./wire.js')
 const { Connection, Refused } = require('./connection.js')
 
-const AGAIN = new Set([1, 2, 9, 12, 19]) // NOT_MY_PARTITION, WRONG_STATE, TEMPORARY_FAILURE, TIMED_OUT, NOT_DURABLE_YET
+const AGAIN = new Set([1, 2, 9, 19]) // NOT_MY_PARTITION, WRONG_STATE, TEMPORARY_FAILURE, NOT_DURABLE_YET
 const [ROWS, RUNS, BUNDLE_BYTES] = [32, 128, 1 << 20] // rows a run and runs a bundle: 4,096 mutations; a bundle ends behind so many bytes
 const bytesOf = (operations) => operations.reduce((sum, { row }) => sum + row.key.length + row.value.length + 48, 0)
 const pause = () => new Promise((resolve) => setTimeout(resolve, 50))

@@ -47,7 +47,9 @@ class CreateBucket(Message, frozen=True):
     answers = (BucketDone,)
     layout = cs.Struct(
         "partition_count" / cs.Int16ul * "1 to 1,024; 0 for the server's default",
-        "quota_bytes" / cs.Int64ul * "memory it may take; 0 for the server's default",
+        "quota_bytes"
+        / cs.Int64ul
+        * "memory it may take, at least 1 MiB; 0 for the server's default",
         "name" / text() * "1 to 100 of letters, digits, `.`, `_`, `-`; no `.` first",
     )
 

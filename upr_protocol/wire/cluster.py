@@ -130,7 +130,7 @@ class Join(Message, frozen=True):
 
 
 class PartitionAnswers(Message, frozen=True):
-    """Answers to publishers, for batches in one snapshot: the snapshot that has begun, or the
+    """Answers to publishers, for the runs in one snapshot: the snapshot that has begun, or the
     `PartitionSnapshot` that follows. Only streams `with_answers` have it."""
 
     opcode = 0xA2
@@ -144,8 +144,8 @@ class PartitionAnswers(Message, frozen=True):
             row(writer=cs.Bytes(16), counter=cs.Int64ul, seq=cs.Int64ul, answer=octets(cs.Int32ul)),
             cs.Int32ul,
         )
-        * "writer, batch, the partition's highest sequence number then, and the answer as the "
-        "server keeps it, oldest first",
+        * "of each run its writer, its counter, the partition's highest sequence number then, and "
+        "the answer as the server keeps it, oldest first",
     )
 
     rows: tuple[tuple[bytes, int, int, bytes], ...]

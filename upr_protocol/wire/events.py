@@ -42,10 +42,14 @@ class EventsReply(Message, frozen=True):
     """Events of buckets since the consumer's last request; empty if no event came in time.
 
     Attributes:
-        batch: The number with which the consumer acknowledges this batch; 0 if the batch is empty.
+        batch: The number with which the consumer acknowledges this batch; 0 if no event came in
+            time.
         everything: Whether the consumer must look at all buckets once, because it is new, was away
             for too long, or the server was killed. Later changes come as events.
-        events: The events, by name of the bucket.
+        events: One event for each bucket, by the buckets' names. `incarnation` is a number that
+            each bucket gets when it is created, so a later bucket of the same name has another one.
+            `fate` is a `BucketFate`. `updates` is above 0 if items of the bucket changed; one
+            update may stand for many changes. `designs` has the keys of design documents.
     """
 
     opcode = 0xA3
@@ -70,13 +74,15 @@ class NextEvents(Message, frozen=True):
     """Asks for events of buckets, and waits for some.
 
     Attributes:
-        consumer: The consumer's name; with it the consumer continues after a lost connection.
+        consumer: The consumer's name; with it the consumer continues after a lost connection. It
+            has 1 to 100 of letters, digits, `.`, `_` and `-`, and does not begin with `.`.
         acknowledged: The batch that the consumer has handled; 0 for none. The server sends a batch
             again if it is not acknowledged.
         timeout_s: 1 to 3,600 seconds. If the consumer does not ask for this time, the server
             regards it as dead, and drops its queue.
         wait_ms: How long to wait for an event.
         kinds: The kinds of events, as a sum: 1 created, 2 deleted, 4 updated, 8 design documents.
+            At least one.
         pattern: The buckets whose events to send.
     """
 

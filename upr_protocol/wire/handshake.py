@@ -47,12 +47,13 @@ class Hello(Message, frozen=True):
     """The client's first frame. Its layout is the same in all versions.
 
     Attributes:
-        identity: `what:who`, at most 200 bytes, e.g. `indexer:node-7`.
-        versions: The versions the client speaks.
+        identity: `what:who`, 1 to 200 bytes, e.g. `indexer:node-7`. It has no control, format or
+            separator characters except the space.
+        versions: The versions the client speaks. This page describes version 1.
         features: A bit for each feature the client wants; none is defined yet.
         window_bytes: The flow-control window: how many bytes of stream frames the server may send
-            before the client acknowledges some.
-        idle_interval_s: After this time without a message, a side sends `Noop`.
+            before the client acknowledges some. At least 65,536.
+        idle_interval_s: After this time without a message, a side sends `Noop`. 1 to 3,600 seconds.
     """
 
     opcode = 0x01
@@ -91,7 +92,10 @@ class Hello(Message, frozen=True):
 
 class HelloReply(Message, frozen=True):
     """The server's answer: what was agreed, and the limits for the client. If it names mechanisms,
-    the client must log in first: the session is then `UNAUTHENTICATED`, not `READY`."""
+    the client must log in first: the session is then `UNAUTHENTICATED`, not `READY`. The message is
+    malformed if it has a feature that `Hello` does not have, a longer idle interval, a
+    `frame_body_bytes_max` below 4,096, or another limit of 0. If the client does not speak the
+    chosen version, its `Error` has the code `BAD_VERSION`."""
 
     opcode = 0x81
     sender = Role.SERVER
@@ -291,7 +295,9 @@ class StreamReply(Message, frozen=True):
     `NOT_MY_PARTITION` (the partition is dead here), `WRONG_STATE` (the partition is not in the
     requested state), `BAD_ARGUMENT` (the server never streams with this state or prefix),
     `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, `RANGE_GONE` (the lease does not protect the
-    range), or `DAMAGED` (the server's copy of the partition is damaged and not served)."""
+    range), or `DAMAGED` (the server's copy of the partition is damaged and not served). It is
+    `NO_BUCKET` if the bucket was deleted, `NOT_ALLOWED` if the user lacks the right, and
+    `LIMIT_REACHED` if the user has too many streams."""
 
     opcode = 0x86
     sender = Role.SERVER
@@ -300,7 +306,7 @@ class StreamReply(Message, frozen=True):
     status_meaning = "`OK`, or why there is no stream"
     layout = cs.Struct(
         "seq" / cs.Int64ul * "after which number the stream continues, or the rollback's ceiling",
-        "reason" / text() * "why there",
+        "reason" / text() * "why there, or why there is no stream",
         "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
         "log" / LOG * "the server's failover log; record it before any data",
     )
@@ -338,8 +344,8 @@ class Stream(Message, frozen=True):
             this range, from disk, with every version in it, and ends. 0 for none.
         with_answers: Whether to send the answers to publishers, too. A replica needs them, because
             it may become active, and must then give the same answers.
-        key_prefix: The prefix of the keys to stream, at most `KEY_BYTES_MAX` bytes. Chunks,
-            snapshots and positions cover the same numbers as without it. Empty for all.
+        key_prefix: The prefix of the keys to stream, at most 250 bytes. Chunks, snapshots and
+            positions cover the same numbers as without it. Empty for all.
     """
 
     opcode = 0x06

@@ -23,8 +23,9 @@ class GetReply(Message, frozen=True):
     """The requested items, in the order of the keys. An existing item is a `SET` with its sequence
     number and CAS. A missing item is a `DELETE` with sequence number 0 and flags 0. If the server
     refuses a key, its row is a `DELETE` with the status in its flags: `BAD_KEY` if the key is empty
-    or too long, `DAMAGED` if its record on disk is damaged. An answer has at most some hundred
-    keys, and about 1 MiB. `next_index` is the first key without an answer; ask again from there."""
+    or too long, `DAMAGED` if its record on disk is damaged. An answer has at most 256 keys,
+    and about 1 MiB unless one value is longer. `next_index` is the first key without an answer; ask
+    again from there."""
 
     opcode = 0x93
     sender = Role.SERVER
@@ -191,7 +192,8 @@ class Await(Message, frozen=True):
     `HISTORY_CHANGED` if the partition is in another history, or begins one meanwhile; with
     `TIMED_OUT` after `deadline_ms`; with `BAD_ARGUMENT` if the partition has not reached the
     number, or a replicated level has 0 copies; with `TOO_FEW_REPLICAS` if the partition has fewer
-    replicas than `copies`; and with `NOT_MY_PARTITION` if the server is not active for it."""
+    replicas than `copies`, or none at all; and with `NOT_MY_PARTITION` if the server is not active
+    for it."""
 
     opcode = 0x15
     sender = Role.CLIENT
@@ -266,10 +268,10 @@ class Lease(Message, frozen=True):
         action: What is asked for.
         lease_id: The lease. To acquire one, a random number that the client draws, so that a
             request that is sent again does not make a second lease; or 0, and the server draws one.
-        time_to_live_s: Seconds to hold without renewal.
-        owner: Who holds it, for statistics.
-        ranges: (partition, start, end), start exclusive; all ones for an end mean the snapshot end
-            that is on disk when the lease is granted.
+        time_to_live_s: Seconds to hold without renewal. To acquire or renew a lease.
+        owner: Who holds it, for statistics. To acquire a lease only.
+        ranges: To acquire a lease only: (partition, start, end), start exclusive; all ones for an
+            end mean the snapshot end that is on disk when the lease is granted.
     """
 
     opcode = 0x17

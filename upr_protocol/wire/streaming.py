@@ -161,7 +161,8 @@ class BarrierReply(Message, frozen=True):
         "cookie" / octets() * "the cookie that was sent",
         "ends"
         / tuple_of(row(partition=cs.Int16ul, end=cs.Int64ul))
-        * "for each stream its partition and its last snapshot end",
+        * "for each stream its partition and its last snapshot end; before the first one, where "
+        "the client was consistent when the stream began",
     )
 
     cookie: bytes

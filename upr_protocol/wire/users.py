@@ -10,7 +10,8 @@ from upr_protocol.wire.message import CONTROL, Message, Role
 
 
 class UsersReply(Message, frozen=True):
-    """The users of the cluster, as the node has them now."""
+    """The users of the cluster, as the node has them now. Only `upr user` and nodes ask for them:
+    this page does not describe their JSON."""
 
     opcode = 0xA8
     sender = Role.SERVER

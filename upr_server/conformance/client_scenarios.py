@@ -20,7 +20,8 @@ in UTF-8 on the wire. The tasks:
   `{"items": {key: value}, "refused": {key: code}}`; a missing key is in neither.
 
 A task may have `"user"` and `"password"`. Then the client logs in with them, by SCRAM-SHA-256. If
-the server does not prove that it stores the user's verifier, the client does nothing.
+the server names no mechanism, or does not prove that it stores the user's verifier, the client
+closes the connection without opening the bucket, and connects again.
 
 A position has the fields of a position on this page, and its `log` is a list of [history, number].
 (The vectors have objects instead.)
