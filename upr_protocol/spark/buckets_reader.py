@@ -141,7 +141,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 name: self._reader(name).next_offset(begin, limits)
                 for name, begin in begins.items()
             }
-        backlogs = {name: pending.numbers for name, pending in self._pending(begins).items()}
+        backlogs = {name: size.numbers for name, size in self._pending(begins).items()}
         ends: dict[str, Json] = {}
         for name in (name for name, backlog in backlogs.items() if not backlog):
             # It is asked, too: it may have to go back. Then it has more than the backlog says, and

@@ -151,7 +151,7 @@ def check_schema(
         if field.name not in columns:
             raise OptionError(f"there is no column {field.name}. There are {', '.join(columns)}")
         kind, _ = columns[field.name]
-        allowed = [kind, StringType()] if field.name in _TEXTS else [kind]
+        allowed_types = [kind, StringType()] if field.name in _TEXTS else [kind]
         if field.name == "value" and isinstance(field.dataType, StructType):
             if not is_parsed(field.dataType):
                 raise OptionError(
@@ -159,8 +159,8 @@ def check_schema(
                     "values are not parsed into: ask for that field as string, or for the value as "
                     "string and use from_json"
                 )
-        elif field.dataType not in allowed:
-            names = " or ".join(allowed_kind.simpleString() for allowed_kind in allowed)
+        elif field.dataType not in allowed_types:
+            names = " or ".join(allowed_kind.simpleString() for allowed_kind in allowed_types)
             raise OptionError(
                 f"the column {field.name} is {names}, and not {field.dataType.simpleString()}"
             )

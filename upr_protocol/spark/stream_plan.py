@@ -348,22 +348,22 @@ class StreamPlan:
         Partitions that are not asked for stay where they are, perhaps inside a snapshot."""
         self._sizes = {**self._sizes, **sizes}
         ends = batch_ends(partitions, limits, sizes)
-        moved = {
+        new_offsets = {
             partition: attrs.evolve(offset, seq=ends.get(partition, offset.seq))
             for partition, offset in partitions.items()
         }
         if all(
             offset.came_from is None and offset.seq == start.partition_offset(partition).seq
-            for partition, offset in moved.items()
+            for partition, offset in new_offsets.items()
         ):
             return start
         initial = start.partitions if start.is_initial else None
         unmoved = {
             partition: self._after_batch(offset)
             for partition, offset in start.partitions.items()
-            if partition not in moved
+            if partition not in new_offsets
         }
-        return StreamOffset(self._bucket, unmoved | moved, lease_id, initial)
+        return StreamOffset(self._bucket, unmoved | new_offsets, lease_id, initial)
 
     # What is behind it.
 
@@ -482,27 +482,27 @@ def batch_ends(
     total = sum(backlogs.values())
     if not total:
         return {}
-    allowed = total if limits.numbers is None else min(total, limits.numbers)
+    batch_total = total if limits.numbers is None else min(total, limits.numbers)
     nbytes = sum(sizes.get(partition, 0.0) * backlog for partition, backlog in backlogs.items())
     if limits.nbytes is not None and nbytes > limits.nbytes:
-        allowed = min(allowed, max(1, int(total * limits.nbytes / nbytes)))
+        batch_total = min(batch_total, max(1, int(total * limits.nbytes / nbytes)))
     return {
         partition: SeqNo(partitions[partition].seq + share)
-        for partition, share in equal_shares(allowed, backlogs).items()
+        for partition, share in equal_shares(batch_total, backlogs).items()
     }
 
 
-def equal_shares(allowed: int, backlogs: Mapping[K, int]) -> dict[K, int]:
+def equal_shares(batch_total: int, backlogs: Mapping[K, int]) -> dict[K, int]:
     """Of what a batch may have, the same share of each backlog.
 
     Args:
-        allowed: How much the batch may have.
+        batch_total: How much the batch may have.
         backlogs: How much there is of each; together at least 1.
     """
     total = sum(backlogs.values())
-    allowed = min(allowed, total)
-    parts = {name: allowed * backlog // total for name, backlog in backlogs.items()}
-    unassigned = allowed - sum(parts.values())
+    batch_total = min(batch_total, total)
+    parts = {name: batch_total * backlog // total for name, backlog in backlogs.items()}
+    unassigned = batch_total - sum(parts.values())
     # What rounding left goes to those that have most left.
     for name in sorted(backlogs, key=lambda name: (parts[name] - backlogs[name], name))[
         :unassigned

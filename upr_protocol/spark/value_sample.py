@@ -69,11 +69,14 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
     finally:
         driver.close()
     filled = [partition for partition, row in numbers.items() if row.high_seq]
-    chosen = filled[:PARTITIONS_READ] if _reads_all_keys(options) else filled
-    if not chosen or not count:
+    chosen_partitions = filled[:PARTITIONS_READ] if _reads_all_keys(options) else filled
+    if not chosen_partitions or not count:
         return
-    share = -(-count // len(chosen)) if _reads_all_keys(options) else SeqNo(1 << 62)
-    starts = {partition: SeqNo(max(0, numbers[partition].high_seq - share)) for partition in chosen}
+    share = -(-count // len(chosen_partitions)) if _reads_all_keys(options) else SeqNo(1 << 62)
+    starts = {
+        partition: SeqNo(max(0, numbers[partition].high_seq - share))
+        for partition in chosen_partitions
+    }
     positions = {
         partition: Position(infos[partition].log, start, start, None)
         for partition, start in starts.items()
@@ -81,9 +84,9 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
     try:
         with BlockingConsumer(
             options.address,
-            partitions=sorted(chosen),
+            partitions=sorted(chosen_partitions),
             resume=ResumeState(options.address.bucket, positions),
-            end={partition: numbers[partition].high_seq for partition in chosen},
+            end={partition: numbers[partition].high_seq for partition in chosen_partitions},
             key_prefix=options.key or options.key_prefix,
             window_bytes=WINDOW_BYTES_MIN,
             identity=DRIVER,

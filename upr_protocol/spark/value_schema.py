@@ -73,21 +73,23 @@ def _kind_of(value: object) -> DataType:
     return StructType([StructField(name, _kind_of(field)) for name, field in value.items()])
 
 
-def _merged(one: DataType, other: DataType) -> DataType:
+def _merged(first: DataType, second: DataType) -> DataType:
     """The type that values of both fit into."""
-    if isinstance(one, StructType) and isinstance(other, StructType):
-        kinds = {field.name: field.dataType for field in one}
-        for field in other:
-            known = kinds.get(field.name)
-            kinds[field.name] = field.dataType if known is None else _merged(known, field.dataType)
+    if isinstance(first, StructType) and isinstance(second, StructType):
+        kinds = {field.name: field.dataType for field in first}
+        for field in second:
+            first_kind = kinds.get(field.name)
+            kinds[field.name] = (
+                field.dataType if first_kind is None else _merged(first_kind, field.dataType)
+            )
         return StructType([StructField(name, kind) for name, kind in kinds.items()])
-    if isinstance(one, ArrayType) and isinstance(other, ArrayType):
-        return ArrayType(_merged(one.elementType, other.elementType))
-    if one == other or type(other) is NullType:
-        return one
-    if type(one) is NullType:
-        return other
-    if {type(one), type(other)} == {LongType, DoubleType}:
+    if isinstance(first, ArrayType) and isinstance(second, ArrayType):
+        return ArrayType(_merged(first.elementType, second.elementType))
+    if first == second or type(second) is NullType:
+        return first
+    if type(first) is NullType:
+        return second
+    if {type(first), type(second)} == {LongType, DoubleType}:
         return DoubleType()
     return _Mixed()
 
@@ -96,12 +98,12 @@ def _without_unknown(kind: DataType) -> DataType | None:
     """The type without the fields that can be no column, the others by name; None if nothing is
     left of it."""
     if isinstance(kind, StructType):
-        known = {
+        known_kinds = {
             field.name: known_kind
             for field in kind
             if (known_kind := _without_unknown(field.dataType)) is not None
         }
-        fields = [StructField(name, known[name]) for name in sorted(known)]
+        fields = [StructField(name, known_kinds[name]) for name in sorted(known_kinds)]
         return StructType(fields) if fields else None
     if isinstance(kind, ArrayType):
         element = _without_unknown(kind.elementType)

@@ -130,11 +130,11 @@ class WriteTask:
     def _batches(
         self, rows: Iterable[pa.RecordBatch], partitions: int
     ) -> Iterator[tuple[PartitionId, Chunk]]:
-        pending = PendingRows(self._options.batch_bytes)
+        pending_rows = PendingRows(self._options.batch_bytes)
         for encoded in rows:
-            for enough in pending.add(encoded):
+            for enough in pending_rows.add(encoded):
                 yield from published_chunks(enough, partitions)
-        for last_rows in pending.take_rest():
+        for last_rows in pending_rows.take_rest():
             yield from published_chunks(last_rows, partitions)
 
 

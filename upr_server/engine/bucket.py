@@ -280,10 +280,10 @@ class Bucket:
         """Cursor drop: of the first partition that has any, drops the droppable cursors furthest
         back."""
         for partition in self._from_next():
-            dropped = partition.manager.droppable()
-            for cursor in dropped:
+            droppable_cursors = partition.manager.droppable()
+            for cursor in droppable_cursors:
                 partition.manager.drop(cursor)
-            if dropped:
+            if droppable_cursors:
                 # At once: a reader that has not moved would soon register a cursor there again.
                 partition.manager.free_oldest()
                 return True

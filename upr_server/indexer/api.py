@@ -126,16 +126,18 @@ def _answering(
 
 
 def _guarded(
-    handler: Callable[[Request], Awaitable[ResponseT]], access: HttpAccess, needed: Right | None
+    handler: Callable[[Request], Awaitable[ResponseT]],
+    access: HttpAccess,
+    needed_right: Right | None,
 ) -> Callable[[Request], Awaitable[ResponseT | Response]]:
     """Calls a handler for those who have a right, or for everybody; the handler then has the bucket
     with the credentials of the request's user as `request.state.bucket`."""
 
     async def checked(request: Request) -> ResponseT:
-        if needed is not None:
+        if needed_right is not None:
             host, port = request.client or ("", 0)
             authorization = request.headers.get("authorization", "")
-            request.state.bucket = await access.check(needed, authorization, f"{host}:{port}")
+            request.state.bucket = await access.check(needed_right, authorization, f"{host}:{port}")
         return await handler(request)
 
     return _answering(checked)
@@ -358,9 +360,9 @@ def application(indexer: Indexer, access: HttpAccess) -> Starlette:
     handlers = _Handlers(indexer)
 
     def route(
-        method: str, path: str, needed: Right | None, handler: Callable[[Request], Any]
+        method: str, path: str, needed_right: Right | None, handler: Callable[[Request], Any]
     ) -> Route:
-        return Route(path, _guarded(handler, access, needed), methods=[method])
+        return Route(path, _guarded(handler, access, needed_right), methods=[method])
 
     # A name with a slash has no index; it is refused with a sentence, as it matches a route.
     design, index = "/v1/designs/{design:path}", "/v1/indexes/{design}/{index:path}"

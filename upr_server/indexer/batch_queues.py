@@ -164,18 +164,20 @@ class BatchQueues:
             del self._batches[partition]
         return self._round[-1][1].nbytes
 
-    def _put_back_unfinished(self, kept: int) -> None:
+    def _put_back_unfinished(self, kept_count: int) -> None:
         """Puts back the batches that begin snapshots whose ends the round does not have. The first
-        `kept` of the round stay."""
+        `kept_count` of the round stay."""
         unfinished = set(self._unfinished)
-        for _, batch in self._round[:kept]:
+        for _, batch in self._round[:kept_count]:
             _note_applied(unfinished, batch)
-        rest, self._round = self._round[kept:], self._round[:kept]
+        later_batches, self._round = self._round[kept_count:], self._round[:kept_count]
         last_ends = {
-            batch.partition: place for place, (_, batch) in enumerate(rest) if _ends_snapshot(batch)
+            batch.partition: place
+            for place, (_, batch) in enumerate(later_batches)
+            if _ends_snapshot(batch)
         }
         to_put_back: list[_NumberedBatch] = []
-        for place, item in enumerate(rest):
+        for place, item in enumerate(later_batches):
             partition = item[1].partition
             is_needed = partition in unfinished and partition not in last_ends
             if is_needed or place <= last_ends.get(partition, -1):

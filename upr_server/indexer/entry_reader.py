@@ -68,9 +68,9 @@ class EntryReader:
         ranges = selection.ranges[::-1] if selection.descending else selection.ranges
         parts = selection.distinct_parts
         if not parts:
-            read = self._descending if selection.descending else self._ascending
+            read_range = self._descending if selection.descending else self._ascending
             for key_range in ranges:
-                yield from read(key_range)
+                yield from read_range(key_range)
             return
         previous = None
         for key_range in ranges:
@@ -103,8 +103,8 @@ class EntryReader:
     def _prefixes(self, key_range: KeyRange, parts: int, *, descending: bool) -> Iterator[bytes]:
         """The different first `parts` parts in a range. Each costs a search for the next one,
         however many entries begin with it."""
-        read = self._descending if descending else self._ascending
-        while (entry := next(read(key_range), None)) is not None:
+        read_range = self._descending if descending else self._ascending
+        while (entry := next(read_range(key_range), None)) is not None:
             prefix = entry[: end_of_parts(entry, parts)]
             yield prefix
             if descending:

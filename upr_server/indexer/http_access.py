@@ -135,11 +135,11 @@ class HttpAccess:
         self._away_until = 0.0
         """Until when known users are not asked about, as the server did not answer; 0 if it did."""
 
-    async def check(self, needed: Right, authorization: str, peer: str) -> Address:
+    async def check(self, needed_right: Right, authorization: str, peer: str) -> Address:
         """Checks whether a request may be carried out.
 
         Args:
-            needed: The right that it needs. Whether the user has `INDEX` is left to the server.
+            needed_right: The right that it needs. The server decides whether the user has `INDEX`.
             authorization: The header of this name; empty for none.
             peer: Where the request came from, HOST:PORT.
 
@@ -156,10 +156,10 @@ class HttpAccess:
             return self._address
         credentials = _credentials(authorization)
         verdict = await self._verdict(credentials, network_of(peer))
-        if needed is Right.READ and not verdict.may_read:
+        if needed_right is Right.READ and not verdict.may_read:
             raise NotAllowedError(
-                f"user {credentials.user} may not do this: it needs the right {needed.value} on "
-                f"the whole bucket {self._address.bucket}"
+                f"user {credentials.user} may not do this: it needs the right "
+                f"{needed_right.value} on the whole bucket {self._address.bucket}"
             )
         return self._address_of(credentials)
 

@@ -524,9 +524,9 @@ class _Trees:
         back_keys = sorted(changes)
         with self._transaction.cursor(self._back) as cursor:
             old_entries = dict(cursor.getmulti(back_keys))
-        removed: list[bytes] = []
-        added: list[tuple[bytes, bytes]] = []
-        moved: list[tuple[bytes, bytes]] = []
+        removed_entries: list[bytes] = []
+        added_entries: list[tuple[bytes, bytes]] = []
+        new_back_entries: list[tuple[bytes, bytes]] = []
         changed = 0
         for back_key in back_keys:
             change, old_packed = changes[back_key], old_entries.get(back_key, b"")
@@ -538,17 +538,17 @@ class _Trees:
             if not old_packed:
                 # Most documents are new; the comparisons below would cost each of them 0.3 µs.
                 if new_entries:
-                    moved.append((back_key, new_packed))
-                    added += [(entry, payload) for entry in new_entries]
+                    new_back_entries.append((back_key, new_packed))
+                    added_entries += [(entry, payload) for entry in new_entries]
                     changed += 1
                 continue
             if new_packed != old_packed:
                 if new_entries:
-                    moved.append((back_key, new_packed))
+                    new_back_entries.append((back_key, new_packed))
                 else:
                     self._transaction.delete(back_key, db=self._back)
                 previous_entries = _unpacked(old_packed)
-                removed += set(previous_entries).difference(new_entries)
+                removed_entries += set(previous_entries).difference(new_entries)
             elif not self._source.has_payloads:
                 continue
             else:
@@ -562,14 +562,14 @@ class _Trees:
                 previous_entries = ()
             same = set(previous_entries)
             differing = [(entry, payload) for entry in new_entries if entry not in same]
-            added += differing
+            added_entries += differing
             changed += 1 if differing or new_packed != old_packed else 0
-        for entry in sorted(removed):
+        for entry in sorted(removed_entries):
             self._transaction.delete(entry, db=self._main)
         with self._transaction.cursor(self._back) as cursor:
-            cursor.putmulti(moved)
+            cursor.putmulti(new_back_entries)
         with self._transaction.cursor(self._main) as cursor:
-            cursor.putmulti(sorted(added))
+            cursor.putmulti(sorted(added_entries))
         return changed
 
     def _payload(self, entry: bytes) -> bytes:

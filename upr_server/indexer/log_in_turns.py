@@ -32,13 +32,13 @@ class LogInTurns:
     async def turn(self, host: str) -> AsyncIterator[None]:
         """Waits for a turn of a host, which lasts as long as the context. Cancelled, it has
         none."""
-        waiting = self._hosts.setdefault(host, _Host())
-        waiting.count += 1
+        host_turns = self._hosts.setdefault(host, _Host())
+        host_turns.count += 1
         try:
             # A host whose lock is taken does not stand in the line of all.
-            async with waiting.lock, self._turns:
+            async with host_turns.lock, self._turns:
                 yield
         finally:
-            waiting.count -= 1
-            if not waiting.count:
+            host_turns.count -= 1
+            if not host_turns.count:
                 del self._hosts[host]

@@ -213,13 +213,13 @@ def membership_of(config: NodeSettings, address: Address) -> Membership:
 
 def _links_max(node_map: NodeMap, place: int, config: NodeSettings) -> int:
     """How many links other nodes may have. Each needs one to each slice that this one keeps."""
-    needed = (len(node_map.nodes) - 1) * len(list(node_map.kept_by(place)))
-    if 0 < config.links_max < LINKS_FACTOR_MIN * needed:
+    needed_links = (len(node_map.nodes) - 1) * len(list(node_map.kept_by(place)))
+    if 0 < config.links_max < LINKS_FACTOR_MIN * needed_links:
         raise ConfigError(
-            f"links_max must be at least {LINKS_FACTOR_MIN * needed}, twice as many as the other "
-            f"nodes need, not {config.links_max}"
+            f"links_max must be at least {LINKS_FACTOR_MIN * needed_links}, twice as many as the "
+            f"other nodes need, not {config.links_max}"
         )
-    return config.links_max or LINKS_FACTOR * needed
+    return config.links_max or LINKS_FACTOR * needed_links
 
 
 def _url(text: str) -> str:

@@ -111,10 +111,10 @@ async def _take_questions(
             # Who does not read the answers gets no more of them.
             await frames.wait_until_unsent_below(OUTBOX_BYTES_MAX)
             message = None
-            with trio.move_on_after(SILENT_S) as waiting:
+            with trio.move_on_after(SILENT_S) as scope:
                 message = await anext(messages, None)
             if message is None:
-                if waiting.cancelled_caught:
+                if scope.cancelled_caught:
                     log.warning("a node has asked nothing; ending its link", seconds=SILENT_S)
                 return
             server.handle_message(message, nursery)

@@ -213,14 +213,14 @@ class ReplicatedSlice:
             return False
         with_report = [copy for copy in self._copies if copy.report is not None]
         answering = [copy for copy in with_report if not copy.is_silent]
-        chosen = next(iter([*answering, *([source] if source else []), *with_report]), None)
-        if chosen is None or chosen is source:
+        chosen_copy = next(iter([*answering, *([source] if source else []), *with_report]), None)
+        if chosen_copy is None or chosen_copy is source:
             return False
         assert self._observer is not None
-        assert chosen.report is not None
-        self._source = chosen
+        assert chosen_copy.report is not None
+        self._source = chosen_copy
         self._observer.slice_restarted(self.slice_id.index)
-        self._observer.catalog_read(self.slice_id.index, chosen.report)
+        self._observer.catalog_read(self.slice_id.index, chosen_copy.report)
         return True
 
     async def _keep_source(self) -> None:

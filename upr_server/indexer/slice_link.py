@@ -154,10 +154,10 @@ class LinkedSlice(ABC):
     async def _keep_pinging(self, scope: trio.CancelScope, first_answer_s: float) -> None:
         limit_s = first_answer_s
         while True:
-            with trio.move_on_after(limit_s) as waiting:
+            with trio.move_on_after(limit_s) as ping_scope:
                 await self._ping_link()
             limit_s = HANG_S
-            if waiting.cancelled_caught:
+            if ping_scope.cancelled_caught:
                 log.warning("a slice does not answer; giving its link up", slice=self.title)
                 scope.cancel()
             await trio.sleep(PING_S)

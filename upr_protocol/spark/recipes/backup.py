@@ -109,9 +109,9 @@ def read_increments(folder: Path) -> list[Manifest]:
             # The last one may be unfinished. If another is behind it, it is missing.
             gap = increment if gap is None else gap
             continue
-        missing = len(increments) if gap is None else gap
+        missing_number = len(increments) if gap is None else gap
         if increment != len(increments) or gap is not None:
-            raise _gap(folder, f"increment {missing} is missing, and {increment} is there")
+            raise _gap(folder, f"increment {missing_number} is missing, and {increment} is there")
         manifest = Manifest.read(thing)
         if manifest.kind != "increment" or manifest.number != increment:
             raise _gap(folder, f"{thing.name} holds something else than increment {increment}")

@@ -124,10 +124,10 @@ def join(
         right.history.begin_lookup()
         keys = changed.where("is_left").select("key")
         if not changed.where("NOT is_left").isEmpty():
-            renewed = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
-            named = left.everything().withColumn("renewed_key", F.expr(on))
-            named = named.join(renewed, "renewed_key", "leftsemi")
-            keys = keys.union(named.select("key")).distinct()
+            renewed_keys = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
+            naming_items = left.everything().withColumn("renewed_key", F.expr(on))
+            naming_items = naming_items.join(renewed_keys, "renewed_key", "leftsemi")
+            keys = keys.union(naming_items.select("key")).distinct()
         items = left.items(keys).persist()
         try:
             partners = items.where("is_there").select(F.expr(on).alias("key")).distinct()
