@@ -205,13 +205,12 @@ def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
     """The indexes of a stream start where the one that is furthest behind is."""
     before = attrs.evolve(whole(3), settles_at=SeqNo(9))
     apply(file, IndexBatch(PartitionId(0), before, rollback_documents={b"k": b"first"}))
-    inside = part(3, 5, 8)
-    apply(file, batch(0, inside, [(4, b"k", b"second"), (5, b"l", b"x")]))
+    apply(file, batch(0, whole(5), [(4, b"k", b"second"), (5, b"l", b"x")]))
     log = FailoverLog.of_pairs([(8, 5), (7, 0)])
     behind = Mark(Position(log, SeqNo(4), SeqNo(4)))
     assert apply(file, batch(0, behind, [(3, b"k", b"first"), (4, b"l", None)])) == 0
     assert scan(file, settled=False).entries == [b"\x09secondk", b"\x09xl"]
-    ahead = Position(log, SeqNo(3), SeqNo(5), inside.position.partial)
+    ahead = Position(log, SeqNo(5), SeqNo(5))
     assert file.mark(PartitionId(0)) == Mark(ahead, SeqNo(9)), "only the log is the stream's"
     with pytest.raises(NotSettledError):
         file.open_view()
@@ -290,6 +289,35 @@ def test_a_failed_commit_changes_nothing(file: IndexFile) -> None:
         apply(file, batch(0, whole(3), [(2, b"k", b"w"), (3, b"l", b"x" * 600)]))
     assert entries(file) == [b"\x09vk"]
     assert file.mark(PartitionId(0)).seq == 1
+    file.check_invariants()
+
+
+@pytest.mark.parametrize("log", [LOG, FailoverLog.of_pairs([(8, 9), (7, 0)])])
+def test_changes_that_a_part_of_a_snapshot_left_out_count_later(
+    file: IndexFile, log: FailoverLog
+) -> None:
+    """The snapshot has `k` at 11 only, and was cut at 9. Another index is behind: the stream goes
+    on from 5, perhaps in a history that has no 11. The next snapshot ends before it."""
+    apply(file, batch(0, whole(5), [(5, b"k", b"old")]))
+    apply(file, batch(0, part(5, 9, 12), [(6, b"a", b"x"), (9, b"b", b"x")]))
+    chunks = batch(0, whole(10), [(6, b"a", b"x"), (7, b"k", b"new"), (9, b"b", b"x")]).chunks
+    mark = Mark(Position(log, SeqNo(10), SeqNo(10)))
+    apply(file, IndexBatch(PartitionId(0), mark, chunks))
+    assert file.mark(PartitionId(0)) == mark
+    assert entries(file) == [b"\x09newk", b"\x09xa", b"\x09xb"]
+    file.check_invariants()
+
+
+def test_an_index_that_is_ahead_inside_a_snapshot_goes_back_to_the_stream(file: IndexFile) -> None:
+    """Else it would claim to have number 9, which older changes have replaced."""
+    apply(file, batch(0, whole(5), [(5, b"k", b"old")]))
+    apply(file, batch(0, part(5, 9, 12), [(6, b"a", b"x"), (9, b"b", b"x")]))
+    apply(file, batch(0, whole(8), [(7, b"k", b"new"), (8, b"b", None)]))
+    assert file.mark(PartitionId(0)) == attrs.evolve(whole(8), settles_at=SeqNo(9))
+    with pytest.raises(NotSettledError):
+        file.open_view()
+    apply(file, batch(0, whole(10), [(9, b"b", b"x")]))
+    assert entries(file) == [b"\x09newk", b"\x09xa", b"\x09xb"]
     file.check_invariants()
 
 

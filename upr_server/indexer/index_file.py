@@ -262,7 +262,7 @@ class IndexFile:
                 if batch.clears_partition:
                     changed += trees.forget(prefix)
                 # Indexes may be differently far: this one may have a part of the batch already.
-                first_seq = 0 if batch.is_rollback else previous.shared_seq(batch.mark) + 1
+                first_seq = 0 if batch.is_rollback else previous.complete_seq(batch.mark) + 1
                 trees.add(prefix, (change for change in changes if change.seq >= first_seq))
                 marks[partition] = _mark_after(previous, batch)
             changed += trees.write()
@@ -614,6 +614,9 @@ def _mark_after(previous: Mark, batch: IndexBatch) -> Mark:
         return mark
     if mark.seq >= previous.seq or previous.shared_seq(mark) < previous.seq:
         return Mark(mark.position, previous.settles_at)
+    if previous.position.partial is not None:
+        # What it had of that snapshot came again, up to the stream's number: it goes back there.
+        return Mark(mark.position, max(previous.settles_at, previous.seq))
     # The index is still ahead of the stream, in the history that the stream is in now.
     ahead = previous.position
     position = Position(

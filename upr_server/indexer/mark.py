@@ -68,6 +68,13 @@ class Mark:
                 return min(self.seq, end)
         return SeqNo(0)
 
+    def complete_seq(self, newer: Mark) -> SeqNo:
+        """Up to which number the index lacks nothing that a stream has that is at `newer`. Of a
+        snapshot that it has in part, it may lack a change below the highest number that it has: the
+        snapshot left out what was superseded at its end. The next one may end before that, or be of
+        a history that lost it. O(entries of both logs)."""
+        return min(self.shared_seq(newer), self.position.last_complete)
+
     def knows_history(self, history_id: HistoryId) -> bool:
         """Whether the server's history went through `history_id`, as far as the index has it."""
         return any(entry.history_id == history_id for entry in self.position.log)
