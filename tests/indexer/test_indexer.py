@@ -309,3 +309,62 @@ async def test_an_index_that_costs_too_much_fails_alone_and_is_named(
             )
             await until_ready(indexer, "d/hostile")
             assert await scan(indexer, "d/hostile") == by_brute_force(CITY, contents)
+
+
+async def test_an_index_that_fails_while_a_scan_waits_does_not_answer(tmp_path: Path) -> None:
+    hostile = IndexDefinition(("city" + "|join('',[@,@])" * 31,))
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY, "hostile": hostile})
+        await until_ready(indexer, "d/city", "d/hostile")
+        assert await scan(indexer, "d/hostile") == []
+        pipeline, stream = indexer.slices[0].pipeline, indexer.slices[0].stream
+        stream.pause()
+        # What is on its way is still received: the first of these, perhaps.
+        for index in range(29):
+            await client.set(f"k{index}", '{"city": "x"}')
+        answer = await client.set("k29", '{"city": "x"}')
+        written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
+        async with trio.open_nursery() as nursery:
+
+            async def scan_and_fail() -> None:
+                with pytest.raises(IndexFailedError, match="d/hostile was left out"):
+                    await scan(indexer, "d/hostile", consistency="at_least", written=written)
+
+            nursery.start_soon(scan_and_fail)
+            await eventually(lambda: pipeline._waiting_tasks > 0, "the scan waits")
+            stream.resume()
+        # The others have what was written.
+        entries = await scan(indexer, "d/city", consistency="at_least", written=written)
+        assert len(entries) == 30
+
+
+async def test_a_costly_index_does_not_keep_others_from_being_built(tmp_path: Path) -> None:
+    """It gets no further from where it was left out. The others join the stream without it."""
+    hostile = IndexDefinition(("city" + "|join('',[@,@])" * 31,))
+    contents = {b"k%d" % index: b'{"city": "x", "n": 5}' for index in range(60)}
+    async with a_server() as server, connect(server.url("b")) as client:
+        for key, value in contents.items():
+            await client.set(key, value)
+        async with an_indexer(server.url("b"), tmp_path) as indexer:
+            await define(client, "d", {"hostile": hostile, "both": BOTH})
+            await until_ready(indexer, "d/both", "d/hostile")
+            contents[b"more"] = b'{"city": "y", "n": 7}'
+            await client.set("more", contents[b"more"])
+            assert await scan(indexer, "d/both") == by_brute_force(BOTH, contents)
+            file = indexer.slices[0].definitions.find(name_of("d/hostile")).file
+            assert file.failure
+            marks = dict(file.marks)
+            await client.set("more", contents[b"more"])
+            await scan(indexer, "d/both")
+            assert file.marks == marks
+        # And after a restart, the stream does not begin again where it was left out.
+        async with an_indexer(server.url("b"), tmp_path) as indexer:
+            await until_ready(indexer, "d/both", "d/hostile")
+            contents[b"last"] = b'{"city": "z", "n": 7}'
+            await client.set("last", contents[b"last"])
+            assert await scan(indexer, "d/both") == by_brute_force(BOTH, contents)
+            assert indexer.slices[0].pipeline.mutations < len(contents)

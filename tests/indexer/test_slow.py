@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import trio
@@ -22,8 +22,9 @@ from upr_server.indexer.batch_queues import QUEUE_BATCHES_MAX, ROUND_BYTES
 from upr_server.indexer.builder import IndexBuilder
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
+from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.mark import NO_MARK
-from upr_server.indexer.pipeline import GATHER_S, Pipeline, worker_thread
+from upr_server.indexer.pipeline import GATHER_S, Pipeline, PipelineMember, worker_thread
 from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.extractor import Extractor
@@ -217,6 +218,88 @@ async def test_a_pipeline_applies_what_is_put_until_it_stops() -> None:
     assert not await pipeline.drain()
     pipeline.abandon()
     assert pool.used == 0
+
+
+class CountingFile:
+    """An index that counts its commits."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self.failure = ""
+
+    def apply_batches(self, *_: object) -> int:
+        self.commits += 1
+        return 0
+
+
+def _member(file: CountingFile) -> PipelineMember:
+    return PipelineMember(cast("IndexFile", file), cast("EntrySource", None))
+
+
+async def test_a_pipeline_waits_for_one_index_of_another_and_not_for_all(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Twenty indexes that take a second each are built beside one that scans wait for."""
+    pool = MemoryPool(POOL_BYTES)
+    turn = trio.StrictFIFOLock()
+
+    async def work(function: Callable[[], T]) -> T:
+        async with turn:
+            await trio.sleep(1)
+            return function()
+
+    running_file, built_files = CountingFile(), [CountingFile() for _ in range(20)]
+    running = Pipeline(pool, work, [_member(running_file)])
+    building = Pipeline(pool, work, [_member(file) for file in built_files])
+    building.put(_batch(pool, 0, 1000))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(building.run)
+        await trio.sleep(2)
+        nursery.start_soon(running.run)
+        running.put(_batch(pool, 0, 1000))
+        began = trio.current_time()
+        assert await running.drain()
+        # To read the batch, and to write it: each after a turn of the other pipeline.
+        assert trio.current_time() - began <= 4
+        assert await building.drain()
+        nursery.cancel_scope.cancel()
+    assert running_file.commits == 1
+    assert all(file.commits == 1 for file in built_files)
+
+
+async def test_an_index_that_was_left_out_costs_nothing() -> None:
+    pool = MemoryPool(POOL_BYTES)
+    left_out, other = CountingFile(), CountingFile()
+    left_out.failure = "too costly"
+    members = [_member(left_out), _member(other)]
+    pipeline = Pipeline(pool, _work_at_once, members)
+    pipeline.put(_batch(pool, 0, 1000))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        assert await pipeline.drain()
+        nursery.cancel_scope.cancel()
+    assert (left_out.commits, other.commits) == (0, 1)
+
+
+async def test_a_scan_of_one_index_does_not_wait_for_the_others_commits(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pool = MemoryPool(POOL_BYTES)
+
+    async def work(function: Callable[[], T]) -> T:
+        await trio.sleep(1)
+        return function()
+
+    first, second = CountingFile(), CountingFile()
+    pipeline = Pipeline(pool, work, [_member(first), _member(second)])
+    pipeline.put(_batch(pool, 0, 1000))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        await pipeline.wait_until(lambda: first.commits > 0, [PartitionId(0)])
+        assert second.commits == 0
+        assert await pipeline.drain()
+        assert second.commits == 1
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_round_waits_for_more_batches_unless_somebody_waits_for_it(

@@ -156,10 +156,15 @@ class IndexBuilder:
         different histories of it."""
         self._partitions = await self._stream.partitions()
         for partition in self._partitions:
-            histories = {member.file.mark(partition).history_id for member in self.members}
+            histories = {mark.history_id for mark in self._marks(partition)}
             if len(histories) > 1:
                 self._begin_again(partition)
         await self.pipeline.drain()
+
+    def _marks(self, partition: PartitionId) -> list[Mark]:
+        """How far each index is in a partition. One that was left out stays where it is, so the
+        others do not wait for it."""
+        return [member.file.mark(partition) for member in self.members if not member.file.failure]
 
     # The stream.
 
@@ -246,7 +251,7 @@ class IndexBuilder:
                 self._check_provisional(partition, running)
             if partition in self._joined or self.pipeline.is_queued(partition):
                 continue
-            marks = [member.file.mark(partition) for member in self.members]
+            marks = self._marks(partition)
             if all(_may_join(mark, running) for mark in marks):
                 self._joined.add(partition)
                 self._assembler.drop_partition(partition)
@@ -299,8 +304,7 @@ class IndexBuilder:
         reached = self._stream.reached_marks()
         for partition in self._partitions:
             if partition not in self._joined:
-                marks = [member.file.mark(partition) for member in self.members]
-                seq = min((mark.seq for mark in marks), default=SeqNo(0))
+                seq = min((mark.seq for mark in self._marks(partition)), default=SeqNo(0))
                 behind += max(1, reached.get(partition, NO_MARK).seq - seq)
         return behind
 

@@ -465,6 +465,10 @@ class IndexView:
         """How many entries there are. O(1)."""
         return int(self._transaction.stat(self._main)["entries"])
 
+    def failure(self) -> str:
+        """Why entries are missing in it; empty if none are. O(1)."""
+        return self._transaction.get(_FAILURE, b"", db=self._meta).decode()
+
     def unsettled_count(self) -> int:
         """How many partitions are between two states that the server had. O(1)."""
         return _unsettled_count(self._transaction, self._meta)

@@ -2,8 +2,9 @@
 
 Each batch goes into one of a few queues, by its partition (`batch_queues.py`). A round takes some
 of them. A worker thread turns their documents into entries, each decoded once for all indexes,
-and brings one index after another up to date, with one commit each. Over all pipelines one round
-runs at a time: LMDB has one writer an index, and Python one interpreter.
+and brings one index after another up to date, with one commit each. Over all pipelines one commit
+is made at a time, as there is one interpreter. The pipelines take turns after each: where many
+costly indexes are built, the running ones wait for one of them, and not for all.
 
 Commits cost more than entries when they are small. So a round waits until enough has gathered for
 it, but not for long, and not when somebody waits for the round.
@@ -22,7 +23,7 @@ import trio
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.batch_queues import ROUND_BYTES, BatchQueues
-from upr_server.indexer.index_batch import IndexBatch
+from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.pool import MemoryPool
 
@@ -89,7 +90,8 @@ class Pipeline:
 
     Attributes:
         members: The indexes; may be changed at any time.
-        applied: Notified when batches were applied. `wait_until` waits for it, and hurries rounds.
+        applied: Notified when batches were applied to an index, and when they were applied to all.
+            `wait_until` waits for it, and hurries rounds.
         before_round: Called in the worker's thread before a round's batches are applied.
         is_stopped: Whether `run` has ended, so that nothing more will be applied.
         mutations: How many mutations were applied.
@@ -191,8 +193,7 @@ class Pipeline:
                 with trio.move_on_after(GATHER_S):
                     await self._arrived.wait_until(self._is_round_due)
                 batches = self._queues.begin_round(self._required, by_age=self._waiting_tasks > 0)
-                members = list(self.members)
-                changed = await self._work(partial(self._apply, batches, members))
+                changed = await self._apply(batches)
                 self._finish(batches)
                 for member in changed:
                     member.on_change()
@@ -206,18 +207,27 @@ class Pipeline:
         is_worthwhile = self._queues.queued_bytes >= min(ROUND_BYTES, self._pool.nbytes // 4)
         return is_worthwhile or self._waiting_tasks > 0
 
-    def _apply(
-        self, batches: Sequence[IndexBatch], members: Sequence[PipelineMember]
-    ) -> list[PipelineMember]:
+    async def _apply(self, batches: Sequence[IndexBatch]) -> list[PipelineMember]:
         """Brings each member up to date. Returns those whose entries have changed."""
-        self.before_round()
-        decoded = [(batch, list(batch.changes())) for batch in batches]
+        members = list(self.members)
+        changes = await self._work(partial(self._changes, batches))
         changed = []
         for member in members:
-            own = [(batch, changes) for batch, changes in decoded if member.covers(batch.partition)]
-            if own and member.file.apply_batches(own, member.source):
-                changed.append(member)
+            own = [item for item in changes if member.covers(item[0].partition)]
+            # An index that was left out stays as it is: it would cost the others 2 µs a document.
+            if own and not member.file.failure:
+                apply = partial(member.file.apply_batches, own, member.source)
+                if await self._work(apply):
+                    changed.append(member)
+            # A scan of this index need not wait for the others.
+            self.applied.notify()
         return changed
+
+    def _changes(
+        self, batches: Sequence[IndexBatch]
+    ) -> list[tuple[IndexBatch, list[DocumentChange]]]:
+        self.before_round()
+        return [(batch, list(batch.changes())) for batch in batches]
 
     def _finish(self, batches: Sequence[IndexBatch]) -> None:
         self._queues.end_round()

@@ -52,7 +52,15 @@ class BuildingError(UprError):
 
 
 class IndexFailedError(UprError):
-    """The index was left out, as its expressions cost too much: documents are missing in it."""
+    """The index was left out, as its expressions cost too much: documents are missing in it.
+
+    Args:
+        name: The index.
+        failure: Why.
+    """
+
+    def __init__(self, name: IndexName, failure: str) -> None:
+        super().__init__(f"the index {name} was left out: {failure}")
 
 
 class NotFreshError(UprError):
@@ -205,7 +213,7 @@ class SliceScanner:
         log, query = FreshnessLog(), scan.query
         with trio.move_on_after(query.timeout_s) as scope:
             if index.file.failure:
-                raise IndexFailedError(f"the index {index.name} was left out: {index.file.failure}")
+                raise IndexFailedError(index.name, index.file.failure)
             if not index.file.is_built:
                 raise BuildingError(index.name)
             if query.consistency == "now":
@@ -274,10 +282,11 @@ class SliceScanner:
         condition: Callable[[], bool],
         partitions: Collection[PartitionId] = (),
     ) -> None:
-        """Waits for rounds until `condition` holds, or the index is dropped. Rounds take the
-        batches of `partitions` first."""
+        """Waits for rounds until `condition` holds, or the index is dropped or left out. Rounds
+        take the batches of `partitions` first."""
         await self._pipeline.wait_until(
-            lambda: not index.is_defined or condition(), list(partitions)
+            lambda: not index.is_defined or bool(index.file.failure) or condition(),
+            list(partitions),
         )
 
 
@@ -289,11 +298,19 @@ def _read_now(
     Raises:
         NotSettledError: The query asks for a state that the server had, and the index is between
             two of them.
+        IndexFailedError: The index was left out, perhaps while the scan waited.
         IndexFileError: The index cannot be read.
     """
+    failure = index.file.failure
+    if failure:
+        # It is brought up to date no more: it may never be settled.
+        raise IndexFailedError(index.name, failure)
     view = index.file.open_view(settled=scan.query.consistency != "any")
     with ExitStack() as stack:
         stack.push(view)
+        failure = view.failure()
+        if failure:
+            raise IndexFailedError(index.name, failure)
         answer = read_answer(view, index, scan, selection, log)
         if scan.query.hold_s:
             stack.pop_all()

@@ -50,10 +50,11 @@ def batch_bytes(pool: MemoryPool) -> int:
 
 def common_marks(members: Iterable[PipelineMember]) -> dict[PartitionId, Mark]:
     """How far all of `members` are: in each partition, as far as the last of those that take it.
+    Indexes that were left out do not count.
 
     A stream resumes from there. Members that are further skip what they have.
     """
-    members = list(members)
+    members = [member for member in members if not member.file.failure]
     common: dict[PartitionId, Mark] = {}
     for partition in {partition for member in members for partition in member.file.marks}:
         marks = [member.file.mark(partition) for member in members if member.covers(partition)]
