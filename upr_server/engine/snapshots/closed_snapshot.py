@@ -63,6 +63,11 @@ class ClosedSnapshot:
         return cls(list(segments_of(start, end, arrays, counters, memory)), nbytes)
 
     @classmethod
+    def of_chunk(cls, chunk: Chunk, memory: MemoryAccount) -> ClosedSnapshot:
+        """From one stored chunk. O(1)."""
+        return cls([Segment(chunk.start, chunk.end, memory, chunk=chunk)], chunk.nbytes)
+
+    @classmethod
     def of_chunks(cls, chunks: Sequence[Chunk], memory: MemoryAccount) -> ClosedSnapshot:
         """From stored chunks, each of which begins where the one before ends."""
         segments = [Segment(chunk.start, chunk.end, memory, chunk=chunk) for chunk in chunks]
@@ -75,6 +80,12 @@ class ClosedSnapshot:
     def chunk(self, index: int) -> Chunk:
         """The segment at `index`, encoded; O(its mutations) for the first call, then O(1)."""
         return self._segments[index].chunk()
+
+    def whole_chunk(self) -> Chunk | None:
+        """The snapshot as one chunk; None if it has more. O(its mutations) for the first call, then
+        O(1)."""
+        segments = self._segments
+        return segments[0].chunk() if len(segments) == 1 else None
 
     def segment_index_after(self, after: int) -> int:
         """The first segment with numbers above `after`. O(log segments)."""

@@ -142,10 +142,13 @@ class Cursor:
     @property
     def has_next(self) -> bool:
         """Whether `next` would hand on anything. O(1)."""
-        if self._is_reading or self._state is not _LISTED:
-            return True
-        snapshot = self.entry.snapshot
-        return isinstance(snapshot, ClosedSnapshot) or snapshot.high > self.seq
+        snapshots = self._snapshots
+        return (
+            self._is_reading
+            or self._state is not _LISTED
+            or self.entry.snapshot is not snapshots.open
+            or snapshots.open.rows.high > self.seq
+        )
 
     def poll(self) -> bool:
         """Whether `next` would hand on anything; if not, the cursor waits, as after `next` did."""
@@ -195,14 +198,16 @@ class Cursor:
         if not self.at_front or self._end_at_least or self._state is not _LISTED:
             return None
         entry, snapshots = self.entry, self._snapshots
-        if entry.snapshot is snapshots.open and snapshots.open.high <= self.seq:
+        # The kernel's attributes: this runs for nearly every change.
+        if entry.snapshot is snapshots.open and snapshots.open.rows.high <= self.seq:
             return None
-        snapshot = snapshots.close(entry)
-        if len(snapshot) != 1:
+        chunk = snapshots.close(entry).whole_chunk()
+        if chunk is None:
             return None
-        chunk = snapshot.chunk(0)
         self.seq = chunk.end
-        self.entry = following = _following(entry)
+        following = entry.following
+        assert following is not None, "a closed snapshot is not the last"
+        self.entry = following
         entry.front_count -= 1
         following.front_count += 1
         self._has_read_at_once(entry)
@@ -210,7 +215,7 @@ class Cursor:
 
     def _has_read_at_once(self, entry: SnapshotEntry) -> None:
         """It was at the front of `entry`, and is behind it."""
-        self._snapshots.note_released((entry,))
+        self._snapshots.on_released(entry)
 
     def _begin(self) -> SnapshotStartItem | None:
         snapshots, entry = self._snapshots, self.entry

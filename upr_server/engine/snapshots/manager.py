@@ -289,7 +289,9 @@ class MutationManager:
     def _released(self, entry: SnapshotEntry) -> None:
         """A cursor has left `entry`."""
         self._has_released = True
-        self._consider(entry)
+        # As the first that `_consider` asks: the next reader is mostly still to come.
+        if not entry.inside_count:
+            self._consider(entry)
 
     def _consider(self, entry: SnapshotEntry, *, may_be_short: bool = False) -> None:
         """Makes `entry` a candidate, if there is a run to collapse around it."""

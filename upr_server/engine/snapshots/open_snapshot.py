@@ -53,9 +53,12 @@ class EvaluatedArray(NamedTuple):
 class OpenSnapshot:
     """The newest mutation of every key that changed after `start`.
 
+    A partition has one. When it is closed, it begins again behind what it held: a consumer that
+    keeps up has it closed for nearly every change, and a new object each time costs more.
+
     Args:
         start: The highest number before it.
-        rows: Its rows, numbers and flags. An earlier snapshot that had them was closed.
+        rows: Its rows, numbers and flags.
         memory: What the bucket holds.
 
     Attributes:
@@ -65,12 +68,17 @@ class OpenSnapshot:
     __slots__ = ("_counters", "_documents", "_memory", "rows")
 
     def __init__(self, start: SeqNo, rows: OpenRows, memory: MemoryAccount) -> None:
-        memory.arrays -= rows.nbytes
-        rows.begin(start, SLACK_BYTES)
         self.rows = rows
         self._memory = memory
         self._documents = DocumentList(rows, memory)
         self._counters = Counters(memory)
+        self._begin(start)
+
+    def _begin(self, start: SeqNo) -> None:
+        """Begins with nothing, behind `start`."""
+        rows = self.rows
+        self._memory.arrays -= rows.nbytes
+        rows.begin(start, SLACK_BYTES)
 
     @property
     def start(self) -> SeqNo:
@@ -265,20 +273,24 @@ class OpenSnapshot:
         return self._counters.find(seq) or self._documents.find(seq)
 
     def close(self) -> ClosedSnapshot:
-        """What it holds, as a closed snapshot; the open one is done with.
+        """What it holds, as a closed snapshot; the open one begins again where that one ends.
 
         O(arrays + counters + bytes of the rows).
         """
-        assert self.live, "an empty open snapshot is never closed"
-        documents, counters = self._documents, self._counters
-        if not counters and not documents.has_arrays:
+        rows, memory = self.rows, self._memory
+        start, end = SeqNo(rows.start), SeqNo(rows.high)
+        assert rows.live, "an empty open snapshot is never closed"
+        if not rows.has_counters and not self._documents.has_arrays:
             # Most have no more than the rows.
-            chunk = Chunk(self.rows.encoded(self.start, self.high, True))
-            return ClosedSnapshot.of_chunks((chunk,), self._memory)
-        arrays = documents.close()
-        return ClosedSnapshot.of_arrays(
-            self.start, self.high, arrays, counters.in_order(), counters.nbytes, self._memory
-        )
+            closed = ClosedSnapshot.of_chunk(Chunk(rows.encoded(start, end, True)), memory)
+        else:
+            arrays, counters = self._documents.close(), self._counters
+            closed = ClosedSnapshot.of_arrays(
+                start, end, arrays, counters.in_order(), counters.nbytes, memory
+            )
+            self._documents, self._counters = DocumentList(rows, memory), Counters(memory)
+        self._begin(end)
+        return closed
 
     # Figures and checks.
 

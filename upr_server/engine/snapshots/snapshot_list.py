@@ -52,6 +52,7 @@ class SnapshotList(Generic[ReaderT]):
         on_released: Called with each entry that a cursor has left: it may now be collapsed.
 
     Attributes:
+        on_released: See above. One cursor that has left one entry calls it without `note_released`.
         open: The open snapshot.
         entries: The entries, oldest first.
         readers: The cursors, in a dict so that their order is the same in every run.
@@ -60,10 +61,10 @@ class SnapshotList(Generic[ReaderT]):
 
     __slots__ = (
         "_memory",
-        "_on_released",
         "_resuming_in_open",
         "_waiting",
         "entries",
+        "on_released",
         "open",
         "persisted",
         "readers",
@@ -77,7 +78,7 @@ class SnapshotList(Generic[ReaderT]):
         on_released: Callable[[SnapshotEntry], None],
     ) -> None:
         self._memory = memory
-        self._on_released = on_released
+        self.on_released = on_released
         self.open = OpenSnapshot(start, rows, memory)
         self.entries = [SnapshotEntry(self.open)]
         self.persisted = start
@@ -141,11 +142,11 @@ class SnapshotList(Generic[ReaderT]):
             # Neighbours that are free belong to one run, which is found from the last of them.
             following = entries[index] if index < len(entries) else None
             if following is None or following is not entry.following or not following.is_free:
-                self._on_released(entry)
+                self.on_released(entry)
 
     def stop_notifying(self) -> None:
         """Nobody is told any more of what cursors have left."""
-        self._on_released = lambda _entry: None
+        self.on_released = lambda _entry: None
 
     def add_waiting(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""
@@ -169,21 +170,22 @@ class SnapshotList(Generic[ReaderT]):
         return list(self._resuming_in_open)
 
     def close(self, entry: SnapshotEntry) -> ClosedSnapshot:
-        """The snapshot of `entry`; if it is open, it is closed and a new one opened behind it."""
+        """The snapshot of `entry`; if it is open, it is closed, and an entry behind it is open."""
         snapshot = entry.snapshot
-        if isinstance(snapshot, OpenSnapshot):
-            entry.snapshot = snapshot = snapshot.close()
-            self.open = OpenSnapshot(snapshot.end, self.open.rows, self._memory)
-            entry.following = following = SnapshotEntry(self.open)
-            self.entries.append(following)
-            if self._resuming_in_open:
-                # A cursor that resumed at the snapshot's very end has all of it: inside the closed
-                # one it would announce a snapshot without mutations.
-                for reader in self._resuming_in_open:
-                    if reader.seq == snapshot.end:
-                        reader.move_to_front_of(following)
-                self._resuming_in_open.clear()
-        return snapshot
+        if isinstance(snapshot, ClosedSnapshot):
+            return snapshot
+        entry.snapshot = closed = snapshot.close()
+        # It begins again behind what it held.
+        entry.following = following = SnapshotEntry(snapshot)
+        self.entries.append(following)
+        if self._resuming_in_open:
+            # A cursor that resumed at the snapshot's very end has all of it: inside the closed one
+            # it would announce a snapshot without mutations.
+            for reader in self._resuming_in_open:
+                if reader.seq == closed.end:
+                    reader.move_to_front_of(following)
+            self._resuming_in_open.clear()
+        return closed
 
     # Freeing what the disk has.
 
