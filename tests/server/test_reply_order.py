@@ -39,7 +39,7 @@ def test_replies_leave_in_order_a_partition_and_as_soon_as_that_allows(
         completed.add(index)
         assert set(sent_opaques) == _sendable(requests, completed)
     assert sorted(sent_opaques) == list(range(len(replies)))
-    assert not order
+    assert not order.newest
     by_partition = defaultdict[int, list[int]](list)
     for index in sent_opaques:
         for partition in requests[index]:

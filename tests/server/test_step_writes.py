@@ -29,7 +29,7 @@ class Recorder:
     def wake_writer(self) -> None:
         self.calls.append("woken")
 
-    def flush_now(self) -> int:
+    def flush_now(self, now: float) -> int:
         self.calls.append("written")
         # What a write makes room for is for the writer.
         self._writes.add(self)
@@ -41,27 +41,29 @@ def test_connections_are_written_to_once_at_the_end_of_a_step() -> None:
     connections = [Recorder(writes) for _ in range(DIRECT_MAX + 2)]
     writes.add(connections[0])
     assert connections[0].calls == ["woken"]
-    writes.begin()
+    writes.begin(connections[0])
     for connection in connections * 2:
         writes.add(connection)
     assert [len(connection.calls) for connection in connections[1:]] == [0] * (DIRECT_MAX + 1)
-    writes.end()
+    writes.end(0.0)
     written = [connection.calls for connection in connections]
     assert written[0] == ["woken", "written", "woken"]
     assert written[1:DIRECT_MAX] == [["written", "woken"]] * (DIRECT_MAX - 1)
     assert written[DIRECT_MAX:] == [["woken"]] * 2
-    writes.begin()
-    writes.end()
+    # The connection whose step it is is written to in any case.
+    writes.begin(connections[1])
+    writes.end(0.0)
+    written[1] += ["written", "woken"]
     assert [connection.calls for connection in connections] == written
 
 
 def test_a_step_writes_a_bounded_number_of_bytes() -> None:
     writes = StepWrites()
     connections = [Recorder(writes, DIRECT_BYTES // 2) for _ in range(4)]
-    writes.begin()
+    writes.begin(connections[0])
     for connection in connections:
         writes.add(connection)
-    writes.end()
+    writes.end(0.0)
     assert [connection.calls for connection in connections] == [["written", "woken"]] * 2 + [
         ["woken"]
     ] * 2
@@ -71,14 +73,14 @@ def test_a_connection_that_cannot_be_written_to_does_not_keep_others_waiting() -
     writes = StepWrites()
 
     class Failing(Recorder):
-        def flush_now(self) -> int:
+        def flush_now(self, now: float) -> int:
             raise ValueError("a fault of this connection")
 
     connections = [Recorder(writes), Failing(writes), Recorder(writes)]
-    writes.begin()
+    writes.begin(connections[0])
     for connection in connections:
         writes.add(connection)
-    writes.end()
+    writes.end(0.0)
     assert [connection.calls for connection in connections] == [
         ["written", "woken"],
         ["woken"],

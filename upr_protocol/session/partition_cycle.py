@@ -7,13 +7,12 @@ turn costs some hundred nanoseconds, however many partitions are registered and 
 
 from __future__ import annotations
 
-import attrs
+import msgspec
 
 from upr_protocol.ids import PARTITIONS_END, PartitionId
 
 
-@attrs.frozen
-class EndOfCycle:
+class EndOfCycle(msgspec.Struct, frozen=True):
     """A cycle is complete.
 
     Attributes:

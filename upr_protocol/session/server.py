@@ -43,6 +43,11 @@ from upr_protocol.wire import (
 
 _DATA_STATES: Final = frozenset(Mutate.states)
 
+# An enum's attributes are slow to look up.
+_STREAMING: Final = SessionState.STREAMING
+_INSIDE: Final = StreamState.INSIDE
+_ACCEPTED: Final = (StreamState.BETWEEN, StreamState.INSIDE)
+
 
 @attrs.frozen
 class SessionStatistics:
@@ -123,9 +128,9 @@ class ServerSession(Session):
         """
         record, length = self.streams[partition], chunk.nbytes
         if not (
-            self.state is SessionState.STREAMING
+            self.state is _STREAMING
             and partition == self._cycle.current
-            and self.window.is_open
+            and self.window.left > 0
             and record.takes_whole(chunk)
             and length <= FRAME_BODY_BYTES_MAX
         ):
@@ -153,7 +158,7 @@ class ServerSession(Session):
         requests = self._requests
         if (
             self.state not in _DATA_STATES
-            or not self.credit.is_open
+            or self.credit.left <= 0
             or len(requests) >= self.agreed.requests_open_max
         ):
             return None
@@ -216,7 +221,7 @@ class ServerSession(Session):
     def mark_ready(self, partition: PartitionId) -> None:
         """`partition` has something to send. Ignored when it is not streamed."""
         record = self.streams.get(partition)
-        if record is not None and record.state in (StreamState.BETWEEN, StreamState.INSIDE):
+        if record is not None and record.state in _ACCEPTED:
             self._cycle.mark_ready(partition)
 
     def next_partition(self) -> PartitionId | None:
@@ -230,15 +235,17 @@ class ServerSession(Session):
         them all. Call this again after each turn, and whenever a partition is ready or a barrier
         came: one that finds nothing to stream comes back here.
         """
-        if self.state is not SessionState.STREAMING:
+        if self.state is not _STREAMING:
             return None
         while True:
             turn = self._cycle.next_turn()
             if turn is None:
                 # Every stream has reached its newest number, so every barrier has been reached too.
-                self._return_barriers(self._barrier_queue.take_all())
+                if self.barriers:
+                    self._return_barriers(self._barrier_queue.take_all())
                 return None
-            self._return_due()
+            if self.barriers:
+                self._return_due()
             if not isinstance(turn, EndOfCycle):
                 return turn
             # Nothing but the session's state says whether it may be sent.
@@ -256,13 +263,14 @@ class ServerSession(Session):
         partition = self._cycle.current
         if partition is None:
             return
-        if self.streams[partition].state is StreamState.INSIDE:
+        if self.streams[partition].state is _INSIDE:
             raise LocalProtocolError(
                 f"partition {partition} keeps its turn until its snapshot ends",
                 Status.OUT_OF_TURN,
             )
         self._cycle.finish_turn()
-        self._return_due()
+        if self.barriers:
+            self._return_due()
 
     @property
     def snapshot_ends(self) -> tuple[tuple[PartitionId, SeqNo], ...]:
@@ -271,12 +279,11 @@ class ServerSession(Session):
         return tuple(
             (record.partition, record.complete)
             for record in self.streams.values()
-            if record.state in (StreamState.BETWEEN, StreamState.INSIDE)
+            if record.state in _ACCEPTED
         )
 
     def _return_due(self) -> None:
-        if self._barrier_queue:
-            self._return_barriers(self._barrier_queue.take_due(self._cycle.passed_position))
+        self._return_barriers(self._barrier_queue.take_due(self._cycle.passed_position))
 
     def _return_barriers(self, cookies: list[bytes]) -> None:
         if cookies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.errors import ProtocolError, Status
@@ -18,6 +18,8 @@ from upr_protocol.wire import (
     Stream,
     StreamReply,
 )
+
+_BETWEEN: Final = StreamState.BETWEEN  # an enum's attributes are slow to look up
 
 
 class StreamRecord:
@@ -80,7 +82,7 @@ class StreamRecord:
         """Whether `apply` would take a `PartitionSnapshot` of `chunk`, and the stream was not
         closed. O(1)."""
         return (
-            self.state is StreamState.BETWEEN
+            self.state is _BETWEEN
             and self.history_id != 0
             and chunk.start == self.seq
             and chunk.end >= self.end

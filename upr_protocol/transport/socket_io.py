@@ -62,7 +62,12 @@ def read_available(descriptor: int, session: Session, scratch: memoryview, now: 
         OSError: The connection is gone.
     """
     room, scratch = read_spaces(session, scratch)
-    count = os.readv(descriptor, (room, scratch) if room else (scratch,))
+    if not room:
+        # Mostly messages that are small come, each whole.
+        count = os.readv(descriptor, (scratch,))
+        session.receive(bytes(scratch[:count]), now)
+        return count
+    count = os.readv(descriptor, (room, scratch))
     filled = min(count, len(room))
     session.receive(bytes(scratch[: count - filled]), now, filled)
     return count
@@ -81,6 +86,8 @@ def receive_available(descriptor: int, space: memoryview) -> memoryview:
 def read_spaces(session: Session, scratch: memoryview) -> tuple[memoryview, memoryview]:
     """Where one read puts what comes: the rest of a body that is under way, and what follows it."""
     room = session.receive_buffer()
+    if not room:
+        return room, scratch
     if len(room) > BODY_READ_BYTES:
         return room[:BODY_READ_BYTES], scratch[:0]
     if len(room) >= len(scratch):
@@ -98,26 +105,32 @@ def write_available(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buff
     Raises:
         OSError: The connection is gone.
     """
-    length = sum(map(len, buffers))
-    if length > WRITE_BYTES:
-        left = _write(descriptor, first_bytes(buffers, WRITE_BYTES))
+    nbytes = sum(map(len, buffers))
+    if nbytes > WRITE_BYTES:
+        left = _write(descriptor, first_bytes(buffers, WRITE_BYTES), WRITE_BYTES)
         return unsent(buffers, WRITE_BYTES - sum(map(len, left)))
-    if len(buffers) > 1 and length <= _JOIN_BYTES:
+    if len(buffers) > 1 and nbytes <= _JOIN_BYTES:
         buffers = (b"".join(buffers),)
-    return _write(descriptor, buffers)
+    return _write(descriptor, buffers, nbytes)
 
 
-def _write(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+def _write(descriptor: int, buffers: Sequence[Buffer], nbytes: int) -> Sequence[Buffer]:
+    """Writes as much of `buffers`, which have so many bytes, as a socket takes now; returns what is
+    left."""
     while buffers:
-        batch = buffers[:_BUFFERS_MAX]
+        batch, batch_bytes = buffers, nbytes
+        if len(buffers) > _BUFFERS_MAX:
+            batch = buffers[:_BUFFERS_MAX]
+            batch_bytes = sum(map(len, batch))
         try:
             sent_bytes = os.writev(descriptor, batch)
         except BlockingIOError:
             break
-        if sent_bytes < sum(map(len, batch)):
+        if sent_bytes < batch_bytes:
             # The socket is full: a further call would only say so.
             return unsent(buffers, sent_bytes)
         buffers = buffers[_BUFFERS_MAX:]
+        nbytes -= batch_bytes
     return buffers
 
 

@@ -77,21 +77,32 @@ async def read_some(
         session.receive(bytes(data), trio.current_time())
         return len(data)
     socket = stream.socket
+    descriptor = _descriptor(socket)
     while True:
-        if socket.fileno() < 0:
-            raise trio.ClosedResourceError("the connection was closed here")
         # Waiting comes before the first read: mostly nothing has come yet.
-        await trio.lowlevel.wait_readable(socket)
-        if wait_for_turn is not None and len(session.receive_buffer()) > len(scratch):
+        await trio.lowlevel.wait_readable(descriptor)
+        if (
+            wait_for_turn is not None
+            and session.unfinished_body_bytes
+            and len(session.receive_buffer()) > len(scratch)
+        ):
             await wait_for_turn()
-            if socket.fileno() < 0:
-                raise trio.ClosedResourceError("the connection was closed here")
+        # Another task may have closed it since something has come.
+        descriptor = _descriptor(socket)
         try:
-            return read_available(socket.fileno(), session, scratch, trio.current_time())
+            return read_available(descriptor, session, scratch, trio.current_time())
         except BlockingIOError:
             continue
         except OSError as error:
             raise trio.BrokenResourceError(str(error)) from error
+
+
+def _descriptor(socket: trio.socket.SocketType) -> int:
+    """The descriptor of a socket; raises `trio.ClosedResourceError` if it was closed here."""
+    descriptor = socket.fileno()
+    if descriptor < 0:
+        raise trio.ClosedResourceError("the connection was closed here")
+    return descriptor
 
 
 async def _receive(stream: trio.abc.ReceiveStream, scratch: memoryview) -> Buffer:
@@ -183,9 +194,7 @@ def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequenc
         return stream.write_now(buffers)
     if not isinstance(stream, trio.SocketStream):
         return buffers
-    descriptor = stream.socket.fileno()
-    if descriptor < 0:
-        raise trio.ClosedResourceError("the connection was closed here")
+    descriptor = _descriptor(stream.socket)
     try:
         return write_available(descriptor, buffers)
     except OSError as error:

@@ -271,7 +271,9 @@ class Access:
     @property
     def may_change_all_keys(self) -> bool:
         """Whether the client may change every key of its bucket, design documents too."""
-        return self.rights.whole >= CHANGE
+        if self._generation != self._users.generation:
+            self._refresh()
+        return self._rights.whole >= CHANGE
 
     def check_read_keys(self, message: Get) -> None:
         """Checks the keys that a client asks for. O(keys), for a client that may not read all of

@@ -77,7 +77,7 @@ class ConnectionBacklog:
     def is_full(self) -> bool:
         """Whether no more of the peer's requests are to be taken now."""
         return (
-            self.unsent_bytes > REPLIES_BYTES_MAX
+            self._being_written_bytes + self._session.outgoing_bytes > REPLIES_BYTES_MAX
             or self._queued_requests >= QUEUED_REQUESTS_MAX
             or self._queued_bytes > QUEUED_BYTES_MAX
         )
@@ -106,9 +106,9 @@ class ConnectionBacklog:
         self._progressed.notify()
         self._wake()
 
-    def begin_write(self) -> None:
-        """What the session holds is about to be taken out and written."""
-        self._being_written_bytes = self._session.outgoing_bytes
+    def begin_write(self, nbytes: int) -> None:
+        """Answers of so many bytes were taken out of the session, and are being written."""
+        self._being_written_bytes = nbytes
 
     def end_write(self) -> None:
         """It has been written."""

@@ -62,6 +62,8 @@ Python's collector counts them."""
 
 _CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
 
+_STREAMING: Final = SessionState.STREAMING  # an enum's attributes are slow to look up
+
 _LOG_IN: Final = (StartLogIn, ContinueLogIn)
 
 Continuation = Callable[[], Awaitable[None]]
@@ -113,6 +115,7 @@ class AcceptedConnection:
         self._handlers = handlers
         self._stream = stream
         self._ready = trio.Event()
+        self._is_ready = False
         self._is_idle = False
         """Whether the writer waits for something to write."""
         self._unwritten: Sequence[Buffer] = ()
@@ -208,9 +211,9 @@ class AcceptedConnection:
         """There is something for the writer to send, or to end."""
         self._to_send.notify()
 
-    def flush_now(self) -> int:
-        """Writes what the socket takes now, if the writer does not write already; leaves the rest
-        to the writer. Returns how many bytes there were."""
+    def flush_now(self, now: float) -> int:
+        """Writes what the socket takes at the time `now`, if the writer does not write already;
+        leaves the rest to the writer. Returns how many bytes there were."""
         length = 0
         session = self.session
         # Woken, the writer is idle for a moment still: what was left for it must go first. And to
@@ -222,7 +225,7 @@ class AcceptedConnection:
             and session.outgoing_bytes < LARGE_ANSWER_BYTES
         ):
             try:
-                length = self._send()
+                length = self._send(now)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 # It is this connection's writer that meets the error.
                 length = YIELD_BYTES
@@ -247,7 +250,8 @@ class AcceptedConnection:
                 return
             self._bytes_in += count
             self._resources.read_turns.note_read(count)
-            self._frame.note_read(count, session.now)
+            if self._frame.nbytes:
+                self._frame.note_read(count, session.now)
             has_whole_frame = await self._handle_frames()
             if session.state is SessionState.CLOSED:
                 return
@@ -262,10 +266,13 @@ class AcceptedConnection:
     async def _handle_frames(self) -> bool:
         """Handles every whole frame that has come; whether there was any."""
         handled_before, events = self._handled_count, self.session.messages()
+        now = self.session.now
         try:
-            while (continuation := self._handle_in_step(events)) is not None:
-                self._note_ready()
+            while (continuation := self._handle_in_step(events, now)) is not None:
+                if not self._is_ready:
+                    self._note_ready()
                 await continuation()
+                now = trio.current_time()
         except RemoteProtocolError as error:
             log.warning(
                 "protocol error",
@@ -274,31 +281,31 @@ class AcceptedConnection:
                 status=error.status.name,
                 error=str(error),
             )
-        self._note_ready()
+        if not self._is_ready:
+            self._note_ready()
         return self._handled_count > handled_before
 
     def _note_ready(self) -> None:
-        if self.session.state not in BEFORE_READY and not self._ready.is_set():
+        if self.session.state not in BEFORE_READY:
+            self._is_ready = True
             self._ready.set()
             self._resources.young_objects.note_made(CONNECTION_OBJECTS)
 
-    def _handle_in_step(self, events: Iterator[Message]) -> Continuation | None:
-        """Handles frames for one step, and writes what that has made for this connection and for
-        others.
+    def _handle_in_step(self, events: Iterator[Message], now: float) -> Continuation | None:
+        """Handles frames for one step that begins at `now`, and writes what that has made for this
+        connection and for others.
 
         Returns:
             What comes before the next step; None when every whole frame was handled.
         """
         writes = self._resources.step_writes
-        writes.begin()
-        self.wake()
+        writes.begin(self)
         try:
-            return self._handle_some(events)
+            return self._handle_some(events, now)
         finally:
-            writes.end()
+            writes.end(now)
 
-    def _handle_some(self, events: Iterator[Message]) -> Continuation | None:
-        began = trio.current_time()
+    def _handle_some(self, events: Iterator[Message], began: float) -> Continuation | None:
         while True:
             has_applied = self._apply_sets()
             if not has_applied:
@@ -457,7 +464,7 @@ class AcceptedConnection:
     async def _flush(self) -> None:
         """Writes until there is nothing to write now."""
         await self._pause_writing()
-        length = len(self._unwritten) or self._send()
+        length = len(self._unwritten) or self._send(trio.current_time())
         while length:
             if self._unwritten:
                 await write_rest(self._stream, self._unwritten, self._resources.send_timeout_s)
@@ -465,7 +472,7 @@ class AcceptedConnection:
             elif length >= YIELD_BYTES:
                 await trio.lowlevel.checkpoint()
             await self._pause_writing()
-            length = self._send()
+            length = self._send(trio.current_time())
 
     async def _pause_writing(self) -> None:
         if self._write_pause_s:
@@ -478,40 +485,43 @@ class AcceptedConnection:
                 if scope.cancelled_caught:
                     return
 
-    def _send(self) -> int:
-        """Gives the socket what there is to send; what it does not take at once is left in
-        `_unwritten`.
+    def _send(self, now: float) -> int:
+        """Gives the socket what there is to send at the time `now`; what it does not take at once
+        is left in `_unwritten`.
 
         Returns:
             How many bytes there were, with those of the rows that were left out: reading these
             took time, too.
         """
-        session, left_out = self.session, 0
-        # What the streamer adds is bounded by itself, and holds up no request.
-        self.context.backlog.begin_write()
-        try:
-            left_out = self.context.streamer.step()
-        except Exception:
-            log.exception("stream failed", peer=self.peer)
-            session.fail(
-                Status.INTERNAL, "internal error in a stream; the server's log has the cause"
-            )
-        outgoing = session.take_outgoing(trio.current_time())
-        if not outgoing:
+        session, context, left_out = self.session, self.context, 0
+        reply_bytes = session.outgoing_bytes
+        if session.state is _STREAMING:
+            try:
+                left_out = context.streamer.step()
+            except Exception:
+                log.exception("stream failed", peer=self.peer)
+                session.fail(
+                    Status.INTERNAL, "internal error in a stream; the server's log has the cause"
+                )
+        length = session.outgoing_bytes
+        if not length:
             return left_out
-        length = sum(map(len, outgoing))
         self._bytes_out += length
-        if (usage := self.context.log_in.usage) is not None:
-            self._write_pause_s = usage.pause_after_writing(length, trio.current_time())
-        self._unwritten = outgoing
-        self._unwritten = write_now(self._stream, outgoing)
-        if not self._unwritten:
+        if (usage := context.log_in.usage) is not None:
+            self._write_pause_s = usage.pause_after_writing(length, now)
+        self._unwritten = session.take_outgoing(now)
+        self._unwritten = write_now(self._stream, self._unwritten)
+        if self._unwritten:
+            # What the streamer has added is bounded by itself, and holds up no request.
+            context.backlog.begin_write(reply_bytes)
+        else:
             self._has_sent()
         return length + left_out
 
     def _has_sent(self) -> None:
         self._unwritten = ()
-        self.context.streamer.note_sent()
+        if self.context.streamer.disk_streams:
+            self.context.streamer.note_sent()
         self.context.backlog.end_write()
 
     # Silence.

@@ -142,25 +142,25 @@ class OrderedReply(ABC):
 
 class ReplyOrder:
     """The replies that one connection owes, so that those about one partition leave in the order of
-    their requests."""
+    their requests.
 
-    __slots__ = ("_newest",)
+    Attributes:
+        newest: The last reply that is owed about each partition. Empty when none is owed.
+    """
+
+    __slots__ = ("newest",)
 
     def __init__(self) -> None:
-        self._newest: dict[PartitionId, OrderedReply] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any reply is owed."""
-        return bool(self._newest)
+        self.newest: dict[PartitionId, OrderedReply] = {}
 
     def add(self, reply: OrderedReply) -> None:
         """`reply` is owed from now on, after those that are. O(partitions)."""
         for partition in reply.partitions:
-            earlier = self._newest.get(partition)
+            earlier = self.newest.get(partition)
             if earlier is not None:
                 earlier.later.append(reply)
                 reply.earlier_count += 1
-            self._newest[partition] = reply
+            self.newest[partition] = reply
 
     def complete(self, reply: OrderedReply) -> None:
         """`reply` is known: sends it, and those that waited for it alone; now, or once the ones
@@ -171,8 +171,8 @@ class ReplyOrder:
             reply = sendable.popleft()
             reply.send()
             for partition in reply.partitions:
-                if self._newest.get(partition) is reply:
-                    del self._newest[partition]
+                if self.newest.get(partition) is reply:
+                    del self.newest[partition]
             for later in reply.later:
                 later.earlier_count -= 1
                 if later.is_complete and not later.earlier_count:

@@ -294,7 +294,7 @@ class RequestContext:
 
     def read_sets(self) -> SetFrames | None:
         """The plain `SET`s that come next, if answers to them may be sent now."""
-        if self.bucket is None or self.reply_order or not self.access.may_change_all_keys:
+        if self.bucket is None or self.reply_order.newest or not self.access.may_change_all_keys:
             return None
         return self._session.read_sets(len(self.bucket.partitions))
 

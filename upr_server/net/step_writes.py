@@ -40,9 +40,9 @@ class Writable(Protocol):
     def wake_writer(self) -> None:
         """Has its writer write what there is to send."""
 
-    def flush_now(self) -> int:
-        """Writes what its socket takes of it now; its writer writes the rest. Returns how many
-        bytes there were."""
+    def flush_now(self, now: float) -> int:
+        """Writes what its socket takes of it at the time `now`; its writer writes the rest. Returns
+        how many bytes there were."""
 
 
 class StepWrites:
@@ -79,10 +79,12 @@ class StepWrites:
 
         return wake
 
-    def begin(self) -> None:
-        """A step begins. It must not pass a checkpoint before `end`."""
+    def begin(self, connection: Writable) -> None:
+        """A step of a connection begins, which is written to at its end. It must not pass a
+        checkpoint before `end`."""
         self._is_collecting = True
         self._woken = 0
+        self._connections[connection] = None
 
     def add(self, connection: Writable) -> None:
         """A connection has something to send: it is written to at the step's end, or by its writer
@@ -92,17 +94,21 @@ class StepWrites:
         else:
             self._wake(connection)
 
-    def end(self) -> None:
-        """The step ends: writes to each of the connections once."""
+    def end(self, now: float) -> None:
+        """The step ends, at the time `now`: writes to each of the connections once. An error
+        concerns this connection and not the one whose step it is, so it is logged, and this
+        connection's writer meets it again."""
         self._is_collecting = False
         connections, self._connections = self._connections, {}
-        nbytes = 0
-        for place, connection in enumerate(connections):
-            if place < DIRECT_MAX and nbytes < DIRECT_BYTES:
-                written_bytes = _write(connection)
-                if written_bytes is not None:
-                    nbytes += written_bytes
+        nbytes, direct_left = 0, DIRECT_MAX
+        for connection in connections:
+            if direct_left and nbytes < DIRECT_BYTES:
+                direct_left -= 1
+                try:
+                    nbytes += connection.flush_now(now)
                     continue
+                except Exception:
+                    log.exception("writing at a step's end failed")
             self._wake(connection)
 
     def _wake(self, connection: Writable) -> None:
@@ -132,14 +138,3 @@ class StepWrites:
         for connection in list(islice(self._unwoken, count)):
             del self._unwoken[connection]
             connection.wake_writer()
-
-
-def _write(connection: Writable) -> int | None:
-    """Writes to a connection; how many bytes there were, or None if that went wrong. An error
-    concerns this connection and not the one whose step it is, so it is logged, and this
-    connection's writer meets it again."""
-    try:
-        return connection.flush_now()
-    except Exception:
-        log.exception("writing at a step's end failed")
-        return None

@@ -37,6 +37,10 @@ DISK_BATCH_BYTES: Final = 256 * 1024
 """The same for chunks that were read from disk. Each connection has its own copy of them, so this
 bounds the memory of a connection."""
 
+# An enum's attributes are slow to look up.
+_STREAMING: Final = SessionState.STREAMING
+_BETWEEN: Final = StreamState.BETWEEN
+
 STEP_STREAMS: Final = 64
 """Streams that one step ends: at 14 µs each, 1 ms."""
 
@@ -135,16 +139,20 @@ class Streamer:
         session: The connection's session.
         name: The consumer's name, for statistics.
         wake: Called when a partition that had nothing to send has something again.
+
+    Attributes:
+        disk_streams: Streams of which something that was read from disk is being sent: then
+            `note_sent` is to be called once it was.
     """
 
     __slots__ = (
         "_current_stream",
-        "_disk_streams",
         "_left_out_bytes",
         "_name",
         "_session",
         "_streams",
         "_wake",
+        "disk_streams",
     )
 
     def __init__(self, session: ServerSession, name: str, wake: Callable[[], None]) -> None:
@@ -152,8 +160,7 @@ class Streamer:
         self._name = name
         self._wake = wake
         self._streams: dict[PartitionId, _Stream] = {}
-        self._disk_streams: dict[_Stream, None] = {}
-        """Streams of which something that was read from disk is being sent."""
+        self.disk_streams: dict[_Stream, None] = {}
         self._current_stream: _Stream | None = None
         """The stream whose snapshot is being sent."""
         self._left_out_bytes = 0
@@ -288,7 +295,7 @@ class Streamer:
     def _fill(self) -> None:
         session = self._session
         while (
-            session.state is SessionState.STREAMING
+            session.state is _STREAMING
             and session.outgoing_bytes + self._left_out_bytes < BATCH_BYTES
         ):
             stream = self._current_stream
@@ -298,11 +305,14 @@ class Streamer:
                     return
                 stream = self._current_stream = self._streams[partition]
                 # Fixed here: a partition that is written without pause must not keep the turn.
-                stream.turn_end = stream.partition.high_seq
-            if not session.window.is_open and not stream.only_end_is_missing:
+                stream.turn_end = SeqNo(stream.partition.rows.high)
+            is_open = session.window.left > 0
+            if is_open and self._send_whole(stream):
+                continue
+            if not is_open and not stream.only_end_is_missing:
                 # This partition keeps its turn, so the cycle continues in order.
                 return
-            if not (self._send_whole(stream) or self._advance(stream)):
+            if not self._advance(stream):
                 return
             nbytes = session.outgoing_bytes + self._left_out_bytes
             if stream.reader.reads_disk and nbytes >= DISK_BATCH_BYTES:
@@ -310,21 +320,20 @@ class Streamer:
 
     def note_sent(self) -> None:
         """Everything that was put into the session so far has left this process."""
-        for stream in self._disk_streams:
+        for stream in self.disk_streams:
             stream.reader.note_sent()
-        self._disk_streams.clear()
+        self.disk_streams.clear()
 
     def _send_whole(self, stream: _Stream) -> bool:
         """Puts the next snapshot into the session in one frame, where it is one chunk in memory;
-        returns whether it did."""
+        returns whether it did. The window is open."""
         session, partition = self._session, stream.partition
         if (
             # One frame for the whole snapshot has neither of the two: the client takes them from
             # the stream's last `PartitionStart`.
             stream.last_start != (partition.failover_log.current, partition.purge_seq)
-            or not session.window.is_open
             # What takes the place of a snapshot that was cut has a start of its own.
-            or session.streams[partition.id].state is not StreamState.BETWEEN
+            or session.streams[partition.id].state is not _BETWEEN
         ):
             return False
         chunk = stream.reader.next_whole_snapshot()
@@ -332,7 +341,9 @@ class Streamer:
             return False
         if stream.answers_from is not None:
             self._send_answers(stream, stream.answers_from, chunk.end)
-        session.send_snapshot(partition.id, self._select(stream, chunk))
+        if stream.key_prefix:
+            chunk = self._select(stream, chunk)
+        session.send_snapshot(partition.id, chunk)
         self._has_ended(stream, chunk.end)
         return True
 
@@ -350,7 +361,7 @@ class Streamer:
         if stream.reader.reads_disk:
             # The disk reads on when the item has been sent, not now. Else a consumer that does not
             # read would have its whole backfill in memory.
-            self._disk_streams[stream] = None
+            self.disk_streams[stream] = None
         if isinstance(item, Chunk):
             chunk = self._select(stream, item)
             session.send(PartitionChunk(chunk, partition=partition.id, opaque=stream.opaque))

@@ -101,6 +101,10 @@ class BodyUnderWay(ServerSession):
 
     missing_bytes = 0
 
+    @property
+    def unfinished_body_bytes(self) -> int:
+        return self.missing_bytes
+
     def receive_buffer(self) -> memoryview:
         return memoryview(bytearray(self.missing_bytes))
 

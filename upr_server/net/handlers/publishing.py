@@ -151,7 +151,7 @@ class _BundleRequest(OrderedReply):
     def apply(self) -> Iterator[None]:
         """Starts every run; yields where others should have their turn."""
         order = self._context.reply_order
-        is_owed = bool(order)
+        is_owed = bool(order.newest)
         if is_owed:
             order.add(self)
         run_indexes: Iterable[int] = range(len(self._batches))
