@@ -24,6 +24,7 @@ from upr_protocol.ids import Durability
 from upr_protocol.limits import GET_REPLY_KEYS_MAX, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.wire import Get, Mutate, Stats
 
+MEMORY = Durability.MEMORY
 PERSISTED = Durability.PERSISTED
 
 URL = "upr://fake/b"
@@ -327,6 +328,39 @@ async def test_a_change_fails_when_no_credit_arrives_in_time(
         assert caught.value.status is Status.TEMPORARY_FAILURE
         assert await client.get("k") is None
     assert server.contents() == {}
+
+
+async def test_credit_that_is_used_up_by_other_changes_is_waited_for_no_longer(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    # A frame may overshoot, so this lets one bundle pass, and a bundle has one level.
+    server.credit_bytes, server.pays = 1, False
+    ended: dict[str, tuple[float, str]] = {}
+
+    async def change(client: Client, key: str, after_s: float, durability: Durability) -> None:
+        await trio.sleep(after_s)
+        try:
+            await client.set(key, "v", durability=durability)
+            ended[key] = trio.current_time() - began_at, "set"
+        except ServerError as error:
+            ended[key] = trio.current_time() - began_at, error.status.name
+
+    async with connect(URL, dial=net.dial, credit_timeout_s=30) as client:
+        began_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change, client, "a", 0, MEMORY)
+            nursery.start_soon(change, client, "b", 0.001, PERSISTED)
+            nursery.start_soon(change, client, "c", 10, MEMORY)
+            nursery.start_soon(change, client, "d", 20, PERSISTED)
+            await trio.sleep(35)
+            server.grant(1 << 20)
+    assert {key: (round(at), outcome) for key, (at, outcome) in ended.items()} == {
+        "a": (0, "set"),
+        "b": (30, "TEMPORARY_FAILURE"),
+        "c": (35, "set"),
+        "d": (35, "set"),
+    }
+    assert sorted(server.contents()) == [b"a", b"c", b"d"]
 
 
 async def test_an_idle_connection_stays_open(net: FakeNet, autojump_clock: MockClock) -> None:

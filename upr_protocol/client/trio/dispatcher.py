@@ -196,14 +196,20 @@ class RequestDispatcher:
     async def _retry(
         self, request: Callable[[NodeChannel], Awaitable[T]], partition: PartitionId | None
     ) -> T:
-        deadline = trio.current_time() + self._retry_timeout_s
+        # From when something else than an answer is waited for: mostly nothing is.
+        deadline: float | None = None
         if partition is not None and partition >= self.partition_count:
             partition = None  # any server refuses it, and says why
-        while True:
+        channel = self._channel(partition)
+        if channel is None:
+            deadline = trio.current_time() + self._retry_timeout_s
             channel = await self._await_channel(partition, deadline)
+        while True:
             try:
                 result = await request(channel)
             except ServerError as error:
+                if deadline is None:
+                    deadline = trio.current_time() + self._retry_timeout_s
                 is_last = (
                     self.connections.metadata.is_single_node or trio.current_time() >= deadline
                 )
@@ -212,6 +218,7 @@ class RequestDispatcher:
                 if self._channel_of.get(partition) is channel:
                     self.connections.note_refused(partition, error, error.map_revision)
                     self._channel_of[partition] = None
+                channel = await self._await_channel(partition, deadline)
             else:
                 if partition is not None:
                     self.connections.router.note_succeeded(partition)
@@ -223,17 +230,23 @@ class RequestDispatcher:
         Raises:
             ServerError, BrokenError: There was none by the deadline.
         """
-        while True:
-            if self.error is not None:
-                raise self.error
-            if partition is None:
-                channel = next((c for c in self.connections.handlers if c.is_connected), None)
-            else:
-                channel = self._channel_of.get(partition)
-            if channel is not None and channel.is_connected:
-                return channel
+        while (channel := self._channel(partition)) is None:
             if not await self._wait_for_change(deadline):
                 raise self._no_channel_error(partition)
+        return channel
+
+    def _channel(self, partition: PartitionId | None) -> NodeChannel | None:
+        """The channel for a partition, or any for None; None while there is none.
+
+        Raises:
+            ServerError, BrokenError, ClosedError: There will be none.
+        """
+        if self.error is not None:
+            raise self.error
+        if partition is None:
+            return next((c for c in self.connections.handlers if c.is_connected), None)
+        channel = self._channel_of.get(partition)
+        return channel if channel is not None and channel.is_connected else None
 
     async def _wait_for_change(self, deadline: float) -> bool:
         """Waits until something has changed; false when nothing had by the deadline."""

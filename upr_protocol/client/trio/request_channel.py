@@ -27,24 +27,34 @@ _PARTITION: Final = attrgetter("change.partition")
 
 
 class PendingReply(Generic[T]):
-    """What an answer means that is still to arrive."""
+    """What an answer means that is still to arrive.
 
-    __slots__ = ("_event", "_outcome")
+    Attributes:
+        is_resolved: Whether it has arrived, or never will.
+    """
+
+    __slots__ = ("_event", "_outcome", "is_resolved")
 
     _outcome: T | UprError
 
     def __init__(self) -> None:
         self._event = trio.Event()
+        self.is_resolved = False
 
     def resolve(self, outcome: T | UprError) -> None:
         """The answer has arrived; or it never will, or is a refusal."""
         self._outcome = outcome
+        self.is_resolved = True
         self._event.set()
 
     async def wait(self) -> T:
         """Waits for the answer, and gives what it means. Cancelled, the request may still be
         carried out; its answer is dropped."""
         await self._event.wait()
+        return self.result()
+
+    def result(self) -> T:
+        """What the answer means, once it has arrived; raises the error that it is."""
         if isinstance(self._outcome, UprError):
             raise self._outcome
         return self._outcome
@@ -56,14 +66,30 @@ class PendingChange(PendingReply[WriteResult]):
     Attributes:
         change: The change.
         is_sent: Whether it was sent.
+        lacks_credit: Whether its turn to be sent has come while there was no credit.
     """
 
-    __slots__ = ("change", "is_sent")
+    __slots__ = ("change", "is_sent", "lacks_credit")
 
     def __init__(self, change: Change) -> None:
         super().__init__()
         self.change = change
         self.is_sent = False
+        self.lacks_credit = False
+
+    def note_lack_of_credit(self) -> None:
+        """There is no credit to send it. `wait_for_credit` returns."""
+        self.lacks_credit = True
+        self._event.set()
+
+    async def wait_for_credit(self) -> bool:
+        """Waits for the answer; whether there is one. If there is none, credit was lacking, and
+        `wait` waits for the answer."""
+        await self._event.wait()
+        if not self.lacks_credit or self.is_resolved:
+            return True
+        self._event = trio.Event()
+        return False
 
 
 def _resolve_call(
@@ -151,6 +177,18 @@ class RequestChannel(ConnectionHandler):
         self._changed.notify()
         while self._unsent and self.connection.session.credit.is_open and self._has_room:
             self._send_changes()
+        if self._unsent and not self.connection.session.credit.is_open:
+            self._note_lack_of_credit()
+
+    def _note_lack_of_credit(self) -> None:
+        """Has the tasks that have not heard of it wait no longer than for so long. O(1) for each of
+        their changes in all."""
+        for unsent in self._unsent.values():
+            # Those that have heard of it came before those that have not.
+            for change in reversed(unsent):
+                if change.lacks_credit:
+                    break
+                change.note_lack_of_credit()
 
     def _send_changes(self) -> None:
         level, unsent = next(iter(self._unsent.items()))
@@ -202,6 +240,9 @@ class RequestChannel(ConnectionHandler):
         self._unsent.setdefault(change.level, {})[pending_change] = None
         connection.request_write()
         try:
+            # A timeout costs as much as all else that is done here, and mostly there is credit.
+            if await pending_change.wait_for_credit():
+                return pending_change.result()
             with trio.move_on_after(self._credit_timeout_s):
                 return await pending_change.wait()
             if not pending_change.is_sent and not connection.session.credit.is_open:
