@@ -16,6 +16,7 @@ import attrs
 import trio
 from structlog.testing import capture_logs
 
+from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -61,7 +62,6 @@ from upr_protocol.wire import (
     StreamReply,
     decode,
 )
-from upr_protocol.wire.frame import pack_header
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.runtime import System

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 7
+REVISION: Final = 8
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -31,6 +31,8 @@ if TYPE_CHECKING or environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         find_misplaced,
         gather,
         join_sets,
+        pack_header,
+        read_header,
         select_prefix,
     )
 
@@ -48,6 +50,8 @@ else:
             find_misplaced,
             gather,
             join_sets,
+            pack_header,
+            read_header,
             select_prefix,
         )
 
@@ -65,6 +69,8 @@ else:
             find_misplaced,
             gather,
             join_sets,
+            pack_header,
+            read_header,
             select_prefix,
         )
 
@@ -89,5 +95,7 @@ __all__ = [
     "find_misplaced",
     "gather",
     "join_sets",
+    "pack_header",
+    "read_header",
     "select_prefix",
 ]

@@ -11,6 +11,8 @@ from upr_kernel.pure import encode_replies as encode_replies
 from upr_kernel.pure import find_misplaced as find_misplaced
 from upr_kernel.pure import gather as gather
 from upr_kernel.pure import join_sets as join_sets
+from upr_kernel.pure import pack_header as pack_header
+from upr_kernel.pure import read_header as read_header
 from upr_kernel.pure import select_prefix as select_prefix
 
 REVISION: Final[int]

@@ -8,13 +8,13 @@ from typing import Any, Final
 from crc32c import crc32c
 
 from tests.fuzz.mending import framed, mended_frames
+from upr_kernel import pack_header
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.transport import FrameMemory
 from upr_protocol.wire import MESSAGES, FrameBuffer, Header, Message, decode
-from upr_protocol.wire.frame import pack_header
 
 MENDED: Final = 0x80
 """In a first byte: the checksums are put right."""

@@ -12,8 +12,9 @@ from typing import Final
 
 from crc32c import crc32c
 
+from upr_kernel import pack_header
 from upr_protocol.chunk import CHUNK_HEAD_BYTES, encoded_bytes
-from upr_protocol.wire.frame import HEADER_BYTES, pack_header
+from upr_protocol.wire.frame import HEADER_BYTES
 
 _SAID: Final = Struct("<3xBHHII8x")
 _CHUNK_HEAD: Final = Struct("<IIIIQQ")

@@ -91,10 +91,12 @@ def frames(data: bytes) -> None:
     if first & MENDED:
         data = mended_frames(data)
     for offset in (0, first & 0x7F, len(data), len(data) + 1):
+        agreed("read_header", data, offset)
         for frames_max, partition_count in ((0, 1), (1, 1), (64, 0), (64, 1), (64, 3)):
             agreed(
                 "join_sets",
                 *(data, offset, frames_max, partition_count, KEY_BYTES_MAX, VALUE_BYTES_MAX),
+                data[-1:],
             )
 
 

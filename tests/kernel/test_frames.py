@@ -19,7 +19,7 @@ from upr_protocol.wire import Mutate, MutateReply, RunResult
 PARTITIONS: Final = 3
 RUN: Final = Struct("<IIQI4x")
 LINE: Final = Struct("<IIQQQQ")
-LIMITS: Final = (250, 1000)
+LIMITS: Final = (250, 1000, b"\0")
 
 
 def frame_of(mutation: Mutation, writer: bytes, counter: int, opaque: int) -> bytes:
@@ -58,10 +58,11 @@ def test_a_chunk_of_all_rows_and_a_description_of_each_frame(
     data = before + b"".join(frames)
     answer, joined = agreed("join_sets", data, len(before), frames_max, PARTITIONS, *LIMITS)
     assert answer == "returned"
-    chunk, *columns = joined
+    chunk, flags, *columns = joined
     sets = sets[:frames_max]
     rows = [mutation for mutation, *_ in sets]
     assert chunk == bytes(Chunk.build(rows, SeqNo(0), SeqNo(0)))
+    assert ("returned", flags) == agreed("check", chunk, bytes([Operation.SET]), *LIMITS)
     runs = [
         BundleRun(PartitionId(partition_of(row.key, PARTITIONS)), 1, c) for row, _, c, _ in sets
     ]
@@ -79,7 +80,36 @@ def test_a_chunk_of_all_rows_and_a_description_of_each_frame(
         data = b"".join(frames[:-1]) + changed
         answer, joined = agreed("join_sets", data, 0, 1000, PARTITIONS, *LIMITS)
         assert answer == "returned"
-        assert (len(joined[3]) // 4 if joined else 0) == len(frames) - 1
+        assert (len(joined[4]) // 4 if joined else 0) == len(frames) - 1
+
+
+U16: Final = st.integers(0, (1 << 16) - 1)
+FIELDS: Final = st.tuples(st.integers(0, 255), U16, U16, U32, U32, U32)
+
+
+@given(FIELDS, st.binary(max_size=30), st.binary(max_size=30), st.integers(0, 8 * 24 - 1))
+def test_a_header_is_read_as_it_was_packed(
+    fields: tuple[int, ...], before: bytes, behind: bytes, bit: int
+) -> None:
+    answer, header = agreed("pack_header", *fields)
+    assert answer == "returned"
+    data, at = before + header + behind, len(before)
+    is_padded = fields[4] % 8 == 0
+    assert agreed("read_header", data, at) == ("returned", fields if is_padded else None)
+    changed = bytearray(data)
+    changed[at + bit // 8] ^= 1 << bit % 8
+    assert agreed("read_header", bytes(changed), at) == ("returned", None)
+    for cut, offset in ((data, at + len(behind) + 1), (data[: at + 23], at), (b"", 0)):
+        assert agreed("read_header", cut, offset) == ("raised", ValueError)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_field_that_is_out_of_range_is_in_no_header(place: int) -> None:
+    most = [(1 << 8) - 1, *[(1 << 16) - 1] * 2, *[(1 << 32) - 1] * 3]
+    assert agreed("pack_header", *most)[0] == "returned"
+    for wrong in (most[place] + 1, -1, 1 << 64):
+        fields = [*most[:place], wrong, *most[place + 1 :]]
+        assert agreed("pack_header", *fields) == ("raised", OverflowError)
 
 
 U64: Final = st.integers(0, (1 << 64) - 1)
@@ -115,7 +145,7 @@ def test_replies_that_have_not_as_many_lines_as_the_others_are_refused() -> None
 def test_nothing_is_joined_of_a_key_or_value_that_is_too_long(build: object) -> None:
     join_sets = build.join_sets  # type: ignore[attr-defined]
     data = frame_of(Mutation(Operation.SET, b"key", b"value"), bytes(16), 1, 1)
-    assert join_sets(data, 0, 1, PARTITIONS, 3, 5) is not None
-    assert join_sets(data, 0, 1, PARTITIONS, 2, 5) is None
-    assert join_sets(data, 0, 1, PARTITIONS, 3, 4) is None
-    assert join_sets(data, 0, 0, PARTITIONS, 3, 5) is None
+    assert join_sets(data, 0, 1, PARTITIONS, 3, 5, b"") is not None
+    assert join_sets(data, 0, 1, PARTITIONS, 2, 5, b"") is None
+    assert join_sets(data, 0, 1, PARTITIONS, 3, 4, b"") is None
+    assert join_sets(data, 0, 0, PARTITIONS, 3, 5, b"") is None

@@ -24,11 +24,11 @@ from typing import Final
 import trio
 
 from tests.kit.peer import Peer, peer
+from upr_kernel import pack_header
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.wire import CloseStream, Get, Go, Hello, Mutate, Stream
-from upr_protocol.wire.frame import pack_header
 
 TRICKLES: Final = 300
 TRICKLE_S: Final = 0.05

@@ -13,6 +13,7 @@ import trio
 import trio.testing
 
 from tests.kit.held_store import HeldStore
+from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
@@ -80,7 +81,6 @@ from upr_protocol.wire import (
     StreamReply,
     decode,
 )
-from upr_protocol.wire.frame import pack_header
 from upr_server.app import Server
 from upr_server.config import ServerConfig
 from upr_server.net.credit import CREDIT_BYTES_MIN

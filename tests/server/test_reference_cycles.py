@@ -19,6 +19,7 @@ import trio.testing
 from tests.kit.placed_keys import key_in
 from tests.kit.reference_cycles import no_collections
 from tests.server.test_connection import Peer, make_server, sets
+from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET
@@ -37,7 +38,6 @@ from upr_protocol.wire import (
     StreamEnd,
     StreamReply,
 )
-from upr_protocol.wire.frame import pack_header
 from upr_server.app import Server
 from upr_server.engine import batch_of
 

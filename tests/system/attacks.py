@@ -19,6 +19,7 @@ import trio
 
 from tests.kit.peer import Peer, peer
 from tests.kit.placed_keys import key_in
+from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.client import Address, NodeClient, connect, publisher
 from upr_protocol.failover import NOTHING_YET
@@ -45,7 +46,6 @@ from upr_protocol.wire import (
     Stats,
     Stream,
 )
-from upr_protocol.wire.frame import pack_header
 
 MIB: Final = 1024 * 1024
 P0: Final = PartitionId(0)

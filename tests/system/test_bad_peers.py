@@ -27,6 +27,7 @@ from tests.kit.peer import Peer, peer, sets
 from tests.kit.placed_keys import key_in
 from tests.kit.process import ServerProcess, eventually, many_descriptors, server_process
 from tests.kit.proxy import proxy_to
+from upr_kernel import pack_header
 from upr_protocol.chunk import Buffer, Bundle, ChunkBuilder, CounterDelta
 from upr_protocol.client import connect, consume, publisher
 from upr_protocol.errors import ServerError, Status
@@ -60,7 +61,6 @@ from upr_protocol.wire import (
     StatsReply,
     Stream,
 )
-from upr_protocol.wire.frame import pack_header
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 

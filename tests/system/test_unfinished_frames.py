@@ -15,9 +15,9 @@ import trio
 from tests.kit.bystander import bystanders
 from tests.kit.peer import Peer, peer
 from tests.kit.process import ServerProcess, many_descriptors, server_process
+from upr_kernel import pack_header
 from upr_protocol.client import connect
 from upr_protocol.wire import Mutate
-from upr_protocol.wire.frame import pack_header
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 

@@ -73,14 +73,6 @@ offsets_are_sound(const uint8_t *offsets, uint32_t low, uint32_t high, uint32_t 
 
 /* Checking. */
 
-enum {
-    UNCONDITIONAL = 1,
-    MAY_EXPIRE = 2,
-    HAS_PREFIX = 4,
-    HAS_SEQS = 8,
-    SEQS_RISE = 16,
-};
-
 /* Returns 0, or the code of what is wrong: `span`, or the two behind it. */
 static int
 check_strings(const uint8_t *offsets, uint32_t count, uint32_t length, uint32_t shortest,

@@ -1,4 +1,5 @@
-/* Frames that publish one plain `SET` each, joined to one chunk; and the answers to bundles. */
+/* Headers of frames; frames that publish one plain `SET` each, joined to one chunk; and the answers
+   to bundles. */
 
 #include "kernel.h"
 
@@ -18,6 +19,59 @@ enum {
 /* Magic, version and opcode, as they lie. */
 static const uint32_t MUTATE_BEGIN = 0x11015055u, REPLY_BEGIN = 0x91015055u;
 
+/* Headers. */
+
+enum { MAGIC = 0x5055, VERSION = 1 };
+
+PyObject *
+pack_header(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    /* Opcode, status, partition, opaque, length, and the body's CRC. */
+    static const uint64_t most[] = {UINT8_MAX,  UINT16_MAX, UINT16_MAX,
+                                    UINT32_MAX, UINT32_MAX, UINT32_MAX};
+    uint64_t fields[6];
+    if (!takes("pack_header", count, 6, 6))
+        return NULL;
+    for (int field = 0; field < 6; field++) {
+        if (!number_of(args[field], fields + field))
+            return NULL;
+        if (fields[field] > most[field])
+            return PyErr_Format(PyExc_OverflowError, "a field of a header is out of range");
+    }
+    PyObject *header = PyBytes_FromStringAndSize(NULL, HEADER_BYTES);
+    if (header == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AsString(header);
+    store_u32(at, (uint32_t)(MAGIC | VERSION << 16 | fields[0] << 24));
+    store_u32(at + 4, (uint32_t)(fields[1] | fields[2] << 16));
+    for (int field = 3; field < 6; field++)
+        store_u32(at + 4 * (field - 1), (uint32_t)fields[field]);
+    store_u32(at + CHECKED_BYTES, crc32c_of(at, CHECKED_BYTES));
+    return header;
+}
+
+PyObject *
+read_header(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t offset;
+    if (!takes("read_header", count, 2, 2) || !number_of(args[1], &offset))
+        return NULL;
+    if (!PyBytes_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "what was received is not bytes");
+    uint64_t nbytes = (uint64_t)PyBytes_Size(args[0]);
+    if (offset > nbytes || nbytes - offset < HEADER_BYTES)
+        return PyErr_Format(PyExc_ValueError, "the header is not whole");
+    const uint8_t *at = (const uint8_t *)PyBytes_AsString(args[0]) + offset;
+    if ((load_u32(at) & 0xFFFFFF) != (MAGIC | VERSION << 16) || load_u32(at + 12) & 7 ||
+        crc32c_of(at, CHECKED_BYTES) != load_u32(at + CHECKED_BYTES))
+        Py_RETURN_NONE;
+    return Py_BuildValue("iiikkk", (int)at[3], (int)(load_u32(at + 4) & 0xFFFF),
+                         (int)(load_u32(at + 4) >> 16), (unsigned long)load_u32(at + 8),
+                         (unsigned long)load_u32(at + 12), (unsigned long)load_u32(at + 16));
+}
+
+/* Single operations. */
+
 typedef struct {
     const uint8_t *frame;
     size_t nbytes;
@@ -33,6 +87,8 @@ typedef struct {
     uint64_t partition_count;
     uint64_t key_bytes_max;
     uint64_t value_bytes_max;
+    const char *prefix;
+    Py_ssize_t prefix_length;
 } Limits;
 
 /* Reads the frame at `at`, of which so many bytes have come. False where it is not whole, or is
@@ -111,9 +167,25 @@ joined(const Set *sets, size_t count)
     return result;
 }
 
+/* What `check` would say of the chunk of these sets. */
+static int
+flags_of(const Set *sets, size_t count, const Limits *limits)
+{
+    int flags = UNCONDITIONAL;
+    size_t length = (size_t)limits->prefix_length;
+    for (size_t row = 0; row < count; row++) {
+        if (sets[row].expiry)
+            flags |= MAY_EXPIRE;
+        if (sets[row].key_length >= length && !memcmp(sets[row].key, limits->prefix, length))
+            flags |= HAS_PREFIX;
+    }
+    return flags;
+}
+
 /* The run, writer, opaque and end of each frame, as four objects of bytes. */
 static PyObject *
-described(PyObject *chunk, const Set *sets, size_t count, const uint8_t *bytes)
+described(PyObject *chunk, const Set *sets, size_t count, const uint8_t *bytes,
+          const Limits *limits)
 {
     size_t writer_count = 1;
     for (size_t row = 1; row < count; row++)
@@ -123,7 +195,8 @@ described(PyObject *chunk, const Set *sets, size_t count, const uint8_t *bytes)
     PyObject *writers = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(WRITER_BYTES * writer_count));
     PyObject *opaques = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * count));
     PyObject *ends = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(4 * count)), *result = NULL;
-    if (runs != NULL && writers != NULL && opaques != NULL && ends != NULL) {
+    PyObject *flags = PyLong_FromLong(flags_of(sets, count, limits));
+    if (runs != NULL && writers != NULL && opaques != NULL && ends != NULL && flags != NULL) {
         for (size_t row = 0; row < count; row++) {
             const uint8_t *frame = sets[row].frame, *mutate = frame + HEADER_BYTES;
             memcpy(PyBytes_AsString(runs) + RUN_BYTES * row, mutate + MUTATE_BYTES, RUN_BYTES);
@@ -133,8 +206,9 @@ described(PyObject *chunk, const Set *sets, size_t count, const uint8_t *bytes)
             store_u32((uint8_t *)PyBytes_AsString(ends) + 4 * row,
                       (uint32_t)(frame + sets[row].nbytes - bytes));
         }
-        result = PyTuple_Pack(5, chunk, runs, writers, opaques, ends);
+        result = PyTuple_Pack(6, chunk, flags, runs, writers, opaques, ends);
     }
+    Py_XDECREF(flags);
     Py_XDECREF(runs);
     Py_XDECREF(writers);
     Py_XDECREF(opaques);
@@ -147,9 +221,10 @@ join_sets(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     uint64_t offset, frames_max;
     Limits limits;
-    if (!takes("join_sets", count, 6, 6) || !number_of(args[1], &offset) || !number_of(args[2], &frames_max) ||
+    if (!takes("join_sets", count, 7, 7) || !number_of(args[1], &offset) || !number_of(args[2], &frames_max) ||
         !number_of(args[3], &limits.partition_count) ||
-        !number_of(args[4], &limits.key_bytes_max) || !number_of(args[5], &limits.value_bytes_max))
+        !number_of(args[4], &limits.key_bytes_max) || !number_of(args[5], &limits.value_bytes_max) ||
+        PyBytes_AsStringAndSize(args[6], (char **)&limits.prefix, &limits.prefix_length) < 0)
         return NULL;
     if (!PyBytes_Check(args[0]))
         /* What is checked here must be what is copied. */
@@ -174,7 +249,7 @@ join_sets(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
     }
     else {
         PyObject *chunk = joined(sets, set_count);
-        result = chunk == NULL ? NULL : described(chunk, sets, set_count, bytes);
+        result = chunk == NULL ? NULL : described(chunk, sets, set_count, bytes, &limits);
         Py_XDECREF(chunk);
     }
     if (sets != few)

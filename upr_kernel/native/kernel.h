@@ -163,6 +163,15 @@ uint32_t crc32c_of(const uint8_t *bytes, size_t length);
 /* Sets `ChunkDefectError` with this code; returns NULL. */
 PyObject *set_defect(int code);
 
+/* What a check says, as in upr_kernel/flags.py. */
+enum {
+    UNCONDITIONAL = 1,
+    MAY_EXPIRE = 2,
+    HAS_PREFIX = 4,
+    HAS_SEQS = 8,
+    SEQS_RISE = 16,
+};
+
 /* The defects, as in upr_kernel/defects.py. */
 enum {
     DEFECT_LAYOUT = 1,
@@ -230,6 +239,8 @@ PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *select_prefix(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *join_sets(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *pack_header(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *read_header(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *encode_replies(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *add_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 void fill_crc_tables(void);

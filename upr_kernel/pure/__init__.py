@@ -2,7 +2,7 @@
 
 from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.chunks import check, gather, select_prefix
-from upr_kernel.pure.frames import encode_replies, join_sets
+from upr_kernel.pure.frames import encode_replies, join_sets, pack_header, read_header
 from upr_kernel.pure.key_table import KeyTable
 from upr_kernel.pure.open_rows import OpenRows
 from upr_kernel.pure.partition import find_misplaced
@@ -18,5 +18,7 @@ __all__ = [
     "find_misplaced",
     "gather",
     "join_sets",
+    "pack_header",
+    "read_header",
     "select_prefix",
 ]

@@ -1,4 +1,5 @@
-"""Frames that publish one plain `SET` each, joined to one chunk; and the answers to bundles."""
+"""Headers of frames; frames that publish one plain `SET` each, joined to one chunk; and the answers
+to bundles."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from typing import Final, NamedTuple
 from crc32c import crc32c
 
 from upr_kernel.defects import ChunkDefectError
+from upr_kernel.flags import HAS_PREFIX, MAY_EXPIRE, UNCONDITIONAL
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES, Columns, padded
 from upr_kernel.pure.partition import partition_of
 
-JoinedSets = tuple[bytes, bytes, bytes, bytes, bytes]
-"""A chunk, and of each frame the run, the writer, the opaque and where it ends."""
+JoinedSets = tuple[bytes, int, bytes, bytes, bytes, bytes]
+"""A chunk, what `check` says of it, and of each frame the run, the writer, the opaque and where it
+ends."""
 
 # `upr_protocol.wire` describes these layouts: the header; the fields of `Mutate`; its only run; and
 # what stands before and behind the lines of a `MutateReply` without failures and counters.
@@ -27,6 +30,10 @@ _LINE_BYTES: Final = 40
 _CHECKED_BYTES: Final = 20
 _CHUNK_AT: Final = _HEADER.size + _MUTATE.size + _RUN.size
 
+_MAGIC: Final = 0x5055
+_VERSION: Final = 1
+_FIELDS_MAX: Final = (0xFF, 0xFFFF, 0xFFFF, 0xFFFF_FFFF, 0xFFFF_FFFF, 0xFFFF_FFFF)
+
 _MUTATE_BEGIN: Final = (0x5055, 1, 0x11, 0)
 """Magic, version, opcode and status of the header."""
 
@@ -38,6 +45,48 @@ _REPLY_BEGIN: Final = (0x5055, 1, 0x91, 0, 0xFFFF)
 
 _SET: Final = 1
 _WORDS: Final = Struct("<II")
+
+
+def pack_header(
+    opcode: int, status: int, partition: int, opaque: int, length: int, body_crc: int, /
+) -> bytes:
+    """The 24 bytes of a frame's header.
+
+    Raises:
+        OverflowError: A field is out of range.
+    """
+    fields = opcode, status, partition, opaque, length, body_crc
+    if any(not 0 <= field <= most for field, most in zip(fields, _FIELDS_MAX, strict=True)):
+        raise OverflowError("a field of a header is out of range")
+    checked = _HEADER.pack(_MAGIC, _VERSION, *fields, 0)[:_CHECKED_BYTES]
+    return checked + crc32c(checked).to_bytes(4, "little")
+
+
+def read_header(data: bytes, offset: int, /) -> tuple[int, int, int, int, int, int] | None:
+    """The opcode, status, partition, opaque, length and body's CRC of a frame's header.
+
+    Args:
+        data: What was received.
+        offset: Where the header begins.
+
+    Returns:
+        The fields; None for a header that is not sound: another magic or version, a wrong checksum,
+        or a length that is not padded.
+
+    Raises:
+        ValueError: The header is not whole.
+    """
+    if not 0 <= offset <= len(data) - _HEADER.size:
+        raise ValueError("the header is not whole")
+    magic, version, *fields, header_crc = _HEADER.unpack_from(data, offset)
+    opcode, status, partition, opaque, length, body_crc = fields
+    if (
+        (magic, version) != (_MAGIC, _VERSION)
+        or length % 8
+        or crc32c(data[offset : offset + _CHECKED_BYTES]) != header_crc
+    ):
+        return None
+    return opcode, status, partition, opaque, length, body_crc
 
 
 class _Set(NamedTuple):
@@ -58,6 +107,7 @@ def join_sets(
     partition_count: int,
     key_bytes_max: int,
     value_bytes_max: int,
+    prefix: bytes,
     /,
 ) -> JoinedSets | None:
     """Joins frames that each publish one plain `SET` to one chunk. O(bytes).
@@ -73,11 +123,12 @@ def join_sets(
         partition_count: How many partitions the bucket has.
         key_bytes_max: The length of the longest key.
         value_bytes_max: The length of the longest value.
+        prefix: What `HAS_PREFIX` asks for.
 
     Returns:
-        The chunk, a row for each frame; the frames' runs as in the directory of a bundle; their
-        writers, or one where all have the same; their opaques and their ends, of 4 bytes each.
-        None where the first frame does not fit.
+        The chunk, a row for each frame; the flags that `check` gives for it; the frames' runs as in
+        the directory of a bundle; their writers, or one where all have the same; their opaques and
+        their ends, of 4 bytes each. None where the first frame does not fit.
 
     Raises:
         ValueError: The offset is behind the end, or there is no partition.
@@ -96,6 +147,7 @@ def join_sets(
     writers = [entry.writer for entry in sets]
     return (
         _joined(sets),
+        _flags_of(sets, prefix),
         b"".join(entry.run for entry in sets),
         b"".join(writers) if len(set(writers)) > 1 else writers[0],
         array("I", [entry.opaque for entry in sets]).tobytes(),
@@ -156,6 +208,15 @@ def _row_of(columns: Columns, end: int, opaque: int, writer: bytes, run: bytes) 
         int.from_bytes(view[columns.expiries_at : columns.expiries_at + 4], "little"),
         int.from_bytes(view[columns.flags_at : columns.flags_at + 4], "little"),
     )
+
+
+def _flags_of(sets: list[_Set], prefix: bytes) -> int:
+    flags = UNCONDITIONAL
+    if any(entry.expiry for entry in sets):
+        flags |= MAY_EXPIRE
+    if any(entry.key.startswith(prefix) for entry in sets):
+        flags |= HAS_PREFIX
+    return flags
 
 
 def _joined(sets: list[_Set]) -> bytes:

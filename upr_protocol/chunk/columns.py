@@ -60,8 +60,9 @@ class Columns:
 
     def __init__(self, buffer: Buffer, crc: int | None = None) -> None:
         view = memoryview(buffer)
-        if len(view) < CHUNK_HEAD_BYTES:
-            raise ChunkError(f"a chunk has at least {CHUNK_HEAD_BYTES} bytes, not {len(view)}")
+        nbytes = len(view)
+        if nbytes < CHUNK_HEAD_BYTES:
+            raise ChunkError(f"a chunk has at least {CHUNK_HEAD_BYTES} bytes, not {nbytes}")
         count, key_length, value_length, reserved, start, end = CHUNK_HEAD.unpack_from(view)
         if count > CHUNK_MUTATIONS_MAX:
             raise ChunkError(f"{count} mutations in a chunk; at most {CHUNK_MUTATIONS_MAX}")
@@ -74,8 +75,8 @@ class Columns:
         value_offsets_at = key_offsets_at + offsets_bytes
         operations_at = value_offsets_at + offsets_bytes
         keys_at = operations_at + ((count + 7) & ~7)
-        if keys_at + ((key_length + 7) & ~7) + ((value_length + 7) & ~7) != len(view):
-            raise ChunkError(f"a chunk's lengths do not add up to its {len(view)} bytes")
+        if keys_at + ((key_length + 7) & ~7) + ((value_length + 7) & ~7) != nbytes:
+            raise ChunkError(f"a chunk's lengths do not add up to its {nbytes} bytes")
         if end < start:
             raise ChunkError(f"a chunk cannot end at {end}, before its start at {start}")
         self._view = view
@@ -87,8 +88,8 @@ class Columns:
         self.count: int = count
         self.key_length: int = key_length
         self.value_length: int = value_length
-        self.start = SeqNo(start)
-        self.end = SeqNo(end)
+        self.start: SeqNo = start
+        self.end: SeqNo = end
 
     @property
     def seqs(self) -> memoryview:

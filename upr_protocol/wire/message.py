@@ -13,11 +13,12 @@ import construct as cs
 import msgspec
 from crc32c import crc32c
 
+from upr_kernel import pack_header
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import NO_PARTITION, PartitionId
 from upr_protocol.wire.columns import LayoutError
-from upr_protocol.wire.frame import pack_header, padding
+from upr_protocol.wire.frame import padding
 
 _U64: Final = Struct("<Q")
 

@@ -12,8 +12,8 @@ from array import array
 from typing import Final, NamedTuple
 
 from upr_kernel import encode_replies, join_sets
-from upr_protocol.chunk import RUN_BYTES, Chunk
-from upr_protocol.ids import WRITER_BYTES
+from upr_protocol.chunk import RUN_BYTES
+from upr_protocol.ids import DESIGN_PREFIX, WRITER_BYTES
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire.publishing import RESULT_BYTES
 
@@ -25,8 +25,9 @@ class SetFrames(NamedTuple):
     """Frames that follow one another, each with one row of the chunk.
 
     Attributes:
-        chunk: A published chunk of `SET`s that expect no CAS, checked. Each key belongs to its
-            run's partition. It may have more rows than there are frames.
+        chunk: A published chunk of `SET`s that expect no CAS, encoded and checked. Each key belongs
+            to its run's partition. It may have more rows than there are frames.
+        flags: What `Chunk.published_flags` would say of it, but for `SEQS_RISE`.
         directory: The run of each frame, as in the directory of a bundle.
         writers: The publisher's ID of each frame, or one ID that all have; zeros for none.
         opaques: The opaque of each frame, of 4 bytes.
@@ -34,7 +35,8 @@ class SetFrames(NamedTuple):
         start: Where the first begins there.
     """
 
-    chunk: Chunk
+    chunk: bytes
+    flags: int
     directory: bytes
     writers: bytes
     opaques: bytes
@@ -58,6 +60,7 @@ class SetFrames(NamedTuple):
             writers = writers[: WRITER_BYTES * count]
         return SetFrames(
             self.chunk,
+            self.flags,
             self.directory[: RUN_BYTES * count],
             writers,
             self.opaques[: 4 * count],
@@ -74,11 +77,10 @@ def read_sets(data: bytes, offset: int, partition_count: int) -> SetFrames | Non
         offset: Where the first frame begins.
         partition_count: How many partitions the bucket has.
     """
-    joined = join_sets(data, offset, FRAMES_MAX, partition_count, KEY_BYTES_MAX, VALUE_BYTES_MAX)
-    if joined is None:
-        return None
-    chunk, directory, writers, opaques, ends = joined
-    return SetFrames(Chunk(chunk), directory, writers, opaques, ends, offset)
+    joined = join_sets(
+        data, offset, FRAMES_MAX, partition_count, KEY_BYTES_MAX, VALUE_BYTES_MAX, DESIGN_PREFIX
+    )
+    return None if joined is None else SetFrames(*joined, offset)
 
 
 def encode_set_replies(sets: SetFrames, lines: bytes) -> bytes:

@@ -8,11 +8,11 @@ from typing import Any, Final
 import construct as cs
 from crc32c import crc32c
 
+from upr_kernel import pack_header
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.ids import NO_PARTITION, HistoryId, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, member_of, octets, row, tuple_of
-from upr_protocol.wire.frame import pack_header
 from upr_protocol.wire.message import (
     AFTER_HANDSHAKE,
     DATA,

@@ -13,6 +13,7 @@ from typing import Any, Final
 import attrs
 from crc32c import crc32c
 
+from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, Position
@@ -59,7 +60,7 @@ from upr_protocol.wire import (
     Stats,
     Stream,
 )
-from upr_protocol.wire.frame import pack_header, padding
+from upr_protocol.wire.frame import padding
 
 PARTITION_COUNT: Final = 4
 """Partitions of the bucket that the cases are played in."""

@@ -4,7 +4,13 @@ All of it belongs to one thread, and none of it does I/O, tells the time or draw
 in as a number and randomness as a function. Between two calls every structure is whole.
 """
 
-from upr_server.engine.batch import BundleBatches, CheckedChunk, MutationBatch, batch_of
+from upr_server.engine.batch import (
+    BundleBatches,
+    CheckedChunk,
+    CheckedSets,
+    MutationBatch,
+    batch_of,
+)
 from upr_server.engine.bucket import (
     STEP_PARTITIONS,
     Bucket,
@@ -52,6 +58,7 @@ __all__ = [
     "Buckets",
     "BundleBatches",
     "CheckedChunk",
+    "CheckedSets",
     "Cursor",
     "CursorItem",
     "Evaluation",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from types import MappingProxyType
+from typing import Final, cast
 
 from upr_kernel import HAS_PREFIX, MAY_EXPIRE, UNCONDITIONAL
-from upr_protocol.chunk import COUNTER_DELTA_BYTES, Bundle, BundleRun, Chunk, CounterDelta
+from upr_protocol.chunk import COUNTER_DELTA_BYTES, Buffer, Bundle, BundleRun, Chunk, CounterDelta
 from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import DESIGN_PREFIX, NO_WRITER, SeqNo
 from upr_server.engine.operations import COUNTS
 from upr_server.engine.publisher_answers import WriterToken
+
+_NO_MISFITS: Final[Mapping[int, Status]] = MappingProxyType({})
 
 
 class CheckedChunk:
@@ -22,7 +25,7 @@ class CheckedChunk:
         chunk: The chunk.
 
     Attributes:
-        chunk: The chunk.
+        encoded: The chunk's bytes.
         misfits: The rows that fail for the length of their key or value, each with the reason.
         is_unconditional: Whether each mutation is a `SET` that expects no CAS, and none fails.
         may_expire: Whether any mutation has an expiry time.
@@ -33,8 +36,9 @@ class CheckedChunk:
     """
 
     __slots__ = (
+        "_chunk",
         "_keys",
-        "chunk",
+        "encoded",
         "is_unconditional",
         "may_expire",
         "may_hold_designs",
@@ -42,19 +46,28 @@ class CheckedChunk:
     )
 
     def __init__(self, chunk: Chunk) -> None:
-        self.chunk = chunk
-        self._keys: list[bytes] | None = None
-        self.misfits: Mapping[int, Status] = {}
+        misfits: Mapping[int, Status] = _NO_MISFITS
         try:
             flags = chunk.published_flags()
         except ChunkError:
-            self.misfits = chunk.published_misfits()
+            misfits = chunk.published_misfits()
             flags = MAY_EXPIRE | HAS_PREFIX
-        self.is_unconditional = bool(flags & UNCONDITIONAL)
-        self.may_expire = bool(flags & MAY_EXPIRE)
-        self.may_hold_designs = bool(flags & HAS_PREFIX)
+        self._chunk: Chunk | None = chunk
+        self._keys: list[bytes] | None = None
+        self.encoded: Buffer = chunk.encode()
+        self.misfits = misfits
+        self.is_unconditional = flags & UNCONDITIONAL != 0
+        self.may_expire = flags & MAY_EXPIRE != 0
+        self.may_hold_designs = flags & HAS_PREFIX != 0
         if not self.is_unconditional:
             _check_counters(chunk)
+
+    @property
+    def chunk(self) -> Chunk:
+        """The chunk."""
+        if self._chunk is None:
+            self._chunk = Chunk(self.encoded)
+        return self._chunk
 
     @property
     def keys(self) -> list[bytes]:
@@ -62,6 +75,26 @@ class CheckedChunk:
         if self._keys is None:
             self._keys = self.chunk.keys()
         return self._keys
+
+
+class CheckedSets(CheckedChunk):
+    """A chunk that the kernel has made of `SET`s that expect no CAS, and checked. Mostly it is
+    stored without a look at its columns.
+
+    Args:
+        encoded: The chunk's bytes.
+        flags: What the kernel says of it.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, encoded: Buffer, flags: int) -> None:
+        self._chunk = self._keys = None
+        self.encoded = encoded
+        self.misfits = _NO_MISFITS
+        self.is_unconditional = True
+        self.may_expire = flags & MAY_EXPIRE != 0
+        self.may_hold_designs = flags & HAS_PREFIX != 0
 
 
 class MutationBatch:

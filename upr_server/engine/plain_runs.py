@@ -71,7 +71,7 @@ def apply_set_runs(
         runs = decode_runs(directory)
         skip = _with_expiring(bucket, runs, now, skip, may_expire=columns.may_expire)
     lines, left, notes, awaited, table_bytes, row_bytes, answer_bytes = add_runs(
-        columns.chunk.encode(),
+        columns.encoded,
         first_row,
         directory,
         writers,

@@ -24,6 +24,7 @@ from tests.protocol.session.kit import (
     stream,
     taken,
 )
+from upr_kernel import pack_header
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.ids import SeqNo
 from upr_protocol.limits import (
@@ -65,7 +66,6 @@ from upr_protocol.wire import (
     Stats,
     StatsReply,
 )
-from upr_protocol.wire.frame import pack_header
 
 
 def refused_by_both(sender: Session, receiver: Session, message: Message, status: Status) -> None:

@@ -143,10 +143,11 @@ def many_at_a_time(session: ServerSession, answers: list[bool], log: Seen) -> No
         if sets is not None and count:
             lines, messages = b"", []
             opaques, first = memoryview(sets.opaques).cast("I"), sets.first(count)
+            chunk = Chunk(sets.chunk)
             assert first.frame_count == count
             for row, run in enumerate(decode_runs(first.directory)):
                 seq, at = len(log) + row, 16 * row if len(first.writers) > 16 else 0
-                message = single(run.partition, opaques[row], run.counter, sets.chunk.mutation(row))
+                message = single(run.partition, opaques[row], run.counter, chunk.mutation(row))
                 writer = first.writers[at : at + 16]
                 messages.append(Mutate(message.bundle, writer, opaque=opaques[row]))
                 lines += LINE.pack(run.partition, 0, HISTORY, seq, seq, seq)

@@ -16,6 +16,7 @@ from tests.protocol.session.kit import (
     portrait,
     taken,
 )
+from upr_kernel import pack_header
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX, HANDSHAKE_BODY_BYTES_MAX
 from upr_protocol.session import ClientSession, Session, SessionState
@@ -33,7 +34,6 @@ from upr_protocol.wire import (
     Role,
     Stats,
 )
-from upr_protocol.wire.frame import pack_header
 
 STATES: Final = [state for state in SessionState if state is not SessionState.CLOSED]
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.protocol.strategies import U8, U16, U32
 from tests.protocol.wire.strategies import MESSAGES_OF_ANY_KIND
+from upr_kernel import pack_header
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire import FrameBuffer, Header, Message, Noop, decode
@@ -27,7 +28,6 @@ from upr_protocol.wire.frame import (
     PAGE_BYTES,
     TRUSTED_BYTES_MAX,
     VERSION,
-    pack_header,
     padding,
     unpack_header,
 )
@@ -106,7 +106,7 @@ def test_any_flipped_bit_of_a_header_is_noticed(header: Header, bit: int) -> Non
     data = bytearray(packed(header))
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(RemoteProtocolError) as caught:
-        unpack_header(data)
+        unpack_header(bytes(data))
     assert caught.value.status is (Status.BAD_MAGIC if bit < 16 else Status.BAD_CHECKSUM)
 
 
@@ -133,7 +133,7 @@ def test_a_header_with_a_right_checksum_and_wrong_fields_is_refused_for_the_fiel
     pack_into(layout, data, offset, value)
     pack_into("<I", data, 20, crc32c(data[:20]))
     with pytest.raises(RemoteProtocolError) as caught:
-        unpack_header(data)
+        unpack_header(bytes(data))
     assert caught.value.status is status
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from upr_protocol.chunk import RUN_BYTES, decode_runs
 from upr_protocol.ids import WRITER_BYTES
 from upr_protocol.wire import RESULT_BYTES, SetFrames
-from upr_server.engine import Bucket, CheckedChunk, apply_set_runs
+from upr_server.engine import Bucket, CheckedSets, apply_set_runs
 from upr_server.net.request_context import RequestContext
 
 
@@ -31,11 +31,11 @@ def apply_sets(context: RequestContext, sets: SetFrames) -> int:
 
 def _apply(context: RequestContext, bucket: Bucket, sets: SetFrames) -> bytes:
     """Applies them; returns the lines of their answers."""
-    columns, now = CheckedChunk(sets.chunk), context.time()
+    columns, now = CheckedSets(sets.chunk, sets.flags), context.time()
     writers = context.access.own_writers(sets.writers)
     skip = _skip(context, bucket, sets) if context.may_have_earlier else None
-    lines, low = b"", 0
-    while low < sets.frame_count:
+    lines, low, frame_count = b"", 0, sets.frame_count
+    while low < frame_count:
         runs = apply_set_runs(
             bucket,
             columns,
@@ -47,7 +47,7 @@ def _apply(context: RequestContext, bucket: Bucket, sets: SetFrames) -> bytes:
             skip=None if skip is None else skip[low:],
             in_order=True,
         )
-        count = runs.left[0] if runs.left else sets.frame_count - low
+        count = runs.left[0] if runs.left else frame_count - low
         if not count:
             break
         lines += runs.lines[: RESULT_BYTES * count]
