@@ -116,8 +116,8 @@ def bodies_of(shape: Shape) -> list[bytes]:
     for number in range(shape.bundles):
         partitions = sorted(PartitionId((number + run) % PARTITIONS) for run in range(shape.runs))
         runs = [BundleRun(partition, shape.rows, number + 1) for partition in partitions]
-        chosen = [key for p in partitions for key in random.choices(keys[p], k=shape.rows)]
-        bundle = Bundle(chunk_of_plain_sets(chosen, [VALUE] * len(chosen)), runs)
+        chosen_keys = [key for p in partitions for key in random.choices(keys[p], k=shape.rows)]
+        bundle = Bundle(chunk_of_plain_sets(chosen_keys, [VALUE] * len(chosen_keys)), runs)
         bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body_buffers())))
     return bodies
 

@@ -40,8 +40,10 @@ class Work:
         self.batches: list[tuple[int, bytes]] = []
         for index in range(total // batch):
             partition = index % partitions
-            chosen = random.choices(keys[partition], k=batch)
-            self.batches.append((partition, bytes(chunk_of_plain_sets(chosen, [VALUE] * batch))))
+            chosen_keys = random.choices(keys[partition], k=batch)
+            self.batches.append(
+                (partition, bytes(chunk_of_plain_sets(chosen_keys, [VALUE] * batch)))
+            )
 
 
 def new_bucket(partitions: int) -> Bucket:
@@ -77,14 +79,16 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
     every_key = [(partition, key) for partition, members in enumerate(keys) for key in members]
     bodies: list[bytes] = []
     for counter in range(1, total // rows + 1):
-        chosen: dict[int, list[bytes]] = {}
+        chosen_keys: dict[int, list[bytes]] = {}
         for partition, key in sorted(random.choices(every_key, k=rows)):
-            chosen.setdefault(partition, []).append(key)
+            chosen_keys.setdefault(partition, []).append(key)
         bundle = Bundle(
-            chunk_of_plain_sets([key for run in chosen.values() for key in run], [VALUE] * rows),
+            chunk_of_plain_sets(
+                [key for run in chosen_keys.values() for key in run], [VALUE] * rows
+            ),
             [
                 BundleRun(PartitionId(partition), len(run), counter)
-                for partition, run in chosen.items()
+                for partition, run in chosen_keys.items()
             ],
         )
         bodies.append(b"".join(map(bytes, Mutate(bundle, WRITER).body_buffers())))

@@ -263,8 +263,8 @@ class Phase:
         )
         for name, times_ms in times.items():
             late = sum(time_ms >= TIMEOUT_S * 1000 for time_ms in times_ms)
-            refused = f"; {late} of them were refused as not fresh" if late else ""
-            print(f"  scans of 100, {name}: {quantiles(times_ms)}{refused}")
+            refusals_text = f"; {late} of them were refused as not fresh" if late else ""
+            print(f"  scans of 100, {name}: {quantiles(times_ms)}{refusals_text}")
 
     def _figures(self) -> tuple[float, ...]:
         counters = self._counters

@@ -771,14 +771,16 @@ def dump_frame(message: Message, frame: bytes, in_full: bool) -> str:
             f"header: opcode {kind.opcode:#04x}, status {message.status}, partition {partition},\n"
             f"opaque {message.opaque}, length {len(body)}, checksums",
         )
-    used = 0
+    example_count = 0
     if layout_fields(kind):
         lines.append("")
         built = b"".join(map(bytes, message.body_buffers()))
         lines += dump_layout(kind.layout, built, HEADER_BYTES)
-        used = len(built)
-    if body[used:]:
-        lines += dump_bytes(HEADER_BYTES + used, body[used:], "padding of the body")
+        example_count = len(built)
+    if body[example_count:]:
+        lines += dump_bytes(
+            HEADER_BYTES + example_count, body[example_count:], "padding of the body"
+        )
     return "\n".join(lines)
 
 

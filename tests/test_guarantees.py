@@ -14,12 +14,12 @@ BAD_PEERS: Final = "tests/system/test_bad_peers.py"
 
 
 def test_every_named_test_exists() -> None:
-    named = {
+    test_names = {
         *re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", TEXT),
         *(f"{BAD_PEERS}::{name}" for name in re.findall(r"`::(\w+)`", TEXT)),
     }
-    assert len(named) > 200
-    assert sorted(test for test in named if not _exists(test)) == []
+    assert len(test_names) > 200
+    assert sorted(test for test in test_names if not _exists(test)) == []
 
 
 def _exists(test: str) -> bool:

@@ -105,9 +105,9 @@ def sqlite_rate(
             parts = ", ".join(f"json_extract(value, '{path}')" for path in paths)
             database.execute(f"CREATE INDEX index_{number} ON documents ({parts})")
         began, used_s, count = time.monotonic(), time.process_time(), 0
-        rest = iter(documents)
+        more_documents = iter(documents)
         while batch := [
-            (key.decode(), value.decode()) for key, value in islice(rest, SQLITE_BATCH)
+            (key.decode(), value.decode()) for key, value in islice(more_documents, SQLITE_BATCH)
         ]:
             database.execute("BEGIN")
             database.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?)", batch)

@@ -95,14 +95,14 @@ def _chunks(
     for key_number in numbers:
         key = key_of(key_number)
         partition = partition_of(key, partitions)
-        waiting = by_partition[partition]
-        waiting.append(key)
-        if len(waiting) == chunk_mutations:
-            yield partition, chunk_of_plain_sets(waiting, values(draw, chunk_mutations))
-            waiting.clear()
-    for partition_id, waiting in enumerate(by_partition):
-        if waiting and with_remainder:
+        keys = by_partition[partition]
+        keys.append(key)
+        if len(keys) == chunk_mutations:
+            yield partition, chunk_of_plain_sets(keys, values(draw, chunk_mutations))
+            keys.clear()
+    for partition_id, keys in enumerate(by_partition):
+        if keys and with_remainder:
             yield (
                 PartitionId(partition_id),
-                chunk_of_plain_sets(waiting, values(draw, len(waiting))),
+                chunk_of_plain_sets(keys, values(draw, len(keys))),
             )

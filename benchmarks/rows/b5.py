@@ -90,7 +90,7 @@ def _from_disk(server: UprServer, consumer: Consumers) -> Ran:
     """
     before = statistics(server)["backfill"]["bytes"]
     ran = consumer.stream(MUTATIONS)
-    read = statistics(server)["backfill"]["bytes"] - before
-    if read < 0.99 * ran["bytes"]:
-        raise CannotMeasureError(f"only {read:,} of {ran['bytes']:,} bytes came from disk")
+    read_bytes = statistics(server)["backfill"]["bytes"] - before
+    if read_bytes < 0.99 * ran["bytes"]:
+        raise CannotMeasureError(f"only {read_bytes:,} of {ran['bytes']:,} bytes came from disk")
     return ran

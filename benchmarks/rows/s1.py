@@ -89,11 +89,11 @@ def _write(spark: Spark, rows: str) -> Moved:
         moved = spark.move(rows, server.url, server)
         with BlockingClient(server.url) as client:
             numbers = client.seqnos()
-    written = sum(row.high_seq for row in numbers)
+    row_count = sum(row.high_seq for row in numbers)
     persisted = sum(row.persisted_seq for row in numbers)
-    if (written, persisted) != (ROWS, ROWS):
+    if (row_count, persisted) != (ROWS, ROWS):
         raise CannotMeasureError(
-            f"{written:,} of {ROWS:,} rows were written, {persisted:,} are on disk"
+            f"{row_count:,} of {ROWS:,} rows were written, {persisted:,} are on disk"
         )
     return moved
 

@@ -271,11 +271,11 @@ def test_half_a_line_left_by_a_kill_is_ended_first(
     state = str(tmp_path / "state")
     with out.open("ab") as file:
         start("tail", filled, "--resume", state, "--until", "caught-up", stdout=file).finished()
-    written = out.read_bytes()
+    lines_before = out.read_bytes()
     cut = already and not already.endswith(b"\n")
     before = already + (b"\n" if cut else b"")
-    assert written.startswith(before + b'{"event":"snapshot_start"')
-    assert len(mutations(whole_lines(written))) == 100
+    assert lines_before.startswith(before + b'{"event":"snapshot_start"')
+    assert len(mutations(whole_lines(lines_before))) == 100
 
 
 # Where nobody reads.

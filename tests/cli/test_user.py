@@ -146,8 +146,8 @@ def test_another_node_gets_the_users_of_the_first(
     password = secret_file(tmp_path / "node.password")
     as_ada("user", "add", "node2", "--new-password-file", password)
     log_in = ("--from", secured.url, "--user", "node2", "--password-file", password)
-    refused = init(*log_in, code=1)
-    assert "upr user grant" in refused.stderr
+    refusal = init(*log_in, code=1)
+    assert "upr user grant" in refusal.stderr
     as_ada("user", "grant", "node2", "replicate", "*")
     # As for `upr`, the password may also come from the environment.
     become(monkeypatch, "node2")
@@ -196,8 +196,8 @@ def test_a_user_is_made_may_do_what_is_granted_and_is_removed(
     run, bucket = as_ada, f"{secured.url}planes"
     run("bucket", "create", bucket, "--partitions", "1")
     typing(PASSWORD, PASSWORD)
-    added = run("user", "add", "bob")
-    assert "added user bob" in added.stdout
+    output = run("user", "add", "bob")
+    assert "added user bob" in output.stdout
     become(monkeypatch, "bob")
     refusal = run("get", bucket, "k", code=3)
     assert "user bob may not do this" in refusal.stderr

@@ -93,9 +93,9 @@ def operator_at(server: Server) -> Operator:
 async def add(server: Server, second_server: Server) -> None:
     """Makes `second_server`, which is called `z`, a replica of all that `server` has."""
     operator = operator_at(server)
-    added = await add_replicas(operator, "z", f"{HOST}:{second_server.port}")
+    new_partitions = await add_replicas(operator, "z", f"{HOST}:{second_server.port}")
     with trio.fail_after(60):
-        await wait_caught_up(operator, "z", added, ReplicaLag())
+        await wait_caught_up(operator, "z", new_partitions, ReplicaLag())
     # The two know each other from now on: the links on which they ask each other stay.
     await trio.sleep(2 * ASK_INTERVAL_S)
 

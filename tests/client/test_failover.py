@@ -144,7 +144,7 @@ async def test_an_interrupted_failover_is_resumed_by_the_same_command(
         await filled(group)
         up = "abc"
         interrupted = 0
-        refused: list[str] = []
+        refusals: list[str] = []
         for stop_at in range(14):
             old_active, new_active, replica = list(up)
             await group.stop(old_active)
@@ -162,7 +162,7 @@ async def test_an_interrupted_failover_is_resumed_by_the_same_command(
                         await fail_over(group.operator(replica), all_of=old_active, to=new_active)
                     except NotDoneError as error:
                         # Another node knew of the last map.
-                        refused.append(str(error))
+                        refusals.append(str(error))
             await group.until(lambda new_active=new_active: group.states(new_active) == ACTIVE)  # type: ignore[misc]
             group.check()
             await group.set(new_active, {"key": str(stop_at)})
@@ -174,7 +174,7 @@ async def test_an_interrupted_failover_is_resumed_by_the_same_command(
             if not interrupter.scope.cancelled_caught:
                 break
         assert interrupted >= 5
-        assert all("is not active for any partition" in reason for reason in refused)
+        assert all("is not active for any partition" in reason for reason in refusals)
 
 
 async def test_a_restarted_node_without_its_peers_is_promoted_only_with_losses() -> None:

@@ -204,10 +204,10 @@ def test_a_line_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_design_that_the_lost_request_has_dropped_is_dropped() -> None:
-    gone = (404, refusal("no_index"))
+    not_found = (404, refusal("no_index"))
     with (
         a_node(None) as first,
-        a_node(gone) as second,
+        a_node(not_found) as second,
         IndexClient(f"{first.url},{second.url}") as client,
     ):
         client.drop("d")

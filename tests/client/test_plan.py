@@ -157,11 +157,11 @@ def test_a_failover_keeps_what_was_acknowledged(data: st.DataObject) -> None:
             assert changes[: len(acknowledged)] == acknowledged, candidate.node
         if not best:
             break
-        chosen = data.draw(st.sampled_from(best))
-        promoted = node_of[chosen.node]
+        active_node = data.draw(st.sampled_from(best))
+        promoted = node_of[active_node.node]
         history += 1
         promoted.log = promoted.log.with_branch(HistoryId(history), promoted.high_seq)
-        assignment = active_assignment(fenced, promoted.name, promotion_point=chosen.point)
+        assignment = active_assignment(fenced, promoted.name, promotion_point=active_node.point)
         assert sorted(assignment.holders()) == sorted(node_of)
 
 
@@ -265,11 +265,11 @@ def test_a_lost_active_is_a_replica_of_a_partition_without_an_active() -> None:
 
 def test_every_later_map_remembers_when_a_failover_chose_the_active() -> None:
     fenced = fenced_assignment(Assignment("a", {"b": "", "c": ""}))
-    chosen = active_assignment(fenced, "b", failover_revision=33)
-    assert (chosen.active, chosen.failover_revision) == ("b", 33)
+    assignment = active_assignment(fenced, "b", failover_revision=33)
+    assert (assignment.active, assignment.failover_revision) == ("b", 33)
     for later in (
-        fenced_assignment(chosen),
-        handover_assignment(chosen),
-        active_assignment(chosen, "c"),
+        fenced_assignment(assignment),
+        handover_assignment(assignment),
+        active_assignment(assignment, "c"),
     ):
         assert later.failover_revision == 33

@@ -15,7 +15,7 @@ from upr_server.storage.simulated import SimulatedStore
 
 async def test_this_server_passes_every_scenario(subtests: pytest.Subtests) -> None:
     config = ServerConfig(listen="127.0.0.1:0")
-    passed = []
+    passed_titles = []
     async with (
         running_server(config, SimulatedStore()) as server,
         aclosing(check_server("127.0.0.1", server.port)) as verdicts,
@@ -23,8 +23,8 @@ async def test_this_server_passes_every_scenario(subtests: pytest.Subtests) -> N
         async for verdict in verdicts:
             with subtests.test(verdict.scenario):
                 assert verdict.failure == ""
-            passed.append(verdict.scenario)
-    assert passed == server_scenario_names()
+            passed_titles.append(verdict.scenario)
+    assert passed_titles == server_scenario_names()
 
 
 async def test_the_command_names_what_fails_and_ends_with_1() -> None:

@@ -174,13 +174,13 @@ class Reader:
         assert self.waiting, "only who asked in vain is woken, and once"
         self.waiting = False
 
-    def backfill(self, needed: BackfillNeeded) -> None:
+    def backfill(self, backfill: BackfillNeeded) -> None:
         """Plays the disk: its snapshot ends where the disk does."""
-        assert needed.start == self.seq, (needed, self.seq)
-        assert needed.end >= self.seq
-        assert needed.end == max(self.seq, self.partition.manager.persistence.committed)
-        applied(self.state, self.stored(needed.start, needed.end))
-        self.seq = needed.end
+        assert backfill.start == self.seq, (backfill, self.seq)
+        assert backfill.end >= self.seq
+        assert backfill.end == max(self.seq, self.partition.manager.persistence.committed)
+        applied(self.state, self.stored(backfill.start, backfill.end))
+        self.seq = backfill.end
         if self.seq >= self.end_at_least:
             self.end_at_least = 0
             assert contents(self.state) == contents(self.model.state(self.seq))

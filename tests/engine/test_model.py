@@ -241,10 +241,10 @@ class Persisted(Engine):
     @precondition(lambda self: self.manager.droppable())
     @rule()
     def drop_furthest_back(self) -> None:
-        dropped = self.manager.droppable()
-        entries = {cursor.oldest_entry for cursor in dropped}
+        droppable_cursors = self.manager.droppable()
+        entries = {cursor.oldest_entry for cursor in droppable_cursors}
         assert len(entries) == 1
-        for cursor in dropped:
+        for cursor in droppable_cursors:
             assert cursor is not self.manager.persistence
             assert cursor.oldest_entry.start < self.manager.persistence.committed
             self.manager.drop(cursor)

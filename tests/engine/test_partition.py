@@ -457,11 +457,11 @@ def test_many_evaluated_sets_are_stored_as_a_chunk_like_single_ones() -> None:
     assert (result.first_seq, result.last_seq, last_seqs[-1]) == (1, len(rows), len(rows))
     assert as_chunk.last_cas == one_by_one.last_cas == result.first_cas + len(rows) - 1
     assert as_chunk.snapshots.open.statistics()["arrays"] == 1
-    stored, expected = (
+    stored_item, expected = (
         [row for chunk in all_chunks(partition) for row in chunk]
         for partition in (as_chunk, one_by_one)
     )
-    assert stored == expected
+    assert stored_item == expected
     assert as_chunk.expire(NOW + 5) == one_by_one.expire(NOW + 5) > 0
     assert read(as_chunk) == read(one_by_one)
     as_chunk.check_invariants()
@@ -498,11 +498,11 @@ def test_long_batches_of_any_operations_are_stored_like_single_ones(seed: int) -
         array_count += as_batches.snapshots.open.statistics()["arrays"]
         as_batches.check_invariants()
         for key in keys:
-            stored, expected = get_item(as_batches, key), get_item(one_by_one, key)
-            assert (stored is None) == (expected is None)
-            if stored is not None and expected is not None:
-                assert (stored.value, stored.seq) == (expected.value, expected.seq)
-                assert (stored.expiry, stored.flags) == (expected.expiry, expected.flags)
+            stored_item, expected = get_item(as_batches, key), get_item(one_by_one, key)
+            assert (stored_item is None) == (expected is None)
+            if stored_item is not None and expected is not None:
+                assert (stored_item.value, stored_item.seq) == (expected.value, expected.seq)
+                assert (stored_item.expiry, stored_item.flags) == (expected.expiry, expected.flags)
         if random.random() < 0.4:
             streamed, expected_rows = (
                 [

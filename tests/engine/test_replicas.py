@@ -100,17 +100,17 @@ def test_readers_continue_from_disk() -> None:
     woken: list[str] = []
     reading = partition.manager.register("reading", SeqNo(0)).cursor
     reading.next()
-    waiting = partition.manager.register(
+    registration = partition.manager.register(
         "waiting", SeqNo(1), on_ready=lambda: woken.append("it")
     ).cursor
-    assert waiting.next() is None
+    assert registration.next() is None
     partition.change_state(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(5))
     assert woken == ["it"]
     assert not reading.held_entries, "a dropped cursor keeps no snapshot alive"
-    assert waiting.next() == BackfillNeeded(SeqNo(1), SeqNo(5))
+    assert registration.next() == BackfillNeeded(SeqNo(1), SeqNo(5))
     assert reading.next() == BackfillNeeded(SeqNo(0), SeqNo(5))
-    for cursor in (waiting, reading):
+    for cursor in (registration, reading):
         cursor.close()
     partition.check_invariants()
     again = partition.manager.register("again", SeqNo(5)).cursor
@@ -386,9 +386,9 @@ def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
         for index, (seq, copies, persisted, begin) in enumerate(waits):
             if begin == step:
 
-                def call(met: bool, index: int = index) -> None:
+                def call(is_met: bool, index: int = index) -> None:
                     assert index not in answers
-                    answers[index] = met
+                    answers[index] = is_met
 
                 progress.call_when_reached(
                     SeqNo(seq), copies, persisted=persisted, deadline=99.0, call=call
@@ -413,11 +413,11 @@ def test_a_waiting_call_is_answered_once_enough_replicas_have_the_number(
                 ranked[copies - 1] if copies <= len(ranked) else 0
             )
         assert len(progress) == len(newest)
-    waiting = set(range(len(waits))) - set(answers)
+    open_waits = set(range(len(waits))) - set(answers)
     progress.make_calls(98.0)
-    assert set(answers) == set(range(len(waits))) - waiting
+    assert set(answers) == set(range(len(waits))) - open_waits
     progress.make_calls(99.0)
-    assert all(answers[index] is False for index in waiting)
+    assert all(answers[index] is False for index in open_waits)
     assert not progress.waiting_count
 
 

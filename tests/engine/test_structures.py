@@ -412,7 +412,7 @@ def test_memory_adds_up() -> None:
 
 def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark() -> None:
     quota, memory = MemoryPolicy(1000), MemoryAccount()
-    for used, is_short, is_full in [
+    for used_bytes, is_short, is_full in [
         (850, False, False),
         (851, True, False),
         (760, True, False),
@@ -422,7 +422,7 @@ def test_a_quota_is_short_from_its_high_mark_down_to_its_low_mark() -> None:
         (750, False, False),
         (850, False, False),
     ]:
-        memory.arrays = used
+        memory.arrays = used_bytes
         assert (quota.is_short(memory), quota.is_full(memory)) == (is_short, is_full)
     assert quota.statistics() == {"limit": 1000, "full": 880, "high": 850, "low": 750}
 

@@ -126,13 +126,13 @@ async def test_a_follower_whose_name_was_taken_over_hears_of_it_at_once(
     autojump_clock: MockClock, bus: EventBus
 ) -> None:
     batch_id, _, _ = await ask(bus)
-    begun = trio.current_time()
+    began_at = trio.current_time()
 
     async def be_overtaken() -> None:
         with pytest.raises(ServerError) as refusal:
             await ask(bus, acknowledged=batch_id, timeout_s=60.0)
         assert refusal.value.status is Status.SUPERSEDED
-        assert trio.current_time() == begun + 1.0
+        assert trio.current_time() == began_at + 1.0
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(be_overtaken)
@@ -145,7 +145,7 @@ async def test_a_load_that_never_ends_is_delivered_ten_times_a_second(
 ) -> None:
     batch_id, _, _ = await ask(bus)
     bucket = buckets.create("b", 1, incarnation=7)
-    begun, answers, updates = trio.current_time(), 0, 0
+    began_at, answers, updates = trio.current_time(), 0, 0
 
     async def write() -> None:
         while True:
@@ -159,7 +159,7 @@ async def test_a_load_that_never_ends_is_delivered_ten_times_a_second(
             answers += 1
             updates += sum(event.updates for event in events)
         nursery.cancel_scope.cancel()
-    assert answers <= 10 * (trio.current_time() - begun) + 2
+    assert answers <= 10 * (trio.current_time() - began_at) + 2
 
 
 async def test_a_clean_restart_revives_its_consumers(autojump_clock: MockClock) -> None:

@@ -126,7 +126,7 @@ async def test_a_filter_leaves_out_other_events(server: Server) -> None:
 
         created = await feed("created", kinds=EventKind.CREATED)
         designs = await feed("designs", kinds=EventKind.DESIGN | EventKind.DELETED)
-        named = await feed("named", pattern="order[s-]*")
+        named_feed = await feed("named", pattern="order[s-]*")
         await client.set("_design/x", "{}")
         await client.create_bucket("orders")
         await client.create_bucket("other")
@@ -144,7 +144,7 @@ async def test_a_filter_leaves_out_other_events(server: Server) -> None:
             0,
             (b"_design/x",),
         )
-        assert (await event(named)).bucket == "orders"
+        assert (await event(named_feed)).bucket == "orders"
 
 
 async def test_a_consumer_that_returns_receives_what_it_missed(server: Server) -> None:

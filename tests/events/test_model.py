@@ -102,28 +102,28 @@ class Client:
                 self._take(event)
 
     def _take(self, event: BucketEvent) -> None:
-        known = self.knows.get(event.bucket)
+        knowledge = self.knows.get(event.bucket)
         if event.fate is BucketFate.DELETED:
             # Whichever of that name it knew: an earlier one's end may not have been told.
             self.knows.pop(event.bucket, None)
             return
         if event.fate is BucketFate.CREATED and (
-            known is None or known.incarnation != event.incarnation
+            knowledge is None or knowledge.incarnation != event.incarnation
         ):
-            known = self.knows[event.bucket] = Knowledge(event.incarnation)
-        if known is None or known.incarnation != event.incarnation:
+            knowledge = self.knows[event.bucket] = Knowledge(event.incarnation)
+        if knowledge is None or knowledge.incarnation != event.incarnation:
             return
         bucket = self._buckets.get(event.bucket)
         if bucket is None or bucket.incarnation != event.incarnation:
             return  # it is gone, and that is about to be told
         now = everything_of(bucket)
         if event.updates:
-            known.read = now.read
+            knowledge.read = now.read
         for design in event.designs:
             if design == ANY_DESIGN:
-                known.designs = now.designs
+                knowledge.designs = now.designs
             elif design in now.designs:
-                known.designs[design] = now.designs[design]
+                knowledge.designs[design] = now.designs[design]
 
 
 def everything_of(bucket: Bucket) -> Knowledge:
@@ -262,11 +262,11 @@ class BusMachine(RuleBasedStateMachine):
                 client.take(batch)
             followed = [bucket for bucket in self.buckets if client.follows(bucket.name)]
             for bucket in followed:
-                known = client.knows[bucket.name]
+                knowledge = client.knows[bucket.name]
                 now = everything_of(bucket)
-                assert known.incarnation == now.incarnation
-                assert known.read == now.read
-                assert {key: abs(n) for key, n in known.designs.items()} == {
+                assert knowledge.incarnation == now.incarnation
+                assert knowledge.read == now.read
+                assert {key: abs(n) for key, n in knowledge.designs.items()} == {
                     key: abs(n) for key, n in now.designs.items()
                 }
             assert client.knows.keys() == {bucket.name for bucket in followed}

@@ -303,8 +303,11 @@ def _links() -> Iterator[tuple[str, bytes]]:
         Ping(),
     ]
     for question in questions:
-        asked = NumberedQuestion(1, msgspec.json.encode(question))
-        yield f"ask-{str(question.__struct_config__.tag).lower()}", _framed(links.TO_NODE, asked)
+        numbered_question = NumberedQuestion(1, msgspec.json.encode(question))
+        yield (
+            f"ask-{str(question.__struct_config__.tag).lower()}",
+            _framed(links.TO_NODE, numbered_question),
+        )
     yield "ask-stop", _framed(links.TO_NODE, NumberedQuestion(1, msgspec.json.encode(AskStop())))
     pair = NumberedQuestion(1, msgspec.json.encode(AskScan(scan))), CancelQuestion(1)
     yield "ask-and-cancel", _framed(links.TO_NODE, *pair)

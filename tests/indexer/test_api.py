@@ -222,8 +222,8 @@ async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
     )
     assert error.code == "write_lost"
     assert "history 0000000000000001, which the server does not know" in str(error)
-    known = await site.client.set("k00", DOCUMENT)
-    future = msgspec.structs.replace(known, seq=SeqNo(known.seq + 1))
+    write_result = await site.client.set("k00", DOCUMENT)
+    future = msgspec.structs.replace(write_result, seq=SeqNo(write_result.seq + 1))
     error = await refusal(
         asking.scan, "d/city", consistency="at_least", written=[future], timeout_s=0.05
     )

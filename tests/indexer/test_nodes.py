@@ -325,7 +325,7 @@ class Rounds:
     async def scan(self) -> None:
         """Asks one node: every answer is right, or an error that names what is missing."""
         rng = self._rng
-        asked = self._asked
+        asked_before = self._asked
         # It must be in each answer at `now`.
         newest = self._writer.log.newest()
         query = Query(
@@ -339,9 +339,9 @@ class Rounds:
         try:
             if rng.random() < 0.3:
                 query = Query(consistency="now")
-                rows, timestamps = await pages(asked, rng)
+                rows, timestamps = await pages(asked_before, rng)
             else:
-                page = await ask(rng.choice(asked), "d/city", query)
+                page = await ask(rng.choice(asked_before), "d/city", query)
                 rows, timestamps = rows_of(page), page.timestamps
         except UprError as error:
             name = type(error).__name__

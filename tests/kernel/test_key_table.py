@@ -139,8 +139,8 @@ def test_a_table_that_grows_is_right_at_every_size(build: Any) -> None:
     for seq, key in enumerate(keys[3_000:], 3_001):
         assert table.newest(key) == (0, False)
         assert table.put(key, seq) == 0
-        known = random.randrange(seq)
-        assert table.newest(keys[known]) == (known + 1, False)
+        known_seq = random.randrange(seq)
+        assert table.newest(keys[known_seq]) == (known_seq + 1, False)
         if seq % 200 == 0:
             table.check_invariants()
     assert len(table) == 9_000
@@ -240,9 +240,9 @@ def test_no_call_takes_long_while_a_table_grows(build: Any) -> None:
     def longest_ns() -> int:
         table, durations = build.KeyTable(), []
         for index, chunk in enumerate(chunks):
-            begun = thread_time_ns()
+            began_ns = thread_time_ns()
             table.put_run(chunk, 0, 16, 16 * index + 1, 0, 1, bytearray())
-            durations.append(thread_time_ns() - begun)
+            durations.append(thread_time_ns() - began_ns)
         # An interrupt is counted as ours now and then; steps that are long are many.
         return sorted(durations)[-20]
 

@@ -107,5 +107,5 @@ async def bystanders(server: Served) -> AsyncIterator[Bystanders]:
             nursery.cancel_scope.cancel()
         bystanders.check()
         await sink.flush()
-        written = bystanders._written
-        assert_same(written, await server_contents(client, written), PARTITIONS)
+        written_items = bystanders._written
+        assert_same(written_items, await server_contents(client, written_items), PARTITIONS)

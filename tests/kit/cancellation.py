@@ -33,8 +33,8 @@ class Cancellations:
 
     def check_inside(self, *functions: Callable[..., object]) -> None:
         """It was cancelled while it was in each of these."""
-        missing = {name_of(function) for function in functions} - self.inside
-        assert not missing, f"it was never cancelled in {sorted(missing)}"
+        missing_names = {name_of(function) for function in functions} - self.inside
+        assert not missing_names, f"it was never cancelled in {sorted(missing_names)}"
 
 
 class _CancelAfter(trio.abc.Instrument):
@@ -91,14 +91,14 @@ async def cancelled_at_each_step(
         reaching: What must be cancelled inside. With `every` above 1 a pass may step over some of
             these; then another pass begins one step later, until all were met.
     """
-    needed = {name_of(function) for function in reaching}
-    if every > 1 and needed:
+    needed_names = {name_of(function) for function in reaching}
+    if every > 1 and needed_names:
         every *= effort(3, 1)
     times = 0
     inside: set[str] = set()
     for first in range(every):
         times += await _one_pass(work, look, then, undo, range(first, STEPS_MAX, every), inside)
-        if needed <= inside:
+        if needed_names <= inside:
             break
     return Cancellations(times, frozenset(inside))
 

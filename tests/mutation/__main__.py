@@ -145,10 +145,10 @@ def _modules_under(path: str) -> list[str]:
 @click.option("--seed", type=int, default=0, help="Chooses the lines and how each is broken.")
 def main(modules: Sequence[str], sample: int, seed: int) -> None:
     """Breaks one line at a time, and lists those that no test fails for."""
-    chosen = candidates(modules, seed)
+    mutants = candidates(modules, seed)
     if sample:
         # Not put in order: a run that is interrupted has tried a smaller sample.
-        chosen = Random(seed).sample(chosen, min(sample, len(chosen)))
+        mutants = Random(seed).sample(mutants, min(sample, len(mutants)))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trials = Trials(Path(folder).resolve())
         subprocess.run(
@@ -156,29 +156,29 @@ def main(modules: Sequence[str], sample: int, seed: int) -> None:
         )
         for library in (ROOT / "upr_kernel").glob("_native*.so"):
             shutil.copy(library, trials.tree / "upr_kernel")
-        unnoticed = _unnoticed(trials, chosen)
+        unnoticed = _unnoticed(trials, mutants)
         survivors = Counter(candidate.module for candidate in _survivors(trials, unnoticed))
-        for module, lines in Counter(candidate.module for candidate in chosen).items():
+        for module, lines in Counter(candidate.module for candidate in mutants).items():
             click.echo(f"{survivors[module]:4} of {lines:4} survived: {module}")
 
 
-def _unnoticed(trials: Trials, chosen: Sequence[Candidate]) -> list[Candidate]:
+def _unnoticed(trials: Trials, mutants: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that no quick test notices. All are tried before any slow test is."""
     costs = {
         concern: trials.costs(
-            concern.tests, {c.module for c in chosen if c.concern == concern}, concern.slow
+            concern.tests, {c.module for c in mutants if c.concern == concern}, concern.slow
         )
-        for concern in dict.fromkeys(candidate.concern for candidate in chosen)
+        for concern in dict.fromkeys(candidate.concern for candidate in mutants)
     }
     unnoticed = []
-    for index, candidate in enumerate(chosen, 1):
+    for index, candidate in enumerate(mutants, 1):
         concern = candidate.concern
         if not trials.is_found(candidate.module, candidate.mutant, costs[concern]):
             unnoticed.append(candidate)
             click.echo(f"no quick test notices {candidate}", err=True)
-        if index % 20 == 0 or index == len(chosen):
+        if index % 20 == 0 or index == len(mutants):
             click.echo(
-                f"{index} of {len(chosen)} lines broken, {len(unnoticed)} unnoticed", err=True
+                f"{index} of {len(mutants)} lines broken, {len(unnoticed)} unnoticed", err=True
             )
     return unnoticed
 

@@ -76,14 +76,14 @@ class Trials:
             mutant: The broken module.
             costs: What each test takes and runs. Others are not tried.
         """
-        chosen = tests_of((module, mutant.line), costs)
+        test_names = tests_of((module, mutant.line), costs)
 
         def run() -> int:
             limit_time(processor_s=30, elapsed_s=120)
-            files = {test.split("::")[0] for test in chosen}
-            return self._run(sorted(files), Selection(chosen, costs))
+            files = {test.split("::")[0] for test in test_names}
+            return self._run(sorted(files), Selection(test_names, costs))
 
-        return bool(chosen) and self._is_noticed(module, mutant, run)
+        return bool(test_names) and self._is_noticed(module, mutant, run)
 
     def is_found_by_all(self, module: str, mutant: Mutant, tests: Sequence[str]) -> bool:
         """Whether one of all these tests fails while a line of the module is broken."""

@@ -292,8 +292,8 @@ def test_every_decision_keeps_the_rules_of_resuming(
 ) -> None:
     high = SeqNo((server.entries[0].seq if server.entries else 0) + more)
     decision = decide_start(server, high, purge, client)
-    known = {entry.history_id for entry in client.log.up_to(client.last_complete)}
-    common = known & {entry.history_id for entry in server}
+    known_histories = {entry.history_id for entry in client.log.up_to(client.last_complete)}
+    common = known_histories & {entry.history_id for entry in server}
     match decision:
         case Start(seq, end_at_least, reason):
             assert seq == client.highest_received

@@ -254,7 +254,7 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
         await write(group, "a", 5)
         await same(group)
         accepted_histories: list[HistoryId] = []
-        begun: list[HistoryId] = []
+        new_histories: list[HistoryId] = []
         async with (
             consume(
                 group.nodes["b"].url, state=PartitionState.REPLICA, by_map=False, with_logs=True
@@ -267,7 +267,7 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
                     if isinstance(event, StreamAccepted):
                         accepted_histories.append(event.log.current)
                     elif isinstance(event, SnapshotStart):
-                        begun.append(event.history_id)
+                        new_histories.append(event.history_id)
 
             nursery.start_soon(follow)
             await consumer.barrier()
@@ -279,8 +279,8 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
                     pass
             nursery.cancel_scope.cancel()
         (partition,) = group.nodes["b"].held
-        assert partition.failover_log.current not in begun
-        assert set(begun) == set(accepted_histories)
+        assert partition.failover_log.current not in new_histories
+        assert set(new_histories) == set(accepted_histories)
 
 
 async def test_an_empty_replica_rolls_no_consumer_back() -> None:
@@ -428,11 +428,11 @@ async def test_a_replica_undoes_changes_that_the_new_active_never_had(
     undo_mutations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that ran ahead: exactly, as long as it is not indexed; else from nothing."""
-    put: list[HistoryId] = []
+    new_histories: list[HistoryId] = []
     run = Commit.run
 
     def noted(commit: Commit, bucket: BucketStorage) -> None:
-        put.extend(
+        new_histories.extend(
             HistoryId(history)
             for write in commit.writes
             for history, _ in write.record.failover_log
@@ -469,8 +469,10 @@ async def test_a_replica_undoes_changes_that_the_new_active_never_had(
         await same(group)
         assert [p.high_seq for p in group.nodes["b"].held] == before
         assert all(high > low for high, low in zip(highs, before, strict=True))
-    assert put
-    assert ROLLBACK_PENDING not in put, "what a client says of itself is not a partition's history"
+    assert new_histories
+    assert ROLLBACK_PENDING not in new_histories, (
+        "what a client says of itself is not a partition's history"
+    )
 
 
 async def test_answers_to_publishers_survive_a_failover() -> None:
@@ -485,18 +487,18 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
                     batches.append((PartitionId(partition), chunk))
                     await sender.publish_and_wait(PartitionId(partition), chunk)
         await group.quiet()
-        known = [
+        known_maps = [
             p.repeated_batches.answers_between(SeqNo(0), p.high_seq) for p in group.nodes["a"].held
         ]
-        assert all(len(answers) == 20 for answers in known)
+        assert all(len(answers) == 20 for answers in known_maps)
         for name in "bc":
             assert [
                 p.repeated_batches.answers_between(SeqNo(0), p.high_seq)
                 for p in group.nodes[name].held
-            ] == known
+            ] == known_maps
         await group.nodes["a"].kill()
         await group.fail_over("a", Random(1))
-        for partition, answers in enumerate(known):
+        for partition, answers in enumerate(known_maps):
             writer, counter, _, _ = answers[-1]
             active = group.nodes[group.map.partitions[partition].active].held[partition]
             token = WriterToken(writer, counter)

@@ -126,10 +126,10 @@ async def test_a_change_on_one_node_counts_on_the_other_within_a_second(
 async def test_nodes_that_hang_do_not_hold_up_a_change(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
-    others = {f"hung{port}": port for port in range(73, 78)}
-    for port in others.values():
+    hung_nodes = {f"hung{port}": port for port in range(73, 78)}
+    for port in hung_nodes.values():
         network.hang(port)
-    async with two_nodes(password_file, others=others) as (first, second):
+    async with two_nodes(password_file, others=hung_nodes) as (first, second):
         for number in range(10):
             await trio.sleep(10.3)
             await first.users.apply_change(partial(_with_user, name=f"joe{number}"))

@@ -93,14 +93,14 @@ def test_events_of_a_kind_are_limited_in_a_period_and_the_others_counted(
 
 def test_kinds_without_end_are_counted_as_one() -> None:
     limit = RepeatLimit(lambda: 0.0)
-    passed = 0
+    passed_count = 0
     for index in range(5000):
         try:
             limit(None, "warning", {"event": f"text {index}"})
-            passed += 1
+            passed_count += 1
         except structlog.DropEvent:
             pass
-    assert passed < 1100
+    assert passed_count < 1100
 
 
 def test_waiting_log_lines_are_written_when_the_process_ends() -> None:

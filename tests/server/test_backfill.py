@@ -91,7 +91,7 @@ class Model:
     def forget(self) -> int:
         """Frees what the disk has, as if memory were short; gives how many cursors that dropped."""
         manager = self.partition.manager
-        dropped = manager.dropped_count
+        dropped_count = manager.dropped_count
         while True:
             while manager.free_oldest():
                 pass
@@ -103,7 +103,7 @@ class Model:
         while self.partition.eviction.evict(1000):
             pass
         manager.check_invariants()
-        return manager.dropped_count - dropped
+        return manager.dropped_count - dropped_count
 
 
 @asynccontextmanager
@@ -655,24 +655,24 @@ async def test_readers_see_what_the_model_says_whatever_happens(
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
     async with a_partition(store) as (_, model):
         readers = [Reader(model) for _ in range(3)]
-        written = dropped = 0
+        write_count = drop_count = 0
         for _ in range(120):
             choice = draw.random()
             if choice < 0.3:
                 count = draw.randrange(1, 60)
-                model.write(*items(written, count, draw.choice((1, 200))))
-                written += count
+                model.write(*items(write_count, count, draw.choice((1, 200))))
+                write_count += count
             elif choice < 0.45:
                 await model.persist()
             elif choice < 0.6:
-                dropped += model.forget()
+                drop_count += model.forget()
             elif choice < 0.65:
                 index = draw.randrange(len(readers))
                 readers[index].close()
                 # What is purged nobody may begin at; nothing is deleted here.
                 ends = readers[index].ends or [0]
                 start = draw.choice(ends)
-                stream_end = draw.choice((SEQ_MAX, draw.randint(start, max(start, written))))
+                stream_end = draw.choice((SEQ_MAX, draw.randint(start, max(start, write_count))))
                 readers[index] = Reader(model, start, stream_end)
             elif choice < 0.75:
                 await trio.sleep(draw.random())
@@ -682,13 +682,13 @@ async def test_readers_see_what_the_model_says_whatever_happens(
                     await reader.read(draw.randrange(1, 12))
         for reader in readers:
             await reader.read()
-            assert not reader.ends or reader.ends[-1] >= min(written, reader.stream_end)
+            assert not reader.ends or reader.ends[-1] >= min(write_count, reader.stream_end)
             reader.close()
         fresh = Reader(model)
         await fresh.read()
         fresh.close()
         assert model.disk.backfills > 0
-        assert dropped > 0
+        assert drop_count > 0
 
 
 # Keys that only the disk has.

@@ -125,12 +125,12 @@ async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_b
         await publish(peer, bundle_of((P0, increment(b"n", 100))))
         await evicted(server)
         store.released = trio.Event()
-        waiting = await say(peer, bundle_of((P0, increment(b"n", 1)), (P1, sets(b"a"))))
+        waiting_opaque = await say(peer, bundle_of((P0, increment(b"n", 1)), (P1, sets(b"a"))))
         behind = await say(peer, bundle_of((P0, sets(b"n", value=b"7")), (P1, sets(B1))))
         last = await say(peer, bundle_of((P1, sets(b"c"))))
         # The runs for the other partition are applied; the replies keep their order.
         assert await value_of(peer, b"c", P1) == b"v"
-        opaques = (waiting, behind, last)
+        opaques = (waiting_opaque, behind, last)
         assert [type(message) for message in peer.heard if message.opaque in opaques] == []
         store.released.set()
         replies = [await peer.hear(MutateReply) for _ in opaques]

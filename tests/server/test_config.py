@@ -170,8 +170,8 @@ def test_where_others_reach_it_a_server_keeps_strangers_away(
 
 
 async def test_such_a_server_does_not_start() -> None:
-    refused = pytest.RaisesExc(ConfigError, match="other machines could reach")
-    with pytest.RaisesGroup(refused, flatten_subgroups=True):
+    refusal = pytest.RaisesExc(ConfigError, match="other machines could reach")
+    with pytest.RaisesGroup(refusal, flatten_subgroups=True):
         async with running_server(ServerConfig(listen="0.0.0.0:0"), SimulatedStore()):
             pass
     async with running_server(

@@ -302,11 +302,11 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
         assert refusal.status == Status.TIMED_OUT
         assert trio.current_time() - began == pytest.approx(7, abs=0.1)
         # It holds up neither the partition nor the connection.
-        waiting = await wait(PERSISTED, 1_000_000)
+        waiting_opaque = await wait(PERSISTED, 1_000_000)
         assert await is_silent(peer)
         assert await value_of(peer, K0) == b"v"
         store.released.set()
-        answer = await answer_to(peer, waiting)
+        answer = await answer_to(peer, waiting_opaque)
         assert isinstance(answer, AwaitReply)
         assert answer.seq == 2
 
@@ -366,12 +366,14 @@ async def test_a_full_disk_is_reported_and_new_room_is_noticed(
         row = (await peer.hear(SeqnosReply)).rows[0]
         assert row[2:4] == (3, 1)
         history_id, high = HistoryId(row[1]), SeqNo(row[2])
-        waiting = peer.opaque()
-        await peer.say(Await(history_id, high, 1_000_000, PERSISTED, partition=P0, opaque=waiting))
+        waiting_opaque = peer.opaque()
+        await peer.say(
+            Await(history_id, high, 1_000_000, PERSISTED, partition=P0, opaque=waiting_opaque)
+        )
         assert await is_silent(peer)
         log.bytes_max = 1 << 62
         began = trio.current_time()
-        answer = await answer_to(peer, waiting)
+        answer = await answer_to(peer, waiting_opaque)
         assert isinstance(answer, AwaitReply)
         assert answer.seq == 3
         assert trio.current_time() - began <= 2 * FULL_DISK_RETRY_S + 0.1
@@ -440,12 +442,12 @@ async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
     async with serving(store, 1) as server, speaking(server) as peer:
         for index in range(11):
             await answer_to(peer, await send(peer, sets(numbered(index)), PERSISTED))
-        waiting = await send(peer, sets(key_in(0, 2, b"far behind")), PERSISTED)
+        waiting_opaque = await send(peer, sets(key_in(0, 2, b"far behind")), PERSISTED)
         if not is_full:
             assert await is_silent(peer)
             assert await value_of(peer, key_in(0, 2, b"far behind")) == b"v"
             store.released.set()
-        assert isinstance(await answer_to(peer, waiting), MutateReply)
+        assert isinstance(await answer_to(peer, waiting_opaque), MutateReply)
         store.is_full = False
         store.released.set()
 
@@ -489,20 +491,20 @@ async def test_requests_queued_behind_a_failed_write_are_not_acknowledged(
                 return None
 
     store = FailsOnce()
-    refused: list[str] = []
+    refusals: list[str] = []
 
     async def delete() -> None:
         await trio.sleep(0.5)
         try:
             await store.ask(DeleteLeases("b", [1]))
         except StoreFailedError as error:
-            refused.append(str(error))
+            refusals.append(str(error))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(delete)
         with pytest.raises(StoreFailedError):
             await store.ask(MarkCleanStop("b"))
-    assert refused == ["the disk failed"]
+    assert refusals == ["the disk failed"]
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -628,13 +630,15 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
         ]
         await peer.say(Seqnos(opaque=peer.opaque()))
         history_id = HistoryId((await peer.hear(SeqnosReply)).rows[0][1])
-        waiting = peer.opaque()
-        await peer.say(Await(history_id, SeqNo(1), 20_000, PERSISTED, partition=P0, opaque=waiting))
+        waiting_opaque = peer.opaque()
+        await peer.say(
+            Await(history_id, SeqNo(1), 20_000, PERSISTED, partition=P0, opaque=waiting_opaque)
+        )
         await trio.testing.wait_all_tasks_blocked()
         await server.catalog.delete_bucket(BUCKET)
-        refused = [await peer.hear(Refusal) for _ in (*opaques, waiting)]
-        assert sorted(refusal.opaque for refusal in refused) == [*opaques, waiting]
-        assert Status.OK not in map(status_of, refused)
+        refusals = [await peer.hear(Refusal) for _ in (*opaques, waiting_opaque)]
+        assert sorted(refusal.opaque for refusal in refusals) == [*opaques, waiting_opaque]
+        assert Status.OK not in map(status_of, refusals)
         assert store.directory.disks == {}
         store.released.set()
         await server.catalog.create_bucket(BUCKET, 2, QUOTA_BYTES)
@@ -660,14 +664,14 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
 
     async with serving(store) as server:
         for life in range(8):
-            written: set[bytes] = set()
+            written_keys: set[bytes] = set()
             answered: set[bytes] = set()
 
-            async def load(life: int, written: set[bytes], answered: set[bytes]) -> None:
+            async def load(life: int, written_keys: set[bytes], answered: set[bytes]) -> None:
                 async with speaking(server) as peer:
                     while True:
-                        key = key_of(life, len(written))
-                        written.add(key)
+                        key = key_of(life, len(written_keys))
+                        written_keys.add(key)
                         opaque = await send(peer, sets(key), PERSISTED)
                         if status_of(await answer_to(peer, opaque)) is not Status.OK:
                             return
@@ -675,7 +679,7 @@ async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
 
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
-                    nursery.start_soon(load, life, written, answered)
+                    nursery.start_soon(load, life, written_keys, answered)
                 await trio.sleep(draw.random() / 4)
                 async with speaking(server) as peer:
                     for key in sorted(answered):

@@ -111,11 +111,11 @@ async def running(
 def expected_begins(changes: list[float], commit_s: float) -> list[float]:
     """When commits begin: 0.1 s after the first change that none contains, but one at a time."""
     begins: list[float] = []
-    waiting, free_at = list(changes), 0.0
-    while waiting:
-        begin = max(waiting[0] + FLUSH_INTERVAL_S, free_at)
+    unwritten, free_at = list(changes), 0.0
+    while unwritten:
+        begin = max(unwritten[0] + FLUSH_INTERVAL_S, free_at)
         begins.append(begin)
-        waiting = [change for change in waiting if change > begin]
+        unwritten = [change for change in unwritten if change > begin]
         free_at = begin + commit_s
     return begins
 

@@ -131,13 +131,13 @@ def test_time_in_which_the_server_does_not_read_does_not_count() -> None:
 
 def test_time_in_which_a_read_waits_for_its_turn_does_not_count() -> None:
     frames = _Frames(100)
-    waiting = frames.begin("waiting", 8)
-    waiting.stop_waiting(1.0)
+    waiting_frame = frames.begin("waiting", 8)
+    waiting_frame.stop_waiting(1.0)
     frames.sweep(1000.0)
     assert not frames.dropped
-    assert waiting.lag_s(1000.0) == 1.0
-    waiting.note_read(8, 1000.0)
-    assert waiting.lag_s(1000.0) < 1.0
+    assert waiting_frame.lag_s(1000.0) == 1.0
+    waiting_frame.note_read(8, 1000.0)
+    assert waiting_frame.lag_s(1000.0) < 1.0
 
 
 def test_another_frame_begins_without_the_lag_of_the_one_before() -> None:

@@ -104,8 +104,8 @@ class World:
             ):
                 bucket = server.catalog.bucket(BUCKET)
                 disk, partition = server.catalog.disks[bucket], bucket.partitions[0]
-                written = self._current = before[: partition.high_seq]
-                self.written[partition.failover_log.current] = written
+                written_rows = self._current = before[: partition.high_seq]
+                self.written[partition.failover_log.current] = written_rows
                 self._server = server
                 self.has_begun.set()
                 for _ in range(STEPS):

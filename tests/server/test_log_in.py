@@ -410,16 +410,16 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
             return message
 
         # All get their challenges before the first of them fails.
-        waiting = 0
+        waiting_count = 0
         ready = trio.Event()
         statuses: list[int] = []
 
         async def one_of_many() -> None:
-            nonlocal waiting
+            nonlocal waiting_count
             async with stranger(server) as peer:
                 client, challenge = await challenged(peer, "bob", "pen")
-                waiting += 1
-                if waiting == FAILURES_MAX + 5:
+                waiting_count += 1
+                if waiting_count == FAILURES_MAX + 5:
                     ready.set()
                 await ready.wait()
                 statuses.append((await answer(peer, client, challenge)).status)

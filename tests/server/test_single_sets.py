@@ -160,8 +160,8 @@ async def answers_to(
             await trio.sleep(1)
             messages += await hear_all(peer)
             answers = [message for message in messages if not isinstance(message, Credit)]
-            stored = [contents(partition) for partition in bucket.partitions]
-    return answers, stored
+            stored_items = [contents(partition) for partition in bucket.partitions]
+    return answers, stored_items
 
 
 def in_order(answers: Sequence[Message]) -> list[Any]:
@@ -195,8 +195,10 @@ def test_frames_of_one_read_are_answered_as_one_by_one(
     outcomes = []
     for together in (False, True):
         clock = trio.testing.MockClock(autojump_threshold=0)
-        answers, stored = trio.run(_answers_to, requests, damaged, pending, together, clock=clock)
-        outcomes.append((in_order(answers), stored))
+        answers, stored_items = trio.run(
+            _answers_to, requests, damaged, pending, together, clock=clock
+        )
+        outcomes.append((in_order(answers), stored_items))
     assert outcomes[0] == outcomes[1]
 
 
@@ -234,9 +236,9 @@ async def test_refused_frames_are_joined_once_and_not_again_for_each(
             )
             answers = await hear_all(peer)
     applied = [answer.opaque for answer in answers if isinstance(answer, MutateReply)]
-    refused = [answer.opaque for answer in answers if isinstance(answer, Refusal)]
+    refused_opaques = [answer.opaque for answer in answers if isinstance(answer, Refusal)]
     assert applied == [index for index, part in enumerate(placed) if part == 0]
-    assert refused == [index for index, part in enumerate(placed) if part == 1]
+    assert refused_opaques == [index for index, part in enumerate(placed) if part == 1]
     assert frame_counts == [len(placed)]
 
 

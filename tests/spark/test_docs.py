@@ -84,8 +84,8 @@ def test_the_defaults_are_as_documented() -> None:
             default = cells.partition(" | ")[0].strip("`")
             if default not in ("required", "none", "all"):
                 defaults[name] = default
-    read = ReadOptions.parse({**URL, **defaults}, streaming=None)
-    assert read == ReadOptions.parse(URL, streaming=None)
+    options = ReadOptions.parse({**URL, **defaults}, streaming=None)
+    assert options == ReadOptions.parse(URL, streaming=None)
     assert len(defaults) == 13
 
     defaults = {}

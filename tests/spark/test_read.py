@@ -358,8 +358,8 @@ def test_some_partitions_numbers_and_columns(spark: SparkSession, new_bucket: Ne
             *("deleted", "cas", "flags", "expiry"),
         ]
         assert load(spark, url, metadata="false").columns == ["seq", "key", "value", "deleted"]
-        chosen = load(spark, url, "value string, key string, deleted boolean")
-        assert Row(value="value", key="key 7", deleted=False) in chosen.collect()
+        frame = load(spark, url, "value string, key string, deleted boolean")
+        assert Row(value="value", key="key 7", deleted=False) in frame.collect()
         assert load(spark, url, minPartitions=7).rdd.getNumPartitions() >= 7
         assert load(spark, url, maxPartitionBytes=1000).rdd.getNumPartitions() > 10
         assert sorted(rows_of(load(spark, url, maxPartitionBytes=1000))) == sorted(all_rows)

@@ -407,11 +407,11 @@ def test_a_batch_is_shared_out_by_backlog(limits: StreamLimits) -> None:
         assert total <= limits.numbers
     if limits.nbytes is not None:
         assert total <= max(1, limits.nbytes // 10)
-    allowed = min(limits.numbers or 202, max(1, (limits.nbytes or 2020) // 10), 202)
-    assert total == allowed
+    batch_total = min(limits.numbers or 202, max(1, (limits.nbytes or 2020) // 10), 202)
+    assert total == batch_total
     for number in ends:
         backlog = stands[number][1] - stands[number][0]
-        assert abs(ends[number] - stands[number][0] - allowed * backlog / 202) <= 1
+        assert abs(ends[number] - stands[number][0] - batch_total * backlog / 202) <= 1
 
 
 @pytest.mark.parametrize(
@@ -917,8 +917,8 @@ def test_the_progress_says_how_far_the_stream_is_behind() -> None:
         document = reader.reportLatestOffset()
         assert document is not None
         assert offsets_of(document)[0].seq == 30
-        named: dict[str, float] = document["metrics"]
-        return named
+        metrics: dict[str, float] = document["metrics"]
+        return metrics
 
     assert metrics() == {
         "minOffsetsBehindLatest": 20,

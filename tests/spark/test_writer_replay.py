@@ -187,8 +187,8 @@ def test_rows_that_are_on_replicas_survive_a_failover() -> None:
 
 async def replicate(url: str, address: str) -> None:
     operator = Operator(Address.parse(url))
-    added = await add_replicas(operator, "b", address)
-    await wait_caught_up(operator, "b", added, ReplicaLag())
+    new_partitions = await add_replicas(operator, "b", address)
+    await wait_caught_up(operator, "b", new_partitions, ReplicaLag())
 
 
 async def fail_over_from_a(url: str) -> None:

@@ -155,9 +155,9 @@ def _read_stream(storage: BucketStorage, good: Answers, partition: int) -> bytes
     after = 0
     try:
         while after < high:
-            read = storage.log.read_chunks(partition, after, high, bytes_max=PLENTY)
-            after = read[-1].end
-            chunks += map(bytes, read)
+            read_chunks = storage.log.read_chunks(partition, after, high, bytes_max=PLENTY)
+            after = read_chunks[-1].end
+            chunks += map(bytes, read_chunks)
     except StorageError:
         # Everything before the damage was read.
         return REFUSED if chunks == good_chunks[: len(chunks)] else WRONG

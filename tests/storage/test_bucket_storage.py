@@ -187,12 +187,12 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
     random, model = Random(6), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
-    refused = 0
+    refusal_count = 0
 
     def refuse() -> None:
-        nonlocal refused
-        refused += 1
-        if refused % 3:
+        nonlocal refusal_count
+        refusal_count += 1
+        if refusal_count % 3:
             raise DiskFullError("no room")
 
     log.fault = index.fault = refuse
@@ -210,7 +210,7 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
         mark = bucket.index.watermark(partition)
         assert (mark.seq, mark.item_count) == (high, len(model.contents(partition, high)))
         assert bucket.log.chunk_bytes()[partition] == bucket._partitions[partition].chunk_bytes
-    assert refused > 20
+    assert refusal_count > 20
 
 
 def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(

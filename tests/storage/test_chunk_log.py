@@ -321,8 +321,8 @@ def test_a_chunk_that_is_missing_is_noticed(log: ChunkLog) -> None:
         transaction.delete(chunk_key(0, 10))
     with pytest.raises(CorruptionError):
         read(log, 0, 0, 15, PLENTY)
-    before, missing, behind = log.find_mutations(0, [3, 7, 13], PLENTY)
-    assert isinstance(missing, str)
+    before, damaged_text, behind = log.find_mutations(0, [3, 7, 13], PLENTY)
+    assert isinstance(damaged_text, str)
     assert [before, behind] == log.find_mutations(0, [3, 13], PLENTY)
     with log.ordered_map.write() as transaction:
         transaction.delete(chunk_key(0, 15))

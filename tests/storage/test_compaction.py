@@ -250,10 +250,10 @@ class Life(RuleBasedStateMachine):
                 partition, [FetchRequest(key, 0, needs_value=False) for key in KEYS]
             )
             assert [self.bare(item) for item in items] == [self.bare(item) for item in expected]
-            known = [
+            known_entries = [
                 FetchRequest(item.key, item.seq, needs_value=True) for item in contents.values()
             ]
-            assert self.index.find_items(partition, known) == list(contents.values())
+            assert self.index.find_items(partition, known_entries) == list(contents.values())
             expected_expired += [
                 (item.expiry, partition, item.seq, key)
                 for key, item in contents.items()

@@ -147,14 +147,14 @@ def test_a_damaged_record_refuses_its_partition_alone(
 def assert_not_written_to(storage: BucketStorage, before: StoredBucket) -> None:
     """Nothing changes the damaged partition, alone or together with another."""
     record = before.partitions[DAMAGED].record
-    for refused in (
+    for refused_call in (
         lambda: storage.commit([write_to(before, DAMAGED)]),
         lambda: storage.commit([write_to(before, 0), write_to(before, DAMAGED)]),
         lambda: storage.put_partition_map("{}", [(DAMAGED, record)]),
         lambda: storage.truncate(DAMAGED, record, ()),
     ):
         with pytest.raises(CorruptionError, match="is not written to"):
-            refused()
+            refused_call()
 
 
 @pytest.mark.parametrize("kind", OF_A_PARTITION)

@@ -303,14 +303,14 @@ def test_a_cut_file_is_refused_or_serves_everything(tmp_path: Path) -> None:
         if not page:
             continue  # an empty file is a new map
         try:
-            opened = LmdbOrderedMap(cut, bytes_max=MAP_BYTES)
+            open_map = LmdbOrderedMap(cut, bytes_max=MAP_BYTES)
         except CorruptionError:
             served.append(False)
             continue
-        opened.verify_length()
-        assert contents(opened) == expected
-        put(opened, [(b"more", bytes(30_000))])
-        opened.close()
+        open_map.verify_length()
+        assert contents(open_map) == expected
+        put(open_map, [(b"more", bytes(30_000))])
+        open_map.close()
         served.append(True)
     assert served == sorted(served)
     assert 10 < served.count(False) < len(served)
@@ -322,8 +322,8 @@ def test_a_page_that_leads_to_itself_is_damage(tmp_path: Path) -> None:
     put(first, [(b"%04d" % index, b"v" * 60) for index in range(600)])
     first.close()
     file = tmp_path / "data.mdb"
-    with file.open("rb") as opened:
-        commit = read_last_commit(opened)
+    with file.open("rb") as open_file:
+        commit = read_last_commit(open_file)
     assert commit is not None
     root = commit.roots[-1]
     content = bytearray(file.read_bytes())

@@ -65,13 +65,15 @@ class SlotsMachine(RuleBasedStateMachine):
         slot = self._slots.lend()
         assert (slot is None) == (len(self._answers) == COUNT)
         self._writer.begin_answer(NO_SLOT if slot is None else slot.number)
-        written = []
+        written_slots = []
         for size in sizes:
             self._seq += 1
-            written.append(self._writer.put_chunk(a_chunk(self._seq, size)))
-        buffers = [chunk.encode() for chunk in written]
+            written_slots.append(self._writer.put_chunk(a_chunk(self._seq, size)))
+        buffers = [chunk.encode() for chunk in written_slots]
         chunks, offset = [], 0
-        for chunk, is_there in zip(written, self._writer.are_in_slot(list(buffers)), strict=True):
+        for chunk, is_there in zip(
+            written_slots, self._writer.are_in_slot(list(buffers)), strict=True
+        ):
             if is_there:
                 assert slot is not None
                 read_chunk = Chunk(slot.view[offset : offset + chunk.nbytes], chunk.crc)

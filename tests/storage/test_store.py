@@ -187,8 +187,8 @@ async def test_committed_items_are_read_looked_up_and_expire(opener: Opener) -> 
         await store.ask(Commit(BUCKET.name, [write]))
         rows = await read_all(store, 1, 10)
         assert rows == list(write.chunks[0])
-        known = [FetchRequest(row.key, row.seq, needs_value=True) for row in rows]
-        assert (await store.ask(FindItems(BUCKET.name, 1, known))).all_rows() == rows
+        requests = [FetchRequest(row.key, row.seq, needs_value=True) for row in rows]
+        assert (await store.ask(FindItems(BUCKET.name, 1, requests))).all_rows() == rows
         by_key = [FetchRequest(row.key, 0, needs_value=True) for row in rows]
         assert (await store.ask(FindItems(BUCKET.name, 1, by_key))).all_rows() == [None] * 10
         figures = await upkeep_all(store)
@@ -287,9 +287,9 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answers(opener
                 await store.ask(Commit(BUCKET.name, [some_write(partition, 0)]))
         (bucket,) = (await store.ask(LoadBuckets())).buckets
         # Each is there, whole, or not at all.
-        for partition, stored in enumerate(bucket.partitions):
-            assert stored.record.high in (0, 3)
-            assert len(await read_all(store, partition, stored.record.high)) in (0, 3)
+        for partition, stored_partition in enumerate(bucket.partitions):
+            assert stored_partition.record.high in (0, 3)
+            assert len(await read_all(store, partition, stored_partition.record.high)) in (0, 3)
 
 
 # A disk that is full.
@@ -405,10 +405,10 @@ def test_a_large_disk_has_addresses_for_many_buckets(
     names = [f"b{index:02}" for index in range(20)]
     for name in names:
         directory.create(name, lambda _log, _index: None)
-    opened = [part for name in names for part in directory.open(name)]
-    assert isinstance(opened[0], LmdbOrderedMap)
-    assert opened[0].free_bytes > MAP_BYTES_DEFAULT - MAP_BYTES
-    for part in opened:
+    open_maps = [part for name in names for part in directory.open(name)]
+    assert isinstance(open_maps[0], LmdbOrderedMap)
+    assert open_maps[0].free_bytes > MAP_BYTES_DEFAULT - MAP_BYTES
+    for part in open_maps:
         part.close()
     too_large = DataDirectory(tmp_path, bytes_max=1 << 60)
     with pytest.raises(DataDirectoryError, match="set disk_bytes_max to less"):

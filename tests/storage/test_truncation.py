@@ -118,9 +118,9 @@ class Truncations(RuleBasedStateMachine):
         """To the newest end below a ceiling, if there is one that is not indexed; else to 0."""
         ceiling, floor = SeqNo(int(share * (self.received + 1))), SeqNo(self.mark)
         end = self.storage.log.find_snapshot_end(PARTITION, ceiling, floor)
-        known = [snapshot_end for snapshot_end in self.ends if floor < snapshot_end <= ceiling]
-        if known:
-            assert end == known[-1]
+        known_ends = [snapshot_end for snapshot_end in self.ends if floor < snapshot_end <= ceiling]
+        if known_ends:
+            assert end == known_ends[-1]
         else:
             assert end in (None, self.mark), "what is indexed may be forgotten as an end"
             assert end is None or end in self.ends or end == 0
@@ -147,25 +147,25 @@ class Truncations(RuleBasedStateMachine):
         state = {row.key: row for row in self.rows if row.seq <= end}
         assert {row.key: row for row in self.read(end)} == state
         # What is indexed may be forgotten as an end, the watermark's own too.
-        known = [
+        known_ends = [
             known_end for known_end in self.ends if known_end >= floor and known_end > self.mark
         ]
-        assert not known or end <= known[0]
+        assert not known_ends or end <= known_ends[0]
 
     @rule()
     def restart(self) -> None:
         self.storage = BucketStorage(self.log, self.index)
-        stored = self.storage.open().partitions[PARTITION]
-        assert stored.record == record(self.high, self.partial)
-        assert stored.indexed == self.mark
+        stored_partition = self.storage.open().partitions[PARTITION]
+        assert stored_partition.record == record(self.high, self.partial)
+        assert stored_partition.indexed == self.mark
 
     @invariant()
     def the_log_has_what_was_received(self) -> None:
         if not hasattr(self, "rows"):
             return
-        read = self.read(self.received)
-        seqs = {row.seq for row in read}
-        assert read == [row for row in self.rows if row.seq in seqs]
+        chunks_read = self.read(self.received)
+        seqs = {row.seq for row in chunks_read}
+        assert chunks_read == [row for row in self.rows if row.seq in seqs]
         assert {row.seq for row in self.rows} - seqs <= self.gone
 
     @precondition(lambda self: hasattr(self, "rows"))

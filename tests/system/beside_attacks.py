@@ -277,11 +277,11 @@ async def measure_all(attacks: Sequence[tuple[str, Attack]], seconds: float) -> 
 async def be_good(server: Target) -> None:
     """The good clients: they say how long their rounds took."""
     async with bystanders(server) as good:
-        said = 0
+        rounds_said = 0
         while True:
             await good.more_rounds(1)
-            say(json.dumps({"took_s": good.took_s[said:]}))
-            said = good.rounds
+            say(json.dumps({"took_s": good.took_s[rounds_said:]}))
+            rounds_said = good.rounds
 
 
 def main() -> None:

@@ -105,11 +105,11 @@ class Measured:
 
     def __str__(self) -> str:
         share = f"at {1e6 * self.arrival_s:.0f} us of the server's processor time each"
-        begun = f"{self.strangers:,} strangers of {self.wanted:,} begin to greet"
+        sentence = f"{self.strangers:,} strangers of {self.wanted:,} begin to greet"
         times = f"{len(self.alone)} times alone and {len(self.beside)} times beside them"
         lines = [
             f"{self.greeting:,} strangers greet: {self.greeting_bytes:,.0f} bytes each",
-            f"{begun}: {self.stranger_bytes:,.0f} bytes each",
+            f"{sentence}: {self.stranger_bytes:,.0f} bytes each",
             f"  they come in {self.came_s:.1f} s, {share}; {self.stayed:,} stay to the end",
             f"a good client publishes {BATCHES} batches of {BATCH}, {times}; medians:",
         ]
@@ -205,18 +205,21 @@ class Crowd:
 
 
 async def measure(
-    certificates: Certificates, folder: Path, wanted: int = STRANGERS, greeting: int = GREETING
+    certificates: Certificates,
+    folder: Path,
+    stranger_count: int = STRANGERS,
+    greeting: int = GREETING,
 ) -> Measured:
     """Measures; see the module. Fewer strangers come if the system allows fewer descriptors.
 
     Args:
         certificates: The server's and its authority's.
         folder: Where the server keeps its data.
-        wanted: Strangers who begin a greeting.
+        stranger_count: Strangers who begin a greeting.
         greeting: Strangers who greet.
     """
     with many_descriptors() as limit:
-        count = min(wanted, limit - DESCRIPTORS_BESIDE)
+        count = min(stranger_count, limit - DESCRIPTORS_BESIDE)
         # Each kind comes to a server of its own: what one frees is not returned to the system.
         async with served(certificates, folder / "greeting") as (server, asking, sink):
             crowd = await Crowd.of_good_clients(server, asking, sink)
@@ -241,8 +244,8 @@ async def measure(
             await crowd.leave()
             alone += [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
     return Measured(
-        wanted, greeted, greeting_bytes, arrived_count, stayed, stranger_bytes, arrival_s, came_s,
-        alone, beside,
+        stranger_count, greeted, greeting_bytes, arrived_count, stayed, stranger_bytes, arrival_s,
+        came_s, alone, beside,
     )  # fmt: skip
 
 
@@ -270,11 +273,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strangers", type=int, default=STRANGERS)
     parser.add_argument("--greeting", type=int, default=GREETING)
-    chosen = parser.parse_args()
+    arguments = parser.parse_args()
     with TemporaryDirectory() as name:
         folder = Path(name)
         certificates = Certificates(folder)
-        measured = trio.run(measure, certificates, folder, chosen.strangers, chosen.greeting)
+        measured = trio.run(measure, certificates, folder, arguments.strangers, arguments.greeting)
     sys.stdout.write(f"{measured}\n")
 
 

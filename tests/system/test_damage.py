@@ -236,14 +236,14 @@ def damaged_records(data: Path) -> list[dict[bytes, bytes]]:
 async def assert_refused(server: ServerProcess, client: Client) -> None:
     """Reads, writes and streams of the damaged partition are refused by name."""
     key = next(iter(in_partition(FIRST)))
-    for refused in (
+    for refused_call in (
         lambda: client.get(key),
         lambda: client.set(key, b"new"),
         lambda: client.increment(key, 1),
         lambda: client.seqnos([DAMAGED]),
     ):
         with pytest.raises(ServerError, match=f"partition {DAMAGED}") as refusal:
-            await refused()
+            await refused_call()
         assert refusal.value.status is Status.DAMAGED
     other = next(name for name in FIRST if name not in in_partition(FIRST))
     with pytest.raises(PublishError, match=r"1 operations failed.*damaged"):
@@ -273,7 +273,7 @@ async def test_a_damaged_record_refuses_its_partition_and_no_other(
             histories = [numbers.history_id for numbers in await client.seqnos()]
     flip_record(data, kind)
     before = damaged_records(data)
-    others = [partition for partition in range(PARTITIONS) if partition != DAMAGED]
+    other_partitions = [partition for partition in range(PARTITIONS) if partition != DAMAGED]
     expected = {key: FIRST[key] for key in FIRST if key not in in_partition(FIRST)}
     for items in SECOND, THIRD:
         async with (
@@ -283,13 +283,15 @@ async def test_a_damaged_record_refuses_its_partition_and_no_other(
             (event,) = server.events(REFUSED_PARTITION)
             assert (event["bucket"], event["partition"]) == (BUCKET, DAMAGED)
             assert_same(await server_contents(client, expected), expected, PARTITIONS)
-            assert await stream(server, others) == expected
+            assert await stream(server, other_partitions) == expected
             await assert_refused(server, client)
             expected |= {key: items[key] for key in items if key not in in_partition(items)}
             await write(server, {key: expected[key] for key in expected if key in items})
             assert_same(await server_contents(client, expected), expected, PARTITIONS)
-            numbers = await client.seqnos(others)
-            assert [row.history_id for row in numbers] == [histories[other] for other in others]
+            numbers = await client.seqnos(other_partitions)
+            assert [row.history_id for row in numbers] == [
+                histories[other] for other in other_partitions
+            ]
             figures = (await client.stats(BUCKET))["disk"]
             assert figures["damaged_partitions"] == [DAMAGED]
             assert figures["damaged"] == event["damage"]

@@ -520,15 +520,15 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     await consumer.barrier()
                     assert mirror.contents.items() >= written_items.items()
                     # A publisher waits, and goes on by itself when there is room.
-                    waiting = trio.Event()
+                    wait_event = trio.Event()
 
                     async def publish() -> None:
                         await write(server, {b"later": b"value"})
-                        waiting.set()
+                        wait_event.set()
 
                     nursery.start_soon(publish)
                     await trio.sleep(0.5)
-                    assert not waiting.is_set()
+                    assert not wait_event.is_set()
                     if way == "a file goes":
                         ballast.unlink()
                     elif way == "the disk grows":
@@ -540,7 +540,7 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     else:
                         await client.delete_bucket("ballast")
                     with trio.fail_after(STOP_TIMEOUT_S):
-                        await waiting.wait()
+                        await wait_event.wait()
                     assert (await client.stats(BUCKET))["flusher"]["full"] == ""
                     await client.set(b"again", b"value", durability=PERSISTED)
                     await consumer.barrier()

@@ -128,13 +128,15 @@ async def good_clients(server: ServerProcess) -> AsyncIterator[list[GoodClient]]
             for client in clients:
                 nursery.start_soon(client.follow)
             yield clients
-            written = {key: value for client in clients for key, value in client.written.items()}
+            written_items = {
+                key: value for client in clients for key, value in client.written.items()
+            }
             for client in clients:
                 await client._consumer.barrier()
                 client.check()
-                assert_same(client.mirror.contents, written, PARTITIONS)
+                assert_same(client.mirror.contents, written_items, PARTITIONS)
             async with connect(url) as asking:
-                assert_same(written, await server_contents(asking, written), PARTITIONS)
+                assert_same(written_items, await server_contents(asking, written_items), PARTITIONS)
             nursery.cancel_scope.cancel()
 
 

@@ -527,8 +527,8 @@ class Town:
         sums = self.persisted.sums
         assert sums is not None
         async with connect(self._url) as client:
-            for written in (memory, persisted):
-                await self._compare(client, written)
+            for written_items in (memory, persisted):
+                await self._compare(client, written_items)
             assert persisted.floor == persisted.sent
             theirs = await server_contents(client, [*memory.keys, *persisted.keys, *sums.sent])
         assert sums.answered == sums.sent

@@ -466,19 +466,19 @@ async def test_a_bucket_deleted_while_it_is_streamed(settings: Path) -> None:
         consume(server.url(BUCKET)) as consumer,
     ):
         mirror = Mirror()
-        written = in_every_partition("item")
-        await fill(server, written)
-        while mirror.contents != written:
+        written_items = in_every_partition("item")
+        await fill(server, written_items)
+        while mirror.contents != written_items:
             mirror.apply(await anext(consumer))
         await client.delete_bucket(BUCKET)
         with trio.fail_after(STOP_TIMEOUT_S):
             events = [event async for event in consumer]
-        ended = [event for event in events if isinstance(event, StreamEnded)]
-        assert sorted(ended, key=lambda event: event.partition) == [
+        end_events = [event for event in events if isinstance(event, StreamEnded)]
+        assert sorted(end_events, key=lambda event: event.partition) == [
             StreamEnded(PartitionId(partition), Status.BUCKET_DELETED)
             for partition in range(PARTITIONS)
         ]
-        assert events[-PARTITIONS:] == ended
+        assert events[-PARTITIONS:] == end_events
         assert BUCKET not in [bucket.name for bucket in await client.list_buckets()]
 
 

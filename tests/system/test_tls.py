@@ -37,9 +37,9 @@ async def test_openssl_sees_1_3_only(certificates: Certificates) -> None:
         assert "Protocol  : TLSv1.3" in client.out or "New, TLSv1.3" in client.out
         assert "Verify return code: 0 (ok)" in client.out
         for version in ("-tls1_2", "-tls1_1", "-tls1"):
-            refused = await s_client(server, version, "-cipher", "ALL:@SECLEVEL=0")
-            assert refused.code != 0
-            assert "alert protocol version" in refused.err
+            refusal = await s_client(server, version, "-cipher", "ALL:@SECLEVEL=0")
+            assert refusal.code != 0
+            assert "alert protocol version" in refusal.err
 
 
 async def test_openssl_sees_1_2_where_a_setting_allows_it(certificates: Certificates) -> None:
@@ -49,8 +49,8 @@ async def test_openssl_sees_1_2_where_a_setting_allows_it(certificates: Certific
         assert "New, TLSv1.2, Cipher is ECDHE-ECDSA-AES256-GCM-SHA384" in client.out
         # No cipher without forward secrecy, and nothing older.
         for arguments in (("-tls1_2", "-cipher", "AES256-SHA"), ("-tls1_1",)):
-            refused = await s_client(server, *arguments)
-            assert refused.code != 0
+            refusal = await s_client(server, *arguments)
+            assert refusal.code != 0
 
 
 async def test_a_certificate_is_renewed_on_sighup(tmp_path: Path) -> None:

@@ -316,10 +316,10 @@ async def test_the_server_and_its_commands_run(installed: Installed) -> None:
         url = server.url("planes")
         created = await installed.upr("bucket", "create", "--partitions", "4", url=url)
         assert created.code == 0, created
-        written = await installed.upr("set", "N14228", '{"seats":149}', url=url)
-        assert written.code == 0, written
-        read = await installed.upr("get", "N14228", url=url)
-        assert (read.code, read.out) == (0, '{"seats":149}\n'), read
+        set_result = await installed.upr("set", "N14228", '{"seats":149}', url=url)
+        assert set_result.code == 0, set_result
+        get_result = await installed.upr("get", "N14228", url=url)
+        assert (get_result.code, get_result.out) == (0, '{"seats":149}\n'), get_result
         tail = await installed.upr("tail", "--until", "caught-up", url=url)
         assert tail.code == 0, tail
         events = [json.loads(line) for line in tail.out.splitlines()]

@@ -355,12 +355,12 @@ def test_events_until_now(fake: ThreadedFake) -> None:
     fill(fake, 100)
     mirror = Mirror()
     with client(fake) as kv, kv.read_stream(end="now") as stream:
-        ended = 0
+        end_count = 0
         for event in stream:
             mirror.apply(event)
-            ended += isinstance(event, StreamEnded)
+            end_count += isinstance(event, StreamEnded)
         assert stream.done
-        assert ended == 4
+        assert end_count == 4
     assert mirror.contents == fake.server.contents()
 
 

@@ -55,12 +55,16 @@ def test_each_operation_has_the_number_that_the_server_gave_it(rows: list[Mutati
         if isinstance(outcome, Failure):
             assert (outcome.key, outcome.operation) == (row.key, row.op)
             continue
-        stored = next(history)
-        assert (outcome.seq, outcome.cas, outcome.history_id) == (stored.seq, stored.cas, 99)
-        assert stored.key == row.key
+        stored_item = next(history)
+        assert (outcome.seq, outcome.cas, outcome.history_id) == (
+            stored_item.seq,
+            stored_item.cas,
+            99,
+        )
+        assert stored_item.key == row.key
         assert (outcome.count is not None) == (row.op is Operation.INCREMENT)
         if outcome.count is not None:
-            assert b"%d" % outcome.count == stored.value
+            assert b"%d" % outcome.count == stored_item.value
     assert next(history, None) is None
 
 

@@ -95,14 +95,14 @@ def test_errors_that_are_not_retryable_are_raised_at_once() -> None:
 
 def test_a_refused_log_in_is_tried_once_more() -> None:
     retry = RetryState(10.0, lambda: 0.5)
-    refused = ServerError(Status.LOG_IN_FAILED)
+    refusal = ServerError(Status.LOG_IN_FAILED)
     for began in (0.0, 100.0):
-        assert retry.wait_after_failure_s(refused, began) == LOG_IN_RETRY_S
+        assert retry.wait_after_failure_s(refusal, began) == LOG_IN_RETRY_S
         # Another failure in between gives it no second one.
         retry.wait_after_failure_s(BrokenError("lost"), began + 1)
         with pytest.raises(ServerError):
-            retry.wait_after_failure_s(refused, began + 2)
+            retry.wait_after_failure_s(refusal, began + 2)
         retry.note_progress()
     # Nobody waits who has no time.
     with pytest.raises(ServerError):
-        RetryState(0.0, lambda: 0.5).wait_after_failure_s(refused, 0.0)
+        RetryState(0.0, lambda: 0.5).wait_after_failure_s(refusal, 0.0)

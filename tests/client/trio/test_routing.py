@@ -648,7 +648,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
         draw = random.Random(seed)
         async with trio.open_nursery() as nursery:
             cluster = FakeCluster(nursery, "abc", 6)
-            added = 0
+            added_count = 0
             async with (
                 mirrored(cluster, draw=draw.random) as (consumer, mirror),
                 publisher(URL, dial=cluster.dial, draw=draw.random, batch_mutations=3) as sink,
@@ -656,7 +656,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
                 for step, moved, name in steps:
                     for _ in range(draw.randrange(8)):
                         await sink.increment(f"counter-{draw.randrange(30)}")
-                        added += 1
+                        added_count += 1
                     if step == "move":
                         cluster.move({moved: Assignment(active=name)})
                     elif step == "none":
@@ -688,7 +688,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
                 assert set(reached.ends) == set(map(PartitionId, range(6)))
                 contents = cluster.any.contents()
                 assert mirror.contents == contents
-                assert sum(map(int, contents.values())) == added
+                assert sum(map(int, contents.values())) == added_count
             assert cluster.open == 0
             nursery.cancel_scope.cancel()
 

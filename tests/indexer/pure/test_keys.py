@@ -37,10 +37,10 @@ def compare(left: object, right: object) -> int:
     if rank(left) != rank(right):
         return -1 if rank(left) < rank(right) else 1
     if isinstance(left, list) and isinstance(right, list):
-        missing = object()
-        for a, b in zip_longest(left, right, fillvalue=missing):
-            if a is missing or b is missing:
-                return -1 if a is missing else 1
+        no_value = object()
+        for a, b in zip_longest(left, right, fillvalue=no_value):
+            if a is no_value or b is no_value:
+                return -1 if a is no_value else 1
             if order := compare(a, b):
                 return order
         return 0

@@ -56,12 +56,13 @@ def test_a_bundle_has_the_rows_of_its_runs_one_run_behind_the_other(
 @given(bundles())
 def test_a_bundle_of_some_runs_of_another_has_their_rows(bundle: Bundle) -> None:
     """What a publisher does when it sends refused runs again."""
-    chosen = range(0, len(bundle.runs), 2)
+    chosen_runs = range(0, len(bundle.runs), 2)
     again = Bundle.of_chunks(
-        [bundle.run_chunk(index) for index in chosen], [bundle.runs[index] for index in chosen]
+        [bundle.run_chunk(index) for index in chosen_runs],
+        [bundle.runs[index] for index in chosen_runs],
     )
-    assert again.run_chunks() == [bundle.run_chunk(index) for index in chosen]
-    assert list(again.runs) == [bundle.runs[index] for index in chosen]
+    assert again.run_chunks() == [bundle.run_chunk(index) for index in chosen_runs]
+    assert list(again.runs) == [bundle.runs[index] for index in chosen_runs]
 
 
 def test_a_bundle_of_one_run_is_over_the_same_bytes() -> None:

@@ -216,13 +216,13 @@ def test_both_sides_hear_what_was_said(talk: Callable[[Pair], None]) -> None:
         ("server", {"CloseStream"}),
     ):
         messages = iter([message for to, message in pair.said if to == side])
-        dropped: list[Message] = []
+        dropped_messages: list[Message] = []
         for to, message in pair.heard:
             if to == side:
                 while (was_said := next(messages)) != message:
-                    dropped.append(was_said)
-        dropped += messages
-        assert {type(message).__name__ for message in dropped} <= droppable
+                    dropped_messages.append(was_said)
+        dropped_messages += messages
+        assert {type(message).__name__ for message in dropped_messages} <= droppable
 
 
 @pytest.mark.parametrize("talk", CONVERSATIONS.values(), ids=CONVERSATIONS)

@@ -176,7 +176,7 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
     """Stated without cycles and positions: mutations are numbered; a turn takes along those of its
     partition; a barrier that comes back finds every older one streamed."""
     quick = Quick()
-    waiting: dict[int, list[int]] = {partition: [] for partition in range(PARTITIONS)}
+    waiting_items: dict[int, list[int]] = {partition: [] for partition in range(PARTITIONS)}
     taken_along: list[int] = []
     unstreamed: set[int] = set()
     cookies_sent: list[str] = []
@@ -187,7 +187,7 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
         told_before = len(quick.told)
         if isinstance(doing, int):
             quick.mutate(doing)
-            waiting[doing].append(index)
+            waiting_items[doing].append(index)
             unstreamed.add(index)
         elif doing == "barrier":
             cookie = f"barrier {index}"
@@ -198,7 +198,7 @@ def test_a_barrier_comes_back_once_in_order_and_after_all_that_was_before_it(
             if doing == "go on":
                 quick.go_on()
                 if quick.current is not None:
-                    taken_along, waiting[quick.current] = waiting[quick.current], []
+                    taken_along, waiting_items[quick.current] = waiting_items[quick.current], []
         elif doing in ("send", "pass"):
             unstreamed.difference_update(taken_along)
             quick.begin()

@@ -111,14 +111,14 @@ def skip_checksums() -> Iterator[None]:
 def record_failover_log_late() -> Iterator[None]:
     """A replica stores its source's failover log only when a snapshot is complete."""
     end_snapshot: Any = ReceivedSnapshots.end_snapshot
-    pending: dict[int, FailoverLog] = {}
+    pending_logs: dict[int, FailoverLog] = {}
 
     def set_log_later(self: ReceivedSnapshots, log: FailoverLog) -> None:
-        pending[id(self)] = log
+        pending_logs[id(self)] = log
 
     def end_snapshot_with_log(self: ReceivedSnapshots, end: SeqNo) -> None:
         end_snapshot(self, end)
-        self.log = pending.get(id(self), self.log)
+        self.log = pending_logs.get(id(self), self.log)
 
     with (
         replaced(ReceivedSnapshots, "set_log", set_log_later),

@@ -277,15 +277,15 @@ class IndexerCluster:
 
     def _drawn_query(self) -> Query:
         rng = self._rng
-        written = [
+        written_keys = [
             RequiredWrite(partition, f"{history_id:016x}", seq)
             for partition, (history_id, seq) in self._oracle.newest().items()
         ]
         kinds: list[Literal["any", "now", "at_least"]] = ["any", "now"]
-        consistency = rng.choice([*kinds, "at_least"] if written else kinds)
+        consistency = rng.choice([*kinds, "at_least"] if written_keys else kinds)
         return Query(
             consistency=consistency,
-            written=tuple(written) if consistency == "at_least" else (),
+            written=tuple(written_keys) if consistency == "at_least" else (),
             limit=10_000,
             descending=rng.random() < 0.5,
             prefix=[rng.choice("abc")] if rng.random() < 0.5 else None,
@@ -317,10 +317,10 @@ class IndexerCluster:
     ) -> tuple[IndexDefinition, list[Row], dict[Any, tuple[str, int]]]:
         """All entries of one moment, page by page, each from another node."""
         rng, rows = self._rng, list[Row]()
-        asked = rng.choice(self._asked)
-        definition = asked.designs.find(name_of(NAME))
+        asked_node = rng.choice(self._asked)
+        definition = asked_node.designs.find(name_of(NAME))
         while True:
-            page = await ask(asked, NAME, query)
+            page = await ask(asked_node, NAME, query)
             rows += [Row(entry.key, entry.id, entry.included) for entry in page.entries]
             if not page.continuation:
                 return definition, rows, page.timestamps
@@ -332,7 +332,7 @@ class IndexerCluster:
                 timestamps=True,
             )
             await trio.sleep(0.05)
-            asked = rng.choice(self._asked)
+            asked_node = rng.choice(self._asked)
 
     # What happens.
 

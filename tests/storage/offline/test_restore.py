@@ -165,9 +165,9 @@ def test_restore_removes_the_mark_of_a_clean_stop_and_the_event_queues(data: Pat
 
 def test_it_asks_for_confirmation(data: Path) -> None:
     mark_clean(data)
-    refused = restore("--data-dir", data)
-    assert refused.returncode == 2
-    assert "say --new-histories" in refused.stderr
+    refusal = restore("--data-dir", data)
+    assert refusal.returncode == 2
+    assert "say --new-histories" in refusal.stderr
     assert is_clean(data)
 
 
@@ -176,11 +176,11 @@ def test_a_directory_that_a_server_uses_is_refused(data: Path) -> None:
     descriptor = lock(data)
     assert descriptor is not None
     try:
-        refused = restore("--new-histories", "--data-dir", data)
+        refusal = restore("--new-histories", "--data-dir", data)
     finally:
         os.close(descriptor)
-    assert refused.returncode == 1
-    assert "is in use by a server; stop it first" in refused.stderr
+    assert refusal.returncode == 1
+    assert "is in use by a server; stop it first" in refusal.stderr
     assert is_clean(data)
 
 
