@@ -527,7 +527,7 @@ class _Inspected:
         self._on_terminal = sys.stderr.isatty()
 
     def summary(self) -> str:
-        """How much it was."""
+        """How much was inspected, in a line."""
         return (
             f"{self.buckets:,} buckets, {self.chunks:,} chunks of {self.chunk_bytes:,} bytes, "
             f"{self.keys:,} keys"

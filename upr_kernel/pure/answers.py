@@ -128,7 +128,7 @@ class Answers:
         self._unsaved: dict[_Change, None] | None = None
 
     def __len__(self) -> int:
-        """Writers."""
+        """How many writers are remembered."""
         return len(self._writers)
 
     # Asking.

@@ -166,7 +166,7 @@ class Bundle:
         return cls(Chunk(b"".join((head, numbers, memoryview(joined)[numbers_end:]))), runs)
 
     def __len__(self) -> int:
-        """Rows."""
+        """How many rows it has."""
         return self.chunk.count
 
     def __eq__(self, other: object) -> bool:

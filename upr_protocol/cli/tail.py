@@ -277,7 +277,7 @@ class ConsumerWithStatistics(Protocol):
     """A consumer, as far as its figures are concerned."""
 
     def statistics(self) -> ConsumerStatistics:
-        """Its figures."""
+        """The consumer's figures."""
 
 
 async def report_unplaced(

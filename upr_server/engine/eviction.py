@@ -115,7 +115,7 @@ class KeyEviction:
 
     @property
     def pin_count(self) -> int:
-        """Fetches under way."""
+        """How many fetches are under way."""
         return len(self._pins) + len(self._broken_pins)
 
     @property

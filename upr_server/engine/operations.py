@@ -35,7 +35,7 @@ class JoinedValue:
         self._nbytes = len(value)
 
     def __len__(self) -> int:
-        """Bytes."""
+        """How many bytes the value has."""
         return self._nbytes
 
     def append(self, part: bytes) -> None:

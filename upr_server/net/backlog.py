@@ -60,12 +60,12 @@ class ConnectionBacklog:
 
     @property
     def queued_requests(self) -> int:
-        """Requests that wait in queues."""
+        """How many requests wait in queues."""
         return self._queued_requests
 
     @property
     def queued_bytes(self) -> int:
-        """Their bytes."""
+        """How many bytes the queued requests have."""
         return self._queued_bytes
 
     @property

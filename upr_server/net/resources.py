@@ -80,7 +80,7 @@ class EventProvider(Protocol):
         """
 
     def statistics(self) -> dict[str, object]:
-        """Figures."""
+        """The figures of the event bus."""
 
 
 @attrs.define(eq=False)

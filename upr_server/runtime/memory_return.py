@@ -113,7 +113,7 @@ class YoungObjects:
         gc.callbacks.append(self._note_collection)
 
     def stop(self) -> None:
-        """Counts no more."""
+        """Stops counting collections."""
         self._is_started = False
         gc.callbacks.remove(self._note_collection)
 

@@ -62,7 +62,7 @@ class BucketCall(StoreCall[Answer_co], Generic[Answer_co], frozen=True):
         return self.run(server.bucket_storage(self.bucket))
 
     def run(self, bucket: BucketStorage) -> Answer_co:
-        """Carries it out."""
+        """Carries the call out, and gives its answer."""
         raise NotImplementedError
 
 

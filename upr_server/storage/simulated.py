@@ -37,7 +37,7 @@ class SimulatedEventQueues:
         return data
 
     def save(self, data: bytes) -> None:
-        """Saves them."""
+        """Saves `data` in place of what was saved before."""
         self.data = data
 
 
@@ -56,7 +56,7 @@ class SimulatedUsers:
         return self.data
 
     def save(self, data: bytes) -> None:
-        """Saves them."""
+        """Saves `data` in place of what was saved before."""
         self.data = data
 
 

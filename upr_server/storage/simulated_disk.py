@@ -87,7 +87,7 @@ class SimulatedDisk:
         return list(self._items)
 
     def statistics(self) -> dict[str, int]:
-        """Bytes in use."""
+        """How many bytes are in use."""
         return {"bytes_used": self._bytes, "bytes_in_file": self._bytes}
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ class ChangeBundle:
             self._bounds.append(self._bounds[-1] + len(list(group)))
 
     def message(self, opaque: int) -> Mutate:
-        """The request."""
+        """The bundle as a request."""
         durability, copies = self.changes[0].level
         return Mutate(self._bundle(), bytes(16), durability, copies, opaque=opaque)
 

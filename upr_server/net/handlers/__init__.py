@@ -49,8 +49,8 @@ from upr_server.net.handlers import (
 from upr_server.net.request_context import Handler
 
 HANDLERS: Final[Mapping[type[Message], Handler]] = {
-    StartLogIn: log_in.log_in,
-    ContinueLogIn: log_in.log_in_response,
+    StartLogIn: log_in.start_log_in,
+    ContinueLogIn: log_in.continue_log_in,
     Open: streams.open_bucket,
     Stream: streams.stream,
     ReplicaAck: streams.replica_ack,

@@ -302,7 +302,7 @@ class LeaseBook:
                 self._leases.pop(lease_id, None)
 
     def statistics(self) -> dict[str, object]:
-        """Figures."""
+        """How many leases there are, of each kind."""
         held_count = len(self)
         return {
             "held": held_count,
