@@ -25,9 +25,9 @@ _BETWEEN: Final = StreamState.BETWEEN  # an enum's attributes are slow to look u
 class StreamRecord:
     """The state of a stream, and the sequence number that it has reached.
 
-    It holds the stream to its promise that nothing is omitted: it goes on where the client stands
-    or before, a snapshot begins at the number where the stream stands, each chunk begins where the
-    last one ended, and the snapshot ends where it said it would.
+    It holds the stream to its promise that nothing is omitted or repeated: it goes on where the
+    client stands, a snapshot begins at the number where the stream stands, each chunk begins where
+    the last one ended, and the snapshot ends where it said it would.
 
     A snapshot that was begun must be finished: the client may have been spared a key's older change
     because a newer one stood further on. So what takes its place, after a dropped cursor or a lost
@@ -89,18 +89,19 @@ class StreamRecord:
         )
 
     def _accept(self, message: StreamReply) -> None:
-        if message.seq > self.seq:
+        if message.seq != self.seq:
+            # Were it lower, the client would apply older values, and could not say so in its
+            # position: after a crash in between it would keep them.
             raise ProtocolError(
                 f"the stream of partition {self.partition} continues at {message.seq}, but the "
-                f"client has received only up to {self.seq}"
+                f"client has received everything up to {self.seq}"
             )
         if self.seq >= self.end:
             # Cut between the last chunk and the end: nothing of that snapshot is missing.
             self.complete = self.seq
-        if message.seq <= self.complete:
-            # Whatever the client was spared of an unfinished snapshot is sent again.
-            self.complete = self.end = message.seq
-        self.seq = message.seq
+        if self.seq <= self.complete:
+            # The client has received nothing of an unfinished snapshot, and was spared nothing.
+            self.end = self.seq
 
     def _start(self, message: PartitionStart) -> None:
         if message.start != self.seq or message.end < self.end:

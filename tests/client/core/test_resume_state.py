@@ -130,15 +130,6 @@ def test_a_snapshot_that_lacked_only_its_end_is_complete_once_the_stream_is_acce
     )
 
 
-def test_a_repeated_chunk_moves_no_position() -> None:
-    partial = PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(10))
-    position = Position(FailoverLog.of_pairs([(7, 0)]), SeqNo(5), SeqNo(8), partial)
-    assert rules.position_after_chunk(position, HistoryId(7), SeqNo(12), SeqNo(7)) == position
-    assert rules.position_after_snapshot(position, SeqNo(7)) == position
-    further = rules.position_after_chunk(position, HistoryId(7), SeqNo(12), SeqNo(9))
-    assert further.partial == PartialSnapshot(HistoryId(7), SeqNo(5), SeqNo(12))
-
-
 # As bytes.
 
 

@@ -53,8 +53,6 @@ def position_after_chunk(
     position: Position, history_id: HistoryId, end: SeqNo, through: SeqNo
 ) -> Position:
     """The position after everything up to `through` came, of a snapshot that ends at `end`."""
-    if through <= position.highest_received:
-        return position  # the server started further back than it had to
     return Position(
         position.log,
         position.last_complete,
@@ -65,8 +63,6 @@ def position_after_chunk(
 
 def position_after_snapshot(position: Position, end: SeqNo) -> Position:
     """The position after the snapshot that ends at `end` is complete."""
-    if end < position.highest_received:
-        return position  # see `position_after_chunk`
     return Position(position.log, end, end, None)
 
 
