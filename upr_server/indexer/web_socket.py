@@ -15,11 +15,12 @@ from wsproto.events import (
     BytesMessage,
     CloseConnection,
     Ping,
+    Pong,
     RejectConnection,
     RejectData,
     Request,
 )
-from wsproto.utilities import RemoteProtocolError
+from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from upr_protocol.client import Security, TlsSettings
 from upr_protocol.errors import BrokenError, UprError
@@ -88,6 +89,8 @@ class OpenedWebSocket:
         self._socket = WSConnection(ConnectionType.CLIENT)
         # The answer to a ping is sent by who reads.
         self._sending = trio.Lock()
+        self._has_ended = False
+        """Whether the other side has said goodbye."""
 
     async def open(self, host: str, target: str, security: Security) -> None:
         """Asks for the web socket, and waits until it is there.
@@ -134,8 +137,16 @@ class OpenedWebSocket:
         Raises:
             trio.BrokenResourceError: The connection is gone.
         """
+        await self._send(BytesMessage(bytes(data)))
+
+    async def _send(self, event: BytesMessage | Pong) -> None:
         async with self._sending:
-            await self._stream.send_all(self._socket.send(BytesMessage(bytes(data))))
+            try:
+                data = self._socket.send(event)
+            except LocalProtocolError as error:
+                # The reader has got the other side's goodbye, and may not have returned yet.
+                raise trio.BrokenResourceError("the other side closes the web socket") from error
+            await self._stream.send_all(data)
 
     async def receive_some(self, max_bytes: int) -> bytes:
         """Bytes that came, possibly more than `max_bytes`; none at the end.
@@ -150,13 +161,12 @@ class OpenedWebSocket:
                     if isinstance(event, BytesMessage):
                         received_bytes += event.data
                     elif isinstance(event, Ping):
-                        async with self._sending:
-                            await self._stream.send_all(self._socket.send(event.response()))
+                        await self._send(event.response())
                     elif isinstance(event, CloseConnection):
-                        return b""
+                        self._has_ended = True
             except RemoteProtocolError as error:
                 raise trio.BrokenResourceError(str(error)) from error
-            if received_bytes:
+            if received_bytes or self._has_ended:
                 await trio.lowlevel.checkpoint()
                 return bytes(received_bytes)
             data = await self._stream.receive_some(max_bytes)
