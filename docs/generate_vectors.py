@@ -10,6 +10,7 @@ file holds.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -717,7 +718,8 @@ def numbers() -> Json:
         "opcodes": {kind.__name__: kind.opcode for kind in MESSAGES.values()},
         "body_bytes_max": {kind.__name__: kind.body_bytes_max for kind in MESSAGES.values()},
         "statuses": {status.name: int(status) for status in Status},
-        "limits": {name: value for name, value in vars(limits).items() if name.isupper()},
+        # Those that the module declares, not what it imports.
+        "limits": {name: getattr(limits, name) for name in inspect.get_annotations(limits)},
     }
 
 

@@ -71,7 +71,9 @@ class EventsReply(Message, frozen=True):
 
 
 class NextEvents(Message, frozen=True):
-    """Asks for events of buckets, and waits for some.
+    """Asks for events of buckets, and waits for some. The server refuses with `UNSUPPORTED` if it
+    has no event bus, and with `LIMIT_REACHED` if it has too many consumers, or if the connection
+    has an open `NextEvents`.
 
     Attributes:
         consumer: The consumer's name; with it the consumer continues after a lost connection. It
