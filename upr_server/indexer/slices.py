@@ -53,7 +53,9 @@ class SliceId:
 
     def partitions(self, partition_count: int) -> list[PartitionId]:
         """Its partitions, of a bucket with so many."""
-        return [PartitionId(number) for number in range(self.index, partition_count, self.count)]
+        return [
+            PartitionId(partition) for partition in range(self.index, partition_count, self.count)
+        ]
 
 
 class SliceMissingError(UprError):

@@ -78,9 +78,9 @@ def _meta_at(file: BinaryIO, place: int) -> LastCommit | None:
     page = file.read(_META.size)
     if len(page) < _META.size:
         return None
-    page_bytes, free_root, root, last_page, number = _META.unpack(page)
+    page_bytes, free_root, root, last_page, commit_number = _META.unpack(page)
     roots = tuple(page for page in (free_root, root) if page != NO_PAGE)
-    return LastCommit(page_bytes, roots, last_page, number)
+    return LastCommit(page_bytes, roots, last_page, commit_number)
 
 
 def check_length(path: Path) -> None:
@@ -122,8 +122,8 @@ def _pages_in_use(file: BinaryIO, commit: LastCommit) -> Iterator[tuple[int, int
         file.seek(page * commit.page_bytes)
         data = file.read(commit.page_bytes)
         try:
-            number, _, kind, end = _PAGE.unpack_from(data)
-            if number != page or not kind & (_BRANCH | _LEAF):
+            page_number, _, kind, end = _PAGE.unpack_from(data)
+            if page_number != page or not kind & (_BRANCH | _LEAF):
                 raise CorruptionError(f"page {page} of {file.name} is damaged")
             for place in range(_HEADER_BYTES, end, _OFFSET.size):
                 (offset,) = _OFFSET.unpack_from(data, place)

@@ -118,7 +118,7 @@ def _check_name(operator: Operator, node: str, address: str) -> None:
     if not address:
         return
     try:
-        operator.address_at(address)
+        operator.address.of_node(address)
     except AddressError as error:
         raise NotDoneError(f"{address!r} is not HOST:PORT") from error
     if not address.rpartition(":")[2].isdigit():

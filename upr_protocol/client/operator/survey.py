@@ -139,10 +139,6 @@ class Operator:
     apply_timeout_s: float = MAP_APPLY_TIMEOUT_S
     dial: Dial = dial_tcp
 
-    def address_at(self, host_port: str) -> Address:
-        """The bucket at another address, `HOST:PORT`."""
-        return self.address.of_node(host_port)
-
     def connect(self, address: Address) -> AbstractAsyncContextManager[Client]:
         """A client of just this node, whatever the map says."""
         return connect(
@@ -242,14 +238,15 @@ class Operator:
         """
         entry = await self.entry_report()
         reports = {entry.name: entry}
-        addresses = {name: self.address_at(where) for name, where in (more_addresses or {}).items()}
+        of_node = self.address.of_node
+        addresses = {name: of_node(where) for name, where in (more_addresses or {}).items()}
         while True:
             partition_map = newest_map(
                 report.map for report in reports.values() if report.map is not None
             )
             if partition_map is not None:
                 for name, where in partition_map.nodes.items():
-                    addresses[name] = self.address_at(where)
+                    addresses[name] = of_node(where)
             unasked = {name: addresses[name] for name in addresses if name not in reports}
             if not unasked:
                 break
