@@ -39,6 +39,7 @@ class Columns:
         value_length: The bytes of all values together.
         start: The covered range, exclusive.
         end: The covered range, inclusive.
+        nbytes: The encoded length.
 
     Raises:
         ChunkError: The buffer does not hold a chunk.
@@ -54,6 +55,7 @@ class Columns:
         "count",
         "end",
         "key_length",
+        "nbytes",
         "start",
         "value_length",
     )
@@ -85,6 +87,7 @@ class Columns:
         self._value_offsets_at: int = value_offsets_at
         self._operations_at = operations_at
         self._keys_at = keys_at
+        self.nbytes = nbytes
         self.count: int = count
         self.key_length: int = key_length
         self.value_length: int = value_length
@@ -173,11 +176,6 @@ class Columns:
         )
 
     # The whole.
-
-    @property
-    def nbytes(self) -> int:
-        """The encoded length."""
-        return self._view.nbytes
 
     @property
     def crc(self) -> int:

@@ -129,14 +129,14 @@ def _check_stream(_context: SessionContext, message: Stream) -> None:
 
 
 def _check_mutate(context: SessionContext, _message: Mutate) -> None:
-    if not context.credit.is_open:
+    if context.credit.left <= 0:
         raise ProtocolError(
             "Mutate: the client has used up its credit; wait for Credit", Status.FLOW_CONTROL
         )
 
 
 def _check_chunk(context: SessionContext, _message: PartitionChunk) -> None:
-    if not context.window.is_open:
+    if context.window.left <= 0:
         raise ProtocolError(
             "the server has used up the client's window; wait for Ack", Status.FLOW_CONTROL
         )

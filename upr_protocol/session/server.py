@@ -165,7 +165,7 @@ class ServerSession(Session):
         sets = read_sets(*self._frames.received_bytes(), partition_count)
         if sets is None:
             return None
-        count = sets.frame_count
+        count = frame_count = sets.frame_count
         # A frame may begin while any credit is left: the last one may exceed it.
         while count > 1 and sets.nbytes(count - 1) >= self.credit.left:
             count -= 1
@@ -173,7 +173,7 @@ class ServerSession(Session):
             opaques = memoryview(sets.opaques).cast("I")
             in_use = (row for row in range(count) if opaques[row] in requests)
             count = next(in_use, count)
-        if count == sets.frame_count:
+        if count == frame_count:
             return sets
         return sets.first(count) if count else None
 

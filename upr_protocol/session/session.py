@@ -133,11 +133,11 @@ class Session(SessionContext):
                     return
                 header, body = frame
                 message = decode(header, body)
-                if self._crossed(message):
-                    continue
+                if type(message) is CloseStream and message.partition not in self.streams:
+                    continue  # it was sent before our `StreamEnd` arrived
                 # A dropped message is processed all the same: it has used up the window, and its
                 # sequence numbers must follow those before it.
-                dropped = self._dropped(message)
+                dropped = type(message) in SNAPSHOT_MESSAGES and self._dropped(message)
                 self._process(message, HEADER_BYTES + header.length)
             except ProtocolError as error:
                 self.fail(error.status, str(error))
@@ -211,14 +211,12 @@ class Session(SessionContext):
             )
         if not kind.sender & self.peer:
             raise ProtocolError(f"{kind.__name__} must come from this side", _OUT_OF_TURN)
-        self._next_state(kind)
+        if kind not in SESSION[self.state]:
+            raise self._out_of_turn_error(kind)
         self._check_length(kind, header.length, self.peer)
 
-    def _next_state(self, kind: type[Message]) -> SessionState:
-        state = SESSION[self.state].get(kind)
-        if state is None:
-            raise ProtocolError(f"{kind.__name__} is out of turn: {self.state.value}", _OUT_OF_TURN)
-        return state
+    def _out_of_turn_error(self, kind: type[Message]) -> ProtocolError:
+        return ProtocolError(f"{kind.__name__} is out of turn: {self.state.value}", _OUT_OF_TURN)
 
     def _check_length(self, kind: type[Message], length: int, sender: Role) -> None:
         limit = kind.body_bytes_max
@@ -234,7 +232,9 @@ class Session(SessionContext):
         """Checks `message` and applies it. What raises comes first: a message that is refused has
         changed nothing."""
         kind = type(message)
-        state = self._next_state(kind)
+        state = SESSION[self.state].get(kind)
+        if state is None:
+            raise self._out_of_turn_error(kind)
         rule = RULES[kind]
         if rule.check is not None:
             rule.check(self, message)
@@ -289,14 +289,8 @@ class Session(SessionContext):
         if record.state is StreamState.ABSENT:
             del self.streams[partition]
 
-    def _crossed(self, message: Message) -> bool:
-        """Whether `message` is a `CloseStream` that was sent before our `StreamEnd` arrived."""
-        return isinstance(message, CloseStream) and message.partition not in self.streams
-
     def _dropped(self, message: Message) -> bool:
-        """Whether `message` is part of a stream that this side has closed."""
-        if type(message) not in SNAPSHOT_MESSAGES:
-            return False
+        """Whether `message`, of a snapshot, is part of a stream that this side has closed."""
         record = self.streams.get(message.partition)
         return record is not None and record.state is StreamState.CLOSING
 

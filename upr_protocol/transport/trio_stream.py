@@ -70,9 +70,10 @@ async def read_some(
         trio.BrokenResourceError: The connection is gone.
         trio.ClosedResourceError: It was closed here.
     """
-    if isinstance(stream, TlsStream):
-        return await stream.read_into(session, scratch)
+    # First, as mostly it is one: no class is asked for its subclasses then.
     if not isinstance(stream, trio.SocketStream):
+        if isinstance(stream, TlsStream):
+            return await stream.read_into(session, scratch)
         data = await stream.receive_some(len(scratch))
         session.receive(bytes(data), trio.current_time())
         return len(data)
@@ -190,10 +191,8 @@ def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequenc
         trio.BrokenResourceError: The connection is gone.
         trio.ClosedResourceError: It was closed here.
     """
-    if isinstance(stream, TlsStream):
-        return stream.write_now(buffers)
     if not isinstance(stream, trio.SocketStream):
-        return buffers
+        return stream.write_now(buffers) if isinstance(stream, TlsStream) else buffers
     descriptor = _descriptor(stream.socket)
     try:
         return write_available(descriptor, buffers)

@@ -9,7 +9,9 @@ the kernel makes. `Mutate` and `MutateReply` say what the same bytes mean.
 from __future__ import annotations
 
 from array import array
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from upr_kernel import encode_replies, join_sets
 from upr_protocol.chunk import RUN_BYTES
@@ -21,7 +23,7 @@ FRAMES_MAX: Final = 64
 """Frames that are read together. They hold the loop for about a millisecond."""
 
 
-class SetFrames(NamedTuple):
+class SetFrames(msgspec.Struct, frozen=True):
     """Frames that follow one another, each with one row of the chunk.
 
     Attributes:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from upr_kernel import add_runs
 from upr_protocol.chunk import RUN_BYTES, BundleRun, decode_runs
@@ -27,7 +29,7 @@ _FIRST_SEQ: Final = Struct("<16xQ16x")
 """What a line of the answer says of the first number; 0 where nothing was done."""
 
 
-class AppliedRuns(NamedTuple):
+class AppliedRuns(msgspec.Struct, frozen=True):
     """What became of runs that were to be taken in together.
 
     Attributes:
