@@ -96,7 +96,7 @@ def entries_to_collapse(
         size = older.snapshot.nbytes
         # No older one that is more than twice as large: to copy it for the few bytes of the newer
         # ones would cost more than it frees. So each mutation is copied only a few times.
-        if older.inside_count or size > min(2 * total, bytes_max - total):
+        if older.inside_count or size > 2 * total or size > bytes_max - total:
             break
         first, newer_bytes, total = first - 1, total, total + size
         is_enough = last - first >= snapshots_min - 1 or newer_bytes >= COLLAPSE_BYTES_MIN

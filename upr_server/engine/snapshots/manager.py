@@ -299,7 +299,7 @@ class MutationManager:
         if (
             entry.inside_count
             or entry in self._candidates
-            or entry.start < self.snapshots.oldest
+            or entry.start < entries[0].start
             or entries_to_collapse(entries, entry, may_be_short=may_be_short, shortest=True) is None
         ):
             return
