@@ -30,7 +30,7 @@ from benchmarks.kit.indexers import (
     INDEXER,
     POLL_S,
     SERVER,
-    processor_s,
+    ProcessorTimes,
     quantiles,
     resident,
     sqlite_rate,
@@ -348,7 +348,7 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
     count = options.documents
     with ExitStack() as stack:
         quiet = ("--log-level", "warning")
-        _, address = stack.enter_context(
+        server, address = stack.enter_context(
             started(
                 SERVER,
                 *("serve", "--listen", "127.0.0.1:0", "--data-dir", str(data / "server"), *quiet),
@@ -380,11 +380,18 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
             threading.Event().wait(POLL_S)
         print(f"stream read, no index yet: {count / (time.monotonic() - began):,.0f} documents/s")
         asking.create("first", FIRST)
-        used_s, took_s = processor_s(indexer), until_ready(asking, NAMES)
-        used_s = processor_s(indexer) - used_s
+        times, took_s = ProcessorTimes(indexer=indexer, server=server), until_ready(asking, NAMES)
         print(
             f"three indexes built: {count / took_s:,.0f} documents/s, {took_s:.0f} s; "
-            f"{used_s / count * 1e6:.1f} µs of the processors a document"
+            f"{times.of_documents(count)}"
+        )
+        times, began = ProcessorTimes(indexer=indexer, server=server), time.monotonic()
+        publish(url, documents(count, -1), lambda _results: True)
+        asking.count("first/city", consistency="now", timeout_s=300)
+        took_s = time.monotonic() - began
+        print(
+            f"all written once more, moved in every index: {count / took_s:,.0f} documents/s, "
+            f"{took_s:.0f} s; {times.of_documents(count)}"
         )
         _measure_load(url, where, asking, options)
         disk_bytes = sum(row["disk_bytes"] for row in asking.indexes())

@@ -28,6 +28,7 @@ from benchmarks.kit.indexers import (
     INDEXER,
     POLL_S,
     SERVER,
+    ProcessorTimes,
     processor_s,
     quantiles,
     resident,
@@ -104,7 +105,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         data = Path(folder)
         options = ("--data-dir", str(data / "server"), "--log-level", "warning")
-        _, address = stack.enter_context(
+        server, address = stack.enter_context(
             started(SERVER, "serve", "--listen", "127.0.0.1:0", *options)
         )
         url = f"upr://{address}/flights"
@@ -128,12 +129,11 @@ def main() -> None:
             threading.Event().wait(POLL_S)
         print(f"stream read, no index yet: {half / (time.monotonic() - began):,.0f} documents/s")
         asking.create("first", FIRST)
-        used_s = processor_s(indexer)
+        times = ProcessorTimes(indexer=indexer, server=server)
         took_s = until_ready(asking, {"first/origin", "first/hour"})
-        used_s = processor_s(indexer) - used_s
         print(
             f"two indexes built: {half / took_s:,.0f} documents/s, {took_s:.1f} s; "
-            f"{used_s / half * 1e6:.1f} µs of the processors a document"
+            f"{times.of_documents(half)}"
         )
         print("scans, at rest:")
         scans(asking, client, lambda: True)

@@ -67,11 +67,42 @@ def resident(process: subprocess.Popen[str]) -> int:
 
 def processor_s(process: subprocess.Popen[str]) -> float:
     """The processor time that a process and its workers have used, in seconds."""
-    ticks = 0
-    for folder in family(process):
+    return sum(processor_times_s(process))
+
+
+def processor_times_s(process: subprocess.Popen[str]) -> list[float]:
+    """The processor time that a process and each of its workers have used, in seconds: the process
+    first, and the workers as they were started."""
+    own, *workers = family(process)
+    times_s = []
+    for folder in (own, *sorted(workers, key=lambda folder: int(folder.name))):
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        times_s.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return times_s
+
+
+class ProcessorTimes:
+    """The processor time that processes use from now on, by process.
+
+    Args:
+        processes: The processes, by name. Workers that come or go meanwhile do not count.
+    """
+
+    def __init__(self, **processes: subprocess.Popen[str]) -> None:
+        self._processes = processes
+        self._before = {name: processor_times_s(process) for name, process in processes.items()}
+
+    def of_documents(self, count: int) -> str:
+        """What so many documents have taken, for people: microseconds a document."""
+        names = []
+        for name, process in self._processes.items():
+            times_s = processor_times_s(process)
+            used = [
+                f"{(after - before) / count * 1e6:.1f}"
+                for before, after in zip(self._before[name], times_s, strict=False)
+            ]
+            names.append(f"{name} {used[0]}" + "".join(f", its worker {us}" for us in used[1:]))
+        return "µs of a processor a document: " + "; ".join(names)
 
 
 def stream_rate(url: str) -> float:
