@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.indexer.rounds import running
 from tests.kit.effort import effort
 
-ROUNDS = effort(3, 60)
+ROUNDS = effort(3, 200)
 
 
+@pytest.mark.timeout(effort(240, 3600))
 def test_rounds_of_kills_and_hangs(tmp_path: Path) -> None:
     with running(tmp_path, replicas=1, seed=0) as rounds:
         for _ in range(ROUNDS):
