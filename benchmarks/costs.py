@@ -146,7 +146,7 @@ class Node:
         )
         for bucket in (self._bucket, self._replica):
             for partition in bucket.partitions:
-                partition.repeated_batches.track_unsaved()
+                partition.repeated_batches.answers.track_unsaved()
         self._client, self._server = _conversation(self._bucket, with_answers=has_replica)
         self._ready: list[PartitionId] = []
         self._cursors: list[Cursor] = []
@@ -207,7 +207,7 @@ class Node:
             chunk = cursor.next_whole_snapshot()
             assert chunk is not None, "each bundle is one snapshot of each of its partitions"
             if self._has_replica:
-                rows = tuple(partition.repeated_batches.answers_between(start, chunk.end))
+                rows = tuple(partition.repeated_batches.answers.answers_between(start, chunk.end))
                 opaque = partition_id + 1
                 session.send(PartitionAnswers(rows, partition=partition_id, opaque=opaque))
             if partition_id in self._begun:

@@ -67,7 +67,7 @@ class NaiveDisk:
             self.chunk_ends += ends
         self.high = committed[-1][2]
         self.last_cas = partition.last_cas
-        for name, answer in partition.repeated_batches.take_unsaved(self.high).items():
+        for name, answer in partition.repeated_batches.answers.take_unsaved(self.high).items():
             token = WriterToken(*name)
             if answer is None:
                 self.answers.pop(token, None)

@@ -116,7 +116,7 @@ class OnDisk(RuleBasedStateMachine):
             images=None if image is None else [image],
         )
         self.partition = self.bucket.partitions[0]
-        self.partition.repeated_batches.track_unsaved()
+        self.partition.repeated_batches.answers.track_unsaved()
         self.manager = self.partition.manager
         self.readers: list[DiskReader] = []
         self.asked: list[AskedMutate | AskedGet] = []
@@ -848,7 +848,7 @@ def test_a_pin_is_broken_when_the_partition_begins_again() -> None:
 
 def test_an_index_that_lags_behind_expires_nothing() -> None:
     before, disk = new_partition(), NaiveDisk()
-    before.repeated_batches.track_unsaved()
+    before.repeated_batches.answers.track_unsaved()
     send(before, request(Operation.SET, expiry=int(NOW) + 5))
     disk.read(before, 1000)
     disk.commit(before, 1)
@@ -903,7 +903,7 @@ def test_a_reply_ends_before_the_first_item_that_was_not_read() -> None:
 
 def test_a_restart_remembers_the_answers_within_the_window() -> None:
     before, disk = new_partition(), NaiveDisk()
-    before.repeated_batches.track_unsaved()
+    before.repeated_batches.answers.track_unsaved()
     batch = Chunk.build([request(Operation.SET)])
     tokens = [WriterToken(bytes(16), index) for index in range(1, BATCHES_MAX + 7)]
     answers = []

@@ -733,14 +733,14 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     """All that a publisher has in flight is known again, however large its counters are."""
     memory = MemoryAccount()
     partition = Partition(PartitionId(0), lambda: HistoryId(7), memory=memory)
-    partition.repeated_batches.track_unsaved()
+    partition.repeated_batches.answers.track_unsaved()
     rows = [request(INCREMENT, b"%d" % index, value=delta(1, 2**64 - 100)) for index in range(1000)]
     chunk = Chunk.build(rows)
     answers = {}
     for counter in range(1, 65):
         token = WriterToken(bytes(16), counter)
         answers[counter] = partition.mutate(batch_of(chunk, token), now=NOW)
-    assert partition.repeated_batches.take_unsaved(partition.high_seq) == {
+    assert partition.repeated_batches.answers.take_unsaved(partition.high_seq) == {
         (bytes(16), counter): None if counter <= 64 - 16 else pack_result(answers[counter])
         for counter in answers
     }
@@ -841,7 +841,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.partition = new_partition()
-        self.partition.repeated_batches.track_unsaved()
+        self.partition.repeated_batches.answers.track_unsaved()
         self.answers: dict[WriterToken, bytes] = {}
         self.done, self.attempt = "", 0
         self.kept = (self.done, self.attempt, SeqNo(0))
@@ -892,7 +892,7 @@ class TasksRunAgain(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         through = self.partition.high_seq
-        for name, answer in self.partition.repeated_batches.take_unsaved(through).items():
+        for name, answer in self.partition.repeated_batches.answers.take_unsaved(through).items():
             token = WriterToken(*name)
             if answer is None:
                 self.answers.pop(token, None)
@@ -911,13 +911,13 @@ class TasksRunAgain(RuleBasedStateMachine):
             PartitionState.ACTIVE, self.partition.failover_log, high, answers=answers
         )
         self.partition = Partition(PartitionId(0), lambda: HistoryId(7), image=image)
-        self.partition.repeated_batches.track_unsaved()
+        self.partition.repeated_batches.answers.track_unsaved()
 
     @invariant()
     def all_is_well(self) -> None:
         # Every key is written once by each run: what was done twice would have a number more.
         assert self.partition.high_seq == len(self.done)
-        self.partition.repeated_batches.check_invariants()
+        self.partition.repeated_batches.answers.check_invariants()
 
 
 TestTasksRunAgain = TasksRunAgain.TestCase

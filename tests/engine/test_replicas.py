@@ -36,7 +36,7 @@ NOW: Final = 1e9
 def new_replicated_partition(memory: MemoryAccount | None = None) -> Partition:
     ids = count(1)
     partition = Partition(PartitionId(0), lambda: HistoryId(next(ids)), memory=memory)
-    partition.repeated_batches.track_unsaved()
+    partition.repeated_batches.answers.track_unsaved()
     return partition
 
 
@@ -187,7 +187,7 @@ def test_a_cut_after_a_restart_keeps_the_answers_below_it() -> None:
     image = PartitionImage(PartitionState.REPLICA, log, SeqNo(3), answers=answers)
     partition = Partition(PartitionId(0), lambda: HistoryId(9), image=image)
     assert partition.truncate(SeqNo(2)) == tokens[2:]
-    assert partition.repeated_batches.tokens_above(SeqNo(0)) == tokens[:2]
+    assert partition.repeated_batches.answers.tokens_above(SeqNo(0)) == tokens[:2]
     partition.check_invariants()
 
 
@@ -202,12 +202,12 @@ def test_a_cut_forgets_the_answers_above_it() -> None:
     partition.change_state(PartitionState.REPLICA, partition.failover_log)
     partition.restart_at(SeqNo(3))
     assert partition.truncate(SeqNo(1)) == [WriterToken(writer, 2), WriterToken(writer, 3)]
-    assert [row[:3] for row in partition.repeated_batches.answers_between(SeqNo(0), SeqNo(9))] == [
-        (writer, 1, 1)
-    ]
+    assert [
+        row[:3] for row in partition.repeated_batches.answers.answers_between(SeqNo(0), SeqNo(9))
+    ] == [(writer, 1, 1)]
     check_memory(partition, memory)
     assert partition.truncate(SeqNo(0)) == [WriterToken(writer, 1)]
-    assert partition.repeated_batches.answers_between(SeqNo(0), SeqNo(9)) == []
+    assert partition.repeated_batches.answers.answers_between(SeqNo(0), SeqNo(9)) == []
     check_memory(partition, memory)
 
 
@@ -218,18 +218,18 @@ def test_a_cut_keeps_the_later_answer_to_a_batch_below_it() -> None:
     result = MutateResult(HistoryId(1), SeqNo(20), SeqNo(20), Cas(20))
     active, replica, late = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(3))
     active.remember(token, result, SeqNo(20))
-    replica.add_received(active.answers_between(SeqNo(0), SeqNo(20)))
+    replica.add_received(active.answers.answers_between(SeqNo(0), SeqNo(20)))
     again = batch_of(Chunk.build([Mutation(Operation.SET, b"k", b"")]), token, attempt=2)
     assert active.answer_unless_new(again, high) is not None
     for copy in (replica, late):
-        copy.add_received(active.answers_between(SeqNo(0), high))
+        copy.add_received(active.answers.answers_between(SeqNo(0), high))
     for batches in (active, replica, late):
-        assert batches.tokens_above(SeqNo(30)) == batches.truncate(SeqNo(30)) == []
+        assert batches.answers.tokens_above(SeqNo(30)) == batches.answers.truncate(SeqNo(30)) == []
         assert not batches.is_new(again)
-        batches.check_invariants()
-        assert batches.truncate(SeqNo(19)) == [token]
+        batches.answers.check_invariants()
+        assert batches.answers.truncate(SeqNo(19)) == [token]
         assert batches.is_new(again)
-        batches.check_invariants()
+        batches.answers.check_invariants()
 
 
 class Replicated(RuleBasedStateMachine):

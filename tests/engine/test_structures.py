@@ -186,7 +186,7 @@ def test_received_answers_are_those_that_the_other_node_gave() -> None:
     for counter in (1, 2, 3):
         active.remember(token(counter), result(2 * counter), SeqNo(2 * counter))
     active.remember(token(1, writer=1), result(10), SeqNo(10))
-    rows = active.answers_between(SeqNo(0), SeqNo(10))
+    rows = active.answers.answers_between(SeqNo(0), SeqNo(10))
     assert [(row[0], row[1], row[2]) for row in rows] == [
         (token(1).writer, 1, 2),
         (token(1).writer, 2, 4),
@@ -195,15 +195,15 @@ def test_received_answers_are_those_that_the_other_node_gave() -> None:
     ]
     replica.add_received(rows[:2])
     replica.add_received(rows)  # some come again after a lost connection
-    assert replica.answers_between(SeqNo(0), SeqNo(10)) == rows
-    assert replica.tokens_above(SeqNo(4)) == [token(3), token(1, writer=1)]
+    assert replica.answers.answers_between(SeqNo(0), SeqNo(10)) == rows
+    assert replica.answers.tokens_above(SeqNo(4)) == [token(3), token(1, writer=1)]
     # A newer attempt of the task was given the same answer: that it came is known there, too.
     newer = new()
     newer.remember(token(3), result(6, attempt=2), SeqNo(12))
-    replica.add_received(newer.answers_between(SeqNo(0), SeqNo(12)))
-    (last,) = replica.answers_between(SeqNo(11), SeqNo(12))
+    replica.add_received(newer.answers.answers_between(SeqNo(0), SeqNo(12)))
+    (last,) = replica.answers.answers_between(SeqNo(11), SeqNo(12))
     assert unpack_result(last[3]).attempt == 2
-    replica.check_invariants()
+    replica.answers.check_invariants()
 
 
 @given(
@@ -240,7 +240,7 @@ def test_a_batch_is_new_just_if_it_has_no_answer(
             high, previous_chain, newest = SeqNo(high + 1), chain, counter
             result = MutateResult(HistoryId(1), high, high, Cas(high), attempt=attempt, chain=chain)
             batches.remember(token(counter), result, high)
-        batches.check_invariants()
+        batches.answers.check_invariants()
 
 
 def test_pending_answers_up_to_a_number_are_taken_once() -> None:

@@ -487,18 +487,19 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
                     batches.append((PartitionId(partition), chunk))
                     await sender.publish_and_wait(PartitionId(partition), chunk)
         await group.quiet()
-        known_maps = [
-            p.repeated_batches.answers_between(SeqNo(0), p.high_seq) for p in group.nodes["a"].held
+        known_answers = [
+            p.repeated_batches.answers.answers_between(SeqNo(0), p.high_seq)
+            for p in group.nodes["a"].held
         ]
-        assert all(len(answers) == 20 for answers in known_maps)
+        assert all(len(answers) == 20 for answers in known_answers)
         for name in "bc":
             assert [
-                p.repeated_batches.answers_between(SeqNo(0), p.high_seq)
+                p.repeated_batches.answers.answers_between(SeqNo(0), p.high_seq)
                 for p in group.nodes[name].held
-            ] == known_maps
+            ] == known_answers
         await group.nodes["a"].kill()
         await group.fail_over("a", Random(1))
-        for partition, answers in enumerate(known_maps):
+        for partition, answers in enumerate(known_answers):
             writer, counter, _, _ = answers[-1]
             active = group.nodes[group.map.partitions[partition].active].held[partition]
             token = WriterToken(writer, counter)
@@ -863,8 +864,10 @@ async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> 
         await group.nodes["c"].kill()
         await group.start("c")
         copy = group.nodes["c"].held[0]
-        assert len(copy.repeated_batches.answers_between(SeqNo(0), copy.high_seq)) == 20
-        assert [token.counter for token in copy.repeated_batches.tokens_above(SeqNo(15))] == [
+        assert len(copy.repeated_batches.answers.answers_between(SeqNo(0), copy.high_seq)) == 20
+        assert [
+            token.counter for token in copy.repeated_batches.answers.tokens_above(SeqNo(15))
+        ] == [
             16,
             17,
             18,

@@ -268,7 +268,7 @@ async def test_answers_of_a_snapshot_that_was_cut_off_are_dropped_with_it(
         await follower.lose(2)
         await follower.receive(b"4")
         await follower.persist()
-        answers = follower.partition.repeated_batches
+        answers = follower.partition.repeated_batches.answers
         assert answers.answers_between(SeqNo(0), SeqNo(3)) == []
 
 

@@ -103,8 +103,8 @@ async def hear_all(peer: Peer) -> list[Message]:
 def contents(partition: Partition) -> list[Any]:
     """What a partition holds, and which numbers it gave."""
     partition.manager.check_invariants()
-    partition.repeated_batches.check_invariants()
-    tokens = partition.repeated_batches.tokens_above(SeqNo(0))
+    partition.repeated_batches.answers.check_invariants()
+    tokens = partition.repeated_batches.answers.tokens_above(SeqNo(0))
     return [sorted(partition.table), partition.high_seq, partition.last_cas, tokens]
 
 

@@ -168,7 +168,7 @@ class Partition:
         self.repeated_batches = RepeatedBatches(memory, image.answers, image.high)
         self.rows = OpenRows(
             self.table.kernel_table,
-            self.repeated_batches.kernel_answers,
+            self.repeated_batches.answers.kernel_answers,
             partition_id,
             ARRAY_MUTATIONS_MAX,
             ARRAY_BYTES_MAX,
@@ -540,7 +540,7 @@ class Partition:
         if not seq:
             self.eviction.indexed = self.purge_seq = SeqNo(0)
             self.indexed_items = 0
-        return self.repeated_batches.truncate(seq)
+        return self.repeated_batches.answers.truncate(seq)
 
     def note_index_progress(self, indexed: SeqNo, items: int) -> None:
         """The disk's index knows the newest mutation of every key up to `indexed`, and `items` keys
@@ -607,7 +607,7 @@ class Partition:
         self.snapshots.recount(memory)
         memory.table += self.table.nbytes
         memory.expiries += self._expiries.nbytes
-        memory.writers += self.repeated_batches.nbytes
+        memory.writers += self.repeated_batches.answers.nbytes
 
     def statistics(self) -> dict[str, int]:
         """Figures of this partition. O(snapshots)."""
@@ -618,7 +618,7 @@ class Partition:
             "keys": len(self.table),
             "indexed": self.eviction.indexed,
             "expiring": len(self._expiries),
-            "writers": len(self.repeated_batches),
+            "writers": len(self.repeated_batches.answers),
         }
 
     def check_invariants(self) -> None:
@@ -626,7 +626,7 @@ class Partition:
         self.table.check_invariants()
         self.manager.check_invariants()
         self._expiries.check_invariants()
-        self.repeated_batches.check_invariants()
+        self.repeated_batches.answers.check_invariants()
         for key, seq, is_tombstone in self.table:
             if seq <= self.snapshots.oldest:
                 continue  # the disk has it

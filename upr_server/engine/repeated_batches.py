@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from upr_kernel import Answers
 from upr_protocol.errors import Status
 from upr_protocol.ids import SeqNo
 from upr_server.engine.batch import MutationBatch
@@ -27,42 +26,36 @@ class RepeatedBatches:
         memory: What the bucket holds.
         answers: The answers that the disk has, by token, oldest first.
         high: The partition's high number.
+
+    Attributes:
+        answers: The answers that are remembered.
     """
 
-    __slots__ = ("_answers",)
+    __slots__ = ("answers",)
 
     def __init__(
         self, memory: MemoryAccount, answers: Mapping[WriterToken, MutateResult], high: SeqNo
     ) -> None:
-        self._answers = PublisherAnswers(memory)
+        self.answers = PublisherAnswers(memory)
         for token, result in answers.items():
             # The disk keeps no high number with an answer. The result's last number is at most
             # that, so that a truncation that undoes the batch forgets the answer too.
             given_at = min(result.last_seq, high)
             # A writer's later batches have higher numbers, unless the disk is damaged.
-            newest = self._answers.newest_answer(token.writer)
+            newest = self.answers.newest_answer(token.writer)
             if newest is None or newest[0].counter < token.counter:
-                self._answers.remember(token, pack_result(result), given_at, result.attempt)
-
-    def __len__(self) -> int:
-        """Writers whose answers are remembered."""
-        return len(self._answers)
-
-    @property
-    def kernel_answers(self) -> Answers:
-        """The answers, as the kernel keeps them."""
-        return self._answers.kernel_answers
+                self.answers.remember(token, pack_result(result), given_at, result.attempt)
 
     # What becomes of a batch.
 
     def is_certainly_new(self, token: WriterToken | None, attempt: int) -> bool:
         """Whether a batch without a chain is to be applied: a quick yes for most. False means that
         the other questions must be asked. Changes nothing. O(1)."""
-        return token is None or self._answers.is_certainly_new(token, attempt)
+        return token is None or self.answers.is_certainly_new(token, attempt)
 
     def is_new(self, batch: MutationBatch) -> bool:
         """Whether the batch is to be applied. Changes nothing. O(1)."""
-        token, answers = batch.token, self._answers
+        token, answers = batch.token, self.answers
         if token is None or (not batch.chain and self.is_certainly_new(token, batch.attempt)):
             return True
         return (
@@ -81,7 +74,7 @@ class RepeatedBatches:
         Returns:
             The first answer, for a batch that was here before; or the status to refuse it with.
         """
-        token, answers = batch.token, self._answers
+        token, answers = batch.token, self.answers
         if token is None or (not batch.chain and self.is_certainly_new(token, batch.attempt)):
             return None
         if batch.attempt < answers.newest_attempt(token.writer):
@@ -99,7 +92,7 @@ class RepeatedBatches:
         return answer
 
     def _answer(self, token: WriterToken, batch: MutationBatch) -> MutateResult | Status | None:
-        packed, may_be_forgotten = self._answers.answer_to(token)
+        packed, may_be_forgotten = self.answers.answer_to(token)
         if packed is not None:
             result = unpack_result(packed, repeated=True)
             differs = batch.chain and result.chain and batch.chain != result.chain
@@ -112,7 +105,7 @@ class RepeatedBatches:
         """Whether a new batch follows what its publisher sent before, as far as can be told."""
         if not batch.chain:
             return True
-        newest = self._answers.newest_answer(token.writer)
+        newest = self.answers.newest_answer(token.writer)
         if newest is None or newest[0].counter + 1 != token.counter:
             return True
         previous_chain = unpack_result(newest[1]).chain
@@ -121,11 +114,11 @@ class RepeatedBatches:
     def _supersede_older(self, writer: bytes, attempt: int, high: SeqNo) -> None:
         """Refuses older attempts from now on, though this one has sent nothing new yet: the newest
         answer gets the attempt's number, so that it is on disk too."""
-        newest = self._answers.newest_answer(writer)
+        newest = self.answers.newest_answer(writer)
         assert newest is not None
         token, answer = newest
         result = msgspec.structs.replace(unpack_result(answer), attempt=attempt)
-        self._answers.replace_newest(token, pack_result(result), high, attempt)
+        self.answers.replace_newest(token, pack_result(result), high, attempt)
 
     def note_refused(self, token: WriterToken | None) -> None:
         """A batch was refused for a passing reason. What its publisher has sent behind it will be
@@ -135,67 +128,25 @@ class RepeatedBatches:
             token: The batch's name, if it has one.
         """
         if token is not None:
-            self._answers.note_refused(token)
+            self.answers.note_refused(token)
 
     def remember(self, token: WriterToken, result: MutateResult, high: SeqNo) -> None:
         """Keeps the result of a batch that was applied, for when it is sent again."""
-        self._answers.remember(token, pack_result(result), high, result.attempt)
-
-    # For the disk.
-
-    def track_unsaved(self) -> None:
-        """There is a disk: from now on, changes are kept for `take_unsaved`."""
-        self._answers.track_unsaved()
-
-    def take_unsaved(self, through: SeqNo) -> dict[tuple[bytes, int], bytes | None]:
-        """Answers to keep on disk with everything up to `through`, packed, by writer and counter,
-        and None for those to forget."""
-        return self._answers.take_unsaved(through)
+        self.answers.remember(token, pack_result(result), high, result.attempt)
 
     # For replicas.
-
-    def answers_between(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
-        """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
-        and packed result. Some may be of batches that are older than `start`.
-
-        O(log answers), beside what is returned.
-        """
-        return self._answers.answers_between(start, end)
 
     def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
         """Keeps what another node gave as `answers_between`, for changes that come next or just
         came."""
         for writer, counter, seq, answer in rows:
             token = WriterToken(writer, counter)
-            newest = self._answers.newest_answer(writer)
+            newest = self.answers.newest_answer(writer)
             if newest is None or newest[0].counter < counter:
                 result = unpack_result(answer)
-                self._answers.remember(token, answer, seq, result.attempt)
+                self.answers.remember(token, answer, seq, result.attempt)
                 # It may be a later answer to a batch whose first answer never came here.
                 if 0 < result.last_seq < seq:
-                    self._answers.note_applied(token, result.last_seq)
+                    self.answers.note_applied(token, result.last_seq)
             elif newest[0] == token and newest[1] != answer:
-                self._answers.replace_newest(token, answer, seq, unpack_result(answer).attempt)
-
-    def tokens_above(self, seq: SeqNo) -> list[WriterToken]:
-        """The tokens of answers that `truncate` would forget. O(answers)."""
-        return self._answers.tokens_above(seq)
-
-    def truncate(self, seq: SeqNo) -> list[WriterToken]:
-        """Everything above `seq` is undone: forgets the answers given there. O(answers).
-
-        Returns:
-            Their tokens.
-        """
-        return self._answers.truncate(seq)
-
-    # Figures and checks.
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes, about."""
-        return self._answers.nbytes
-
-    def check_invariants(self) -> None:
-        """Those of the answers. O(answers)."""
-        self._answers.check_invariants()
+                self.answers.replace_newest(token, answer, seq, unpack_result(answer).attempt)

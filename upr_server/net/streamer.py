@@ -422,7 +422,7 @@ class Streamer:
         as a whole."""
         rows: list[tuple[bytes, int, int, bytes]] = []
         nbytes = 0
-        answers = stream.partition.repeated_batches.answers_between(start, end)
+        answers = stream.partition.repeated_batches.answers.answers_between(start, end)
         for count, row in enumerate(answers, 1):
             rows.append(row)
             nbytes += len(row[3]) + ANSWER_OVERHEAD_BYTES

@@ -400,7 +400,7 @@ class Replicator:
                 record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
                 tokens = [
                     StoredAnswer(token.writer, token.counter, b"")
-                    for token in partition.repeated_batches.tokens_above(seq)
+                    for token in partition.repeated_batches.answers.tokens_above(seq)
                 ]
                 if self._is_gone:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")

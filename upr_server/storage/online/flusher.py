@@ -99,7 +99,7 @@ class Flusher:
         self.full = ""
         self.last_commit_at = trio.current_time()
         for partition in bucket.partitions:
-            partition.repeated_batches.track_unsaved()
+            partition.repeated_batches.answers.track_unsaved()
             cursor = partition.manager.persistence
             cursor.subscribe(partial(self._is_dirty, partition.id))
             if cursor.poll():
@@ -367,9 +367,10 @@ class Flusher:
 def unsaved_answers(partition: Partition, through: SeqNo) -> list[StoredAnswer]:
     """Takes the changes to publishers' answers that belong on disk with everything up to
     `through`."""
+    changes = partition.repeated_batches.answers.take_unsaved(through)
     return [
         StoredAnswer(writer, counter, answer or b"")
-        for (writer, counter), answer in partition.repeated_batches.take_unsaved(through).items()
+        for (writer, counter), answer in changes.items()
     ]
 
 
