@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.engine.helpers import (
     items,
     new_bucket,
     new_partition,
+    persist,
     put,
     read,
     send,
@@ -21,6 +23,7 @@ from tests.engine.helpers import (
 from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import Partition, SnapshotStartItem, batch_of
+from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.collapse import (
     BYTES_PER_MUTATION,
     CHUNK_BYTES,
@@ -37,6 +40,11 @@ def leave_snapshots(partition: Partition, count: int, *keys: bytes) -> None:
     for _ in range(count):
         put(partition, *keys)
         read(partition, partition.snapshot_end)
+
+
+def closed_snapshots(partition: Partition) -> list[ClosedSnapshot]:
+    snapshots = [entry.snapshot for entry in partition.snapshots.entries]
+    return [snapshot for snapshot in snapshots if isinstance(snapshot, ClosedSnapshot)]
 
 
 def collapse(partition: Partition, budget: int = 100) -> int:
@@ -333,6 +341,37 @@ def test_long_chunks_without_superseded_mutations_are_shared_not_copied() -> Non
     assert after[0] is before[0]
     assert after[1] is before[1]
     assert sum(chunk.count for chunk in after) == 3100
+
+
+def test_no_key_is_looked_at_where_all_were_new() -> None:
+    partition = new_partition()
+    big(partition, 0, 500)
+    big(partition, 500, 1000)
+    before = all_chunks(partition)
+    assert len(before) == 2
+    assert not any(snapshot.renews_keys for snapshot in closed_snapshots(partition))
+    assert collapse(partition, 10) == 1, "a chunk that stays as it is costs one"
+    assert len(partition.snapshots) == 2
+    assert all(map(operator.is_, all_chunks(partition), before))
+    big(partition, 999, 1500)
+    assert [snapshot.renews_keys for snapshot in closed_snapshots(partition)] == [False, True]
+    assert collapse(partition, 10) > 4, "every key is looked at"
+    assert sum(chunk.count for chunk in all_chunks(partition)) == 1500
+
+
+def test_a_key_that_was_forgotten_is_not_new() -> None:
+    partition = new_partition()
+    put(partition, *(b"%d" % index for index in range(10)))
+    send(partition, *(Mutation(Operation.DELETE, b"%d" % index) for index in range(10)))
+    persist(partition)
+    put(partition, b"a")
+    assert partition.table.evict(20, 100) == 10
+    put(partition, *(b"%d" % index for index in range(10)))
+    leave_snapshots(partition, COLLAPSE_SNAPSHOTS_MIN - 1, b"b")
+    assert closed_snapshots(partition)[1].renews_keys
+    persist(partition)
+    assert collapse(partition)
+    assert sum(chunk.count for chunk in all_chunks(partition)) == 12
 
 
 def test_chunks_that_result_are_neither_short_nor_long() -> None:

@@ -31,15 +31,18 @@ class ClosedSnapshot:
         start: Exclusive; the end of the snapshot before it.
         end: Inclusive; the number of its last mutation.
         nbytes: What it takes, about, as of when it was made.
+        renews_keys: Whether it may have keys that were known before it. If not, it supersedes
+            nothing in older snapshots: a bulk load of new keys does not.
     """
 
-    __slots__ = ("_segments", "end", "nbytes", "start")
+    __slots__ = ("_segments", "end", "nbytes", "renews_keys", "start")
 
     def __init__(self, segments: Sequence[Segment], nbytes: int) -> None:
         self._segments = segments
         self.start = segments[0].start
         self.end = segments[-1].end
         self.nbytes = nbytes
+        self.renews_keys = True
 
     @classmethod
     def of_arrays(

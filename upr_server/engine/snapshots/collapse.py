@@ -9,7 +9,8 @@ them together come to about twice the oldest one, whose keys are unique.
 
 The work is done in steps beside the snapshots: first each chunk's keys go into a table, which tells
 what is superseded, then the rest is gathered. The result replaces the snapshots at the end at once,
-if no cursor has entered the run meanwhile.
+if no cursor has entered the run meanwhile. Where all keys were new when they came, nothing is
+superseded: then no key is looked at, and only small chunks are copied.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Collapse:
 
     Attributes:
         entries: The run.
+        renews_keys: What `ClosedSnapshot` says, of the result.
     """
 
     __slots__ = (
@@ -121,15 +123,20 @@ class Collapse:
         "_group",
         "_group_bytes",
         "_group_count",
+        "_is_disjoint",
         "_low",
         "_table",
         "_todo",
         "_widened",
         "entries",
+        "renews_keys",
     )
 
     def __init__(self, entries: list[SnapshotEntry], snapshots: list[ClosedSnapshot]) -> None:
         self.entries = entries
+        self.renews_keys = any(snapshot.renews_keys for snapshot in snapshots)
+        # Whether no key occurs in two of the snapshots.
+        self._is_disjoint = not any(snapshot.renews_keys for snapshot in snapshots[1:])
         # Chunks that are not in the table yet, and those that are; oldest first.
         self._todo = _oldest_first(snapshots)
         self._entered: deque[Chunk] = deque()
@@ -141,7 +148,7 @@ class Collapse:
         # Results, oldest first; and the group of chunks that the next one will be made of, with
         # flags for what is superseded.
         self._chunks: list[Chunk] = []
-        self._group: list[tuple[Chunk, bytearray | None]] = []
+        self._group: list[tuple[Chunk, bytes | bytearray | None]] = []
         self._group_count = 0
         self._group_bytes = 0
         # Large chunks that must begin earlier, each with its place in the result.
@@ -152,12 +159,19 @@ class Collapse:
         done."""
         while budget_mutations > 0:
             chunk = next(self._todo, None)
-            if chunk is not None:
+            if chunk is not None and self._is_disjoint:
+                # Where it stays as it is, its rows cost nothing.
+                is_copied = self._take(chunk, b"")
+                budget_mutations -= chunk.nbytes // BYTES_PER_MUTATION if is_copied else 0
+                budget_mutations -= 1
+            elif chunk is not None:
                 self._enter(chunk)
                 budget_mutations -= max(chunk.count + 1, chunk.nbytes // BYTES_PER_MUTATION)
             elif self._entered:
                 chunk = self._entered.popleft()
-                self._take(chunk)
+                flags = self._flags[self._low : self._low + chunk.count]
+                self._low += chunk.count
+                self._take(chunk, flags)
                 budget_mutations -= max(chunk.count // 2 + 1, chunk.nbytes // BYTES_PER_MUTATION)
             else:
                 self._put_together()
@@ -179,12 +193,18 @@ class Collapse:
         self._table.put_run(chunk.encode(), 0, chunk.count, first, 0, 1, flags)
         self._entered.append(chunk)
 
-    def _take(self, chunk: Chunk) -> None:
-        """Adds the next newer chunk to the result. At memory speed."""
-        superseded = self._flags[self._low : self._low + chunk.count]
-        self._low += chunk.count
-        count, nbytes = superseded.count(0), chunk.nbytes
-        skip: bytearray | None = None
+    def _take(self, chunk: Chunk, superseded: bytes | bytearray) -> bool:
+        """Adds the next newer chunk to the result. At memory speed.
+
+        Args:
+            chunk: The chunk.
+            superseded: A byte for each row, 1 for those that are superseded; empty if none is.
+
+        Returns:
+            Whether its rows may have to be copied.
+        """
+        count, nbytes = chunk.count - superseded.count(1), chunk.nbytes
+        skip: bytes | bytearray | None = None
         if count < chunk.count:
             skip = superseded
             nbytes = nbytes * count // chunk.count
@@ -202,6 +222,7 @@ class Collapse:
         self._group_bytes += nbytes
         if alone:
             self._put_together()
+        return not alone
 
     def _put_together(self) -> None:
         """Makes one chunk of the group."""

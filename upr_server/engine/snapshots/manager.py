@@ -321,6 +321,7 @@ class MutationManager:
     def _finish(self, collapse: Collapse) -> None:
         run = collapse.entries
         merged = ClosedSnapshot.of_chunks(collapse.chunks(), self._memory)
+        merged.renews_keys = collapse.renews_keys
         self.snapshots.replace(run, merged)
         for entry in run:
             self._candidates.pop(entry, None)

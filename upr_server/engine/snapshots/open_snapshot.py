@@ -65,7 +65,7 @@ class OpenSnapshot:
         rows: See above.
     """
 
-    __slots__ = ("_counters", "_documents", "_memory", "rows")
+    __slots__ = ("_counters", "_documents", "_key_count", "_memory", "rows")
 
     def __init__(self, start: SeqNo, rows: OpenRows, memory: MemoryAccount) -> None:
         self.rows = rows
@@ -79,6 +79,7 @@ class OpenSnapshot:
         rows = self.rows
         self._memory.arrays -= rows.nbytes
         rows.begin(start, SLACK_BYTES)
+        self._key_count = len(rows.table)
 
     @property
     def start(self) -> SeqNo:
@@ -280,6 +281,9 @@ class OpenSnapshot:
         rows, memory = self.rows, self._memory
         start, end = SeqNo(rows.start), SeqNo(rows.high)
         assert rows.live, "an empty open snapshot is never closed"
+        # A key that the table forgot meanwhile is missing among the new ones, and counts as one
+        # that it knew. No key of an open snapshot can be forgotten.
+        renews_keys = rows.live > len(rows.table) - self._key_count
         if not rows.has_counters and not self._documents.has_arrays:
             # Most have no more than the rows.
             closed = ClosedSnapshot.of_chunk(Chunk(rows.encoded(start, end, True)), memory)
@@ -289,6 +293,7 @@ class OpenSnapshot:
                 start, end, arrays, counters.in_order(), counters.nbytes, memory
             )
             self._documents, self._counters = DocumentList(rows, memory), Counters(memory)
+        closed.renews_keys = renews_keys
         self._begin(end)
         return closed
 
