@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 8
+REVISION: Final = 9
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -30,10 +30,12 @@ if TYPE_CHECKING or environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         encode_replies,
         find_misplaced,
         gather,
+        index_entries,
         join_sets,
         pack_header,
         read_header,
         select_prefix,
+        split_rows,
     )
 
     BUILD = "pure Python: UPR_PURE_PYTHON is set"
@@ -49,10 +51,12 @@ else:
             encode_replies,
             find_misplaced,
             gather,
+            index_entries,
             join_sets,
             pack_header,
             read_header,
             select_prefix,
+            split_rows,
         )
 
         BUILD = NATIVE
@@ -68,10 +72,12 @@ else:
             encode_replies,
             find_misplaced,
             gather,
+            index_entries,
             join_sets,
             pack_header,
             read_header,
             select_prefix,
+            split_rows,
         )
 
         BUILD = f"pure Python: {error}"
@@ -94,8 +100,10 @@ __all__ = [
     "encode_replies",
     "find_misplaced",
     "gather",
+    "index_entries",
     "join_sets",
     "pack_header",
     "read_header",
     "select_prefix",
+    "split_rows",
 ]

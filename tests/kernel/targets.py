@@ -34,6 +34,8 @@ def chunks(data: bytes) -> None:
         for prefix in (b"", b"k", DESIGN_PREFIX):
             agreed("check", chunk, operations, KEY_BYTES_MAX, VALUE_BYTES_MAX, prefix)
             agreed("select_prefix", chunk, prefix)
+    for parts in ([chunk], [chunk, chunk], [chunk[:-8], chunk]):
+        agreed("index_entries", parts, b"k")
     for low, high in ((0, count), (count // 2, count), (1, 0), (0, count + 1)):
         for partition_count in (0, 1, 3, 1024):
             agreed("find_misplaced", chunk, low, high, first, partition_count, KEY_BYTES_MAX)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
-import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from upr_protocol.hashing import partition_of, partitions_of
-from upr_protocol.limits import KEY_BYTES_MAX, PARTITIONS_MAX
+from upr_protocol.hashing import partition_of
+from upr_protocol.limits import PARTITIONS_MAX
 
 
 def crc32_bit_by_bit(data: bytes) -> int:
@@ -53,16 +50,3 @@ def test_partitions_computed_by_hand(key: bytes, of_1024: int, of_64: int) -> No
 def test_the_top_bit_of_the_checksum_is_masked_before_the_remainder() -> None:
     # With a power of two the mask makes no difference; with 1,000 it does.
     assert partition_of(b"123456789", 1000) == 0x4BF4 % 1000 != 0xCBF4 % 1000
-
-
-@given(st.lists(st.binary(max_size=KEY_BYTES_MAX), max_size=40), st.integers(1, PARTITIONS_MAX))
-@example([b"x" * KEY_BYTES_MAX, b"", bytes(KEY_BYTES_MAX)], 1000)
-@example([b"%d" % index for index in range(40_000)], 64)
-def test_the_partitions_of_a_column_equal_the_partitions_of_its_keys(
-    keys: list[bytes], partitions: int
-) -> None:
-    # A column may be a slice of a longer one.
-    offsets = np.array(list(accumulate(map(len, keys), initial=7)), np.int64)
-    data = np.frombuffer(b"before " + b"".join(keys) + b"behind", np.uint8)
-    hashed = partitions_of(offsets, data, partitions)
-    assert hashed.tolist() == [partition_of(key, partitions) for key in keys]

@@ -108,7 +108,7 @@ def made(
     """The batches of rows that Spark hands over in pieces."""
     pending = PendingRows(batch_bytes)
 
-    def parts() -> Iterator[pa.RecordBatch]:
+    def parts() -> Iterator[list[pa.RecordBatch]]:
         whole = batch_of(rows)
         bounds = [0, *sorted(cut % (len(rows) + 1) for cut in cuts), len(rows)]
         for first, end in pairwise(bounds):
@@ -153,7 +153,7 @@ def test_batches_equal_their_rows_however_spark_sends_them(
 
 def test_one_partition_is_not_sorted() -> None:
     rows, _ = encode(pa.record_batch({"key": ["b", "a"], "value": ["1", "2"]}), options())
-    ((partition, chunk),) = published_chunks(rows, 1)
+    ((partition, chunk),) = published_chunks([rows], 1)
     assert (partition, chunk.keys(), chunk.values()) == (0, [b"b", b"a"], [b"1", b"2"])
     assert chunk.is_unconditional
 
@@ -171,7 +171,7 @@ def sizes(
         columns["cas"] = pa.array(cas, pa.uint64())
     counts = defaultdict[PartitionId, list[int]](list)
     keys = set[bytes]()
-    for partition, chunk in published_chunks(pa.record_batch(columns), partitions):
+    for partition, chunk in published_chunks([pa.record_batch(columns)], partitions):
         chunk.check_published()
         counts[partition].append(chunk.count)
         keys |= set(chunk.keys())
@@ -472,7 +472,7 @@ def test_numbers_out_of_range_and_times() -> None:
         }
     )
     rows, bad = encode(batch, write_options)
-    ((_, chunk),) = published_chunks(rows, 1)
+    ((_, chunk),) = published_chunks([rows], 1)
     seconds = int(MOMENT.timestamp())
     assert list(chunk) == [
         Mutation(Operation.SET, b"a", b"1", cas=Cas(9), flags=7, expiry=seconds),

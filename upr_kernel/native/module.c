@@ -56,10 +56,12 @@ static PyMethodDef functions[] = {
     {"check", (PyCFunction)(void (*)(void))check, METH_FASTCALL, NULL},
     {"encode_replies", (PyCFunction)(void (*)(void))encode_replies, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
+    {"index_entries", (PyCFunction)(void (*)(void))index_entries, METH_FASTCALL, NULL},
     {"join_sets", (PyCFunction)(void (*)(void))join_sets, METH_FASTCALL, NULL},
     {"pack_header", (PyCFunction)(void (*)(void))pack_header, METH_FASTCALL, NULL},
     {"read_header", (PyCFunction)(void (*)(void))read_header, METH_FASTCALL, NULL},
     {"select_prefix", (PyCFunction)(void (*)(void))select_prefix, METH_FASTCALL, NULL},
+    {"split_rows", (PyCFunction)(void (*)(void))split_rows, METH_FASTCALL, NULL},
     {"find_misplaced", (PyCFunction)(void (*)(void))find_misplaced, METH_FASTCALL, NULL},
     {0},
 };

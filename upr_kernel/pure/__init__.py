@@ -3,10 +3,12 @@
 from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.chunks import check, gather, select_prefix
 from upr_kernel.pure.frames import encode_replies, join_sets, pack_header, read_header
+from upr_kernel.pure.key_index import index_entries
 from upr_kernel.pure.key_table import KeyTable
 from upr_kernel.pure.open_rows import OpenRows
 from upr_kernel.pure.partition import find_misplaced
 from upr_kernel.pure.runs import add_runs
+from upr_kernel.pure.split_rows import split_rows
 
 __all__ = [
     "Answers",
@@ -17,8 +19,10 @@ __all__ = [
     "encode_replies",
     "find_misplaced",
     "gather",
+    "index_entries",
     "join_sets",
     "pack_header",
     "read_header",
     "select_prefix",
+    "split_rows",
 ]

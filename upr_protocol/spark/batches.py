@@ -1,4 +1,4 @@
-"""Rows into batches: gathered, sorted by partition, and laid out as chunks.
+"""Rows into batches: gathered, split by partition, and laid out as chunks.
 
 Where a batch ends depends on the rows alone, and neither on time nor on how Spark cuts them: a task
 that is run again sends the same batches. There is no loop over rows.
@@ -6,16 +6,16 @@ that is run again sends the same batches. There is no loop over rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from upr_protocol.chunk import Chunk, encoded_bytes, published_chunk
-from upr_protocol.hashing import partitions_of
-from upr_protocol.ids import Operation, PartitionId
+from upr_kernel import split_rows
+from upr_protocol.chunk import Buffer, Chunk, encoded_bytes
+from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 
 ENCODED_ROW_BYTES: Final = encoded_bytes(8, 0, 0) // 8 + 1
@@ -36,9 +36,6 @@ COUNTERS: Final = (Operation.INCREMENT, Operation.DECREMENT)
 _COUNTERS: Final = bytes(COUNTERS)
 _CANNOT_FAIL: Final = bytes((Operation.SET, Operation.DELETE))
 
-Column = tuple[NDArray[np.int64], NDArray[np.uint8]]
-"""Offsets, and the bytes they point into."""
-
 
 class PendingRows:
     """Rows that wait until there are enough of them.
@@ -52,12 +49,14 @@ class PendingRows:
         self._pieces: list[pa.RecordBatch] = []
         self._nbytes = 0
 
-    def add(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    def add(self, rows: pa.RecordBatch) -> Iterator[list[pa.RecordBatch]]:
         """Takes in rows, as `rows.encode` gives them.
 
         Yields:
             What is enough: as many rows as `batch_bytes` holds, or a single one.
         """
+        if not rows.num_rows:
+            return
         ends = np.cumsum(
             _sizes(rows.column("key")) + _sizes(rows.column("value")) + ENCODED_ROW_BYTES
         )
@@ -74,113 +73,117 @@ class PendingRows:
             if first < len(ends):
                 yield from self.take_rest()
 
-    def take_rest(self) -> Iterator[pa.RecordBatch]:
+    def take_rest(self) -> Iterator[list[pa.RecordBatch]]:
         """Yields what is left, if anything is."""
         if self._pieces:
-            gathered = pa.Table.from_batches(self._pieces).combine_chunks()
-            self._pieces, self._nbytes = [], 0
-            yield gathered.to_batches()[0]
+            pieces, self._pieces, self._nbytes = self._pieces, [], 0
+            yield pieces
 
 
-def published_chunks(rows: pa.RecordBatch, partitions: int) -> Iterator[tuple[PartitionId, Chunk]]:
+def published_chunks(
+    rows: Iterable[pa.RecordBatch], partitions: int
+) -> Iterator[tuple[PartitionId, Chunk]]:
     """A published chunk for each partition that any of `rows` belongs to, in their order; several
     where the answer to one would be too long.
 
     Args:
-        rows: Rows as `rows.encode` gives them.
+        rows: Rows as `rows.encode` gives them. The rows of a partition stay in their order.
         partitions: How many partitions the bucket has.
     """
-    ordered = SortedRows(rows, partitions)
-    for partition in ordered.partitions():
-        for bound in ordered.chunk_bounds(partition):
-            yield partition, ordered.chunk(*bound)
+    for partition, chunk in partition_chunks(rows, partitions):
+        for bounds in chunk_bounds(chunk):
+            yield partition, rows_of_chunk(chunk, *bounds)
 
 
-class SortedRows:
-    """Rows sorted by partition, from which chunks are cut. The rows of a partition stay in order.
+def partition_chunks(
+    rows: Iterable[pa.RecordBatch], partitions: int
+) -> list[tuple[PartitionId, Chunk]]:
+    """All rows of each partition that has any, as a chunk of any length. The arguments are those of
+    `published_chunks`."""
+    chunks = split_rows([_columns(batch) for batch in rows], partitions)
+    return [(PartitionId(partition), Chunk(encoded)) for partition, encoded in chunks]
+
+
+def chunk_bounds(chunk: Chunk, bytes_max: int = 0) -> Iterator[tuple[int, int]]:
+    """Where the chunks that a chunk is sent as begin and end.
 
     Args:
-        rows: Rows as `rows.encode` gives them.
-        partitions: How many partitions the bucket has.
+        chunk: The rows of a partition.
+        bytes_max: What a chunk of several rows may have; 0 for any number.
     """
+    begin, rows_max = 0, _rows_max(chunk)
+    while begin < chunk.count:
+        last = min(begin + rows_max, chunk.count)
+        if bytes_max:
+            room = bytes_max - ENCODED_ROW_BYTES * (last - begin)
+            last = max(begin + 1, min(last, _row_within(chunk, begin, last, room)))
+        yield begin, last
+        begin = last
 
-    def __init__(self, rows: pa.RecordBatch, partitions: int) -> None:
-        homes = partitions_of(*_octets(rows.column("key")), partitions)
-        if partitions > 1:
-            order = np.argsort(homes, kind="stable")
-            rows = rows.take(pa.array(order))
-        self._counts = np.bincount(homes, minlength=partitions)
-        self._ends = np.cumsum(self._counts)
-        self._keys, self._values = _octets(rows.column("key")), _octets(rows.column("value"))
-        self._operations = rows.column("op").to_numpy()
-        self._others = {
-            argument: rows.column(name).to_numpy()
-            for argument, name in (("cas", "cas"), ("flags", "flags"), ("expiries", "expiry"))
-            if name in rows.schema.names
-        }
 
-    def partitions(self) -> list[PartitionId]:
-        """The partitions that have rows."""
-        return [PartitionId(partition) for partition in np.flatnonzero(self._counts).tolist()]
+def rows_of_chunk(chunk: Chunk, first: int, end: int) -> Chunk:
+    """Rows of a chunk as a chunk of their own."""
+    if (first, end) == (0, chunk.count):
+        return chunk
+    return chunk.rows(first, end, SeqNo(0), SeqNo(0))
 
-    def chunk_bounds(self, partition: PartitionId, bytes_max: int = 0) -> Iterator[tuple[int, int]]:
-        """Where the chunks of a partition begin and end, among all rows.
 
-        Args:
-            partition: The partition.
-            bytes_max: What a chunk of several rows may have; 0 for any number.
-        """
-        end = int(self._ends[partition])
-        begin = end - int(self._counts[partition])
-        rows_max = self._rows_max(begin, end)
-        while begin < end:
-            last = min(begin + rows_max, end)
-            if bytes_max:
-                room = bytes_max - ENCODED_ROW_BYTES * (last - begin)
-                last = max(begin + 1, min(last, self._within(begin, last, room)))
-            yield begin, last
-            begin = last
+def _rows_max(chunk: Chunk) -> int:
+    """How many of these rows a chunk may have."""
+    # As bytes: a call of NumPy for each chunk takes longer than a pass over its rows.
+    operations = chunk.operations.tobytes()
+    if len(operations.translate(None, _COUNTERS)) < len(operations):
+        return COUNTERS_MAX
+    if operations.translate(None, _CANNOT_FAIL) or chunk.cas.tobytes().strip(b"\0"):
+        return FALLIBLE_MAX
+    return BUNDLE_MUTATIONS_MAX
 
-    def _rows_max(self, begin: int, end: int) -> int:
-        """How many of these rows a chunk may have."""
-        # As bytes: a call of NumPy for each chunk takes longer than a pass over its operations.
-        operations = self._operations[begin:end].tobytes()
-        if len(operations.translate(None, _COUNTERS)) < len(operations):
-            return COUNTERS_MAX
-        cas = self._others.get("cas", self._operations[:0])[begin:end]
-        if cas.any() or operations.translate(None, _CANNOT_FAIL):
-            return FALLIBLE_MAX
-        return BUNDLE_MUTATIONS_MAX
 
-    def _within(self, begin: int, end: int, room: int) -> int:
-        """Where so many bytes of keys and values end that begin at a row."""
-        (key_offsets, _), (value_offsets, _) = self._keys, self._values
-        nbytes = key_offsets[begin : end + 1] + value_offsets[begin : end + 1]
-        return begin + int(np.searchsorted(nbytes, nbytes[0] + room, side="right")) - 1
+def _row_within(chunk: Chunk, begin: int, end: int, room: int) -> int:
+    """The row at which so many bytes of keys and values end that begin at a row."""
+    key_ends = np.frombuffer(chunk.key_offsets, np.int32)[begin : end + 1].astype(np.int64)
+    nbytes = key_ends + np.frombuffer(chunk.value_offsets, np.int32)[begin : end + 1]
+    return begin + int(np.searchsorted(nbytes, nbytes[0] + room, side="right")) - 1
 
-    def chunk(self, first: int, end: int) -> Chunk:
-        """The published chunk of some rows."""
-        return published_chunk(
-            *_slice(self._keys, first, end),
-            *_slice(self._values, first, end),
-            self._operations[first:end].data,
-            **{argument: column[first:end].data for argument, column in self._others.items()},
-        )
+
+RowColumns = tuple[
+    Buffer, Buffer, Buffer, Buffer, Buffer, Buffer | None, Buffer | None, Buffer | None
+]
+"""Rows as the kernel splits them: where the keys begin and their bytes, the same of the values,
+operations, CAS values, flags and expiry times."""
+
+
+def _columns(rows: pa.RecordBatch) -> RowColumns:
+    """The columns of some rows, without a copy."""
+    cas, flags, expiries = (
+        _numbers(rows.column(name)) if name in rows.schema.names else None
+        for name in ("cas", "flags", "expiry")
+    )
+    return (
+        *_strings(rows.column("key")),
+        *_strings(rows.column("value")),
+        _numbers(rows.column("op")),
+        cas,
+        flags,
+        expiries,
+    )
+
+
+def _strings(column: pa.Array) -> tuple[Buffer, Buffer]:
+    """A column of large binary, none null: where each string begins, and the bytes."""
+    _, offsets, data = column.buffers()
+    first, end = 8 * column.offset, 8 * (column.offset + len(column) + 1)
+    return memoryview(offsets)[first:end], b"" if data is None else memoryview(data)
+
+
+def _numbers(column: pa.Array) -> Buffer:
+    """A column of numbers, none null."""
+    # Not by `to_numpy`, which imports pandas.
+    width = column.type.bit_width // 8
+    _, data = column.buffers()
+    return memoryview(data)[width * column.offset : width * (column.offset + len(column))]
 
 
 def _sizes(column: pa.Array) -> NDArray[np.int64]:
-    return np.diff(_octets(column)[0])
-
-
-def _octets(column: pa.Array) -> Column:
-    """A column of large binary, none null, without a copy."""
-    _, offsets, data = column.buffers()
-    offset_array = np.frombuffer(offsets, np.int64, len(column) + 1, 8 * column.offset)
-    return offset_array, np.frombuffer(data or b"", np.uint8)
-
-
-def _slice(column: Column, first: int, end: int) -> tuple[memoryview, memoryview]:
-    """Part of a column, as a chunk has it: offsets from 0, of 4 bytes."""
-    offsets, data = column
-    low, high = offsets[first], offsets[end]
-    return (offsets[first : end + 1] - low).astype(np.int32).data, data[low:high].data
+    offsets: NDArray[np.int64] = np.frombuffer(_strings(column)[0], np.int64)
+    return offsets[1:] - offsets[:-1]

@@ -29,7 +29,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.unanswered_batches import IN_FLIGHT_DEFAULT
 from upr_protocol.ids import Operation, PartitionId
-from upr_protocol.spark.batches import COUNTERS, SortedRows
+from upr_protocol.spark.batches import COUNTERS, chunk_bounds, partition_chunks, rows_of_chunk
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.publication import Publication, WriteCounts, writer_id
 from upr_protocol.spark.rows import RejectedRow
@@ -178,18 +178,25 @@ def rounds_of(
         table: The rows.
         partitions: The bucket's number of partitions.
         batch_bytes: The size of a batch, about.
+
+    Raises:
+        PipelineError: There are too many rows.
     """
-    (rows,) = in_stable_order(table).combine_chunks().to_batches()
-    ordered = SortedRows(rows, partitions)
-    bounds = {
-        partition: list(ordered.chunk_bounds(partition, batch_bytes))
-        for partition in ordered.partitions()
-    }
-    longest = max(map(len, bounds.values()))
+    try:
+        chunks = partition_chunks(in_stable_order(table).to_batches(), partitions)
+    except OverflowError as error:
+        raise PipelineError(
+            "UPR_BATCH_TOO_LARGE",
+            "a partition of the bucket gets more than 2 GiB from the increments and decrements of "
+            "this batch. Make the batches of the stream smaller (maxFilesPerTrigger, "
+            "maxOffsetsPerTrigger), or the write",
+        ) from error
+    bounds = [list(chunk_bounds(chunk, batch_bytes)) for _, chunk in chunks]
+    longest = max(map(len, bounds))
     for first in range(0, longest, ROUND_BATCHES):
         yield (
-            (partition, ordered.chunk(*bound))
-            for partition, all_bounds in bounds.items()
+            (partition, rows_of_chunk(chunk, *bound))
+            for (partition, chunk), all_bounds in zip(chunks, bounds, strict=True)
             for bound in all_bounds[first : first + ROUND_BATCHES]
         )
 

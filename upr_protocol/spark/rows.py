@@ -107,7 +107,7 @@ def encode(
         f"a key has 1 to {KEY_BYTES_MAX} bytes",
     )
     values = _values(batch, options, operations, problems)
-    columns = [pa.array(operations), keys, values]
+    columns = [_bytes_array(operations), keys, values]
     names = list(WRITE_COLUMNS)
     for name, column, limit in (
         ("cas", options.cas_column, _U64_MAX),
@@ -135,6 +135,11 @@ def encode(
     return rows.filter(pa.array(problems.good)), bad
 
 
+def _bytes_array(numbers: NDArray[np.uint8]) -> pa.Array:
+    # `pa.array` imports pandas.
+    return pa.Array.from_buffers(pa.uint8(), len(numbers), [None, pa.py_buffer(numbers)])
+
+
 def _column(batch: pa.RecordBatch, path: ColumnPath) -> pa.Array:
     column = batch.column(batch.schema.get_field_index(path[0]))
     for name in path[1:]:
@@ -152,14 +157,21 @@ def _keys(batch: pa.RecordBatch, options: WriteOptions) -> pa.Array:
 
 
 def _nulls(column: pa.Array) -> Mask:
+    if not column.null_count:
+        return np.zeros(len(column), np.bool_)
     mask: Mask = column.is_null().to_numpy(zero_copy_only=False)
     return mask
 
 
 def _lengths(column: pa.Array) -> NDArray[np.int64]:
-    """How many bytes each has; 1 where it is null."""
-    lengths: NDArray[np.int64] = pc.binary_length(column).fill_null(1).to_numpy()
-    return lengths
+    """How many bytes each of a column of texts has; of one that is null, any number."""
+    if not len(column):
+        return np.zeros(0, np.int64)
+    # Not by a function of Arrow that takes a number of Python's: the first of these imports pandas.
+    offsets: NDArray[np.int64] = np.frombuffer(
+        column.buffers()[1], np.int64, len(column) + 1, 8 * column.offset
+    )
+    return offsets[1:] - offsets[:-1]
 
 
 def _operations(
@@ -187,9 +199,8 @@ def _values(
     operations: NDArray[np.uint8],
     problems: _Problems,
 ) -> pa.Array:
-    empty_text = pa.scalar(b"", TEXT)
     if options.operation is Operation.DELETE:
-        return pa.repeat(empty_text, batch.num_rows)
+        return pa.repeat(pa.scalar(b"", TEXT), batch.num_rows)
     columns = [_column(batch, path) for path in options.value_columns]
     if options.value_is_object:
         values = json_objects(columns, [path[-1] for path in options.value_columns])
@@ -197,7 +208,7 @@ def _values(
         values = column_texts(columns[0])
     deletes = operations == Operation.DELETE
     if deletes.any():
-        values = pc.if_else(pa.array(deletes), empty_text, values)
+        values = pc.if_else(pa.array(deletes), pa.scalar(b"", TEXT), values)
     problems.add(_nulls(values), Status.BAD_ARGUMENT, "the value is null")
     problems.add(
         _lengths(values) > VALUE_BYTES_MAX,

@@ -393,7 +393,7 @@ class ChunkLog:
                     end = chunk.end
                     key = chunk_key(partition, end)
                     head = chunk_head(key, chunk.crc, ends_snapshot=end in snapshot_ends)
-                    transaction.put(key, head + bytes(chunk))
+                    transaction.put(key, b"".join((head, chunk.encode())))
                 if write.record.received != end:
                     raise ValueError(f"partition {partition} ends at {end}, not as {write.record}")
                 self._put_record(transaction, partition, write.record)

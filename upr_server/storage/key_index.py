@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from upr_kernel import ChunkDefectError, index_entries
 from upr_protocol.chunk import Buffer, Chunk, Mutation
 from upr_protocol.errors import quoted_key
 from upr_protocol.ids import Operation, PartitionId, SeqNo
@@ -29,9 +30,9 @@ from upr_server.storage.records import (
     Watermark,
     expiry_key,
     index_entry_key,
-    pack_index_entries,
     pack_record,
     parse_expiry_key,
+    parse_index_entry,
     parse_record,
     partition_key,
     seal,
@@ -119,22 +120,20 @@ class KeyIndex:
         )
         if through is not None:
             chunks = [chunk for chunk in chunks if chunk.end <= through] or chunks[:1]
-        newest = _newest(partition, chunks)
-        items = mark.item_count
+        entries, new_items, may_expire = _entries(partition, chunks)
+        items = mark.item_count + new_items
         with self.ordered_map.write() as transaction:
-            keys = sorted(newest)
-            entries = [newest[key] for key in keys]
             known_keys = 0
-            for key, old_value in transaction.get_all(keys):
+            for key, old_value in transaction.get_all([key for key, _ in entries]):
                 known_keys += 1
                 old_entry = KeyIndexEntry.parse(key, old_value)
                 items -= not old_entry.is_tombstone
                 if old_entry.expiry:
                     transaction.delete(expiry_key(old_entry.expiry, partition, old_entry.seq))
-            items += sum(signed_seq > 0 for signed_seq, _ in entries)
-            transaction.put_all(pack_index_entries(keys, entries))
-            transaction.put_all(_expiring(partition, keys, entries))
-            garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(keys) - known_keys)
+            transaction.put_all(entries)
+            if may_expire:
+                transaction.put_all(_expiring(partition, entries))
+            garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(entries) - known_keys)
             mark = Watermark(chunks[-1].end, items, garbage_bytes, mark.damaged_through)
             _put_watermark(transaction, partition, mark)
         return mark
@@ -422,38 +421,26 @@ def _garbage_bytes(chunks: Sequence[Chunk], new_keys: int) -> int:
     return superseded + CHUNK_BYTES * len(chunks)
 
 
-def _expiring(
-    partition: int, keys: Iterable[bytes], entries: Iterable[tuple[int, int]]
-) -> list[tuple[bytes, Buffer]]:
-    """The expiry records of these entries (keys of the index; sequence numbers and expiries)."""
+def _entries(
+    partition: int, chunks: Sequence[Chunk]
+) -> tuple[list[tuple[bytes, bytes]], int, bool]:
+    """What `index_entries` returns for chunks of a partition.
+
+    Raises:
+        CorruptionError: The keys of a chunk are damaged.
+    """
+    try:
+        return index_entries([chunk.encode() for chunk in chunks], index_entry_key(partition, b""))
+    except ChunkDefectError as error:
+        raise CorruptionError(f"keys of partition {partition} cannot be read: {error}") from error
+
+
+def _expiring(partition: int, entries: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, Buffer]]:
+    """The expiry records of index entries."""
     records: list[tuple[bytes, Buffer]] = []
-    for key, (seq, expiry) in zip(keys, entries, strict=True):
+    for key, value in entries:
+        seq, expiry = parse_index_entry(value)
         if expiry:
             by_time = expiry_key(expiry, partition, seq)
             records.append((by_time, seal(by_time, key[INDEX_ENTRY_KEY_PREFIX:])))
     return sorted(records)
-
-
-def _newest(partition: int, chunks: Sequence[Chunk]) -> dict[bytes, tuple[int, int]]:
-    """Sequence number, negative for a tombstone, and expiry of each key's newest mutation, by key
-    of the index. It works in columns, as millions of mutations go through it."""
-    newest: dict[bytes, tuple[int, int]] = {}
-    prefix = index_entry_key(partition, b"")
-    for chunk in chunks:
-        signed_seqs = chunk.seqs.tolist()
-        expiries = chunk.expiries.tolist()
-        operations = chunk.operations.tobytes()
-        if operations != bytes((Operation.SET,)) * chunk.count:
-            signed_seqs = [
-                seq if operation == Operation.SET else -seq
-                for seq, operation in zip(signed_seqs, operations, strict=True)
-            ]
-            # A tombstone does not expire, even if the node that it came from says so.
-            expiries = [
-                expiry if signed_seq > 0 else 0
-                for signed_seq, expiry in zip(signed_seqs, expiries, strict=True)
-            ]
-        item_keys = chunk.keys()
-        keys = [prefix + key for key in item_keys]
-        newest.update(zip(keys, zip(signed_seqs, expiries, strict=True), strict=True))
-    return newest

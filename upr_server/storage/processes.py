@@ -60,6 +60,10 @@ MMAP_THRESHOLD_BYTES: Final = 1024 * 1024
 and hardly touches them. glibc raises its threshold, up to 32 MiB, when a large value is freed. Then
 it takes such blocks from its heap and clears them: 250 buckets took 1,065 MiB instead of 42."""
 
+TRIM_THRESHOLD_BYTES: Final = 16 * 1024 * 1024
+"""Free memory at the end of a process's heap that it keeps: that of two commits. glibc's own limit
+is 128 KiB, so each commit would take its memory from the system anew, and return it."""
+
 _RECEIVE_BYTES: Final = 64 * 1024
 """Bytes received at once: mostly all of an answer without chunks."""
 
@@ -349,7 +353,11 @@ async def _start(
             (sys.executable, *command),
             stdin=subprocess.DEVNULL,
             # The C library reads it at its start. To call `mallopt` in the process would be later.
-            env={"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES), **os.environ},
+            env={
+                "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES),
+                "MALLOC_TRIM_THRESHOLD_": str(TRIM_THRESHOLD_BYTES),
+                **os.environ,
+            },
             pass_fds=(worker_socket.fileno(), descriptor, *([] if slots is None else [shared])),
         )
         undo.pop_all()

@@ -29,7 +29,6 @@ wrong place is as wrong as one with a flipped bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final, TypeVar
@@ -66,6 +65,7 @@ _EXPIRY: Final = Struct(">cIHQ")
 _TOKEN: Final = Struct(">cH16sQ")
 _CRC: Final = Struct("<I")
 _ENTRY: Final = Struct("<qII")
+_ENTRY_BODY: Final = Struct("<qI")
 
 CHUNK_HEAD: Final = Struct("<IIQ")
 """CRC32C of the chunk, CRC32C of the key and the other fields, and 1 if a snapshot ends with the
@@ -373,8 +373,8 @@ class KeyIndexEntry(msgspec.Struct, frozen=True):
 
     def pack(self, key: bytes) -> bytes:
         """The value stored under `key`."""
-        signed_seq = -self.seq if self.is_tombstone else self.seq
-        return bytes(pack_index_entries([key], [(signed_seq, self.expiry)])[0][1])
+        body = _ENTRY_BODY.pack(-self.seq if self.is_tombstone else self.seq, self.expiry)
+        return body + _CRC.pack(crc32c(key + body))
 
     @classmethod
     def parse(cls, key: bytes, value: Buffer) -> KeyIndexEntry:
@@ -393,23 +393,10 @@ class KeyIndexEntry(msgspec.Struct, frozen=True):
         return cls(abs(signed_seq), expiry, signed_seq < 0)
 
 
-_UNSIGNED: Final = Struct("<qI")
-
-
-def pack_index_entries(
-    keys: Iterable[bytes], entries: Iterable[tuple[int, int]]
-) -> list[tuple[bytes, Buffer]]:
-    """Index entries as they are stored under `keys`.
-
-    The index writes millions of them. So they come as pairs: the sequence number, negative for a
-    tombstone, and the expiry.
-    """
-    pack, pack_crc = _UNSIGNED.pack, _CRC.pack
-    packed: list[tuple[bytes, Buffer]] = []
-    for key, (signed_seq, expiry) in zip(keys, entries, strict=True):
-        body = pack(signed_seq, expiry)
-        packed.append((key, body + pack_crc(crc32c(key + body))))
-    return packed
+def parse_index_entry(value: Buffer) -> tuple[int, int]:
+    """The signed sequence number and the expiry of an index entry that was just made."""
+    signed_seq, expiry, _ = _ENTRY.unpack(value)
+    return signed_seq, expiry
 
 
 Record = TypeVar("Record")
