@@ -80,13 +80,21 @@ def test_the_columns_of_chunks(
         PartitionId(7), "00ff", SeqNo(3), SeqNo(1 << 40)
     )
 
-    for rows in chunks:
-        batch = snapshot.of_chunk(chunk_of(rows, 4))
+    firsts = [4 + sum(map(len, chunks[:index])) for index in range(len(chunks))]
+    made = [chunk_of(rows, first) for rows, first in zip(chunks, firsts, strict=True)]
+    all_rows = [
+        row for rows, first in zip(chunks, firsts, strict=True) for row in expected(rows, first)
+    ]
+    middle = len(chunks) // 2
+    for some_chunks, rows in (
+        (made[:1], all_rows[: len(chunks[0])]),
+        (made, all_rows),
+        (made[middle:], all_rows[firsts[middle] - 4 :]),
+    ):
+        batch = snapshot.of_chunks(some_chunks)
         batch.validate(full=True)
         assert batch.to_pylist() == [
-            {name: row[name] for name in names}
-            for row in expected(rows, 4)
-            if key in (None, row["key"])
+            {name: row[name] for name in names} for row in rows if key in (None, row["key"])
         ]
 
 
@@ -100,7 +108,7 @@ def test_a_number_that_spark_has_no_type_for(name: str) -> None:
             PartitionId(7), "00ff", SeqNo(0), SeqNo(LONG_MAX)
         )
         if value == LONG_MAX:
-            assert snapshot.of_chunk(builder.build()).to_pylist() == [{name: value}]
+            assert snapshot.of_chunks([builder.build()]).to_pylist() == [{name: value}]
             continue
         with pytest.raises(PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {value},"):
-            snapshot.of_chunk(builder.build())
+            snapshot.of_chunks([builder.build()])

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql.types import BinaryType, StructField, StructType
 
+from upr_protocol.chunk import Chunk
 from upr_protocol.client import (
     BlockingConsumer,
     ChunkReceived,
@@ -23,7 +24,13 @@ from upr_protocol.ids import PartitionId
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.record_batches import RecordBatchBuilder, SnapshotColumns, resized
+from upr_protocol.spark.record_batches import (
+    BATCH_ROWS,
+    RECORD_BATCH_BYTES,
+    RecordBatchBuilder,
+    SnapshotColumns,
+    resized,
+)
 from upr_protocol.spark.slices import ReadTask, Slice
 
 EXECUTOR: Final = "spark:executor"
@@ -89,6 +96,7 @@ def _batches(
     columns: RecordBatchBuilder,
 ) -> Iterator[pa.RecordBatch]:
     snapshots: dict[PartitionId, SnapshotColumns] = {}
+    gathered = _GatheredChunks()
     try:
         with BlockingConsumer(
             options.address,
@@ -126,13 +134,48 @@ def _batches(
                     # One that is pinned ends where the slice ends; else its snapshot may go on.
                     chunk = event.chunk.slice(part.start, part.end)
                     if chunk.count:
-                        batch = snapshots[event.partition].of_chunk(chunk)
-                        if batch.num_rows:
-                            yield batch
+                        yield from gathered.add(chunk, snapshots[event.partition])
                 elif isinstance(event, RolledBack):
                     raise rolled_back_error(slices[event.partition], event)
+            yield from gathered.take_rest()
     except UprError as error:
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
+
+
+class _GatheredChunks:
+    """Chunks of one snapshot, gathered until they fill a record batch."""
+
+    def __init__(self) -> None:
+        self._columns: SnapshotColumns | None = None
+        self._chunks: list[Chunk] = []
+        self._rows = self._nbytes = 0
+
+    def add(self, chunk: Chunk, columns: SnapshotColumns) -> Iterator[pa.RecordBatch]:
+        """Takes in the next chunk. Yields the rows before it if it does not belong to them.
+
+        Args:
+            chunk: Some rows.
+            columns: What makes record batches of the rows of its snapshot.
+        """
+        if (
+            columns is not self._columns
+            or self._rows + chunk.count > BATCH_ROWS
+            or self._nbytes + chunk.nbytes > RECORD_BATCH_BYTES
+        ):
+            yield from self.take_rest()
+        self._columns = columns
+        self._chunks.append(chunk)
+        self._rows += chunk.count
+        self._nbytes += chunk.nbytes
+
+    def take_rest(self) -> Iterator[pa.RecordBatch]:
+        """Yields what is left, if anything is."""
+        chunks, self._chunks = self._chunks, []
+        self._rows = self._nbytes = 0
+        if chunks and self._columns is not None:
+            batch = self._columns.of_chunks(chunks)
+            if batch.num_rows:
+                yield batch
 
 
 def rolled_back_error(part: Slice, event: RolledBack) -> PipelineError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -116,7 +116,7 @@ class RecordBatchBuilder:
 
 class SnapshotColumns:
     """Makes record batches of chunks. What is the same in every row of a snapshot is made once for
-    it, as long as its longest chunk; so are flags and expiry times of 0.
+    it, as long as its longest batch; so are flags and expiry times of 0.
 
     Args:
         schema: The columns.
@@ -139,21 +139,28 @@ class SnapshotColumns:
         self._same = same
         self._repeated: dict[str, pa.Array] = {}
 
-    def of_chunk(self, chunk: Chunk) -> pa.RecordBatch:
-        """A chunk's mutations, those of the key if there is one, in their order.
+    def of_chunks(self, chunks: Sequence[Chunk]) -> pa.RecordBatch:
+        """The mutations of chunks, those of the key if there is one, in their order. The columns
+        that differ from row to row are put together, of several chunks, and no others.
+
+        Args:
+            chunks: At least one.
 
         Raises:
             PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
         """
-        count, is_selected = chunk.count, None
+        count, is_selected = sum(chunk.count for chunk in chunks), None
         if self._key is not None:
-            is_selected = pc.equal(_bytes(chunk.key_offsets, chunk.key_bytes, None), self._key)
+            keys = [_bytes(chunk.key_offsets, chunk.key_bytes, None) for chunk in chunks]
+            is_selected = pc.equal(_joined(keys), self._key)
             count = is_selected.true_count
             if not count:
                 return pa.RecordBatch.from_pylist([], self._schema)
-        codes = None if _is_all(chunk.operations, _SET_BYTE) else _codes(chunk)
+        codes = [
+            None if _is_all(chunk.operations, _SET_BYTE) else _codes(chunk) for chunk in chunks
+        ]
         columns = {
-            name: self._selected(name, chunk, codes, is_selected, count)
+            name: self._selected(name, chunks, codes, is_selected, count)
             for name in self._schema.names
             if name != UNPARSED
         }
@@ -167,8 +174,8 @@ class SnapshotColumns:
     def _selected(
         self,
         name: str,
-        chunk: Chunk,
-        codes: pa.Array | None,
+        chunks: Sequence[Chunk],
+        codes: Sequence[pa.Array | None],
         is_selected: pa.BooleanArray | None,
         count: int,
     ) -> pa.Array:
@@ -176,16 +183,23 @@ class SnapshotColumns:
 
         Args:
             name: The column.
-            chunk: The chunk.
-            codes: Its operations; None if all are sets.
+            chunks: The chunks.
+            codes: The operations of each; None if all are sets.
             is_selected: Which rows are selected; None for all.
             count: How many those are.
         """
-        column = None
-        if codes is not None or name not in self._same:
-            column = self._column(name, chunk, codes)
-        if column is None:
+        parts = [
+            self._column(name, chunk, chunk_codes)
+            for chunk, chunk_codes in zip(chunks, codes, strict=True)
+        ]
+        if all(part is None for part in parts):
             return self._repeat(name, count)
+        column = _joined(
+            [
+                self._repeat(name, chunk.count) if part is None else part
+                for chunk, part in zip(chunks, parts, strict=True)
+            ]
+        )
         return column if is_selected is None else column.filter(is_selected)
 
     def _column(self, name: str, chunk: Chunk, codes: pa.Array | None) -> pa.Array | None:
@@ -248,6 +262,10 @@ def column_as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
             f"the column {name} was asked for as string, and holds bytes that are no UTF-8: ask "
             f"for it as binary ({error})",
         ) from error
+
+
+def _joined(arrays: list[pa.Array]) -> pa.Array:
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
 
 
 def _codes(chunk: Chunk) -> pa.Array:

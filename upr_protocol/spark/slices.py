@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import attrs
 from pyspark.sql.datasource import InputPartition
 
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+
+CORES: Final = 4
+"""A Spark has 2 cores, or a multiple of 4, more often than not."""
+
+TASK_GROWTH_MAX: Final = 1.34
+"""How much larger tasks may become, so that there are fewer of them."""
 
 
 @attrs.frozen
@@ -103,17 +110,30 @@ def tasks_of(
     """
     by_partition = sorted(slices, key=lambda part: part.partition)
     total = sum(max(part.nbytes, 1) for part in by_partition)
-    bytes_max = max(1, min(bytes_max, -(-total // tasks_min)))
+    count = _task_count(-(-total // bytes_max), tasks_min)
+    share = total / count
     tasks: list[ReadTask] = []
     group: dict[PartitionId, Slice] = {}
     nbytes = 0
     for whole in by_partition:
-        for piece in [whole] if whole_partitions else whole.pieces(bytes_max):
-            if group and (nbytes + piece.nbytes > bytes_max or piece.partition in group):
+        for piece in [whole] if whole_partitions else whole.pieces(max(1, int(share))):
+            size = max(piece.nbytes, 1)
+            # A piece belongs to the task in whose share its middle lies.
+            is_beyond = nbytes + size / 2 >= share * (len(tasks) + 1)
+            if group and (is_beyond or piece.partition in group):
                 tasks.append(ReadTask(tuple(group.values()), lease_id, bucket))
-                group, nbytes = {}, 0
+                group = {}
             group[piece.partition] = piece
-            nbytes += max(piece.nbytes, 1)
+            nbytes += size
     if group:
         tasks.append(ReadTask(tuple(group.values()), lease_id, bucket))
     return tasks
+
+
+def _task_count(count: int, count_min: int) -> int:
+    """How many tasks to make where so many would do. Nothing tells a data source how many cores
+    there are. With a multiple of `CORES`, the last tasks of a read mostly leave none idle."""
+    if count > CORES // 2:
+        fewer = count // CORES * CORES
+        count = fewer if count <= TASK_GROWTH_MAX * fewer else fewer + CORES
+    return max(count, count_min)
