@@ -166,8 +166,29 @@ def test_a_step_is_bounded(bucket: BucketStorage) -> None:
     for step in tidy(bucket, urgent=True):
         if not step.is_compaction:
             assert 0 < step.indexed - marks[step.partition] <= 300 + 20
+            taken_in = step.indexed - marks[step.partition]
             marks[step.partition] = step.indexed
+            for other in step.others:
+                taken_in += other.indexed - marks[other.partition]
+                marks[other.partition] = other.indexed
+            assert taken_in <= 300 + 20 + 20
     assert marks == model.highs
+
+
+def test_partitions_with_little_to_index_share_a_commit(bucket: BucketStorage) -> None:
+    random, model = Random(10), Model(PARTITIONS)
+    while not all(model.highs):
+        overwrite(bucket, model, random)
+    step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+    progress = {other.partition: (other.indexed, other.item_count) for other in step.others}
+    progress[step.partition] = step.indexed, step.item_count
+    for partition, (indexed, item_count) in progress.items():
+        assert indexed == model.highs[partition]
+        assert item_count == len(model.contents(partition, indexed))
+        mark = bucket.index.watermark(partition)
+        assert (mark.seq, mark.item_count) == (indexed, item_count)
+    assert len(progress) > 1
+    assert step.has_more == (len(progress) < PARTITIONS)
 
 
 def test_an_opened_bucket_knows_how_its_disk_is_used(bucket: BucketStorage) -> None:

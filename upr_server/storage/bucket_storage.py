@@ -22,7 +22,7 @@ from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import LeaseRecord, PartitionRecord, Watermark
 
-INDEX_MUTATIONS: Final = 16 * 1024
+INDEX_MUTATIONS: Final = 32 * 1024
 """Mutations that one step of indexing takes in: 20 to 40 ms, for which a commit may wait."""
 
 INDEX_LAG_MUTATIONS: Final = 128 * 1024
@@ -56,11 +56,26 @@ WASTEFUL_SHARE: Final = 0.7
 `GARBAGE_BYTES`."""
 
 
+class IndexProgress(msgspec.Struct, frozen=True):
+    """How far the index of a partition has come.
+
+    Attributes:
+        partition: The partition.
+        indexed: How far the index has followed its log.
+        item_count: How many keys exist at `indexed`.
+    """
+
+    partition: int
+    indexed: SeqNo
+    item_count: int
+
+
 class MaintenanceStep(msgspec.Struct, frozen=True):
     """What one step of a bucket's maintenance did.
 
     Attributes:
-        partition: The partition that it worked on; -1 when there was nothing to do.
+        partition: The partition that it worked on; -1 when there was nothing to do. A step of
+            indexing works on the one whose index is furthest behind.
         indexed: How far the index has followed its log.
         item_count: How many keys exist at `indexed`.
         purge_seq: The partition's purge number.
@@ -69,6 +84,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
         broken_leases: Leases that compaction broke.
         damage: The damage that it met in the partition; empty for none.
         is_stuck: Whether the partition's index is damaged, and follows its log no further.
+        others: Other partitions that were indexed in the same commit.
     """
 
     partition: int = -1
@@ -80,6 +96,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     broken_leases: Sequence[int] = ()
     damage: str = ""
     is_stuck: bool = False
+    others: Sequence[IndexProgress] = ()
 
 
 class _PartitionUsage(msgspec.Struct):
@@ -318,6 +335,7 @@ class BucketStorage:
         behind = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
         broken: Sequence[int] = ()
+        others: Sequence[int] = ()
         damage = ""
         if compaction is not None and (behind is None or self._compacts_next(urgent)):
             partition = compaction.partition
@@ -329,7 +347,7 @@ class BucketStorage:
             is_compaction = True
         elif behind is not None:
             partition = behind
-            damage = self._follow(behind, keep_unindexed)
+            others, damage = self._follow(behind, keep_unindexed)
             is_compaction = False
         else:
             return MaintenanceStep()
@@ -347,7 +365,12 @@ class BucketStorage:
             broken,
             damage,
             usage.is_stuck,
+            [self._index_progress(other) for other in others],
         )
+
+    def _index_progress(self, partition: int) -> IndexProgress:
+        mark = self._partitions[partition].watermark
+        return IndexProgress(partition, mark.seq, mark.item_count)
 
     def _compacts_next(self, urgent: bool) -> bool:
         garbage = sum(usage.garbage_bytes for usage in self._partitions)
@@ -367,12 +390,46 @@ class BucketStorage:
             return None
         return max(range(len(lags)), key=lags.__getitem__)
 
-    def _follow(self, partition: int, keep_unindexed: int) -> str:
+    def _follow(self, partition: int, keep_unindexed: int) -> tuple[Sequence[int], str]:
+        """Indexes the next part of a partition's log, and of others if there is little of it: a
+        commit costs the same for many. Returns those, and what is damaged in the partition."""
+        # What stays unindexed is shared out among the partitions in proportion to their lags. The
+        # first comes at least so far, and no other one further.
+        lag_sum = sum(usage.lag for usage in self._partitions)
+        throughs: dict[int, SeqNo] = {}
+        for index in self._furthest_first(partition):
+            usage = self._partitions[index]
+            rounding = 0 if index == partition else lag_sum - 1
+            throughs[index] = SeqNo(usage.high - (keep_unindexed * usage.lag + rounding) // lag_sum)
+        try:
+            marks = self.index.follow_logs(throughs, INDEX_MUTATIONS)
+        except CorruptionError:
+            # Of which partition is told by indexing this one alone.
+            return (), self._follow_alone(partition, throughs[partition])
+        for index, mark in marks.items():
+            self._partitions[index].watermark = mark
+        return [index for index in marks if index != partition], ""
+
+    def _furthest_first(self, partition: int) -> list[int]:
+        """A partition, and those that are indexed with it: those furthest behind, as many as come
+        to `INDEX_MUTATIONS`, without damaged ones."""
+        lags = {
+            index: usage.lag
+            for index, usage in enumerate(self._partitions)
+            if usage.lag and not usage.damage
+        }
+        chosen, lag_sum = [partition], self._partitions[partition].lag
+        for index in sorted(lags, key=lags.__getitem__, reverse=True):
+            if lag_sum >= INDEX_MUTATIONS or self._partitions[partition].damage:
+                break
+            if index != partition:
+                chosen.append(index)
+                lag_sum += lags[index]
+        return chosen
+
+    def _follow_alone(self, partition: int, through: SeqNo) -> str:
         """Indexes the next part of a partition's log. Returns what is damaged there."""
         usage = self._partitions[partition]
-        # What stays unindexed is shared out among the partitions in proportion to their lags.
-        lag_sum = sum(partition_usage.lag for partition_usage in self._partitions)
-        through = SeqNo(usage.high - keep_unindexed * usage.lag // lag_sum)
         try:
             usage.watermark = self.index.follow_log(partition, INDEX_MUTATIONS, through=through)
         except CorruptionError as error:

@@ -7,9 +7,9 @@ how far the index has come; what is above it is in the hash table. A lost index 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -66,6 +66,14 @@ class ExpiredItem(msgspec.Struct, frozen=True):
     expiry: int
 
 
+class _LogPart(NamedTuple):
+    """Chunks of a partition's log that are to be indexed, and how far its index is."""
+
+    partition: int
+    mark: Watermark
+    chunks: Sequence[Chunk]
+
+
 class KeyIndex:
     """One bucket's index.
 
@@ -106,6 +114,43 @@ class KeyIndex:
         Raises:
             CorruptionError: The log or the index is damaged.
         """
+        if through is None:
+            through = self._log.high_seq(partition)
+        marks = self.follow_logs({partition: through}, mutations_max)
+        return marks[partition] if partition in marks else self.watermark(partition)
+
+    def follow_logs(
+        self, throughs: Mapping[int, SeqNo], mutations_max: int
+    ) -> dict[int, Watermark]:
+        """Indexes about so many mutations of the logs of partitions, in one commit. The arguments
+        are those of `follow_log`.
+
+        Args:
+            throughs: Where to stop, by partition, in the order in which they are indexed.
+            mutations_max: How many, in all.
+
+        Returns:
+            The new watermarks, of the partitions that were indexed. Only of the first one a chunk
+            is indexed that goes beyond where to stop.
+
+        Raises:
+            CorruptionError: The log or the index of a partition is damaged. Nothing was indexed.
+        """
+        parts: list[_LogPart] = []
+        for partition, through in throughs.items():
+            if mutations_max <= 0:
+                break
+            part = self._read_log(partition, mutations_max, through)
+            if part is not None and (not parts or part.chunks[-1].end <= through):
+                parts.append(part)
+                mutations_max -= sum(chunk.count for chunk in part.chunks)
+        if not parts:
+            return {}
+        with self.ordered_map.write() as transaction:
+            return {part.partition: _put_entries(transaction, part) for part in parts}
+
+    def _read_log(self, partition: int, mutations_max: int, through: SeqNo) -> _LogPart | None:
+        """The next part of a partition's log to index; None if the index has come so far."""
         high = self._log.high_seq(partition)
         mark = self.watermark(partition)
         if mark.seq > high:
@@ -113,30 +158,13 @@ class KeyIndex:
                 f"the index of partition {partition} is at {mark.seq}, beyond the log's end at "
                 f"{high}"
             )
-        if mark.seq >= (high if through is None else through):
-            return mark
+        if mark.seq >= through:
+            return None
         chunks = self._log.read_chunks(
             partition, mark.seq, high, bytes_max=READ_BYTES_MAX, mutations_max=mutations_max
         )
-        if through is not None:
-            chunks = [chunk for chunk in chunks if chunk.end <= through] or chunks[:1]
-        entries, new_items, may_expire = _entries(partition, chunks)
-        items = mark.item_count + new_items
-        with self.ordered_map.write() as transaction:
-            known_keys = 0
-            for key, old_value in transaction.get_all([key for key, _ in entries]):
-                known_keys += 1
-                old_entry = KeyIndexEntry.parse(key, old_value)
-                items -= not old_entry.is_tombstone
-                if old_entry.expiry:
-                    transaction.delete(expiry_key(old_entry.expiry, partition, old_entry.seq))
-            transaction.put_all(entries)
-            if may_expire:
-                transaction.put_all(_expiring(partition, entries))
-            garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(entries) - known_keys)
-            mark = Watermark(chunks[-1].end, items, garbage_bytes, mark.damaged_through)
-            _put_watermark(transaction, partition, mark)
-        return mark
+        chunks = [chunk for chunk in chunks if chunk.end <= through] or chunks[:1]
+        return _LogPart(partition, mark, chunks)
 
     def skip_damage(self, partition: int) -> Watermark:
         """Moves the watermark past chunks of the log that are damaged or missing. Nobody knows
@@ -419,6 +447,26 @@ def _garbage_bytes(chunks: Sequence[Chunk], new_keys: int) -> int:
     count = sum(chunk.count for chunk in chunks)
     superseded = sum(chunk.nbytes for chunk in chunks) * (count - new_keys) // max(count, 1)
     return superseded + CHUNK_BYTES * len(chunks)
+
+
+def _put_entries(transaction: WriteTransaction, part: _LogPart) -> Watermark:
+    """Indexes a part of a partition's log. Returns the new watermark."""
+    partition, mark, chunks = part
+    entries, new_items, may_expire = _entries(partition, chunks)
+    items, known_keys = mark.item_count + new_items, 0
+    for key, old_value in transaction.get_all([key for key, _ in entries]):
+        known_keys += 1
+        old_entry = KeyIndexEntry.parse(key, old_value)
+        items -= not old_entry.is_tombstone
+        if old_entry.expiry:
+            transaction.delete(expiry_key(old_entry.expiry, partition, old_entry.seq))
+    transaction.put_all(entries)
+    if may_expire:
+        transaction.put_all(_expiring(partition, entries))
+    garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(entries) - known_keys)
+    mark = Watermark(chunks[-1].end, items, garbage_bytes, mark.damaged_through)
+    _put_watermark(transaction, partition, mark)
+    return mark
 
 
 def _entries(

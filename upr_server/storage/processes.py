@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -63,6 +63,10 @@ it takes such blocks from its heap and clears them: 250 buckets took 1,065 MiB i
 TRIM_THRESHOLD_BYTES: Final = 16 * 1024 * 1024
 """Free memory at the end of a process's heap that it keeps: that of two commits. glibc's own limit
 is 128 KiB, so each commit would take its memory from the system anew, and return it."""
+
+SEND_BUFFER_BYTES: Final = 4 * 1024 * 1024
+"""What the system may hold of a request on its way to a process, where it allows so much. Of a
+commit of 8 MiB it takes a fortieth by default, and each of these needs a turn of the loop."""
 
 _RECEIVE_BYTES: Final = 64 * 1024
 """Bytes received at once: mostly all of an answer without chunks."""
@@ -336,6 +340,8 @@ async def _start(
 ) -> _Worker:
     slots = None if shared == NO_DESCRIPTOR else SlotPool(shared)
     own_socket, worker_socket = socket.socketpair()
+    with suppress(OSError):  # it need not allow so much
+        own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     with worker_socket, ExitStack() as undo:
         undo.callback(own_socket.close)
         command = (
