@@ -18,14 +18,15 @@ from upr_protocol.client import (
     SnapshotEnd,
     SnapshotStart,
     StreamEnded,
+    Undone,
 )
 from upr_protocol.errors import Status
-from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.ids import SEQ_MAX, Cas, HistoryId, Operation, PartitionId, SeqNo, SnapshotKind
 
 P = PartitionId(3)
 
 
-def lines(event: Event) -> list[Any]:
+def lines(event: Event | Undone) -> list[Any]:
     data = event_lines(event)
     assert data == b"" or data.endswith(b"\n")
     return [msgspec.json.decode(line) for line in data.splitlines()]
@@ -124,6 +125,22 @@ def test_an_empty_chunk_prints_nothing() -> None:
 )
 def test_every_other_event_is_one_line(event: Event, line: dict[str, object]) -> None:
     assert lines(event) == [line]
+
+
+@pytest.mark.parametrize(("consistent_from", "settled"), [(SeqNo(9), 9), (SEQ_MAX, None)])
+def test_what_was_undone_is_one_line(consistent_from: SeqNo, settled: int | None) -> None:
+    undone = Undone(P, SeqNo(5), SeqNo(6), consistent_from, "a failover", {b"k": None})
+    assert lines(undone) == [
+        {
+            "event": "undone",
+            "partition": 3,
+            "restarts_from": 6,
+            "ceiling": 5,
+            "settled": settled,
+            "reason": "a failover",
+            "documents": [{"key": "k", "value": None}],
+        }
+    ]
 
 
 class Clock:

@@ -17,6 +17,8 @@ class Branches:
     def __init__(self, server: FakeServer) -> None:
         self._server = server
         self._left: dict[int, list[Mutation]] = {}
+        self._ids: dict[int, list[int]] = {}
+        """By partition its histories, oldest first."""
         self.failovers = 0
 
     def fail_over(self, partition_id: int, end: int) -> None:
@@ -24,11 +26,18 @@ class Branches:
         partition = self._server.partitions[partition_id]
         self._left[partition.log.current] = list(partition.history)
         self.failovers += 1
-        partition.fail_over(10_000 + self.failovers, end)
+        ids = self._ids.setdefault(partition_id, [partition.log.current])
+        ids.append(10_000 + self.failovers)
+        partition.fail_over(ids[-1], end)
 
-    def is_current(self, partition: PartitionId, history_id: int) -> bool:
-        """Whether the server is in that history."""
-        return self._server.partitions[partition].log.current == history_id
+    def had_since(self, partition: PartitionId, history_id: int) -> set[tuple[bytes, int, bytes]]:
+        """(key, number, value) of every mutation that a history had, or a later one."""
+        ids = self._ids.get(partition, [history_id])
+        return {
+            (mutation.key, mutation.seq, mutation.value)
+            for later_id in ids[ids.index(history_id) :]
+            for mutation in self.history(partition, later_id)
+        }
 
     def history(self, partition: PartitionId, history_id: int) -> list[Mutation]:
         """Every mutation that led to where the history is, or was when it was left."""

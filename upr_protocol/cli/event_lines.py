@@ -27,7 +27,7 @@ from upr_protocol.client import (
     StreamEnded,
     Undone,
 )
-from upr_protocol.ids import Operation
+from upr_protocol.ids import SEQ_MAX, Operation
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -116,7 +116,7 @@ def _undone(event: Undone) -> dict[str, Any]:
         "partition": event.partition,
         "restarts_from": event.to,
         "ceiling": event.ceiling,
-        "settled": event.consistent_from,
+        "settled": None if event.consistent_from == SEQ_MAX else event.consistent_from,
         "reason": event.reason,
         "documents": [_document(key, item) for key, item in event.documents.items()],
     }

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -34,6 +35,7 @@ from upr_protocol.client import (
     ReceivedKeysLimits,
     ResumeState,
     RollbackConsumer,
+    RolledBack,
     SaveLimits,
     SnapshotEnd,
     SnapshotStart,
@@ -42,11 +44,13 @@ from upr_protocol.client import (
     consume_with_rollback,
 )
 from upr_protocol.client.rollback.consumer import ABOVE_POSITION
-from upr_protocol.client.rollback.planner import RollbackPlanner
+from upr_protocol.client.rollback.planner import FOREIGN, RollbackPlanner
+from upr_protocol.client.rollback.received_keys import ReceivedVersion
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
-from upr_protocol.errors import BrokenError
+from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.failover import FailoverLog, Position
-from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
+from upr_protocol.wire import Get, Message
 
 URL = "upr://fake/b"
 Items = dict[bytes, tuple[int, bytes]]
@@ -60,15 +64,25 @@ class Copy:
     """A copy of a bucket that is on disk at once, while the resume state lags behind.
 
     It checks what is promised: at each end that is told it is what the server had there; and when a
-    snapshot begins nothing is left of what its history never had.
+    snapshot begins nothing is left of what neither its history nor a later one had.
+
+    Args:
+        branches: What every history of the server had.
+        dies: Whether the application is killed now.
+        skips_known: Whether it skips changes by their number: those up to its last `SnapshotEnd`,
+            or up to a later `Undone.to` if that is lower.
 
     Attributes:
         items: By partition and key the number and the value.
     """
 
-    def __init__(self, branches: Branches, dies: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, branches: Branches, dies: Callable[[], bool], *, skips_known: bool) -> None:
         self._branches = branches
         self._dies = dies
+        self._skips_known = skips_known
+        self._complete_seqs: dict[PartitionId, SeqNo] = {}
+        """By partition the number up to which it lacks nothing. The highest that it has applied is
+        none: a snapshot leaves out what is superseded at its end, and that may never come."""
         self.items: dict[PartitionId, Items] = {}
         self.ends = 0
         self.undone: list[Undone] = []
@@ -82,10 +96,7 @@ class Copy:
             self._histories[event.partition] = event.history_id
             self._check_nothing_foreign(event)
         elif isinstance(event, ChunkReceived):
-            items = self.items.setdefault(event.partition, {})
-            for mutation in event.chunk:
-                self._perhaps_die()
-                apply_mutation(items, mutation)
+            self._apply(event)
         elif isinstance(event, SnapshotEnd):
             self._check_end(event)
         elif isinstance(event, Undone):
@@ -95,11 +106,20 @@ class Copy:
         if self._dies():
             raise Crash
 
+    def _apply(self, event: ChunkReceived) -> None:
+        items = self.items.setdefault(event.partition, {})
+        for mutation in event.chunk:
+            self._perhaps_die()
+            complete_seq = self._complete_seqs.get(event.partition, 0)
+            if mutation.seq > complete_seq or not self._skips_known:
+                apply_mutation(items, mutation)
+
     def _undo(self, event: Undone) -> None:
         self.undone.append(event)
         if not event.to:
             self._perhaps_die()
             self.items.pop(event.partition, None)
+            self._complete_seqs.pop(event.partition, None)
             return
         items = self.items.setdefault(event.partition, {})
         for key, item in event.documents.items():
@@ -108,12 +128,11 @@ class Copy:
                 items.pop(key, None)
             else:
                 items[key] = (item.seq, item.value)
+        complete_seq = self._complete_seqs.get(event.partition, SeqNo(0))
+        self._complete_seqs[event.partition] = min(complete_seq, event.to)
 
     def _check_nothing_foreign(self, event: SnapshotStart) -> None:
-        if not self._branches.is_current(event.partition, event.history_id):
-            return  # what could not be read again there any more is undone for the next
-        history = self._branches.history(event.partition, event.history_id)
-        had = {(mutation.key, mutation.seq, mutation.value) for mutation in history}
+        had = self._branches.had_since(event.partition, event.history_id)
         for key, (seq, value) in self.items.get(event.partition, {}).items():
             assert (key, seq, value) in had, (event, key, seq)
 
@@ -124,6 +143,7 @@ class Copy:
         )
         items = self.items.get(event.partition, {})
         assert {key: value for key, (_, value) in items.items()} == expected, event
+        self._complete_seqs[event.partition] = event.end
 
 
 class Disk(MemoryStore):
@@ -141,7 +161,8 @@ class Schedule(FailoverSchedule):
 
     def __init__(self, seed: int, folder: Path) -> None:
         super().__init__(seed)
-        self.copy = Copy(self.branches, lambda: self._chance(150))
+        dies, skips_known = partial(self._chance, 150), self._chance(2)
+        self.copy = Copy(self.branches, dies, skips_known=skips_known)
         self._received_keys = folder / "received-keys"
         self._limits = ReceivedKeysLimits(entries=self._rng.choice([3, 12, 1000]))
         self._store = Disk()
@@ -260,6 +281,128 @@ async def test_one_event_has_everything_to_undo(
     # It is over: nothing is told again.
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         assert await until_completed(consumer) == [CycleCompleted(1)]
+
+
+async def test_undone_comes_first_though_the_server_begins_a_history_while_keys_are_read(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    fill_one_partition(server, 10, b"old")
+    partition = server.partitions[0]
+
+    def fail_over_at_first_get(message: Message) -> None:
+        if isinstance(message, Get) and partition.log.current == 77:
+            partition.fail_over(78, 9)
+            server.put(b"6", b"newest")
+            net.cut()
+
+    file = tmp_path / "resume"
+    async with consume_with_rollback(
+        URL, tmp_path / "keys", resume=file, dial=net.dial
+    ) as consumer:
+        await until_completed(consumer)
+        server.put(b"3", b"never had")
+        await until_completed(consumer)
+        net.cut()
+        partition.fail_over(77, 8)
+        server.put(b"4", b"kept")
+        server.put(b"5", b"lost with 77")
+        server.refuse = fail_over_at_first_get
+        events: list[Event | Undone] = []
+        while not (events and isinstance(events[-1], SnapshotEnd)):
+            event = await anext(consumer)
+            if not isinstance(event, CycleCompleted):
+                events.append(event)
+        undone, start, chunk, undone_again, start_again, chunk_again, end = events
+        assert isinstance(undone, Undone)
+        assert (undone.ceiling, undone.to, undone.consistent_from) == (8, 8, SEQ_MAX)
+        values = {key: item and item.value for key, item in undone.documents.items()}
+        assert values == {b"3": b"old", b"8": None, b"9": None}
+        assert isinstance(start, SnapshotStart)
+        assert (start.history_id, start.start) == (77, 8)
+        assert isinstance(chunk, ChunkReceived)
+        assert isinstance(undone_again, Undone)
+        assert (undone_again.ceiling, undone_again.to, undone_again.consistent_from) == (9, 9, 10)
+        values = {key: item and item.value for key, item in undone_again.documents.items()}
+        assert values == {b"3": b"old", b"5": b"old", b"8": None, b"9": None}
+        assert isinstance(start_again, SnapshotStart)
+        assert (start_again.history_id, start_again.start) == (78, 9)
+        assert isinstance(chunk_again, ChunkReceived)
+        assert end == SnapshotEnd(PartitionId(0), SeqNo(10))
+        await consumer.save()
+    async with consume_with_rollback(
+        URL, tmp_path / "keys", resume=file, dial=net.dial
+    ) as consumer:
+        assert await until_completed(consumer) == [CycleCompleted(1)]
+
+
+async def test_a_key_read_in_an_unknown_history_is_read_again_for_the_next_stream(
+    tmp_path: Path,
+) -> None:
+    """Also if the stream brings it once more, and in the next process."""
+    partition, asked = PartitionId(0), list[tuple[HistoryId, list[bytes]]]()
+
+    async def read_newest(
+        partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+    ) -> tuple[list[Item | None], SeqNo]:
+        await trio.lowlevel.checkpoint()
+        asked.append((history_id, list(keys)))
+        if history_id == 2:
+            raise ServerError(Status.HISTORY_CHANGED, "it is 3")
+        return [None] * len(keys), SeqNo(0)
+
+    file = ReceivedKeysFile(tmp_path / "keys", "b")
+    planner = RollbackPlanner(file, read_newest)
+    await file.receive(partition, [(b"a", SeqNo(12), HistoryId(1)), (b"b", SeqNo(9), HistoryId(1))])
+    log = FailoverLog.of_pairs([(2, 10), (1, 0)])
+    plan = await planner.compare(StreamAccepted(partition, log), SeqNo(10))
+    assert plan is not None
+    assert plan.event == Undone(partition, SeqNo(10), SeqNo(10), SEQ_MAX, FOREIGN, {b"a": None})
+    assert not planner.is_consistent_at(SnapshotEnd(partition, SeqNo(11)))
+    assert not planner.is_compared(partition)
+    await file.confirm_rollback(partition, plan.versions)
+    await file.receive(partition, [(b"a", SeqNo(13), HistoryId(2))])
+    file.close()
+    file = ReceivedKeysFile(tmp_path / "keys", "b")
+    planner = RollbackPlanner(file, read_newest)
+    log = log.with_branch(HistoryId(3), SeqNo(20))
+    plan = await planner.compare(StreamAccepted(partition, log), SeqNo(13))
+    assert plan is not None
+    assert (plan.event.to, plan.event.documents) == (13, {b"a": None})
+    assert planner.is_consistent_at(SnapshotEnd(partition, SeqNo(13)))
+    assert asked == [(2, [b"a"]), (0, [b"a"]), (3, [b"a"])]
+    file.close()
+
+
+async def test_the_next_stream_tells_where_an_unsettled_partition_is_consistent(
+    tmp_path: Path,
+) -> None:
+    """A local copy forgets that a key is foreign when the stream brings it."""
+
+    async def read_newest(
+        partition: PartitionId, keys: Sequence[bytes], history_id: HistoryId
+    ) -> tuple[list[Item | None], SeqNo]:
+        await trio.lowlevel.checkpoint()
+        if history_id == 2:
+            raise ServerError(Status.HISTORY_CHANGED, "it is 3")
+        return [None] * len(keys), SeqNo(11)
+
+    partition = PartitionId(0)
+    file = ReceivedKeysFile(tmp_path / "keys", "b")
+    planner = RollbackPlanner(file, read_newest)
+    await file.receive(partition, [(b"a", SeqNo(12), HistoryId(1))])
+    log = FailoverLog.of_pairs([(2, 10), (1, 0)])
+    rollback = RolledBack(partition, SeqNo(10), SeqNo(10), "failover")
+    assert planner.begin_rollback(rollback) is None
+    plan = await planner.compare(StreamAccepted(partition, log), SeqNo(10))
+    assert plan is not None
+    assert plan.event.consistent_from == SEQ_MAX
+    await file.confirm_rollback(partition, {b"a": ReceivedVersion(SeqNo(13), HistoryId(2))})
+    accepted = StreamAccepted(partition, log.with_branch(HistoryId(3), SeqNo(20)))
+    plan = await planner.compare(accepted, SeqNo(13))
+    assert plan is not None
+    assert plan.event == Undone(partition, SeqNo(10), SeqNo(13), SeqNo(13), "failover", {})
+    assert await planner.compare(accepted, SeqNo(13)) is None
+    file.close()
 
 
 async def test_a_rollback_below_the_received_keys_starts_the_partition_at_0(

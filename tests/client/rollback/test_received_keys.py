@@ -27,7 +27,7 @@ P = PartitionId(0)
 LOG = FailoverLog.of_pairs([(2, 10), (1, 0)])
 KEYS = st.binary(min_size=1, max_size=1)
 Row = tuple[bytes, int, int]
-ROWS = st.lists(st.tuples(KEYS, st.integers(1, 30), st.sampled_from([1, 2, 3])), max_size=6)
+ROWS = st.lists(st.tuples(KEYS, st.integers(1, 30), st.sampled_from([0, 1, 2, 3])), max_size=6)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["receive", "replace", "trim", "drop"]), ROWS)))
@@ -41,8 +41,11 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
         if operation == "receive":
             received_keys.receive(P, rows)
             for key, seq, history in rows:
-                if key not in model or model[key].seq < seq:
+                if key not in model:
                     model[key] = ReceivedVersion(seq, history)
+                elif model[key].seq < seq:
+                    is_known = model[key].history_id > 0
+                    model[key] = ReceivedVersion(seq, history if is_known else HistoryId(0))
         elif operation == "replace":
             versions = {key: ReceivedVersion(seq, history) for key, seq, history in rows}
             received_keys.replace(P, versions)

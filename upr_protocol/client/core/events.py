@@ -114,9 +114,9 @@ class Undone(msgspec.Struct, frozen=True):
     """Everything to undo after a failover, at once: to process this event is to roll back.
 
     With `to` 0 the application drops all that it has of the partition. Otherwise it sets each key
-    of `documents` to its value there, and keeps the rest. Changes of the new history may come
-    before it, if the server began yet another one while the documents were read: so an application
-    must not skip changes by their number alone.
+    of `documents` to its value there, and keeps the rest. It comes before anything of the stream
+    that goes on from `to`. An application that skips changes by their number skips those up to its
+    last `SnapshotEnd`, or to `to` if that is lower.
 
     Attributes:
         partition: The partition.
@@ -124,7 +124,8 @@ class Undone(msgspec.Struct, frozen=True):
         to: The sequence number that the stream goes on from.
         consistent_from: The partition equals a state of the server from the first `SnapshotEnd` at
             or above this number; ends below are left out. If it is not above `to`, that holds
-            already.
+            already. `SEQ_MAX` if the server began yet another history while the documents were
+            read: they are of that one, and another `Undone` comes before its stream.
         reason: The server's reason, and the client's.
         documents: By key its newest item, or None for a key to delete.
     """

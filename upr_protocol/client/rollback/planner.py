@@ -6,9 +6,10 @@ and the ceiling is missing, although the consumer never had the state at the cei
 
 **Keys are read again when a stream is accepted,** before the application is given any of it, and in
 the history in which the stream was accepted. If the server has left that history meanwhile, it
-refuses. Then nothing is undone yet, and the application is given what the stream still brings, but
-no snapshot end. The stream ends as well, and the next one is accepted in another history: only then
-are the keys read again, also those that the first stream brought.
+refuses. Then the keys are read in the history that the server is in now. That history's log is not
+known yet, so no history is known to contain what was read. The stream ends as well. When the next
+one is accepted, the same keys are read once more. Nothing of the first stream is held back, because
+it may come without end: a node that was failed over may stream for a while before it learns of it.
 
 **A key that is read again has its own sequence number,** which may be above the stream's start. A
 missing key counts with the partition's high sequence number. Until a snapshot end reaches these
@@ -30,10 +31,13 @@ from upr_protocol.client.core.events import RolledBack, SnapshotEnd, StreamAccep
 from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource, ReceivedVersion
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 
 BELOW_FLOOR: Final = "the received keys do not reach down to it, so the partition starts at 0"
 FOREIGN: Final = "the application has changes that are not part of the server's history"
+
+_ANY_HISTORY: Final = HistoryId(0)
 
 
 @attrs.frozen
@@ -42,7 +46,8 @@ class RollbackPlan:
 
     Attributes:
         event: What the application is given.
-        versions: By key the version that was read again; None when the partition starts at 0.
+        versions: By key the version that was read again, of history 0 if the server had left the
+            stream's history; None when the partition starts at 0.
     """
 
     event: Undone
@@ -54,7 +59,7 @@ ReadNewest = Callable[
 ]
 """Reads the newest items of keys, all of one partition, in a history; None for a missing key. Gives
 the partition's high sequence number when the last of them was read, too. `ServerError` with
-`HISTORY_CHANGED` if the partition is in another history."""
+`HISTORY_CHANGED` if the partition is in another history; never with history 0, which is any."""
 
 
 class RollbackPlanner:
@@ -103,39 +108,50 @@ class RollbackPlanner:
         """Compares the received keys with a stream that was accepted and starts after `seq`.
 
         Returns:
-            What to undo before anything of the stream is processed, if there is something.
+            What to undo before anything of the stream is processed, if there is something. If the
+            server had left the stream's history, the next accepted stream brings a plan as well.
         """
-        partition, log = event.partition, event.log
-        foreign = await self._received_keys.foreign_keys(partition, log, seq)
+        partition = event.partition
+        foreign = await self._received_keys.foreign_keys(partition, event.log, seq)
         items: dict[bytes, Item | None] = {}
         versions: dict[bytes, ReceivedVersion] = {}
+        log: FailoverLog | None = event.log
         if foreign.keys:
-            try:
-                newest, high_seq = await self._read_newest(partition, foreign.keys, log.current)
-            except ServerError as error:
-                if error.status is not Status.HISTORY_CHANGED:
-                    raise
-                # Whatever this stream still brings is compared when the next one is accepted.
-                self._consistent_from[partition] = SEQ_MAX
-                return None
+            newest, high_seq, log = await self._read_again(partition, foreign.keys, event.log)
             items = dict(zip(foreign.keys, newest, strict=True))
-            for key, item in items.items():
-                item_seq = high_seq if item is None else item.seq
-                versions[key] = ReceivedVersion(item_seq, log.branch_of(item_seq))
-        consistent_from = max(
-            foreign.highest_seq, *(version.seq for version in versions.values()), seq
-        )
+            versions = {key: _version(item, high_seq, log) for key, item in items.items()}
+        consistent_from = SEQ_MAX
+        if log is not None:
+            consistent_from = max(
+                foreign.highest_seq, *(version.seq for version in versions.values()), seq
+            )
         self._consistent_from[partition] = consistent_from
         rollback = self._rollbacks.pop(partition, None)
-        if rollback is not None:
-            reason, ceiling = rollback.reason, rollback.ceiling
-        elif foreign.keys:
-            reason, ceiling = FOREIGN, seq
+        if rollback is None:
+            if not foreign.keys:
+                return None
+            rollback = RolledBack(partition, seq, seq, FOREIGN)
+        if log is None:
+            # Although the stream may bring all of these keys, the next one needs a plan: only that
+            # tells the application from where it is consistent.
+            self._rollbacks[partition] = rollback
+        undone = Undone(partition, rollback.ceiling, seq, consistent_from, rollback.reason, items)
+        return RollbackPlan(undone, versions)
+
+    async def _read_again(
+        self, partition: PartitionId, keys: Sequence[bytes], log: FailoverLog
+    ) -> tuple[list[Item | None], SeqNo, FailoverLog | None]:
+        """The newest items of keys, and the partition's high sequence number. Then the log of the
+        history that they were read in, which is `log`; or None if the server has left that."""
+        try:
+            items, high_seq = await self._read_newest(partition, keys, log.current)
+        except ServerError as error:
+            if error.status is not Status.HISTORY_CHANGED:
+                raise
         else:
-            return None
-        return RollbackPlan(
-            Undone(partition, ceiling, seq, consistent_from, reason, items), versions
-        )
+            return items, high_seq, log
+        items, high_seq = await self._read_newest(partition, keys, _ANY_HISTORY)
+        return items, high_seq, None
 
     def consistent_from(self, partition: PartitionId) -> SeqNo:
         """The first snapshot end at or above this is a state of the server; `SEQ_MAX` while that is
@@ -150,3 +166,12 @@ class RollbackPlanner:
     def is_consistent_at(self, event: SnapshotEnd) -> bool:
         """Whether the partition is a state of the server at this snapshot end."""
         return event.end >= self._consistent_from.get(event.partition, 0)
+
+
+def _version(item: Item | None, high_seq: SeqNo, log: FailoverLog | None) -> ReceivedVersion:
+    """The version of a key that was read again; `log` is None if no log is known to contain it."""
+    seq = high_seq if item is None else item.seq
+    if log is None:
+        # Every history contains what any had at 0.
+        return ReceivedVersion(max(seq, SeqNo(1)), HistoryId(0))
+    return ReceivedVersion(seq, log.branch_of(seq))

@@ -38,7 +38,8 @@ class ReceivedVersion:
 
     Attributes:
         seq: Its sequence number.
-        history_id: The branch of history that assigned the number.
+        history_id: The branch of history that assigned the number; 0 if that is not known, so that
+            the key is foreign to every history.
     """
 
     seq: SeqNo
@@ -128,11 +129,15 @@ class ReceivedKeys:
         self, partition: PartitionId, rows: Iterable[tuple[bytes, SeqNo, HistoryId]]
     ) -> None:
         """Adds the keys that the application is about to be given. A key that is here under a
-        higher sequence number keeps that."""
+        higher sequence number keeps that. A key whose history is not known stays foreign until it
+        is read again: its application was told that another rollback follows."""
         versions = self._versions.setdefault(partition, {})
         for key, seq, history_id in rows:
             version = versions.get(key)
-            if version is None or version.seq < seq:
+            if version is None:
+                self._set(partition, key, ReceivedVersion(seq, history_id))
+            elif version.seq < seq:
+                history_id = history_id if version.history_id else HistoryId(0)
                 self._set(partition, key, ReceivedVersion(seq, history_id))
 
     def replace(
