@@ -319,29 +319,3 @@ def test_an_index_that_is_ahead_inside_a_snapshot_goes_back_to_the_stream(file: 
     apply(file, batch(0, whole(10), [(9, b"b", b"x")]))
     assert entries(file) == [b"\x09newk", b"\x09xa", b"\x09xb"]
     file.check_invariants()
-
-
-@pytest.mark.parametrize("last", [5, 4])
-def test_changes_of_a_new_history_that_come_before_the_undoing_count(
-    tmp_path: Path, last: int
-) -> None:
-    """The index has number 5 of a history that the server has left at 3."""
-    file = IndexFile(tmp_path, "b")
-    apply(file, batch(0, whole(5), [(3, b"a", b"x"), (4, b"b", b"x"), (5, b"c", b"x")]))
-    log = FailoverLog.of_pairs([(8, 3), (7, 0)])
-    partial = PartialSnapshot(HistoryId(8), SeqNo(3), SeqNo(9))
-    mark = Mark(Position(log, SeqNo(3), SeqNo(last), partial))
-    apply(file, batch(0, mark, [(seq, b"d%d" % seq, b"y") for seq in range(4, last + 1)]))
-    assert file.mark(PartitionId(0)) == mark
-    # What is to be undone is still there, so that it is no state of the server.
-    with pytest.raises(NotSettledError):
-        scan(file)
-    settled = Mark(Position(log, SeqNo(last), SeqNo(last)))
-    undone: dict[bytes, bytes | None] = {b"b": None, b"c": None}
-    apply(file, IndexBatch(PartitionId(0), settled, rollback_documents=undone))
-    assert entries(file) == [
-        b"\x09xa",
-        *(b"\x09yd%d" % seq for seq in range(4, last + 1)),
-    ]
-    file.check_invariants()
-    file.close()

@@ -261,8 +261,10 @@ class IndexFile:
                 prefix = _PARTITION.pack(partition)
                 if batch.clears_partition:
                     changed += trees.forget(prefix)
-                # Indexes may be differently far: this one may have a part of the batch already.
-                first_seq = 0 if batch.is_rollback else previous.complete_seq(batch.mark) + 1
+                # Indexes may be differently far: this one may have a part of the batch already. Of
+                # a snapshot that it has in part it may lack any change: the snapshot left out what
+                # was superseded at its end. The next may end before that, or have lost it.
+                first_seq = 0 if batch.is_rollback else previous.position.last_complete + 1
                 trees.add(prefix, (change for change in changes if change.seq >= first_seq))
                 marks[partition] = _mark_after(previous, batch)
             changed += trees.write()
@@ -626,7 +628,7 @@ def _mark_after(previous: Mark, batch: IndexBatch) -> Mark:
     mark = batch.mark
     if batch.is_rollback:
         return mark
-    if mark.seq >= previous.seq or previous.shared_seq(mark) < previous.seq:
+    if mark.seq >= previous.seq:
         return Mark(mark.position, previous.settles_at)
     if previous.position.partial is not None:
         # What it had of that snapshot came again, up to the stream's number: it goes back there.

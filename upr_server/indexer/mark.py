@@ -51,30 +51,6 @@ class Mark:
         lost."""
         return self.knows_history(history_id) and not self.position.log.contains(history_id, seq)
 
-    def shared_seq(self, newer: Mark) -> SeqNo:
-        """Up to which number the index has what a stream has that is at `newer`: less than `seq` if
-        the stream's history has left the index's below. A consumer may be given changes of a new
-        history before it is told to undo those of the old one: keys that have to be read again
-        cannot be while the server goes from one history to the next. O(entries of both logs)."""
-        log, newer_log = self.position.log, newer.position.log
-        own_histories = {entry.history_id for entry in log}
-        if not newer_log.entries or newer_log.current in own_histories:
-            # The same history, or one that the index has left since.
-            return self.seq
-        newer_histories = {entry.history_id for entry in newer_log}
-        for entry in log:
-            if entry.history_id in newer_histories:
-                end = min(log.end_of(entry.history_id), newer_log.end_of(entry.history_id))
-                return min(self.seq, end)
-        return SeqNo(0)
-
-    def complete_seq(self, newer: Mark) -> SeqNo:
-        """Up to which number the index lacks nothing that a stream has that is at `newer`. Of a
-        snapshot that it has in part, it may lack a change below the highest number that it has: the
-        snapshot left out what was superseded at its end. The next one may end before that, or be of
-        a history that lost it. O(entries of both logs)."""
-        return min(self.shared_seq(newer), self.position.last_complete)
-
     def knows_history(self, history_id: HistoryId) -> bool:
         """Whether the server's history went through `history_id`, as far as the index has it."""
         return any(entry.history_id == history_id for entry in self.position.log)
