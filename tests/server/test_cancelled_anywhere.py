@@ -49,7 +49,7 @@ from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
-from upr_server.net.turns import ReadTurns, Turns
+from upr_server.net.turns import BudgetedTurns, Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -459,11 +459,11 @@ async def test_writers_that_are_woken_some_in_each_turn() -> None:
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*WAKING)
 
 
-TURNS: Final = tries(Turns.next_turn, ReadTurns.next_turn)
+TURNS: Final = tries(Turns.next_turn, BudgetedTurns.next_turn)
 
 
 async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
-    turns, read_turns = Turns(), ReadTurns(TurnTimer())
+    turns, read_turns = Turns(), BudgetedTurns(TurnTimer(), 1000)
 
     async def work() -> None:
         async with trio.open_nursery() as nursery:

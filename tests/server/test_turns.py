@@ -1,18 +1,38 @@
-"""The turns of large reads."""
+"""The turns of long work: large reads and writes, and requests that take several steps."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AsyncExitStack
 from typing import Final
 
+import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import MockClock
 
-from upr_server.net.turns import TURN_READ_BYTES, ReadTurns
+from tests.engine.helpers import put
+from tests.server.test_connection import QUOTA_BYTES, connected, make_server, sets
+from upr_protocol.failover import NOTHING_YET
+from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.limits import PARTITIONS_MAX
+from upr_protocol.wire import (
+    Barrier,
+    BarrierReply,
+    CycleEnd,
+    Go,
+    HelloReply,
+    Open,
+    Opened,
+    Stream,
+)
+from upr_server.net.connection import AcceptedConnection
+from upr_server.net.turns import BudgetedTurns
 from upr_server.runtime import TurnTimer
 
-HALF: Final = TURN_READ_BYTES // 2
+BYTES_MAX: Final = 1000
+HALF: Final = BYTES_MAX // 2
 
 
 class CountedTurns:
@@ -21,38 +41,155 @@ class CountedTurns:
     turn_count = 0
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(1, TURN_READ_BYTES))))
+@given(st.lists(st.one_of(st.none(), st.integers(1, BYTES_MAX))))
 def test_reads_of_a_turn_are_bounded(reads: list[int | None]) -> None:
     """None is the end of a turn."""
     counter = CountedTurns()
-    turns, nbytes = ReadTurns(counter), 0
+    turns, nbytes = BudgetedTurns(counter, BYTES_MAX), 0
     for read_bytes in reads:
         if read_bytes is None:
             counter.turn_count += 1
             nbytes = 0
-        assert turns.may_read == (nbytes < TURN_READ_BYTES)
-        if read_bytes is not None and turns.may_read:
-            turns.note_read(read_bytes)
+        assert turns.may_begin == (nbytes < BYTES_MAX)
+        if read_bytes is not None and turns.may_begin:
+            turns.note_used(read_bytes)
             nbytes += read_bytes
 
 
-async def test_many_readers_share_the_loops_turns() -> None:
+@pytest.mark.parametrize("lanes", [1, 3])
+async def test_many_readers_share_the_loops_turns(lanes: int) -> None:
     timer = TurnTimer()
     timer.start()
-    turns, bytes_by_turn, reads_by_reader = ReadTurns(timer), Counter[int](), Counter[int]()
+    turns, bytes_by_turn, reads_by_reader = (
+        BudgetedTurns(timer, BYTES_MAX, lanes),
+        Counter[int](),
+        Counter[int](),
+    )
 
     async def read(reader: int) -> None:
         for _ in range(5):
             await trio.lowlevel.checkpoint()
-            if not turns.may_read:
+            if not turns.may_begin:
                 await turns.next_turn()
-            turns.note_read(HALF)
+            turns.note_used(HALF)
             bytes_by_turn[timer.turn_count] += HALF
             reads_by_reader[reader] += 1
 
     async with trio.open_nursery() as nursery:
         for reader in range(20):
             nursery.start_soon(read, reader)
-    # What begins below the bound ends above it, and so does the one that had waited.
-    assert max(bytes_by_turn.values()) <= TURN_READ_BYTES + 2 * HALF
+    # What begins below the bound ends above it, and so do those that had waited.
+    assert max(bytes_by_turn.values()) <= BYTES_MAX + (1 + lanes) * HALF
     assert all(reads_by_reader[reader] == 5 for reader in range(20))
+
+
+class NotedTurns(BudgetedTurns):
+    """Notes each piece, and who had to wait.
+
+    Attributes:
+        pieces: How many pieces were done in each turn.
+        waits: How often somebody waited for a turn.
+    """
+
+    __slots__ = ("pieces", "waits")
+
+    def __init__(self, timer: TurnTimer, budget: float) -> None:
+        super().__init__(timer, budget)
+        self.pieces: Counter[int] = Counter()
+        self.waits = 0
+
+    async def next_turn(self) -> None:
+        self.waits += 1
+        await super().next_turn()
+
+    def note_used(self, amount: float) -> None:
+        super().note_used(amount)
+        self.pieces[self._turn] += 1
+
+
+PEERS: Final = 20
+
+
+async def test_those_who_ask_for_much_share_the_loops_turns(autojump_clock: MockClock) -> None:
+    """To tell of 1,024 partitions takes nine steps."""
+    server = make_server(connections_max=PEERS + 1)
+    resources = server.connections.resources
+    resources.turn_timer.start()
+    turns = resources.step_turns = NotedTurns(resources.turn_timer, 0.0)
+    async with connected(server), AsyncExitStack() as stack:
+        await server.catalog.create_bucket("wide", PARTITIONS_MAX, QUOTA_BYTES)
+        peers = [await stack.enter_async_context(connected(server)) for _ in range(PEERS)]
+        for peer in peers:
+            await peer.say()
+            await peer.hear(HelloReply)
+        turns.pieces.clear()
+        for peer in peers:
+            await peer.say(Open("wide", opaque=peer.opaque()))
+        for peer in peers:
+            await peer.hear(Opened)
+        assert turns.waits > 7 * PEERS
+        pieces = turns.pieces.values()
+        assert max(pieces) <= 3
+        assert sum(pieces) > 7 * PEERS
+
+
+async def test_a_consumer_that_is_sent_much_waits_for_its_turn(autojump_clock: MockClock) -> None:
+    server = make_server()
+    resources = server.connections.resources
+    turns = resources.write_turns = NotedTurns(resources.turn_timer, 0.0)
+    async with connected(server) as peer:
+        await peer.open()
+        await peer.ask()
+        await peer.say(Go())
+        await peer.hear(CycleEnd)
+        await peer.mutate(sets(b"small"))
+        await peer.hear(CycleEnd)
+        assert not turns.waits
+        for number in range(5):
+            await peer.mutate(sets(b"%d" % number, value=bytes(1_000_000)))
+        assert turns.waits
+
+
+class LongestSend(trio.abc.Instrument):
+    """The most bytes that a connection has sent in one step."""
+
+    def __init__(self, connection: AcceptedConnection) -> None:
+        self.longest = 0
+        self._connection = connection
+        self._bytes_out = connection._bytes_out
+
+    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
+        self.longest = max(self.longest, self._connection._bytes_out - self._bytes_out)
+        self._bytes_out = self._connection._bytes_out
+
+
+async def test_a_consumer_of_many_partitions_is_sent_some_in_each_step(
+    autojump_clock: MockClock,
+) -> None:
+    server, count = make_server(), 500
+    async with connected(server) as first:
+        await first.open()
+        await server.catalog.create_bucket("wide", count, QUOTA_BYTES)
+        async with connected(server) as peer:
+            await peer.open("wide")
+            for number in range(count):
+                request = Stream(
+                    PartitionState.ACTIVE,
+                    NOTHING_YET,
+                    partition=PartitionId(number),
+                    opaque=peer.opaque(),
+                )
+                await peer.say(request)
+            await peer.say(Go())
+            await peer.hear(CycleEnd)
+            for partition in server.catalog.bucket("wide").partitions:
+                put(partition, b"key")
+            (*_, connection) = server.connections.connections
+            send = LongestSend(connection)
+            trio.lowlevel.add_instrument(send)
+            sent_before = connection._bytes_out
+            await peer.say(Barrier(b"all"))
+            await peer.hear(BarrierReply)
+            trio.lowlevel.remove_instrument(send)
+            # 128 items of 8 KiB come to a step's MiB.
+            assert send.longest < (connection._bytes_out - sent_before) / 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
@@ -37,6 +37,20 @@ _LAST_WORD_TIMEOUT_S: Final = 2.0
 
 Dial = Callable[[Address], Awaitable[trio.abc.Stream]]
 """Connects to an address; raises OSError when it cannot."""
+
+
+class WriteTurns(Protocol):
+    """The turns of those who write much, as this module sees them."""
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a large write may begin now."""
+
+    async def next_turn(self) -> None:
+        """Waits until one may."""
+
+    def note_used(self, nbytes: int) -> None:
+        """Counts what was written."""
 
 
 async def dial_tcp(address: Address) -> trio.abc.Stream:
@@ -201,9 +215,19 @@ def write_now(stream: trio.abc.SendStream, buffers: Sequence[Buffer]) -> Sequenc
 
 
 async def write_rest(
-    stream: trio.abc.SendStream, buffers: Sequence[Buffer], timeout_s: float = SEND_TIMEOUT_S
+    stream: trio.abc.SendStream,
+    buffers: Sequence[Buffer],
+    timeout_s: float = SEND_TIMEOUT_S,
+    turns: WriteTurns | None = None,
 ) -> None:
-    """Writes what `write_now` has left; raises what `write_all` does."""
+    """Writes what `write_now` has left; raises what `write_all` does.
+
+    Args:
+        stream: The stream.
+        buffers: What is left.
+        timeout_s: How long the peer may take nothing.
+        turns: The turns of all who write much to sockets; None where nobody else is held up.
+    """
     if isinstance(stream, TlsStream):
         await stream.write_rest(buffers, timeout_s)
         return
@@ -212,7 +236,14 @@ async def write_rest(
             # Waiting comes first: the socket was full a moment ago.
             with trio.fail_after(timeout_s):
                 await trio.lowlevel.wait_writable(stream.socket)
+            if turns is None:
+                buffers = write_now(stream, buffers)
+                continue
+            if not turns.may_begin:
+                await turns.next_turn()
+            length = sum(map(len, buffers))
             buffers = write_now(stream, buffers)
+            turns.note_used(length - sum(map(len, buffers)))
         return
     data = memoryview(b"".join(buffers))
     for start in range(0, len(data), _SEND_BYTES):

@@ -44,6 +44,10 @@ from upr_server.net.streamer import streams_in_steps
 SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
 
+LONG_STEP_S: Final = 0.0005
+"""A step that takes so long counts as long: of hundreds of connections with such steps only some
+have one in a turn of the loop, while others are answered in each."""
+
 YIELD_BYTES: Final = 64 * 1024
 """A connection that has sent so much at a time lets others have their turn before it sends more."""
 
@@ -136,6 +140,10 @@ class AcceptedConnection:
         not be applied at once. To join them again after each would take quadratic time."""
         self._bytes_in = 0
         self._bytes_out = 0
+        self._has_worked_long = False
+        """Whether its last step took long."""
+        self._has_sent_much = False
+        """Whether so much was sent the last time that others have their turn before more is."""
         self._write_pause_s = 0.0
         """How long to write nothing, because of the user's limits."""
 
@@ -223,6 +231,7 @@ class AcceptedConnection:
             and not self._unwritten
             and session.state in _CONVERSING
             and session.outgoing_bytes < LARGE_ANSWER_BYTES
+            and (not self._has_sent_much or self._resources.write_turns.may_begin)
         ):
             try:
                 length = self._send(now)
@@ -249,7 +258,7 @@ class AcceptedConnection:
                 scope.cancel()
                 return
             self._bytes_in += count
-            self._resources.read_turns.note_read(count)
+            self._resources.read_turns.note_used(count)
             if self._frame.nbytes:
                 self._frame.note_read(count, session.now)
             has_whole_frame = await self._handle_frames()
@@ -266,12 +275,16 @@ class AcceptedConnection:
     async def _handle_frames(self) -> bool:
         """Handles every whole frame that has come; whether there was any."""
         handled_before, events = self._handled_count, self.session.messages()
+        if self._has_worked_long:
+            await self._wait_for_step_turn()
         now = self.session.now
         try:
             while (continuation := self._handle_in_step(events, now)) is not None:
                 if not self._is_ready:
                     self._note_ready()
                 await continuation()
+                if self._has_worked_long:
+                    await self._wait_for_step_turn()
                 now = trio.current_time()
         except RemoteProtocolError as error:
             log.warning(
@@ -290,6 +303,20 @@ class AcceptedConnection:
             self._is_ready = True
             self._ready.set()
             self._resources.young_objects.note_made(CONNECTION_OBJECTS)
+
+    async def _wait_for_step_turn(self) -> None:
+        """The last step took long: others have their turn before the next, where such steps add
+        up."""
+        self._has_worked_long = False
+        turns = self._resources.step_turns
+        if not turns.may_begin:
+            await turns.next_turn()
+
+    def _note_worked(self, worked_s: float) -> None:
+        """So much of a step is done."""
+        if worked_s > LONG_STEP_S:
+            self._has_worked_long = True
+            self._resources.step_turns.note_used(worked_s)
 
     def _handle_in_step(self, events: Iterator[Message], now: float) -> Continuation | None:
         """Handles frames for one step that begins at `now`, and writes what that has made for this
@@ -315,6 +342,7 @@ class AcceptedConnection:
                 steps = self._handle(message)
                 if steps is not None:
                     self._handled_count += 1
+                    self._note_worked(trio.current_time() - began)
                     return partial(self._finish_handling, message, steps)
                 if type(message) in _LOG_IN:
                     self._handled_count += 1
@@ -324,8 +352,12 @@ class AcceptedConnection:
                 return self._wait_for_backlog
             if has_applied and not self.session.has_unread:
                 return None
-            if trio.current_time() - began > SLICE_S:
-                return trio.lowlevel.checkpoint
+            worked_s = trio.current_time() - began
+            if worked_s > LONG_STEP_S:
+                self._has_worked_long = True
+                if worked_s > SLICE_S:
+                    self._note_worked(worked_s)
+                    return trio.lowlevel.checkpoint
 
     async def _wait_after_log_in(self) -> None:
         """Waits before anything is handled that the client has sent behind its log-in: until a
@@ -345,7 +377,7 @@ class AcceptedConnection:
     async def _wait_for_read_turn(self) -> None:
         # A read of a MiB takes about a millisecond. Hundreds of peers that send at the same time
         # would else hold the loop for hundreds.
-        if not self._resources.read_turns.may_read:
+        if not self._resources.read_turns.may_begin:
             self._frame.stop_waiting(trio.current_time())
             await self._resources.read_turns.next_turn()
 
@@ -414,16 +446,23 @@ class AcceptedConnection:
 
     async def _finish_handling(self, message: Message, steps: Iterator[None]) -> None:
         """Does the steps that are left to do for a message; others have their turn before each."""
-        while True:
+        turns, has_more = self._resources.step_turns, True
+        while has_more:
             self.wake()
-            await trio.lowlevel.checkpoint()
+            if turns.may_begin:
+                await trio.lowlevel.checkpoint()
+            else:
+                await turns.next_turn()
+            began = trio.current_time()
             try:
-                if remaining_steps(steps) is None:
-                    break
+                has_more = remaining_steps(steps) is not None
             except Exception:
                 log.exception("request failed", peer=self.peer, request=type(message).__name__)
                 self.context.fail(message)
-                break
+                has_more = False
+            worked_s = trio.current_time() - began
+            turns.note_used(worked_s)
+            self._has_worked_long = worked_s > LONG_STEP_S
         if self.context.backlog.is_full:
             await self._wait_for_backlog()
 
@@ -463,16 +502,29 @@ class AcceptedConnection:
 
     async def _flush(self) -> None:
         """Writes until there is nothing to write now."""
+        resources = self._resources
         await self._pause_writing()
+        if self._has_sent_much:
+            await self._wait_for_write_turn()
         length = len(self._unwritten) or self._send(trio.current_time())
         while length:
             if self._unwritten:
-                await write_rest(self._stream, self._unwritten, self._resources.send_timeout_s)
+                await write_rest(
+                    self._stream, self._unwritten, resources.send_timeout_s, resources.write_turns
+                )
                 self._has_sent()
             elif length >= YIELD_BYTES:
                 await trio.lowlevel.checkpoint()
             await self._pause_writing()
+            if self._has_sent_much:
+                await self._wait_for_write_turn()
             length = self._send(trio.current_time())
+
+    async def _wait_for_write_turn(self) -> None:
+        """Much was sent the last time: others have their turn before more is, where that adds
+        up."""
+        if not self._resources.write_turns.may_begin:
+            await self._resources.write_turns.next_turn()
 
     async def _pause_writing(self) -> None:
         if self._write_pause_s:
@@ -504,6 +556,7 @@ class AcceptedConnection:
                     Status.INTERNAL, "internal error in a stream; the server's log has the cause"
                 )
         length = session.outgoing_bytes
+        self._has_sent_much = length + left_out >= YIELD_BYTES
         if not length:
             return left_out
         self._bytes_out += length
@@ -511,6 +564,9 @@ class AcceptedConnection:
             self._write_pause_s = usage.pause_after_writing(length, now)
         self._unwritten = session.take_outgoing(now)
         self._unwritten = write_now(self._stream, self._unwritten)
+        if self._has_sent_much:
+            unwritten_bytes = sum(map(len, self._unwritten))
+            self._resources.write_turns.note_used(length + left_out - unwritten_bytes)
         if self._unwritten:
             # What the streamer has added is bounded by itself, and holds up no request.
             context.backlog.begin_write(reply_bytes)

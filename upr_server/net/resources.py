@@ -19,7 +19,15 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
-from upr_server.net.turns import ReadTurns, Turns
+from upr_server.net.turns import (
+    STEP_LANES,
+    TURN_READ_BYTES,
+    TURN_STEPS_S,
+    TURN_WRITE_BYTES,
+    WRITE_LANES,
+    BudgetedTurns,
+    Turns,
+)
 from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
 from upr_server.user_store import UserStore
 
@@ -108,6 +116,8 @@ class ServerResources:
         streams_may_begin: Notified when streams may begin of partitions of which none could.
         scratch: What sockets are read into.
         read_turns: The turns of reads of large bodies.
+        write_turns: The turns of writers that have much to write.
+        step_turns: The turns of connections whose requests take long.
         wait_turns: The turns of answers to those who wait for numbers.
     """
 
@@ -130,7 +140,20 @@ class ServerResources:
     step_writes: StepWrites = attrs.field(factory=StepWrites)
     streams_may_begin: Notifier = attrs.field(factory=Notifier)
     scratch: memoryview = attrs.field(factory=new_scratch)
-    read_turns: ReadTurns = attrs.field(
-        default=attrs.Factory(lambda self: ReadTurns(self.turn_timer), takes_self=True)
+    read_turns: BudgetedTurns = attrs.field(
+        default=attrs.Factory(
+            lambda self: BudgetedTurns(self.turn_timer, TURN_READ_BYTES), takes_self=True
+        )
+    )
+    write_turns: BudgetedTurns = attrs.field(
+        default=attrs.Factory(
+            lambda self: BudgetedTurns(self.turn_timer, TURN_WRITE_BYTES, WRITE_LANES),
+            takes_self=True,
+        )
+    )
+    step_turns: BudgetedTurns = attrs.field(
+        default=attrs.Factory(
+            lambda self: BudgetedTurns(self.turn_timer, TURN_STEPS_S, STEP_LANES), takes_self=True
+        )
     )
     wait_turns: Turns = attrs.field(factory=Turns)

@@ -37,6 +37,11 @@ DISK_BATCH_BYTES: Final = 256 * 1024
 """The same for chunks that were read from disk. Each connection has its own copy of them, so this
 bounds the memory of a connection."""
 
+ITEM_BYTES: Final = 8 * 1024
+"""What it costs to put an item into the session, as bytes beside its own: 20 µs and more, as a
+snapshot is closed and encoded for its first reader. A consumer of 1,024 partitions, all of which
+had a change, took 54 ms in one step."""
+
 # An enum's attributes are slow to look up.
 _STREAMING: Final = SessionState.STREAMING
 _BETWEEN: Final = StreamState.BETWEEN
@@ -147,6 +152,7 @@ class Streamer:
 
     __slots__ = (
         "_current_stream",
+        "_item_bytes",
         "_left_out_bytes",
         "_name",
         "_session",
@@ -163,6 +169,8 @@ class Streamer:
         self.disk_streams: dict[_Stream, None] = {}
         self._current_stream: _Stream | None = None
         """The stream whose snapshot is being sent."""
+        self._item_bytes = 0
+        """What the items of this step have cost beside their bytes."""
         self._left_out_bytes = 0
         """What the rows would have taken, in this step, that no stream asks for."""
 
@@ -280,23 +288,27 @@ class Streamer:
 
     def step(self) -> int:
         """Puts about `BATCH_BYTES` of what there is to stream into the session, as far as the
-        consumer's window allows. Rows that are left out count like those that are sent.
+        consumer's window allows. Rows that are left out count like those that are sent, and each
+        item counts as `ITEM_BYTES` more.
 
         With the window shut, what was sent whole is still ended and barriers come back; but no
         snapshot is begun, so that what arrives meanwhile is deduplicated.
 
         Returns:
-            The bytes of the rows that were left out.
+            The bytes of the rows that were left out; and where the step ends before all was sent,
+            what the items cost beside their bytes.
         """
-        self._left_out_bytes = 0
+        self._item_bytes = self._left_out_bytes = 0
         self._fill()
-        return self._left_out_bytes
+        cost = self._left_out_bytes + self._item_bytes
+        is_cut = self._session.outgoing_bytes + cost >= BATCH_BYTES
+        return cost if is_cut else self._left_out_bytes
 
     def _fill(self) -> None:
         session = self._session
         while (
             session.state is _STREAMING
-            and session.outgoing_bytes + self._left_out_bytes < BATCH_BYTES
+            and session.outgoing_bytes + self._left_out_bytes + self._item_bytes < BATCH_BYTES
         ):
             stream = self._current_stream
             if stream is None:
@@ -307,6 +319,7 @@ class Streamer:
                 # Fixed here: a partition that is written without pause must not keep the turn.
                 stream.turn_end = SeqNo(stream.partition.rows.high)
             is_open = session.window.left > 0
+            self._item_bytes += ITEM_BYTES
             if is_open and self._send_whole(stream):
                 continue
             if not is_open and not stream.only_end_is_missing:

@@ -10,6 +10,20 @@ TURN_READ_BYTES: Final = 2 * 1024 * 1024
 """Bytes after which no large read begins in the same turn of the loop. A MiB takes about a
 millisecond."""
 
+TURN_WRITE_BYTES: Final = 4 * 1024 * 1024
+"""The same for writes, of which a MiB takes half as long."""
+
+WRITE_LANES: Final = 3
+"""Writers that have their turn together: what they write comes to `TURN_WRITE_BYTES`."""
+
+
+TURN_STEPS_S: Final = 0.006
+"""Seconds in which connections answer requests in one turn of the loop, before those wait whose
+last step took long."""
+
+STEP_LANES: Final = 3
+"""Connections with long steps that have their turn together: a step takes up to 2 ms."""
+
 
 class TurnCounter(Protocol):
     """Counts the loop's turns."""
@@ -37,37 +51,44 @@ class Turns:
             await trio.lowlevel.checkpoint()
 
 
-class ReadTurns:
-    """The turns of large reads: any number in a turn of the loop, until they come to
-    `TURN_READ_BYTES`; then one in each turn, until nobody waits. A few publishers of large batches
-    never wait, and hundreds of them hold up others no longer than one does.
+class BudgetedTurns:
+    """The turns of long work, for instance of large reads: any number of pieces in a turn of the
+    loop, until they come to a budget; then one of each lane in each turn, until nobody waits. A few
+    connections never wait, and hundreds of them hold up others no longer than a few do.
 
     Args:
-        turn_counter: Counts the loop's turns. If it stands still, each read waits after the first
-            `TURN_READ_BYTES`.
+        turn_counter: Counts the loop's turns. If it stands still, each piece waits once the budget
+            is used up.
+        budget: Bytes, or seconds, after which no further piece begins in the same turn.
+        lanes: How many of those that wait have their turn together.
     """
 
-    __slots__ = ("_nbytes", "_turn", "_turn_counter", "_turns")
+    __slots__ = ("_budget", "_lanes", "_next_lane", "_turn", "_turn_counter", "_used")
 
-    def __init__(self, turn_counter: TurnCounter) -> None:
+    def __init__(self, turn_counter: TurnCounter, budget: float, lanes: int = 1) -> None:
         self._turn_counter = turn_counter
-        self._turns = Turns()
+        self._budget = budget
+        self._lanes = tuple(Turns() for _ in range(lanes))
+        self._next_lane = 0
         self._turn = -1
-        self._nbytes = 0
-        """What was read in that turn."""
+        self._used = 0.0
+        """What was used in that turn."""
 
     @property
-    def may_read(self) -> bool:
-        """Whether a large read may begin now."""
+    def may_begin(self) -> bool:
+        """Whether a piece may begin now."""
         is_new_turn = self._turn != self._turn_counter.turn_count
-        return not self._turns.has_waiting and (is_new_turn or self._nbytes < TURN_READ_BYTES)
+        is_below = is_new_turn or self._used < self._budget
+        return is_below and not any(lane.has_waiting for lane in self._lanes)
 
     async def next_turn(self) -> None:
-        """Waits until a large read may begin, behind those that wait already."""
-        await self._turns.next_turn()
+        """Waits until a piece may begin, behind those that wait already."""
+        lane = self._lanes[self._next_lane]
+        self._next_lane = (self._next_lane + 1) % len(self._lanes)
+        await lane.next_turn()
 
-    def note_read(self, nbytes: int) -> None:
-        """Counts what was read."""
+    def note_used(self, amount: float) -> None:
+        """Counts a piece, once it is done."""
         if self._turn != self._turn_counter.turn_count:
-            self._turn, self._nbytes = self._turn_counter.turn_count, 0
-        self._nbytes += nbytes
+            self._turn, self._used = self._turn_counter.turn_count, 0.0
+        self._used += amount

@@ -340,7 +340,7 @@ class Flusher:
         try:
             await self._store.ask(Commit(self._bucket.name, writes))
         except DiskFullError as error:
-            return str(error)
+            return str(error) or "the disk is full"
         return ""
 
     @property
