@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import merge
 from operator import attrgetter
-from typing import Final
+from typing import Final, cast
 
 from upr_kernel import gather
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.counters import counter_bytes
-from upr_server.engine.snapshots.document_arrays import DocumentArray
+from upr_server.engine.snapshots.document_arrays import DocumentArray, Rows
 
 SEGMENT_BYTES: Final = 256 * 1024
 """Neighbouring arrays share a segment up to this: a send of that size already runs at memory
@@ -101,9 +100,7 @@ class Segment:
             return arrays[0].whole(start, end)
         rows = [part for array in arrays for part in array.rows(start, end)]
         documents = Chunk(gather(rows, start, end))
-        if not counters:
-            return documents
-        return Chunk.build(merge(documents, counters, key=_SEQ), start, end)
+        return _merged(documents, counters, start, end) if counters else documents
 
     def find(self, seq: int) -> Mutation:
         """The mutation with this number. O(log mutations).
@@ -136,6 +133,27 @@ class Segment:
             if id(array) not in counted_arrays:
                 counted_arrays.add(id(array))
                 memory.arrays += array.nbytes
+
+
+def _merged(documents: Chunk, counters: Sequence[Mutation], start: SeqNo, end: SeqNo) -> Chunk:
+    """Documents and counters, by number. O(counters log documents), and a copy: 4,000 documents as
+    rows took 8 ms."""
+    seqs = cast("Sequence[int]", documents.seqs)
+    counter_rows, document_rows = Chunk.build(counters).encode(), documents.encode()
+    parts: list[Rows] = []
+    low = low_counter = 0
+    while low_counter < len(counters):
+        high = bisect_left(seqs, counters[low_counter].seq, low)
+        if high > low:
+            parts.append((document_rows, low, high, None, None, 0))
+        low, high_counter = high, len(counters)
+        if low < documents.count:
+            high_counter = bisect_left(counters, seqs[low], low_counter, key=_SEQ)
+        parts.append((counter_rows, low_counter, high_counter, None, None, 0))
+        low_counter = high_counter
+    if low < documents.count:
+        parts.append((document_rows, low, documents.count, None, None, 0))
+    return Chunk(gather(parts, start, end))
 
 
 def segments_of(
