@@ -340,3 +340,35 @@ def test_to_store_many_large_values_costs_little(is_mixed: bool) -> None:
         item = get_item(partition, key)
         assert item is not None
         assert (len(item.value), item.expiry) == (size, 2_000_000_000)
+
+
+def test_items_that_expire_all_the_time_do_not_make_a_batch_begin_again_and_again() -> None:
+    """Each restart doubled the slices, up to a step of 40 ms."""
+    partition, count = new_partition(), 1000
+    rows = [Mutation(Operation.SET, b"old %d" % row, expiry=int(NOW) + 1) for row in range(20_000)]
+    send(partition, *rows)
+    delta = CounterDelta(1, 0).encode()
+    batch = batch_of(
+        Chunk.build([Mutation(Operation.INCREMENT, b"%d" % row, delta) for row in range(count)])
+    )
+    now = NOW + 2
+    evaluation = partition.evaluate(batch, now=now)
+    assert evaluation is not None
+    longest, cost = 0, 0
+    for _ in range(200):
+        assert not evaluation.step(cost_max=200)
+        longest, cost = max(longest, evaluation.cost - cost), evaluation.cost
+        if evaluation.is_done:
+            break
+        partition.expire(now)
+    assert evaluation.is_done
+    # To cut 256 rows costs 512, and is not divided.
+    assert longest < 4 * 200
+    # It began again once, and then nothing expired before it was applied.
+    assert not partition.may_expire(now)
+    assert partition.mutate(batch, now=now, evaluation=evaluation).status is Status.OK
+    partition.release_expiry()
+    assert partition.expire(now)
+    while partition.has_expired(now):
+        partition.expire(now)
+    assert partition.item_count == count

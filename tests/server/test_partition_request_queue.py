@@ -380,3 +380,28 @@ async def test_an_item_that_had_expired_on_disk_is_not_deleted_once_the_node_was
         assert partition.high_seq == 1
         assert await value_of(peer, COLD) == b"lasts"
         assert not partition.eviction.pin_count
+
+
+async def test_items_expire_again_when_the_request_that_held_them_is_done(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldReads(FindItems)
+    async with a_cold_key(store) as (server, disk), speaking(server) as peer:
+        partition = disk.bucket.partitions[0]
+        expiry = int(server.connections.resources.time()) + 2
+        row = Mutation(Operation.SET, b"short-lived", b"v", expiry=expiry)
+        await answer_to(peer, await send(peer, Chunk.build([row]), MEMORY))
+        store.released = trio.Event()
+        await ask(peer, 1)
+        await trio.testing.wait_all_tasks_blocked()
+        # As an evaluation does that has begun again.
+        partition.hold_expiry()
+        await trio.sleep(5)
+        now = server.connections.resources.time()
+        assert not partition.may_expire(now)
+        assert not partition.expire(now)
+        store.released.set()
+        await peer.hear(GetReply)
+        await trio.testing.wait_all_tasks_blocked()
+        assert partition.may_expire(now)
+        assert partition.expire(now) == 1

@@ -158,7 +158,7 @@ class Upkeep:
             for partition_count, partition in enumerate(bucket.partitions, 1):
                 if bucket not in self._disks:
                     break  # deleted at a checkpoint
-                while partition.has_expired(now):
+                while partition.may_expire(now):
                     partition.expire(now)  # a few items
                     await trio.lowlevel.checkpoint()
                 await _repeat(partial(partition.clean_expiries, EXPIRIES_STEP))

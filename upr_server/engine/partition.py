@@ -127,6 +127,7 @@ class Partition:
 
     __slots__ = (
         "_expiries",
+        "_holds_expiry",
         "_lookup",
         "_on_update",
         "begins_no_stream",
@@ -185,6 +186,7 @@ class Partition:
         self.purge_seq = image.purge_seq
         self.indexed_items = image.item_count
         self.begins_no_stream = False
+        self._holds_expiry = False
 
     def __repr__(self) -> str:
         return f"<Partition {self.id}, {self.state.name.lower()}, at {self.high_seq}>"
@@ -415,16 +417,29 @@ class Partition:
         return self._expiries.clean(entries_max) > 0
 
     def has_expired(self, now: float) -> bool:
-        """Whether `expire` has something to do."""
+        """Whether it is active, and items have expired, or may have."""
         return self.state is _ACTIVE and self._expiries.is_due(now)
+
+    def may_expire(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return not self._holds_expiry and self.has_expired(now)
+
+    def hold_expiry(self) -> None:
+        """Has `expire` and `expire_stored` do nothing until `release_expiry`: a batch is being
+        worked out, and would have to begin again. Meanwhile expired items read as missing."""
+        self._holds_expiry = True
+
+    def release_expiry(self) -> None:
+        """The batch is applied, or given up."""
+        self._holds_expiry = False
 
     def expire(self, now: float) -> int:
         """Deletes items that have expired, `EXPIRE_MAX` at most, if the partition is active.
 
         Returns:
-            How many. There may be more: see `has_expired`.
+            How many. There may be more: see `may_expire`.
         """
-        if self.state is not _ACTIVE:
+        if self.state is not _ACTIVE or self._holds_expiry:
             return 0
         expired = self._expire_due(now)
         if expired:
@@ -465,7 +480,7 @@ class Partition:
         newest_seq, is_tombstone = self.table.newest(key)
         # A key that the table does not have (0) was evicted, so the disk's item is the newest.
         has_changed = newest_seq and (is_tombstone or newest_seq != seq)
-        if self.state is not _ACTIVE or has_changed:
+        if self.state is not _ACTIVE or has_changed or self._holds_expiry:
             return False
         if self.eviction.pinned < self.eviction.restored:
             return False

@@ -175,6 +175,8 @@ class PartitionRequestQueue:
                     return False
             return True
         finally:
+            # An evaluation that began again may hold it.
+            self._partition.release_expiry()
             eviction.unpin(pin)
 
     async def _fetch(self, missing: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
