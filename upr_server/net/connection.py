@@ -350,7 +350,7 @@ class AcceptedConnection:
             self._handled_count += 1
             if self.context.backlog.is_full:
                 return self._wait_for_backlog
-            if has_applied and not self.session.has_unread:
+            if not self.session.has_unread:
                 return None
             worked_s = trio.current_time() - began
             if worked_s > LONG_STEP_S:
@@ -406,7 +406,8 @@ class AcceptedConnection:
         if self._unjoined_frames:
             self._unjoined_frames -= 1
             return False
-        sets = self.context.read_sets()
+        # A frame whose body is being received by itself is no such `SET`.
+        sets = None if self.session.unfinished_body_bytes else self.context.read_sets()
         if sets is None:
             return False
         try:

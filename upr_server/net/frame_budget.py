@@ -172,11 +172,11 @@ class FrameBudget:
     @property
     def holds_up_frames(self) -> bool:
         """Whether a frame that has begun may have to wait for its turn."""
-        return self.is_dropping or self.is_short
+        return self.is_dropping or self.used > self._limit
 
     def set_held_bytes(self, frame: UnfinishedFrame, nbytes: int, *, is_new: bool) -> None:
         """`frame` holds `nbytes` from now on. O(1)."""
-        was_short, used_before = self.is_short, self.used
+        used_before = self.used
         self.used += nbytes - frame.nbytes
         if frame.nbytes and (is_new or not nbytes):
             # Taken out even if it holds something again: a new frame goes to the end of the order,
@@ -186,7 +186,7 @@ class FrameBudget:
         if nbytes and frame not in self._frames:
             self._frames[frame] = None
             self._count_by_address[frame.address] += 1
-        if was_short:
+        if used_before > self._limit:
             self._changed.notify()
         if used_before <= self._limit < self.used or used_before <= self._hard_limit < self.used:
             self._is_exceeded.notify()
