@@ -77,13 +77,14 @@ class Bundle:
         chunk: The operations.
         runs: The runs.
         bounds: Where each run begins in the chunk, and where the last ends.
+        shortest_run_rows: The rows of the shortest run.
 
     Raises:
         ChunkError: There is no run or there are too many, a run has no rows, there are too many
             rows, the runs' rows are not those of the chunk, or the partitions do not rise.
     """
 
-    __slots__ = ("_directory", "bounds", "chunk", "runs")
+    __slots__ = ("_directory", "bounds", "chunk", "runs", "shortest_run_rows")
 
     def __init__(self, chunk: Chunk, runs: Iterable[BundleRun]) -> None:
         runs = tuple(runs)
@@ -91,7 +92,8 @@ class Bundle:
             raise ChunkError(f"a bundle has 1 to {BUNDLE_RUNS_MAX} runs, not {len(runs)}")
         counts = list(map(_ROW_COUNT, runs))
         bounds = tuple(accumulate(counts, initial=0))
-        if min(counts) < 1:
+        shortest_run_rows = min(counts)
+        if shortest_run_rows < 1:
             raise ChunkError("a run of a bundle has no rows")
         if bounds[-1] > BUNDLE_MUTATIONS_MAX:
             raise ChunkError(
@@ -107,6 +109,7 @@ class Bundle:
         self.chunk = chunk
         self.runs = runs
         self.bounds = bounds
+        self.shortest_run_rows = shortest_run_rows
         self._directory: bytes | None = None
 
     @classmethod

@@ -136,12 +136,12 @@ class _BundleRequest(OrderedReply):
         self._request = request
         self._batches = batches
         self._flusher = context.disk.flusher
-        self._results: list[RunResult | None] = [None] * len(batches)
+        self._results: list[RunResult | None] = [None] * len(self.partitions)
         self._lines = b""
         """What became of the runs, as the kernel said, if all were applied and answered at once."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
-        self._unfinished_count = len(batches)
+        self._unfinished_count = len(self.partitions)
         self._failures: list[tuple[int, int]] = []
         self._counters: list[tuple[int, int]] = []
         self._is_wrong_node = False
@@ -150,19 +150,20 @@ class _BundleRequest(OrderedReply):
 
     def apply(self) -> Iterator[None]:
         """Starts every run; yields where others should have their turn."""
-        order = self._context.reply_order
+        order, bundle = self._context.reply_order, self._request.bundle
         is_owed = bool(order.newest)
         if is_owed:
             order.add(self)
-        run_indexes: Iterable[int] = range(len(self._batches))
-        if self._batches.columns.is_unconditional:
+        run_count = len(self.partitions)
+        run_indexes: Iterable[int] = range(run_count)
+        if self._batches.columns.is_unconditional and bundle.shortest_run_rows < LONG_RUN_ROWS:
             lines, run_indexes = yield from self._set_runs()
             if self._request.durability is _MEMORY:
                 if not run_indexes:
                     self._lines, self._unfinished_count = lines, 0
                     order.complete(self)
                     return
-                if len(run_indexes) < len(self._batches):
+                if len(run_indexes) < run_count:
                     self._set_results(lines)
         cost = 0
         for index in run_indexes:
@@ -195,11 +196,7 @@ class _BundleRequest(OrderedReply):
         context, batches, bundle = self._context, self._batches, self._request.bundle
         bucket = context.bucket
         runs = bundle.runs[low:high]
-        if (
-            bucket is None
-            or self._flusher.full
-            or all(run.row_count >= LONG_RUN_ROWS for run in runs)
-        ):
+        if bucket is None or self._flusher.full:
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
         targets = self._targets(bucket, runs)
