@@ -194,7 +194,7 @@ class Partition:
     @property
     def high_seq(self) -> SeqNo:
         """The number of the newest mutation."""
-        return self.snapshots.high
+        return SeqNo(self.rows.high)
 
     @property
     def snapshot_end(self) -> SeqNo:
@@ -253,13 +253,13 @@ class Partition:
             # It may become active again, and the publisher will then send the batch again.
             self.repeated_batches.note_refused(token)
             return self._refusal(Status.WRONG_STATE)
-        high_before = self.snapshots.open.high
+        high_before = SeqNo(self.rows.high)
         if token is not None:
             answer = self.repeated_batches.answer_unless_new(batch, high_before)
             if answer is not None:
                 return self._refusal(answer) if isinstance(answer, Status) else answer
         if batch.is_plain:
-            return self._set_all(batch, now)
+            return self._set_all(batch, now, high_before)
         if evaluation is None:
             evaluation = Evaluation(batch, self, self._lookup, now)
             missing = evaluation.step(fetched)
@@ -276,8 +276,7 @@ class Partition:
         self, batch: MutationBatch, result: MutateResult, high_before: SeqNo
     ) -> MutateResult:
         """Keeps the answer to a batch that was applied, and tells of what it changed."""
-        token, snapshots = batch.token, self.snapshots
-        high = snapshots.open.high
+        token, high = batch.token, SeqNo(self.rows.high)
         if token is not None:
             if batch.chain or batch.attempt:
                 result = msgspec.structs.replace(result, chain=batch.chain, attempt=batch.attempt)
@@ -285,7 +284,7 @@ class Partition:
             self.repeated_batches.remember(token, result, high)
         # Last: a reader or observer that runs now sees the batch whole, with its answer.
         if high > high_before:
-            snapshots.wake()
+            self.snapshots.wake()
             if self._on_update is not None:
                 may_hold_designs = batch.columns.may_hold_designs
                 self._on_update(_design_keys(batch, result) if may_hold_designs else (), 1)
@@ -300,20 +299,20 @@ class Partition:
         # The clock may stand still or run backwards; the CAS never does.
         return Cas(max(self.rows.last_cas + 1, int(now * NANOSECONDS)))
 
-    def _set_all(self, batch: MutationBatch, now: float) -> MutateResult:
+    def _set_all(self, batch: MutationBatch, now: float, high_before: SeqNo) -> MutateResult:
         """Takes in a plain batch that is new."""
         # What has expired becomes a deletion before anything is written to it. There may be more
         # than one call deletes: the rest reads as missing, and is deleted later.
-        high_before = self.snapshots.open.high
         if self._expiries.is_due(now):
             self._expire_due(now, EXPIRE_BEFORE_RUN_MAX)
-        snapshot = self.snapshots.open
-        first_seq, first_cas = SeqNo(snapshot.high + 1), self.next_cas(now)
+        rows = self.rows
+        first_seq, first_cas = SeqNo(rows.high + 1), self.next_cas(now)
         columns, low, high = batch.columns, batch.low, batch.high
         count = high - low
         if count:
-            snapshot.add_rows(columns.chunk, low, high, first_seq, first_cas, self.table)
-            self.rows.last_cas = first_cas + count - 1
+            chunk = columns.chunk
+            self.snapshots.open.add_rows(chunk, low, high, first_seq, first_cas, self.table)
+            rows.last_cas = first_cas + count - 1
             if columns.may_expire:
                 self.note_expiries(columns, low, high, first_seq)
         result = MutateResult(

@@ -200,10 +200,11 @@ class DocumentList:
     def skip_all(self, seqs: list[int]) -> None:
         """Flags all of `seqs`, in any order."""
         skip_flags = self.skip_flags
-        uncovered = [seq for seq in seqs if seq not in skip_flags]
+        base = skip_flags.base if skip_flags else SEQ_MAX
+        uncovered = [seq for seq in seqs if seq < base]
         if len(uncovered) < len(seqs):
             for seq in seqs:
-                if seq in skip_flags:
+                if seq >= base:
                     skip_flags.skip(seq)
         if uncovered:
             uncovered.sort()
@@ -269,18 +270,20 @@ class DocumentList:
         for array in self._arrays[bisect_left(self._arrays, skip_flags.base, key=_FIRST) :]:
             if array.skip is None:
                 array.live = array.count - skip_flags.count_skipped(array.first, array.last)
-        live_bytes = sum(size for size, _ in self._live_sizes())
-        nbytes = sum(array.nbytes for array in self._arrays) + rows.row_bytes
+        sizes = self._live_sizes()
+        live_bytes = sum([size for size, _ in sizes])
+        nbytes = sum([array.nbytes for array in self._arrays]) + rows.row_bytes
         too_much = nbytes - 2 * live_bytes - SLACK_BYTES
         is_complete = True
         if too_much > 0 or len(self._arrays) > ARRAYS_TO_MERGE_MIN:
             is_complete = self._rewrite(self._rewrite_divisor(too_much))
+            sizes = self._live_sizes()
         excess = skip_flags.excess_flags(live)
         if excess and len(rows) and rows.first < skip_flags.base + excess:
             self.seal()
         self.move_flags_to_arrays(skip_flags.base + excess)
         rows.added = rows.superseded = 0
-        rows.mean_bytes = self._weighted_mean()
+        rows.mean_bytes = _weighted_mean(sizes)
         rows.tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if is_complete else 0
 
     def _live_sizes(self) -> list[tuple[int, int]]:
@@ -292,15 +295,6 @@ class DocumentList:
             live = count - self.skip_flags.count_skipped(rows.first, rows.last)
             sizes.append((rows.row_bytes * live // count, live))
         return sizes
-
-    def _weighted_mean(self) -> int:
-        """The mean size of a live document, each counted by its bytes: what the bytes are made of.
-
-        Where a few large documents stand among many tombstones, it is near the size of the large.
-        """
-        sizes = [(nbytes, live) for nbytes, live in self._live_sizes() if live]
-        total = sum(nbytes for nbytes, _ in sizes)
-        return sum(nbytes * nbytes // live for nbytes, live in sizes) // total if total else 0
 
     def count_added_bytes(self, nbytes: int) -> None:
         """Counts bytes that were added elsewhere towards the next tidying."""
@@ -317,9 +311,11 @@ class DocumentList:
             if too_much <= 0:
                 break
             freed = sum(
-                array.nbytes - array.live_bytes
-                for array in self._arrays
-                if divisor * array.live < array.count
+                [
+                    array.nbytes - array.live_bytes
+                    for array in self._arrays
+                    if divisor * array.live < array.count
+                ]
             )
             if freed >= too_much:
                 break
@@ -458,6 +454,18 @@ class DocumentList:
             assert outside == len(skipped_seqs), "a flag that is for no document"
             rows += [self.find(seq) for seq in seqs if seq not in skipped_seqs]
         return rows
+
+
+def _weighted_mean(sizes: Sequence[tuple[int, int]]) -> int:
+    """The mean size of a live document, each counted by its bytes: what the bytes are made of.
+
+    Where a few large documents stand among many tombstones, it is near the size of the large.
+
+    Args:
+        sizes: The live bytes and the live documents of each array.
+    """
+    total = sum([nbytes for nbytes, live in sizes if live])
+    return sum([nbytes * nbytes // live for nbytes, live in sizes if live]) // total if total else 0
 
 
 def has_large_value(chunk: Chunk, low: int, high: int) -> bool:

@@ -121,16 +121,13 @@ class OpenSnapshot:
             self._add_one_by_one(chunk, low, high, first_seq, first_cas, table)
             return
         documents, counters, count = self._documents, self._counters, high - low
-        skip_flags = documents.skip_flags
+        rows, skip_flags = self.rows, documents.skip_flags
         skip_flags.extend(first_seq, count)
         # A superseded number may be a counter's, which has no flag. While there are any, the table
         # returns what is superseded, and flags nothing.
         flags = bytearray() if counters else skip_flags.flags
-        superseded, fresh = table.put_run(
-            chunk, low, high, first_seq, self.start, skip_flags.base, flags
-        )
+        superseded, fresh = table.put_run(chunk, low, high, first_seq, rows.start, rows.base, flags)
         documents.add_rows(chunk, low, high, first_seq, first_cas)
-        rows = self.rows
         rows.high = first_seq + count - 1
         rows.live += fresh
         if superseded:

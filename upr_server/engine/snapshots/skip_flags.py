@@ -46,7 +46,7 @@ class SkipFlags:
         return len(self.flags)
 
     def __contains__(self, seq: int) -> bool:
-        return bool(self.flags) and seq >= self.base
+        return bool(self.flags) and seq >= self._rows.base
 
     def extend(self, first: SeqNo, count: int) -> None:
         """Covers `count` more numbers from `first` on, which must follow on the last covered."""
@@ -58,25 +58,27 @@ class SkipFlags:
         """Covers a number above all covered ones, and those between; returns how many."""
         if not self.flags:
             self._rows.base = seq
-        count = seq + 1 - self.base - len(self.flags)
+        count = seq + 1 - self._rows.base - len(self.flags)
         self.flags += bytes(count)
         return count
 
     def skip(self, seq: int) -> None:
         """Flags a covered number."""
-        self.flags[seq - self.base] = 1
+        self.flags[seq - self._rows.base] = 1
 
     def count_skipped(self, first: int, last: int) -> int:
         """How many of the numbers in [`first`, `last`] are flagged. At memory speed."""
-        return self.flags.count(1, first - self.base, last + 1 - self.base)
+        base = self._rows.base
+        return self.flags.count(1, first - base, last + 1 - base)
 
     def clear(self, first: int, last: int) -> None:
         """Takes back the flags of the numbers in [`first`, `last`]."""
-        self.flags[first - self.base : last + 1 - self.base] = bytes(last - first + 1)
+        base = self._rows.base
+        self.flags[first - base : last + 1 - base] = bytes(last - first + 1)
 
     def drop_below(self, seq: int) -> None:
         """Drops all flags below `seq`."""
-        del self.flags[: seq - self.base]
+        del self.flags[: seq - self._rows.base]
         self._rows.base = seq
 
     def excess_flags(self, live: int) -> int:
