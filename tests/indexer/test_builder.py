@@ -208,6 +208,7 @@ class ManyParts:
 
     def __init__(self, nbytes: int) -> None:
         self.resume_state = ResumeState(BUCKET)
+        self.position = self.resume_state.position
         self._parts = [part_of_snapshot(PartitionId(n), nbytes) for n in range(PARTS)]
 
     def __aiter__(self) -> ManyParts:
@@ -247,6 +248,7 @@ class Standing:
 
     def __init__(self) -> None:
         self.resume_state = ResumeState(BUCKET)
+        self.position = self.resume_state.position
 
 
 async def test_a_rollback_in_the_middle_of_a_snapshot_drops_what_came_of_it(tmp_path: Path) -> None:

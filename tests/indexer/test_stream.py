@@ -53,6 +53,7 @@ class Standing:
 
     def __init__(self, positions: dict[PartitionId, Position]) -> None:
         self.resume_state = ResumeState(BUCKET, positions)
+        self.position = self.resume_state.position
 
 
 def a_stream(folder: Path, pool: MemoryPool, pipeline: Pipeline) -> IndexerStream:
@@ -105,6 +106,7 @@ class CutInSnapshot:
 
     def __init__(self) -> None:
         self.resume_state = ResumeState(BUCKET, {PARTITION: position(1)})
+        self.position = self.resume_state.position
         self._parts = [part_of_snapshot(PARTITION, 10)]
 
     def flush_received_keys(self) -> None:

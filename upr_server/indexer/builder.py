@@ -215,7 +215,7 @@ class IndexBuilder:
         partition = getattr(event, "partition", None)
         if partition is None or partition in self._joined:
             return
-        mark = Mark(consumer.resume_state.position(partition))
+        mark = Mark(consumer.position(partition))
         if isinstance(event, ChunkReceived):
             self._assembler.add_chunk(partition, event.chunk, mark)
         elif isinstance(event, SnapshotEnd | StreamAccepted):

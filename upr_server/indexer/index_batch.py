@@ -132,7 +132,9 @@ class BatchAssembler:
         """Puts what came of a partition, which is at `mark` now. Without chunks the batch only
         moves the mark."""
         batch = self._open.pop(partition, None) or _OpenBatch(mark)
-        self.put_batch(IndexBatch(partition, mark, batch.chunks, nbytes=batch.nbytes))
+        self._pool.reserve(BATCH_OVERHEAD_BYTES)
+        nbytes = batch.nbytes + BATCH_OVERHEAD_BYTES
+        self._put(IndexBatch(partition, mark, batch.chunks, nbytes=nbytes))
 
     def is_open(self, partition: PartitionId) -> bool:
         """Whether chunks of a partition wait for the rest of their snapshot."""

@@ -246,7 +246,7 @@ class IndexerStream:
         self.is_rolling_back = True
         try:
             self._assembler.flush_partition(partition)
-            position = consumer.resume_state.position(partition)
+            position = consumer.position(partition)
             documents = _values(event.documents)
             nbytes = sum(len(key) + len(value or b"") for key, value in documents.items())
             self._pool.reserve(nbytes)
@@ -297,7 +297,7 @@ class IndexerStream:
 
 
 def _mark(consumer: RollbackConsumer, partition: PartitionId) -> Mark:
-    return Mark(consumer.resume_state.position(partition))
+    return Mark(consumer.position(partition))
 
 
 def _values(documents: Mapping[bytes, Item | None]) -> dict[bytes, bytes | None]:

@@ -24,6 +24,7 @@ from tests.kit.drawn_schedule import FailoverSchedule
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import apply_mutation
+from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import (
     ChunkReceived,
     Consumer,
@@ -49,7 +50,7 @@ from upr_protocol.client.rollback.received_keys import ReceivedVersion
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.failover import FailoverLog, Position
-from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import Get, Message
 
 URL = "upr://fake/b"
@@ -211,8 +212,11 @@ class Schedule(FailoverSchedule):
             raise
 
     def _keep(self, consumer: RollbackConsumer) -> None:
+        state = consumer.resume_state
+        for partition, position in state.positions.items():
+            assert consumer.position(partition) == position
         if self._atomic:
-            self._store.state = consumer.resume_state
+            self._store.state = state
 
     def _tear(self) -> None:
         """What a crash may leave of the record that was being written."""
@@ -427,6 +431,33 @@ async def test_a_rollback_below_the_received_keys_starts_the_partition_at_0(
         assert "do not reach down to it" in undone.reason
         assert isinstance(start, SnapshotStart)
         assert (start.start, start.end) == (0, 5)
+
+
+@pytest.mark.parametrize("start", [0, 9, 10, 11, 20, 25])
+async def test_keys_are_kept_with_the_branches_in_which_they_were_written(start: int) -> None:
+    """A chunk from the disk may have rows of several branches."""
+    log = FailoverLog.of_pairs([(3, 20), (2, 10), (1, 0)])
+    rows = [
+        Mutation(Operation.SET, b"k%d" % seq, b"", SeqNo(seq), Cas(1))
+        for seq in range(start + 1, start + 16)
+    ]
+    received: list[tuple[bytes, SeqNo, HistoryId]] = []
+
+    class Keys:
+        async def receive(
+            self, _partition: PartitionId, keys: list[tuple[bytes, SeqNo, HistoryId]]
+        ) -> None:
+            received.extend(keys)
+
+    consumer = RollbackConsumer(
+        cast("Consumer", None),
+        cast("RollbackPlanner", None),
+        cast("ReceivedKeysFile", Keys()),
+        (),
+    )
+    chunk = Chunk.build(rows, start=SeqNo(start))
+    await consumer._keep_chunk(ChunkReceived(PartitionId(0), chunk), log)
+    assert received == [(row.key, row.seq, log.branch_of(row.seq)) for row in rows]
 
 
 async def test_a_new_file_of_received_keys_knows_nothing_below_the_resume_state(
