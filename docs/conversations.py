@@ -183,7 +183,7 @@ async def _resume(client: Recorder, log: FailoverLog) -> None:
 async def _roll_back(client: Recorder, log: FailoverLog) -> None:
     elsewhere = FailoverLog.of_pairs([(0x0BAD_0BAD_0BAD_0BAD, 3), *log.pairs()])
     await client.stream(Position(elsewhere, SeqNo(7), SeqNo(7), None))
-    await client.stream(Position(log, SeqNo(3), SeqNo(3), None), opaque=3)
+    await client.stream(Position(elsewhere.up_to(SeqNo(3)), SeqNo(3), SeqNo(3), None), opaque=3)
     await client.say(Close())
 
 
@@ -260,8 +260,9 @@ async def _record() -> list[Conversation]:
             server,
             "A rollback",
             "The client followed another server, whose history branched off at 3, up to 7. This "
-            "server tells it to roll back to 3. The client undoes the changes above 3, removes the "
-            "entry of the other history, and asks again.",
+            "server tells it to roll back to 3. The client undoes the changes above 3, and asks "
+            "again. The entry of the other history is not above 3, so it remains in the client's "
+            "log until the answer `OK` replaces the log.",
             lambda client: _roll_back(client, log),
         )
         await record(server, "Reading keys", "One of the two requested keys is missing.", _get)

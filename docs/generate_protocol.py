@@ -16,7 +16,9 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 import typing
+from binascii import a2b_base64
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import zip_longest
@@ -45,6 +47,13 @@ from upr_protocol.ids import (
     SnapshotKind,
 )
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
+from upr_protocol.scram import (
+    SCRAM_PLUS,
+    FirstMessage,
+    ScramClient,
+    ScramServer,
+    new_verifier,
+)
 from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
 from upr_protocol.session.rules import CREDIT_MESSAGES, WINDOW_MESSAGES
 from upr_protocol.session.states import SESSION, STREAM, STREAM_INPUTS, StreamState
@@ -112,8 +121,15 @@ SENDERS: Final = {Role.CLIENT: "client", Role.SERVER: "server", Role.EITHER: "ei
 STATUS_RANGES: Final = (
     (0, 0, "Success."),
     (1, 31, "Answers to one request; the connection goes on."),
-    (32, 63, "Answers about one mutation of a run, in `MutateReply.failures`."),
-    (64, 127, "Why a stream ended, in `StreamEnd`."),
+    (
+        32,
+        63,
+        (
+            "Answers about one mutation of a run, in `MutateReply.failures`. `DAMAGED` occurs "
+            "there, too. A key that a `GetReply` refuses has `BAD_KEY` or `DAMAGED`."
+        ),
+    ),
+    (64, 127, "Why a stream ended, in `StreamEnd`. `ROLLBACK_NEEDED` also refuses a `Lease`."),
     (
         128,
         0xFFFF,
@@ -494,7 +510,13 @@ def map_fields() -> str:
     parts = []
     for kind, title in (
         (PartitionMap, "The map:"),
-        (Assignment, "The assignment of one partition; what has its default is left out:"),
+        (
+            Assignment,
+            (
+                "The assignment of one partition. An empty text, an empty object, the number 0 and "
+                "a point that is None are left out:"
+            ),
+        ),
         (
             HistoryPoint,
             "A point in a history; its numbers have 64 bits, and are **decimal text**:",
@@ -640,6 +662,55 @@ def client_tasks() -> str:
 
 
 # --- chunks, enumerations, codes and limits -------------------------------------------------------
+
+
+SCRAM_NONCE: Final = "rOprNGfwEbeRWgbNEkqO"
+SERVER_NONCE: Final = "%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0"
+SCRAM_SALT: Final = a2b_base64("W22ZaJ0SNY7soEsUEjb6gQ==")
+"""Those of the example in RFC 7677."""
+
+CERTIFICATE_HASH: Final = bytes(range(32))
+
+
+def log_in_examples() -> dict[str, str]:
+    """The messages of two log-ins by SCRAM: without channel binding and with it."""
+    unbound = ScramClient("user", "pencil", SCRAM_NONCE, CERTIFICATE_HASH)
+    final = unbound.client_final(scram_server(unbound, CERTIFICATE_HASH).server_first())
+    first_bytes, last_byte = CERTIFICATE_HASH[:3].hex(" "), CERTIFICATE_HASH[-1:].hex()
+    return {
+        "log_in_plain": log_in_example(None),
+        "log_in_bound": log_in_example(CERTIFICATE_HASH),
+        "binding_words": f"the 32 bytes `{first_bytes}` … `{last_byte}`",
+        "unbound_c": final.decode().split(",")[0].removeprefix("c="),
+    }
+
+
+def scram_server(client: ScramClient, binding: bytes) -> ScramServer:
+    """The server's side of the example, which has read the client's first message."""
+    message, offers_binding = client.client_first(), client.mechanism == SCRAM_PLUS
+    first = FirstMessage.read(client.mechanism, message, offers_binding=offers_binding)
+    verifier = new_verifier("pencil", SCRAM_SALT, limits.SCRAM_ITERATIONS_MIN)
+    return ScramServer(first, verifier, SERVER_NONCE, binding)
+
+
+def log_in_example(binding: bytes | None) -> str:
+    """The messages of one log-in."""
+    client = ScramClient(
+        "user", "pencil", SCRAM_NONCE, binding, server_offers_binding=binding is not None
+    )
+    server = scram_server(client, binding or b"")
+    challenge = server.server_first()
+    final = client.client_final(challenge)
+    outcome = server.server_final(final)
+    assert outcome is not None
+    client.check_server_final(outcome)
+    messages = (
+        (f"StartLogIn, {client.mechanism}", client.client_first()),
+        ("LogInChallenge", challenge),
+        ("ContinueLogIn", final),
+        ("LoggedIn", outcome),
+    )
+    return fenced("\n".join(f"{name}:\n    {data.decode()}" for name, data in messages))
 
 
 def chunk_layout() -> str:
@@ -919,6 +990,7 @@ def blocks() -> dict[str, str]:
         "operations": table(OPERATION_HEAD, operation_rows()),
         "counter_digits_max": number(COUNTER_DIGITS_MAX),
         "evaluated_bytes_max": size(EVALUATED_BYTES_MAX),
+        **log_in_examples(),
         "window_messages": allowance_sentence(WINDOW_MESSAGES, "it"),
         "credit_messages": allowance_sentence(CREDIT_MESSAGES, "it"),
         "batches_max": number(BATCHES_MAX),
@@ -954,6 +1026,37 @@ def blocks() -> dict[str, str]:
     }
 
 
+LINE_LENGTH: Final = 110
+"""Characters in a line of prose at most."""
+
+
+def filled(text: str) -> str:
+    """The document with its paragraphs and lists in lines of nearly the same length. Tables and
+    code stay as they are."""
+    filled_blocks, is_code = [], False
+    for block in text.split("\n\n"):
+        is_prose = not is_code and not block.startswith(("|", "#", "```", "<"))
+        is_code ^= block.count("```") % 2 == 1
+        filled_blocks.append(filled_block(block.rstrip("\n")) if is_prose else block)
+    return "\n\n".join(filled_blocks).rstrip("\n") + "\n"
+
+
+def filled_block(block: str) -> str:
+    """One paragraph, or the items of one list, broken into lines."""
+    lines = []
+    for item in re.split(r"\n(?=- |\d+\. )", block):
+        mark = re.match(r"- |\d+\. |", item)
+        assert mark is not None, "the empty text matches"
+        lines += textwrap.wrap(
+            one_line(item),
+            LINE_LENGTH,
+            subsequent_indent=" " * len(mark[0]),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
 def document() -> str:
     """The document.
 
@@ -961,7 +1064,7 @@ def document() -> str:
         KeyError: The prose calls for a block that there is not.
     """
     texts = blocks()
-    return re.sub(r"\{\{(\w+)\}\}", lambda call: texts[call[1]], PROSE.read_text())
+    return filled(re.sub(r"\{\{(\w+)\}\}", lambda call: texts[call[1]], PROSE.read_text()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -465,6 +465,11 @@ def _snapshots() -> Iterator[Case]:
         yield _server(f"StreamEnd with {status.name}", STREAMING, _stream_end(status))
     closed = (*INSIDE, (CLIENT, CloseStream(**OF_STREAM)))
     yield _server("a chunk of a stream that was closed", closed, _chunk(0, 10))
+    own, other = CloseStream(**OF_STREAM), CloseStream(partition=P0, opaque=3)
+    yield _client("CloseStream with the stream's opaque", STREAMING, own)
+    yield _client("CloseStream with another opaque", STREAMING, other)
+    yield _client("CloseStream before StreamReply", _asked_from(_position(0, 0)), own)
+    yield _client("CloseStream of a partition without a stream", IN_BUCKET, other)
     yield _server("StreamReply for a stream that nobody asked for", IN_BUCKET, _reply())
     yield _server("StreamReply twice", STREAMING, _reply())
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from docs.generate_protocol import (
+    LINE_LENGTH,
     OF_A_STREAM,
     PROSE,
     STATUS_RANGES,
@@ -17,6 +18,7 @@ from docs.generate_protocol import (
     blocks,
     document,
     example_conversation,
+    filled,
     main,
     recorded_conversations,
 )
@@ -78,6 +80,21 @@ def test_every_message_and_every_code_is_in_it() -> None:
         assert sum(low <= status <= high for low, high, _ in STATUS_RANGES) == 1
     for state in (*SESSION, *STREAM):
         assert f"| `{state.name}` | {state.value} |" in text
+
+
+def test_no_line_of_prose_is_long() -> None:
+    without_code = re.sub(r"```.*?```", "", document(), flags=re.DOTALL)
+    prose = [line for line in without_code.split("\n") if not line.startswith(("|", "#"))]
+    assert max(map(len, prose)) <= LINE_LENGTH
+
+
+def test_lists_and_code_keep_their_form() -> None:
+    words = " ".join(["word"] * 40)
+    code = "```text\n" + words + "\n\n- " + words + "\n```"
+    items = filled(f"- {words}\n- two\n\n{code}\n").split("\n\n", 1)
+    assert items[0].count("\n- ") == 1
+    assert all(line.startswith(("- ", "  ")) for line in items[0].split("\n"))
+    assert items[1] == code + "\n"
 
 
 def test_its_links_lead_somewhere() -> None:
@@ -170,7 +187,7 @@ def test_what_takes_from_the_window_is_read_from_the_rules() -> None:
         (CREDIT_MESSAGES, "`Mutate` takes its whole frame from it"),
     ):
         assert sentence in allowance_sentence(kinds, "it")
-        assert sentence in text
+        assert sentence in " ".join(text.split())
         for kind in MESSAGES.values():
             section = text.partition(f"\n### {kind.__name__}\n")[2].partition("\n### ")[0]
             allowance = "window" if kinds is WINDOW_MESSAGES else "credit"

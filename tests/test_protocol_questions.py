@@ -41,6 +41,7 @@ from upr_protocol.wire import (
     MESSAGES,
     Ack,
     Barrier,
+    BarrierReply,
     CloseStream,
     EventsReply,
     FrameBuffer,
@@ -120,6 +121,34 @@ def gaps_are_new() -> bool:
     return answers.answer_to(WriterToken(writer, 12)) == (None, False) and answers.answer_to(
         WriterToken(writer, 5)
     ) == (None, True)
+
+
+def applied_after(refusal_count: int) -> bool:
+    """Whether a run is applied if so many runs before it were refused, and none was sent again."""
+    answers, writer = PublisherAnswers(MemoryAccount()), b"writer of tests!"
+    answers.note_refused(WriterToken(writer, 1))
+    for counter in range(2, refusal_count + 1):
+        answers.refuse_overtaking(WriterToken(writer, counter))
+    return not answers.refuse_overtaking(WriterToken(writer, refusal_count + 1))
+
+
+def ends_of_barrier_without_stream() -> object:
+    """What a barrier brings back to a client that has no stream."""
+    pair = Pair.in_state(SessionState.STREAMING)
+    pair.client_says(Barrier(b"cookie"))
+    pair.server.next_partition()
+    return [message.ends for message in pair.to_client() if isinstance(message, BarrierReply)]
+
+
+def start_after_rollback(history_begins_at: int) -> object:
+    """Where a client goes on that rolled back to 3, and whose log still has a history of its own
+    that begins at this number."""
+    server, client = (
+        FailoverLog.of_pairs([(1, 0)]),
+        FailoverLog.of_pairs([(2, history_begins_at), (1, 0)]),
+    )
+    position = Position(client, SeqNo(3), SeqNo(3), None)
+    return decide_start(server, SeqNo(9), SeqNo(0), position)
 
 
 def start_at(seq: int) -> object:
@@ -266,7 +295,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "may eight zeros follow the last field?": (
-        "After the last field of a body come at most 7 bytes, all zeros; anything else is an error",
+        "come at most 7 bytes, all zeros. Otherwise the message is malformed",
         lambda: not is_readable(bytes(16)) and is_readable(bytes(8)),
     ),
     "how long may a frame be before the bucket is open?": (
@@ -320,6 +349,18 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
             and not is_allowed(Barrier(bytes(65)))
             and not is_allowed(Barrier(b""))
         ),
+    ),
+    "does a barrier come back if there is no stream?": (
+        "If the client has no stream, the server returns the barrier at once, without `ends`",
+        lambda: ends_of_barrier_without_stream() == [()],
+    ),
+    "what if a client never sends a refused run again?": (
+        "After 64 refusals in succession the server regards the refused runs as given up",
+        lambda: applied_after(64) and not applied_after(63),
+    ),
+    "does a client that rolls back to a number keep the entry at this number?": (
+        "a client that rolls back to exactly this number keeps the entry",
+        lambda: isinstance(answer := start_after_rollback(3), Start) and answer.seq == 3,
     ),
     "after how long a silence is the other side dead?": (
         "has received nothing for 2 intervals, it regards the connection as broken",

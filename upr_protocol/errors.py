@@ -38,7 +38,7 @@ class Status(IntEnum):
     TOO_FEW_REPLICAS = 20
     NOT_ALLOWED = 21
 
-    # An answer about one mutation of a batch.
+    # An answer about one mutation of a run.
     EXISTS = 32
     NOT_FOUND = 33
     CAS_MISMATCH = 34
@@ -85,7 +85,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.BAD_ARGUMENT: "correct the request",
     Status.UNSUPPORTED: "this server does not support it; do without, or use one that does",
     Status.TEMPORARY_FAILURE: "try again later",
-    Status.TOKEN_TOO_OLD: "the answer was forgotten; read the keys to see the batch's effect",
+    Status.TOKEN_TOO_OLD: "the answer was forgotten; read the keys to see the run's effect",
     Status.HISTORY_CHANGED: "a failover happened meanwhile; read the keys to see what was kept",
     Status.TIMED_OUT: "ask again, or allow more time",
     Status.LIMIT_REACHED: "release some first, or ask for less at a time",
@@ -93,12 +93,12 @@ ADVICE: Final[dict[Status, str]] = {
     Status.RANGE_GONE: "read again from the beginning, and renew leases in time",
     Status.SUPERSEDED: "a newer run of this task, or a consumer of the same name, is active; stop",
     Status.REPLAY_DIFFERS: (
-        "the same batch was sent before with other contents; make the input repeatable, "
+        "the same run was sent before with other contents; make the input repeatable, "
         "by a checkpoint or a table"
     ),
     Status.REVISION_CONFLICT: "another command changed the map first; look at it, and repeat yours",
     Status.NOT_DURABLE_YET: (
-        "the change was made but could still be lost; send the batch again under its token, or "
+        "the change was made but could still be lost; send the run again under its token, or "
         "wait until its sequence number is durable"
     ),
     Status.TOO_FEW_REPLICAS: "add replicas, or ask for fewer copies",

@@ -13,7 +13,7 @@ VALUE_BYTES_MAX: Final = 20 * 1024 * 1024
 """Couchbase's limit for a document."""
 
 FRAME_BODY_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Enough for a value of the largest size with its key, or for a batch of a bulk load. A receiver
+"""Enough for a value of the largest size with its key, or for a bundle of a bulk load. A receiver
 needs the whole frame, so an unfinished frame takes at most this much memory."""
 
 HANDSHAKE_BODY_BYTES_MAX: Final = 4 * 1024
@@ -30,6 +30,7 @@ PARTITIONS_MAX: Final = PARTITIONS_END
 """Couchbase's count. A partition map of so many partitions fits one frame."""
 
 PARTITIONS_DEFAULT: Final = 64
+"""Partitions of a bucket that is created without a count."""
 
 NODES_MAX: Final = 256
 """Nodes in one partition map. Each node regularly asks others for the map."""
@@ -75,7 +76,10 @@ IDLE_INTERVAL_S_DEFAULT: Final = 20
 the connection as broken."""
 
 IDLE_INTERVAL_S_MIN: Final = 1
+"""At this rate the frames that show a side to be alive do not burden the other one."""
+
 IDLE_INTERVAL_S_MAX: Final = 3600
+"""A server keeps a connection whose peer has gone for twice this time at most."""
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 """The server closes a connection if the client has not sent `Hello`, and logged in if that is
@@ -124,10 +128,12 @@ CONSUMERS_OF_USER_MAX: Final = 10
 """Consumers of one user on one node's event bus, where there are users: nobody takes all places."""
 
 HEALTH_TIMEOUT_S_MIN: Final = 1
-"""A consumer polls three times in its timeout: at this rate it does not burden the server."""
+"""The shortest `timeout_s` of `NextEvents`. A consumer polls three times in this time: at this rate
+it does not burden the server."""
 
 HEALTH_TIMEOUT_S_MAX: Final = 3600
-"""The server keeps the queue of a consumer that may be dead for so long at most."""
+"""The longest `timeout_s` of `NextEvents`. The server keeps the queue of a consumer that may be
+dead for so long at most."""
 
 EVENT_PATTERN_BYTES_MAX: Final = 200
 """A bucket's name has 100 bytes, and each may need brackets."""

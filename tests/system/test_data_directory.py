@@ -505,7 +505,7 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     acknowledged, message = await fill_up(client, "full")
                     assert len(acknowledged) > 10
                     written_items |= acknowledged
-                    refusal = "the batch was taken in, but cannot be put on disk now"
+                    refusal = "the run was taken in, but cannot be put on disk now"
                     assert message == refusal or "bytes left" in message
                     # From now on nothing is taken in, at whatever level, and the reason is told.
                     for level in Durability.MEMORY, PERSISTED:

@@ -47,8 +47,8 @@ class Hello(Message, frozen=True):
     """The client's first frame. Its layout is the same in all versions.
 
     Attributes:
-        identity: `what:who`, 1 to 200 bytes, e.g. `indexer:node-7`. It has no control, format or
-            separator characters except the space.
+        identity: 1 to 200 bytes, for logs and statistics: best `what:who`, e.g. `indexer:node-7`.
+            It has no control, format or separator characters except the space.
         versions: The versions the client speaks. This page describes version 1.
         features: A bit for each feature the client wants; none is defined yet.
         window_bytes: The flow-control window: how many bytes of stream frames the server may send
@@ -107,7 +107,7 @@ class HelloReply(Message, frozen=True):
         "frame_body_bytes_max" / cs.Int32ul * "the longest body the server takes",
         "open_barriers_max" / cs.Int16ul * "barriers that may be open at a time",
         "requests_open_max" / cs.Int16ul * "requests that may be open at a time",
-        "identity" / text() * "the server's own, of the same form",
+        "identity" / text() * "the server's own name, with the same limits",
         "mechanisms" / tuple_of(text(), cs.Int8ul) * "ways to log in; none: not needed",
     )
 

@@ -29,6 +29,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import (
     BUNDLE_MUTATIONS_MAX,
+    BUNDLE_RUNS_MAX,
     GET_KEYS_MAX,
     KEY_BYTES_MAX,
     LEASE_OWNER_BYTES_MAX,
@@ -350,6 +351,8 @@ def _cases() -> list[WrongInput]:
 
     case = topic("`CloseStream`", Progress.STREAMING)
     case("a partition that is not streamed", None, Outcome.IGNORED, Status.OK)
+    case("another opaque than the stream's", None, closed, Status.MALFORMED)
+    case("a stream that is not answered yet", None, closed, Status.OUT_OF_TURN)
 
     case = topic("`Ack`", Progress.STREAMING)
     case("more than was taken from the window", Ack(1 << 40), closed, Status.FLOW_CONTROL)
@@ -383,6 +386,8 @@ def _add_publishing(topic: Topic) -> None:
         closed,
         Status.MALFORMED,
     )
+    runs = [(partition, 1) for partition in range(BUNDLE_RUNS_MAX + 1)]
+    case(f"more than {BUNDLE_RUNS_MAX:,} runs", _bundle(runs), closed, Status.MALFORMED)
     many = [(0, BUNDLE_MUTATIONS_MAX + 1)]
     case(f"more than {BUNDLE_MUTATIONS_MAX:,} mutations", _bundle(many), closed, Status.MALFORMED)
     lengths = _altered(_ONE, 4, (99).to_bytes(4, "little"))
@@ -532,14 +537,19 @@ def _add_requests(topic: Topic) -> None:
         return Lease(action, 7, seconds, owner, ranges, opaque=OPAQUE)
 
     acquire = LeaseAction.ACQUIRE
-    case("no range", lease(), refused, bad)
-    case("two ranges of one partition", lease(acquire, (0, 0, 0), (0, 0, 0)), refused, bad)
-    case("a time to live of 0 s", lease(acquire, (0, 0, 0), seconds=0), refused, bad)
+    case("`ACQUIRE` without a range", lease(), refused, bad)
+    case(
+        "`ACQUIRE` of two ranges of one partition",
+        lease(acquire, (0, 0, 0), (0, 0, 0)),
+        refused,
+        bad,
+    )
+    case("`ACQUIRE` or `RENEW` for 0 s", lease(acquire, (0, 0, 0), seconds=0), refused, bad)
     too_long = lease(acquire, (0, 0, 0), seconds=LEASE_TIME_TO_LIVE_S_MAX + 1)
-    case(f"a time to live of {LEASE_TIME_TO_LIVE_S_MAX + 1:,} s", too_long, refused, bad)
+    case(f"`ACQUIRE` or `RENEW` for {LEASE_TIME_TO_LIVE_S_MAX + 1:,} s", too_long, refused, bad)
     long_name = lease(acquire, (0, 0, 0), owner="x" * (LEASE_OWNER_BYTES_MAX + 1))
-    case(f"an owner's name of {LEASE_OWNER_BYTES_MAX + 1} bytes", long_name, refused, bad)
-    case("a range that is not on disk", lease(acquire, (0, 0, 1 << 40)), refused, bad)
+    case(f"`ACQUIRE` with an owner of {LEASE_OWNER_BYTES_MAX + 1} bytes", long_name, refused, bad)
+    case("`ACQUIRE` of a range that is not on disk", lease(acquire, (0, 0, 1 << 40)), refused, bad)
     case("`RENEW` of an unknown lease", lease(LeaseAction.RENEW), refused, range_gone)
     case("`RELEASE` of an unknown lease", lease(LeaseAction.RELEASE), refused, bad)
 

@@ -340,7 +340,7 @@ class _BundleRequest(OrderedReply):
         elif status is Status.WRONG_STATE:
             self.refuse(index, not_active_error(partition))
         elif status is Status.TEMPORARY_FAILURE:
-            sentence = "send the earlier batch of this writer again first"
+            sentence = "send the earlier run of this writer again first"
             self.refuse(index, ServerError(status, sentence))
         else:
             self.refuse(index, ServerError(status, _SENTENCES[status]))
@@ -438,7 +438,7 @@ class _BundleRequest(OrderedReply):
 
 
 def _not_on_disk() -> ServerError:
-    sentence = "the batch was taken in, but cannot be put on disk now"
+    sentence = "the run was taken in, but cannot be put on disk now"
     return ServerError(Status.TEMPORARY_FAILURE, sentence)
 
 
