@@ -50,14 +50,17 @@ def make_archive() -> None:
             return
         new_archive = ARCHIVE.with_suffix(".new")
         new_archive.unlink(missing_ok=True)
-        result = subprocess.run(
-            [sys.executable, "-m", "tests.spark.class_archive", str(new_archive)],
-            cwd=ROOT,
-            env={**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
-            capture_output=True,
-            timeout=MAKE_S,
-            check=False,
-        )
+        try:
+            result = subprocess.run(
+                [sys.executable, "-m", "tests.spark.class_archive", str(new_archive)],
+                cwd=ROOT,
+                env={**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
+                capture_output=True,
+                timeout=MAKE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return
         if result.returncode == 0 and new_archive.exists():
             new_archive.rename(ARCHIVE)
 
