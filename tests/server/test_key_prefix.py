@@ -250,12 +250,13 @@ async def test_what_is_left_out_is_counted_and_takes_nothing_of_the_window(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps: what is read and not sent takes time, too."""
-    left_out = []
+    left_out, costs = [], []
     step = streamer.Streamer.step
 
     def recorded_step(self: streamer.Streamer) -> int:
-        left_out.append(step(self))
-        return left_out[-1]
+        costs.append(step(self))
+        left_out.append(self._left_out_bytes)
+        return costs[-1]
 
     monkeypatch.setattr(streamer.Streamer, "step", recorded_step)
     async with connected(make_server()) as peer:
@@ -278,6 +279,9 @@ async def test_what_is_left_out_is_counted_and_takes_nothing_of_the_window(
         assert figures["bytes"] > 4000 * 1000
         assert peer.session.window.used < 3000
         assert max(left_out) < streamer.BATCH_BYTES + others[0].nbytes
+        # What was read for each item counts, too, where a step ends before all was read.
+        assert all(cost >= nbytes for cost, nbytes in zip(costs, left_out, strict=True))
+        assert max(costs) >= streamer.BATCH_BYTES
         # A change of another key is told as a snapshot of no row.
         await peer.mutate(_items(b"other ", 1))
         snapshot = await peer.hear(PartitionSnapshot)
