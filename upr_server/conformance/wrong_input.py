@@ -288,6 +288,7 @@ def _cases() -> list[WrongInput]:
     case("another message before it, in a cluster with users", None, closed, Status.OUT_OF_TURN)
     case("a mechanism that `HelloReply` does not name", None, closed, Status.LOG_IN_FAILED)
     case("a message that does not fit the mechanism", None, closed, Status.MALFORMED)
+    case("`y,,`, if `HelloReply` names channel binding", None, closed, Status.MALFORMED)
     case("a wrong user, password or certificate", None, closed, Status.LOG_IN_FAILED)
     case("one more attempt, after too many have failed", None, closed, Status.TOO_MANY)
 
@@ -525,6 +526,7 @@ def _add_requests(topic: Topic) -> None:
     case("a number that is not durable in time", None, refused, Status.TIMED_OUT)
     too_many = waiting(UNKNOWN_HISTORY, Durability.REPLICATED)
     case("more copies than there are replicas", too_many, refused, Status.TOO_FEW_REPLICAS)
+    case("a replicated level with 0 copies", None, refused, bad)
 
     case = topic("`Lease`", Progress.OPENED)
 
