@@ -249,6 +249,29 @@ async def expiries(server: Target) -> None:
     await _for_ever(server, NARROW, ask)
 
 
+async def expiring_increments(server: Target) -> None:
+    """Items that expire all the time, and batches of 4,096 increments, in one partition."""
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(expiries, server)
+            nursery.start_soon(increments, server)
+
+
+async def openings(server: Target) -> None:
+    """300 connections that open a bucket of 1,024 partitions, and leave."""
+
+    async def open_for_ever() -> None:
+        while True:
+            await trio.lowlevel.checkpoint()
+            with suppress(trio.BrokenResourceError, AssertionError, OSError):
+                async with peer(server.host, server.port, WIDE):
+                    pass
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(300):
+            nursery.start_soon(open_for_ever)
+
+
 async def streams(server: Target) -> None:
     """Ten clients with 1,024 streams each come and leave."""
     while True:
@@ -371,6 +394,8 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
         reads,
         stored_reads,
         expiries,
+        expiring_increments,
+        openings,
         streams,
         maps,
         deletions,
