@@ -259,10 +259,10 @@ async def _record() -> list[Conversation]:
         await record(
             server,
             "A rollback",
-            "The client followed another server, whose history branched off at 3, up to 7. This "
-            "server tells it to roll back to 3. The client undoes the changes above 3, and asks "
-            "again. The entry of the other history is not above 3, so it remains in the client's "
-            "log until the answer `OK` replaces the log.",
+            "The client followed another server up to 7. The history of that server began at 3. "
+            "This server tells the client to roll back to 3. The client undoes the changes above "
+            "3, and asks again. The entry of the other history is not above 3, so it remains in "
+            "the client's log until the answer `OK` replaces the log.",
             lambda client: _roll_back(client, log),
         )
         await record(server, "Reading keys", "One of the two requested keys is missing.", _get)

@@ -95,7 +95,7 @@ from upr_server.net.frame_budget import FRAME_BYTES_PER_S_MIN, FRAME_TIMEOUT_S
 from upr_server.net.handlers.publishing import EVALUATED_BYTES_MAX
 from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
 from upr_server.runtime import FAILURES_MAX
-from upr_server.storage.online.leases import LAPSED_S
+from upr_server.storage.online.leases import BACKFILL_LEASE_S, LAPSED_S
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}
 """Messages that carry the opaque of the `Stream` that opened theirs."""
@@ -129,7 +129,14 @@ STATUS_RANGES: Final = (
             "there, too. A key that a `GetReply` refuses has `BAD_KEY` or `DAMAGED`."
         ),
     ),
-    (64, 127, "Why a stream ended, in `StreamEnd`. `ROLLBACK_NEEDED` also refuses a `Lease`."),
+    (
+        64,
+        127,
+        (
+            "Why a stream ended, in `StreamEnd`. `ROLLBACK_NEEDED` also refuses a `Lease`: its "
+            "range has lost deletions, so ask for a range from 0."
+        ),
+    ),
     (
         128,
         0xFFFF,
@@ -514,7 +521,7 @@ def map_fields() -> str:
             Assignment,
             (
                 "The assignment of one partition. An empty text, an empty object, the number 0 and "
-                "a point that is None are left out:"
+                "a point that does not exist (None) are left out:"
             ),
         ),
         (
@@ -836,10 +843,12 @@ def dump_frame(message: Message, frame: bytes, in_full: bool) -> str:
         lines = list(dump_layout(HEADER, frame[:HEADER_BYTES], 0))
     else:
         partition = "none" if message.partition == NO_PARTITION else message.partition
+        code = f" ({Status(message.status).name})" if message.status else ""
         lines = dump_bytes(
             0,
             frame[:HEADER_BYTES],
-            f"header: opcode {kind.opcode:#04x}, status {message.status}, partition {partition},\n"
+            f"header: opcode {kind.opcode:#04x}, status {message.status}{code}, "
+            f"partition {partition},\n"
             f"opaque {message.opaque}, length {len(body)}, checksums",
         )
     example_count = 0
@@ -893,7 +902,10 @@ def described(name: str, value: object, names: Sequence[str] = ()) -> str:
         case tuple() if names:
             fields = [name for name in names if name != "padding"]
             rows = [
-                ", ".join(f"{field} {part}" for field, part in zip(fields, row, strict=True))
+                ", ".join(
+                    f"{field} {part:#x}" if field == "history_id" else f"{field} {part}"
+                    for field, part in zip(fields, row, strict=True)
+                )
                 for row in value
             ]
             return f"{name}: {'; '.join(rows) or 'none'}"
@@ -1002,6 +1014,7 @@ def blocks() -> dict[str, str]:
         "credit_bytes_min": size(CREDIT_BYTES_MIN),
         "credit_bytes_max": size(CREDIT_BYTES_MAX),
         "replication_timeout_s": number(ServerConfig().replication_timeout_s),
+        "backfill_timeout_s": number(BACKFILL_LEASE_S),
         "frame_timeout_s": number(FRAME_TIMEOUT_S),
         "frame_bytes_per_s_min": size(FRAME_BYTES_PER_S_MIN),
         "leases_max": number(limits.LEASES_MAX),

@@ -115,7 +115,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.STREAM_CLOSED: "nothing to do: the client asked for it",
     Status.STATE_CHANGED: "reload the partition map, then open a new connection",
     Status.ROLLBACK_NEEDED: "request the stream again, now or on another connection",
-    Status.BACKFILL_FAILED: "begin again; if it happens again, read the server's log",
+    Status.BACKFILL_FAILED: "request the stream again; if it ends again, read the server's log",
     Status.TOO_SLOW: "read faster, ask for fewer partitions, and send frames without pauses",
     Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
     Status.SHUTTING_DOWN: "connect again after a pause, to this node or another",

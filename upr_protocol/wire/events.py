@@ -78,11 +78,11 @@ class NextEvents(Message, frozen=True):
     Attributes:
         consumer: The consumer's name; with it the consumer continues after a lost connection. It
             has 1 to 100 of letters, digits, `.`, `_` and `-`, and does not begin with `.`.
-        acknowledged: The batch that the consumer has handled; 0 for none. The server sends a batch
-            again if it is not acknowledged.
+        acknowledged: The number of the batch that the consumer has handled; 0 for none. The server
+            sends a batch again if it is not acknowledged.
         timeout_s: 1 to 3,600 seconds (`HEALTH_TIMEOUT_S_MIN` and `HEALTH_TIMEOUT_S_MAX`). If the
             consumer does not ask for this time, the server regards it as dead, and drops its queue.
-        wait_ms: How long to wait for an event.
+        wait_ms: How long to wait for an event; half of `timeout_s` at most.
         kinds: The kinds of events, as a sum: 1 created, 2 deleted, 4 updated, 8 design documents.
             At least one.
         pattern: The buckets whose events to send.

@@ -27,7 +27,7 @@ HEADER: Final = cs.Struct(
     "magic" / cs.Int16ul * "0x5055, which reads `UP`",
     "version" / cs.Int8ul * "1",
     "opcode" / cs.Int8ul * "which message this is; answers have the high bit set",
-    "status" / cs.Int16ul * "a status code, or a message's flags",
+    "status" / cs.Int16ul * "a status code, or 0",
     "partition" / cs.Int16ul * "the partition, or 0xFFFF",
     "opaque" / cs.Int32ul * "chosen by the asker and repeated in the answer",
     "length" / cs.Int32ul * "bytes of the body, a multiple of 8",

@@ -220,8 +220,8 @@ class Error(Message, frozen=True):
 
 class PartitionLog(Message, frozen=True):
     """One partition's state and failover log, in answer to `Open`. If the server does not have the
-    partition (it is dead there), the status is `NOT_MY_PARTITION`, the log is empty, and all
-    numbers are 0. If its copy is damaged and not served, the status is `DAMAGED`, and the rest is
+    partition, the status is `NOT_MY_PARTITION`, `state` is `DEAD`, all other numbers are 0, and the
+    log is empty. If its copy is damaged and not served, the status is `DAMAGED`, and the rest is
     the same."""
 
     opcode = 0x85
@@ -233,7 +233,7 @@ class PartitionLog(Message, frozen=True):
         "state" / member(PartitionState) * "1 active, 2 replica, 3 pending, 4 dead",
         "high_seq" / cs.Int64ul * "the highest sequence number",
         "persisted_seq" / cs.Int64ul * "the last snapshot end on disk",
-        "purge_seq" / cs.Int64ul * "tombstones at or below it may be gone",
+        "purge_seq" / cs.Int64ul * "deletions at or below it may be gone",
         "log" / LOG * "the failover log, newest entry first",
     )
 
@@ -297,7 +297,7 @@ class StreamReply(Message, frozen=True):
     `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, `RANGE_GONE` (the lease does not protect the
     range), or `DAMAGED` (the server's copy of the partition is damaged and not served). It is
     `NO_BUCKET` if the bucket was deleted, `NOT_ALLOWED` if the user lacks the right, and
-    `LIMIT_REACHED` if the user has too many streams."""
+    `LIMIT_REACHED` if the user has as many streams as its limit allows."""
 
     opcode = 0x86
     sender = Role.SERVER
@@ -305,7 +305,10 @@ class StreamReply(Message, frozen=True):
     about_partition = True
     status_meaning = "`OK`, or why there is no stream"
     layout = cs.Struct(
-        "seq" / cs.Int64ul * "after which number the stream continues, or the rollback's ceiling",
+        "seq"
+        / cs.Int64ul
+        * "after which number the stream continues, or the rollback's ceiling; with `SEQ_TOO_HIGH` "
+        "the server's highest number",
         "reason" / text() * "why there, or why there is no stream",
         "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
         "log" / LOG * "the server's failover log; record it before any data",
@@ -341,7 +344,7 @@ class Stream(Message, frozen=True):
         end_seq: Where the stream ends; all ones for never. If it is inside a snapshot, the stream
             ends at that snapshot's end.
         lease_id: A lease on the range from the position to `end_seq`. The stream then has exactly
-            this range, from disk, with every version in it, and ends. 0 for none.
+            this range, from disk, with every version that the lease protects, and ends. 0 for none.
         with_answers: Whether to send the answers to publishers, too. A replica needs them, because
             it may become active, and must then give the same answers.
         key_prefix: The prefix of the keys to stream, at most 250 bytes. Chunks, snapshots and

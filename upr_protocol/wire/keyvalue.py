@@ -114,7 +114,8 @@ class SeqnosReply(Message, frozen=True):
                 replicated_seq=cs.Int64ul,
             )
         )
-        * "per partition: history, highest sequence number, snapshot ends persisted and replicated",
+        * "per partition: history; highest sequence number; last snapshot end on disk; snapshot "
+        "end up to which every connected replica has everything in memory, 0 without a replica",
     )
 
     rows: tuple[tuple[int, int, int, int, int], ...]
@@ -122,15 +123,16 @@ class SeqnosReply(Message, frozen=True):
 
 class Seqnos(Message, frozen=True):
     """Asks for partitions' sequence numbers. If the server is not active for one of them, it
-    refuses with `NOT_MY_PARTITION`. With `of_copies` it answers for every copy that it has; a
-    replica's numbers may be lower than what was acknowledged."""
+    refuses with `NOT_MY_PARTITION`. So a client of a bucket on several nodes names the partitions.
+    With `of_copies` the server answers for any partition; a replica's numbers may be lower than
+    what was acknowledged."""
 
     opcode = 0x14
     sender = Role.CLIENT
     states = DATA
     answers = (SeqnosReply,)
     layout = cs.Struct(
-        "partitions" / tuple_of(cs.Int16ul) * "the partitions; none for all",
+        "partitions" / tuple_of(cs.Int16ul) * "the partitions; an empty list for all of the bucket",
         "of_copies" / cs.Flag * "whether to answer also for copies, where the server is not active",
     )
 
@@ -168,7 +170,7 @@ class SeqnosAt(Message, frozen=True):
     answers = (SeqnosAtReply,)
     layout = cs.Struct(
         "time_ns" / cs.Int64ul * "nanoseconds since 1970",
-        "partitions" / tuple_of(cs.Int16ul) * "the partitions; none for all",
+        "partitions" / tuple_of(cs.Int16ul) * "the partitions; an empty list for all of the bucket",
     )
 
     time_ns: int
@@ -201,9 +203,9 @@ class Await(Message, frozen=True):
     about_partition = True
     answers = (AwaitReply,)
     layout = cs.Struct(
-        "history_id" / cs.Int64ul * "the history that the sequence number belongs to",
+        "history_id" / cs.Int64ul * "the history that the sequence number belongs to; never 0",
         "seq" / cs.Int64ul * "the sequence number to wait for",
-        "deadline_ms" / cs.Int32ul * "how long to wait",
+        "deadline_ms" / cs.Int32ul * "how long to wait; any number, without a maximum",
         "durability" / member(Durability) * "0 memory, 1 persisted, 2 replicated, 3 both",
         "copies" / cs.Int8ul * "replicas beside the active, for levels 2 and 3",
     )

@@ -136,7 +136,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         partition: The header's partition field.
         opaque: The header's opaque: an answer repeats its request's.
-        status: The header's status field: a `Status` in an answer, flags in a request.
+        status: The header's status field: a `Status`, 0 in a request.
     """
 
     opcode: ClassVar[int]

@@ -64,8 +64,9 @@ class MutateReply(Message, frozen=True):
         map_revision: If runs were refused because another node is active: the revision of this
             server's map. Otherwise 0.
         runs: The result of each run, in their order.
-        failures: (row of the bundle, status) of each mutation that failed alone, by row.
-        counters: (row of the bundle, new value) of each increment and decrement that succeeded.
+        failures: (row of the bundle, from 0; status) of each mutation that failed alone, by row.
+        counters: (row of the bundle, from 0; new value) of each increment and decrement that
+            succeeded.
     """
 
     opcode = 0x91
@@ -143,7 +144,7 @@ class MutateReply(Message, frozen=True):
 
 
 class Mutate(Message, frozen=True):
-    """Operations on any of the partitions that the server has.
+    """A bundle: operations on any partitions for which the server is active.
 
     Attributes:
         writer: The publisher's 16-byte ID; zeros: the runs have no tokens.

@@ -50,7 +50,7 @@ class PartitionStart(Message, frozen=True):
         "history_id" / cs.Int64ul * "the history it belongs to",
         "start" / cs.Int64ul * "the sequence number after which it begins",
         "end" / cs.Int64ul * "the last sequence number it covers",
-        "purge_seq" / cs.Int64ul * "tombstones at or below it may be gone",
+        "purge_seq" / cs.Int64ul * "deletions at or below it may be gone",
         "kind" / member(SnapshotKind) * "1 memory, 2 disk",
         "may_repeat" / cs.Flag * "whether older versions of a key may appear",
         "padding" / cs.Padding(6),
@@ -236,7 +236,8 @@ class StreamEnd(Message, frozen=True):
 
 class CloseStream(Message, frozen=True):
     """Ends one partition's stream. Frames that the server has already sent still arrive. The client
-    drops them, but they count for flow control. The last one is `StreamEnd`."""
+    drops them, but they count for flow control. The last one is `StreamEnd`: with `STREAM_CLOSED`,
+    or with another status if the stream ended before the server received `CloseStream`."""
 
     opcode = 0x0F
     sender = Role.CLIENT
@@ -246,7 +247,7 @@ class CloseStream(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """The client ends the session."""
+    """The client ends the session. Requests that are still open get no answer."""
 
     opcode = 0x10
     sender = Role.CLIENT

@@ -2,8 +2,8 @@
 
 The client is a command. It reads its task from standard input, as one JSON object. It executes the
 task, writes one JSON object with the outcome to standard output, and ends with code 0. Numbers of
-64 bits are decimal text; so are partitions as keys of an object. Keys and values of items are text,
-in UTF-8 on the wire. The tasks:
+64 bits are decimal text; so are partitions as keys of an object. Status codes and other partitions
+are numbers. Keys and values of items are text, in UTF-8 on the wire. The tasks:
 
 - `{"task": "consume", "host", "port", "bucket", "partitions", "window_bytes", "idle_interval_s",
   "end_seqs": {partition: number}, "positions": {partition: position}}`: stream until every
