@@ -67,7 +67,7 @@ from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedS
 from upr_server.replication.replicator import move_to_record
 from upr_server.storage.calls import Commit
 from upr_server.storage.chunk_log import PartitionWrite
-from upr_server.storage.messages import pack_message
+from upr_server.storage.messages import RequestPacking
 from upr_server.storage.online.flusher import record_of, unsaved_answers
 
 T = TypeVar("T")
@@ -238,7 +238,7 @@ class Node:
 
     def _replicate(self, frames: Sequence[bytes]) -> None:
         writes = [self._replica_write(partition_id) for partition_id in self._take_in(frames)]
-        pack_message(Commit("bench", writes))
+        _pack(writes)
         for write in writes:
             move_to_record(self._replica.partitions[write.partition], write.record)
 
@@ -288,11 +288,16 @@ class Node:
                 answers, record = unsaved_answers(partition, end), record_of(partition, end)
                 ends = [chunk.end for chunk in chunks]
                 writes.append(PartitionWrite(partition.id, record, chunks, answers, ends))
-        pack_message(Commit("bench", writes))
+        _pack(writes)
         for write in writes:
             self._bucket.partitions[write.partition].manager.persistence.commit(write.record.high)
         while self._bucket.collapse_step():
             pass
+
+
+def _pack(writes: Sequence[PartitionWrite]) -> None:
+    for _ in RequestPacking(Commit("bench", writes)).steps():
+        pass
 
 
 def _conversation(bucket: Bucket, *, with_answers: bool) -> tuple[ClientSession, ServerSession]:

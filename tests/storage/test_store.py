@@ -52,10 +52,11 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
-from upr_server.storage.messages import Unpacker, pack_message
+from upr_server.storage.messages import STEP_CHUNKS, STEP_ITEMS, Unpacker, pack_message
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.processes import (
     SEND_BYTES,
+    SEND_PARTS,
     SLOT_READ_BYTES_MIN,
     ProcessStore,
     open_store,
@@ -747,3 +748,107 @@ async def test_a_large_call_is_sent_in_steps() -> None:
     assert b"".join(stream.pieces) == b"".join(parts)
     assert max(map(len, stream.pieces)) == SEND_BYTES
     assert len(stream.pieces) == 5
+
+
+async def test_many_parts_are_sent_in_order() -> None:
+    stream = RecordingStream()
+    parts = [b"%d" % index for index in range(2 * SEND_PARTS + 1)]
+    await send_in_steps(stream, list(parts))
+    assert b"".join(stream.pieces) == b"".join(parts)
+    assert len(stream.pieces) == 3
+
+
+class EncodedChunk(Chunk):
+    """A chunk that counts how often one of its kind was encoded."""
+
+    __slots__ = ()
+    count_encoded = 0
+
+    def encode(self) -> memoryview:
+        EncodedChunk.count_encoded += 1
+        return super().encode()
+
+
+class EncodedInStep(trio.abc.Instrument):
+    """How many chunks each step has encoded, if any."""
+
+    def __init__(self) -> None:
+        EncodedChunk.count_encoded = 0
+        self.counts: list[int] = []
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if EncodedChunk.count_encoded:
+            self.counts.append(EncodedChunk.count_encoded)
+            EncodedChunk.count_encoded = 0
+
+
+async def test_a_commit_of_many_chunks_is_packed_in_steps(tmp_path: Path) -> None:
+    count = STEP_ITEMS * 3 // 4
+    chunks = [EncodedChunk(one_row(seq).encode()) for seq in range(1, count + 1)]
+    writes = [
+        PartitionWrite(partition, record_of(count), chunks) for partition in range(PARTITIONS)
+    ]
+    async with open_store(tmp_path / "data", bytes_max=MAP_BYTES) as store:
+        await create(store)
+        encoded = EncodedInStep()
+        trio.lowlevel.add_instrument(encoded)
+        await store.ask(Commit(BUCKET.name, writes))
+        trio.lowlevel.remove_instrument(encoded)
+        assert encoded.counts == [count] * PARTITIONS
+
+
+class ReceivingSteps(trio.abc.Instrument):
+    """Counts the steps of the tasks that receive answers.
+
+    Args:
+        on_step: Called before each, with its number.
+    """
+
+    def __init__(self, on_step: Callable[[int], None] = lambda _: None) -> None:
+        self.count = 0
+        self._on_step = on_step
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task.name.endswith("_Worker.receive"):
+            self.count += 1
+            self._on_step(self.count)
+
+
+MANY_CHUNKS: Final = 10 * STEP_CHUNKS
+
+
+async def commit_many_chunks(store: Store) -> ReadChunks:
+    """Returns the call that reads them."""
+    await create(store)
+    chunks = [one_row(seq) for seq in range(1, MANY_CHUNKS + 1)]
+    await store.ask(Commit(BUCKET.name, [PartitionWrite(0, record_of(MANY_CHUNKS), chunks)]))
+    return ReadChunks(BUCKET.name, 0, SeqNo(0), SeqNo(MANY_CHUNKS), PLENTY)
+
+
+async def test_an_answer_of_many_chunks_is_unpacked_in_steps(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "data", bytes_max=MAP_BYTES) as store:
+        call = await commit_many_chunks(store)
+        steps = ReceivingSteps()
+        trio.lowlevel.add_instrument(steps)
+        chunks = await store.ask(call)
+        trio.lowlevel.remove_instrument(steps)
+        assert [chunk.end for chunk in chunks] == list(range(1, MANY_CHUNKS + 1))
+        assert steps.count >= 2 * MANY_CHUNKS // STEP_CHUNKS
+
+
+async def test_a_store_that_closes_while_it_unpacks_an_answer_fails_the_call(
+    tmp_path: Path,
+) -> None:
+    with trio.CancelScope() as scope:
+        async with open_store(tmp_path / "data", bytes_max=MAP_BYTES) as store:
+            call = await commit_many_chunks(store)
+
+            def close(step: int) -> None:
+                if step == 2 * MANY_CHUNKS // STEP_CHUNKS:
+                    scope.cancel()
+
+            steps = ReceivingSteps(close)
+            trio.lowlevel.add_instrument(steps)
+            with trio.CancelScope(shield=True), pytest.raises(StoreFailedError, match="is closed"):
+                await store.ask(call)
+            trio.lowlevel.remove_instrument(steps)

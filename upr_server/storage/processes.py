@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -18,7 +18,7 @@ import attrs
 import structlog
 import trio
 
-from upr_protocol.chunk import Buffer
+from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.concurrency import Notifier
 from upr_protocol.transport import first_bytes, new_memory, unsent, write_all
 from upr_server.storage.api import Store
@@ -28,12 +28,12 @@ from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.messages import (
     HEAD,
     RECORD_BYTES,
+    STEP_CHUNKS,
     CallFailure,
-    StoreRequest,
+    RequestPacking,
     Unpacker,
-    message_head,
-    pack_message,
     parse_records,
+    unpack_chunks,
 )
 from upr_server.storage.shared_slots import NO_SLOT, Slot, SlotPool, make_shared_memory
 from upr_server.storage.worker import NO_DESCRIPTOR
@@ -77,6 +77,9 @@ _RECEIVE_BYTES_MAX: Final = 1024 * 1024
 SEND_BYTES: Final = 512 * 1024
 """Bytes of a call that one step sends, in a millisecond or two: the system makes a buffer for every
 page. While the process reads, the pipe takes any amount: 19 MiB in one step took 53 ms."""
+
+SEND_PARTS: Final = 1024
+"""Parts of a call that one step sends, of which the system takes as many at once."""
 
 log = structlog.get_logger(__name__)
 
@@ -135,15 +138,18 @@ class _Worker:
         """Sends calls, until it is cancelled."""
         while True:
             await self._has_calls.wait_until(lambda: bool(self._to_send))
-            pending_call = self._to_send.popleft()
-            self._sent.append(pending_call)
-            slot_number = NO_SLOT if pending_call.slot is None else pending_call.slot.number
-            message, buffers = pack_message(StoreRequest(pending_call.call, slot_number))
-            # The local name would keep the answer alive, and its slot lent, until the next call.
-            del pending_call
-            head = message_head(message, buffers, [False] * len(buffers))
-            parts: list[Buffer] = [head + message, *buffers]
-            await send_in_steps(self._pipe, parts)
+            await self._send_next()
+
+    async def _send_next(self) -> None:
+        # A local name in `send` would keep the call's bytes, and its answer with the slot, until
+        # the next call.
+        pending_call = self._to_send.popleft()
+        self._sent.append(pending_call)
+        slot_number = NO_SLOT if pending_call.slot is None else pending_call.slot.number
+        packing = RequestPacking(pending_call.call, slot_number)
+        for _ in packing.steps():
+            await trio.lowlevel.checkpoint()
+        await send_in_steps(self._pipe, packing.parts)
 
     async def receive(self) -> None:
         """Receives answers, until the process ends and an exception says so."""
@@ -154,6 +160,23 @@ class _Worker:
         length, count, failed = HEAD.unpack(await self._exactly(HEAD.size))
         records = parse_records(await self._exactly(RECORD_BYTES * count))
         message = await self._exactly(length)
+        buffers = await self._buffers(records)
+        pending_call, answer, failure = self._sent[0], None, None
+        if failed:
+            failure = self._unpacker.unpack(message, CallFailure, ())
+        elif pending_call.call.answer_type == list[Chunk]:
+            answer = await self._chunks(message, buffers)
+        else:
+            answer = self._unpacker.unpack(message, pending_call.call.answer_type, buffers)
+        # Not before the last checkpoint: if this is cancelled, `fail` fails the call.
+        self._sent.popleft()
+        # From here on the answer's chunks alone keep the slot.
+        pending_call.slot = None
+        pending_call.answer, pending_call.failure = answer, failure
+        pending_call.event.set()
+
+    async def _buffers(self, records: Sequence[tuple[int, bool]]) -> list[Buffer]:
+        """What an answer has beside its message."""
         slot, offset = self._sent[0].slot, 0
         buffers: list[Buffer] = []
         for length, is_in_slot in records:
@@ -163,16 +186,17 @@ class _Worker:
                 offset += length
             else:
                 buffers.append(await self._exactly(length))
-        pending_call = self._sent.popleft()
-        # From here on the answer's chunks alone keep the slot.
-        pending_call.slot = None
-        if failed:
-            pending_call.failure = self._unpacker.unpack(message, CallFailure, ())
-        else:
-            pending_call.answer = self._unpacker.unpack(
-                message, pending_call.call.answer_type, buffers
-            )
-        pending_call.event.set()
+            if len(buffers) % STEP_CHUNKS == 0:
+                await trio.lowlevel.checkpoint()
+        return buffers
+
+    async def _chunks(self, message: Buffer, buffers: Sequence[Buffer]) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for chunk in unpack_chunks(message, buffers):
+            chunks.append(chunk)
+            if len(chunks) % STEP_CHUNKS == 0:
+                await trio.lowlevel.checkpoint()
+        return chunks
 
     async def _exactly(self, length: int) -> Buffer:
         while len(self._received) < length <= _RECEIVE_BYTES:
@@ -215,10 +239,12 @@ class _Worker:
 
 
 async def send_in_steps(pipe: trio.abc.SendStream, parts: list[Buffer]) -> None:
-    """Sends a message, `SEND_BYTES` in each step, however long that takes."""
-    while parts:
-        await write_all(pipe, first_bytes(parts, SEND_BYTES), float("inf"))
-        parts = unsent(parts, SEND_BYTES)
+    """Sends a message, `SEND_BYTES` or `SEND_PARTS` in each step, however long that takes."""
+    for first in range(0, len(parts), SEND_PARTS):
+        unsent_parts = parts[first : first + SEND_PARTS]
+        while unsent_parts:
+            await write_all(pipe, first_bytes(unsent_parts, SEND_BYTES), float("inf"))
+            unsent_parts = unsent(unsent_parts, SEND_BYTES)
 
 
 class ProcessStore(Store):

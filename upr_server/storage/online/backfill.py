@@ -226,11 +226,11 @@ class Backfill:
         disk = self._disk
         chunks = await self._chunks(after, end)
         if not self._is_closed:
-            for chunk in chunks:
-                self._queue_bytes += chunk.nbytes
-                disk.memory.backfills += chunk.nbytes
-                disk.backfill_bytes += chunk.nbytes
-                self._put(chunk)
+            nbytes = sum(chunk.nbytes for chunk in chunks)
+            self._queue_bytes += nbytes
+            disk.memory.backfills += nbytes
+            disk.backfill_bytes += nbytes
+            self._put(*chunks)
         return chunks[-1].end
 
     async def _chunks(self, after: SeqNo, end: SeqNo) -> list[Chunk]:
@@ -250,9 +250,10 @@ class Backfill:
         budget = int(self._disk.bucket.memory_policy.limit_bytes * BUDGET_SHARE)
         return budget - self._disk.memory.backfills
 
-    def _put(self, item: CursorItem) -> None:
-        self._queue.append(item)
-        if len(self._queue) == 1:
+    def _put(self, *items: CursorItem) -> None:
+        was_empty = not self._queue
+        self._queue.extend(items)
+        if was_empty:
             self._on_disk()
 
     def _may_read_ahead(self) -> bool:

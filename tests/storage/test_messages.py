@@ -1,0 +1,58 @@
+"""How requests to the disk's processes are packed."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from typing import Final
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kit.effort import effort
+from tests.storage.log_model import chunk_of, record_of, row
+from upr_protocol.ids import Operation, SeqNo
+from upr_server.storage.calls import Commit
+from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
+from upr_server.storage.messages import (
+    STEP_ITEMS,
+    RequestPacking,
+    StoreRequest,
+    message_head,
+    pack_message,
+)
+
+CHUNKS: Final = [chunk_of([row(Operation.SET, b"k", seq, seq)], seq - 1, seq) for seq in (1, 2, 3)]
+ANSWER: Final = StoredAnswer(b"w" * 16, 1, b"answer")
+FEW: Final = st.integers(0, 20)
+MANY: Final = st.integers(STEP_ITEMS - 1, 2 * STEP_ITEMS + 1)
+
+
+def write_of(chunk_count: int, answer_count: int, end_count: int) -> PartitionWrite:
+    chunks = list(islice(cycle(CHUNKS), chunk_count))
+    answers, ends = (ANSWER,) * answer_count, (SeqNo(3),) * end_count
+    return PartitionWrite(5, record_of(3), chunks, answers, ends)
+
+
+def writes_of(counts: st.SearchStrategy[int], most: int) -> st.SearchStrategy[list[PartitionWrite]]:
+    return st.lists(st.builds(write_of, counts, counts, counts), max_size=most)
+
+
+@settings(max_examples=effort(30, 300), deadline=None)
+@given(
+    st.one_of(
+        writes_of(FEW | MANY, 3),
+        st.builds(lambda writes: writes * 300, writes_of(FEW, 5)),
+    )
+)
+def test_a_request_in_steps_has_the_bytes_of_the_whole(writes: list[PartitionWrite]) -> None:
+    """Whatever is long in it, and no step does much."""
+    request = StoreRequest(Commit("planes", writes), 7)
+    message, buffers = pack_message(request)
+    head = message_head(message, buffers, [False] * len(buffers))
+
+    packing = RequestPacking(request.call, request.slot)
+    step_count = sum(1 for _ in packing.steps())
+
+    assert b"".join(packing.parts) == b"".join([head, message, *buffers])
+    items = sum(1 + len(write.chunks) + len(write.tokens) + len(write.ends) for write in writes)
+    assert step_count >= items // STEP_ITEMS
