@@ -338,6 +338,34 @@ async def connections(server: Target) -> None:
                 await stack.enter_async_context(peer(server.host, server.port))
 
 
+async def small_changes(server: Target) -> None:
+    """Small changes in 1,024 partitions, of which each has five consumers: commits of many small
+    snapshots."""
+
+    async def consume() -> None:
+        async with peer(server.host, server.port, WIDE) as asking:
+            for partition in range(PARTITIONS_MAX):
+                await asking.send(
+                    Stream(
+                        PartitionState.ACTIVE,
+                        NOTHING_YET,
+                        partition=PartitionId(partition),
+                        opaque=asking.opaque(),
+                    )
+                )
+            await asking.send(Go())
+            await _drain(asking)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(consume)
+        async with publisher(server.url(WIDE)) as sink:
+            while True:
+                for index in range(4000):
+                    await sink.set(b"key-%d" % index, b"v")
+                await sink.flush()
+
+
 async def deletions(server: Target) -> None:
     """A bucket of 20,000 items is made and deleted."""
     while True:
@@ -398,6 +426,7 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
         openings,
         streams,
         maps,
+        small_changes,
         deletions,
     ),
     "A3": (headers, unfinished),

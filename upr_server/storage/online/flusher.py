@@ -47,6 +47,9 @@ STEP_BYTES: Final = 1024 * 1024
 SNAPSHOT_BYTES: Final = 16 * 1024
 """What closing and encoding a snapshot of one mutation costs, in the same unit."""
 
+ANSWER_BYTES: Final = 512
+"""What taking an answer to a publisher costs, in the same unit."""
+
 STEP_PARTITIONS: Final = 8
 """Partitions whose snapshots are noted as committed before other tasks run."""
 
@@ -263,6 +266,7 @@ class Flusher:
                     await trio.lowlevel.checkpoint()
             if chunks:
                 writes.append(self._write(partition, chunks, ends))
+                unyielded += ANSWER_BYTES * len(writes[-1].tokens)
             del self._dirty[partition_id]
             if partition.manager.persistence.poll():
                 # More has come meanwhile. It goes to the end: partitions take turns.
@@ -323,13 +327,15 @@ class Flusher:
         self._last_commit_s = self.last_commit_at - began
         self._longest_commit_s = max(self._longest_commit_s, self._last_commit_s)
         self._commits += 1
-        for position, write in enumerate(writes, 1):
+        while writes:
+            # What was written is freed in these steps: all in one took 12 ms, with 100,000 answers.
+            write = writes.pop()
             self._committed_bytes += sum(chunk.nbytes for chunk in write.chunks)
             self._committed_mutations += sum(chunk.count for chunk in write.chunks)
             partition = self._bucket.partitions[write.partition]
             # Only after the commit: memory may free what this cursor has passed.
             partition.manager.persistence.commit(write.record.high)
-            if position % STEP_PARTITIONS == 0:
+            if len(writes) % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
         await self._call_reached()
         self._committed.notify()
@@ -338,7 +344,7 @@ class Flusher:
     async def _try_commit(self, writes: list[PartitionWrite]) -> str:
         """Writes to disk; returns why the disk has no room, or nothing if it has."""
         try:
-            await self._store.ask(Commit(self._bucket.name, writes))
+            await self._store.ask(Commit(self._bucket.name, tuple(writes)))
         except DiskFullError as error:
             return str(error) or "the disk is full"
         return ""
