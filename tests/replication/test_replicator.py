@@ -26,7 +26,11 @@ from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
 from upr_server.engine import MutateResult, Partition, batch_of
 from upr_server.engine.mutate_result import pack_result
-from upr_server.replication.replicator import RECONNECT_S, REPLICATION_RETRY_S
+from upr_server.replication.replicator import (
+    COLLECTED_PARTITIONS,
+    RECONNECT_S,
+    REPLICATION_RETRY_S,
+)
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, StoreCall, Truncate
 from upr_server.storage.errors import DiskFullError
@@ -231,6 +235,40 @@ async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
         await follower.lose(4)
         await trio.sleep(30)
         assert follower.starts[-1] == 4
+
+
+class WritingSteps(trio.abc.Instrument):
+    """Counts the steps of the task that writes what a replica received."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += task.name.endswith("Replicator._write")
+
+
+async def test_a_commit_of_many_partitions_is_collected_in_steps(
+    autojump_clock: MockClock,
+) -> None:
+    """While a slow commit is under way, changes have come in all other partitions."""
+    count = 32 * COLLECTED_PARTITIONS
+    async with replica(count) as follower:
+        await follower.assign(*[Assignment("a", {"b": ""})] * count)
+        follower.store.commit_s = 5.0
+        keys = [key_in(partition, count) for partition in range(count)]
+        follower.source.put(keys[0], b"value")
+        await trio.sleep(1)
+        for key in keys[1:]:
+            follower.source.put(key, b"value")
+        await trio.sleep(1)
+        steps = WritingSteps()
+        trio.lowlevel.add_instrument(steps)
+        await eventually(
+            lambda: all(partition.high_seq for partition in follower.disk.bucket.partitions),
+            "the disk has everything",
+        )
+        trio.lowlevel.remove_instrument(steps)
+        assert steps.count > count // COLLECTED_PARTITIONS
 
 
 async def test_unindexed_changes_can_be_undone_however_old_they_are(

@@ -42,6 +42,10 @@ from upr_server.storage.records import PartitionRecord
 BUFFER_BYTES: Final = 32 * 1024 * 1024
 """How much may wait for the disk: four commits."""
 
+COLLECTED_PARTITIONS: Final = 8
+"""Partitions whose changes one step takes for a commit, each perhaps with hundreds of answers to
+publishers."""
+
 RECEIVED_COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further partition once it has come to this; see the flusher's."""
 
@@ -278,27 +282,35 @@ class Replicator:
 
     async def _commit(self) -> None:
         async with self._commit_lock:
-            writes: list[PartitionWrite] = []
-            total = 0
-            for partition_id in list(self._dirty):
-                received = self._received[partition_id]
-                total += received.nbytes
-                # Taken out before it is written: what is received meanwhile marks it again.
-                del self._dirty[partition_id]
-                if received.has_unwritten:
-                    writes.append(self._partition_write(partition_id, received))
-                if total > RECEIVED_COMMIT_BYTES:
-                    break
-            if not writes:
-                await trio.lowlevel.checkpoint()
-                return
             # Whoever stops this waits for the commit: to receive its data again would be wasted.
             with trio.CancelScope(shield=True):
+                writes = await self._collect()
+                if not writes:
+                    return
                 if await self._put(writes):
                     self._commits += 1
                     await self._take_over(writes)
         self._written.notify()
         self._disk.note_committed()
+
+    async def _collect(self) -> list[PartitionWrite]:
+        """Takes what is to be written next, in steps. If this were cancelled, that would be lost.
+        What comes meanwhile for another partition is written, too."""
+        writes: list[PartitionWrite] = []
+        total = 0
+        for count, partition_id in enumerate(list(self._dirty), 1):
+            received = self._received[partition_id]
+            total += received.nbytes
+            # Taken out before it is written: what is received meanwhile marks it again.
+            self._dirty.pop(partition_id, None)
+            if received.has_unwritten:
+                writes.append(self._partition_write(partition_id, received))
+            if total > RECEIVED_COMMIT_BYTES:
+                break
+            if count % COLLECTED_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+        return writes
 
     def _partition_write(
         self, partition_id: PartitionId, received: ReceivedSnapshots
@@ -321,7 +333,7 @@ class Replicator:
         """
         while not self._is_gone:
             try:
-                await self._disk.store.ask(Commit(self._disk.bucket.name, writes))
+                await self._disk.store.ask(Commit(self._disk.bucket.name, tuple(writes)))
                 return True
             except DiskFullError as error:
                 if not self.trouble:
@@ -351,9 +363,10 @@ class Replicator:
         ]
         # A consumer of this node must hear of the new log before any data of it.
         async with streams_ended(self._server, self._disk.bucket, changing, Status.ROLLBACK_NEEDED):
-            for count, (write, failover_log) in enumerate(zip(writes, logs, strict=True), 1):
-                self._committed(write, failover_log)
-                if count % STEP_PARTITIONS == 0:
+            while writes:
+                # What was written is freed in these steps, too.
+                self._committed(writes.pop(), logs.pop())
+                if len(writes) % STEP_PARTITIONS == 0:
                     await trio.lowlevel.checkpoint()
 
     def _committed(self, write: PartitionWrite, failover_log: FailoverLog) -> None:
