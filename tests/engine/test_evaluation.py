@@ -41,6 +41,7 @@ class SlicedBatches(RuleBasedStateMachine):
         self.reader = Reader(self.partition, self.model, 0)
         self.time = 100.0
         self.begun: list[tuple[list[Mutation], MutationBatch, Evaluation]] = []
+        self.holds_expiry = False
 
     @rule(rows=st.lists(requests(), min_size=1, max_size=12))
     def begin(self, rows: list[Mutation]) -> None:
@@ -55,11 +56,15 @@ class SlicedBatches(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.begun) - 1))
         rows, batch, evaluation = self.begun[index]
         high = self.partition.high_seq
+        position = evaluation.result.position
+        if position is not None and position != self.partition.content_version:
+            self.holds_expiry = True
         assert not evaluation.step(cost_max=cost)
         if not self.is_active:
             assert self.partition.high_seq == high, "nothing gets a number"
             del self.begun[index]
             self.is_refused(batch)
+            self.end_request()
             return
         expired_count = (
             self.model.expire(evaluation.result.now) if evaluation.result.position else 0
@@ -68,6 +73,12 @@ class SlicedBatches(RuleBasedStateMachine):
         if evaluation.is_done:
             del self.begun[index]
             self.apply(rows, batch, evaluation)
+            self.end_request()
+
+    def end_request(self) -> None:
+        """As a queue does when a batch was applied or given up."""
+        self.partition.release_expiry()
+        self.holds_expiry = False
 
     def apply(self, rows: list[Mutation], batch: MutationBatch, evaluation: Evaluation) -> None:
         before = self.model.high
@@ -116,7 +127,8 @@ class SlicedBatches(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        expired_count = self.model.expire(self.time) if self.is_active else 0
+        may_expire = self.is_active and not self.holds_expiry
+        expired_count = self.model.expire(self.time) if may_expire else 0
         assert self.partition.expire(self.time) == expired_count
 
     @invariant()
