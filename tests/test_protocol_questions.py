@@ -3,7 +3,7 @@ of these questions, and the code agrees with the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -60,8 +60,10 @@ from upr_server.engine import (
     check_bucket,
 )
 from upr_server.engine.memory_account import MemoryAccount
+from upr_server.engine.mutate_result import MutateResult, pack_result
 from upr_server.engine.operations import JoinedValue, StoredOutcome, operation_outcome
 from upr_server.engine.publisher_answers import (
+    ANSWER_BYTES,
     BATCHES_MAX,
     WRITERS_MAX,
     PublisherAnswers,
@@ -277,6 +279,27 @@ def has_no_token(writer: bytes) -> bool:
 FRAME: Final = encoded(hello(identity="test:clients"))
 """A frame whose body ends with padding."""
 
+
+ROWS: Final = range(limits.BUNDLE_MUTATIONS_MAX)
+"""Of the longest run."""
+
+
+def counted_result_bytes(failed: Sequence[int], counted: Sequence[int]) -> int:
+    """What a server counts of the longest result with these rows."""
+    highest = 2**64 - 1
+    result = MutateResult(
+        HistoryId(highest),
+        SeqNo(highest),
+        SeqNo(highest),
+        Cas(highest),
+        failures=[(row, Status.EXISTS) for row in failed],
+        counters=[(row, highest) for row in counted],
+        chain=2**32 - 1,
+        attempt=highest,
+    )
+    return ANSWER_BYTES + len(pack_result(result))
+
+
 QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     "how long is a header?": (
         "a header of 24 bytes and a body of `length` bytes",
@@ -361,6 +384,19 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     "does a client that rolls back to a number keep the entry at this number?": (
         "a client that rolls back to exactly this number keeps the entry",
         lambda: isinstance(answer := start_after_rollback(3), Start) and answer.seq == 3,
+    ),
+    "how many bytes does a remembered result count?": (
+        "at most 330 bytes, 2 more for each row in `failures`, and 10 more for each row",
+        lambda: all(
+            counted_result_bytes(failed, counted) <= 330 + 2 * len(failed) + 10 * len(counted)
+            for failed, counted in (
+                (range(0), range(0)),
+                (ROWS, range(0)),
+                (range(0), ROWS),
+                (ROWS[::2], ROWS[1::2]),
+                (ROWS[127::128], ROWS[128::128]),
+            )
+        ),
     ),
     "after how long a silence is the other side dead?": (
         "has received nothing for 2 intervals, it regards the connection as broken",

@@ -89,7 +89,9 @@ class PartitionState(IntEnum):
     REPLICA = 2
     """Follows the active node, or another replica."""
     PENDING = 3
-    """Accepts no writes: hands over, or waits until another node confirms the map."""
+    """Accepts no writes or reads, and is streamed to replicas only. Either the node hands the
+    partition over to another node; or the map names the node as active, but after a restart the
+    node is not yet sure that the map is the newest, or that its copy has everything."""
     DEAD = 4
     """Answers no requests and streams nothing."""
 

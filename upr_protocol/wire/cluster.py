@@ -96,7 +96,9 @@ class GetMap(Message, frozen=True):
 
 class SetMap(Message, frozen=True):
     """Replaces a node's partition map. When the node answers, it has applied the map. If its old
-    map does not have the expected revision, it refuses with `REVISION_CONFLICT`."""
+    map does not have the expected revision, it refuses with `REVISION_CONFLICT`. If the map needs
+    everything of a partition from this node, and its copy may have less, it refuses with
+    `WRONG_STATE`."""
 
     opcode = 0x21
     sender = Role.CLIENT

@@ -82,7 +82,8 @@ class NextEvents(Message, frozen=True):
             sends a batch again if it is not acknowledged.
         timeout_s: 1 to 3,600 seconds (`HEALTH_TIMEOUT_S_MIN` and `HEALTH_TIMEOUT_S_MAX`). If the
             consumer does not ask for this time, the server regards it as dead, and drops its queue.
-        wait_ms: How long to wait for an event; half of `timeout_s` at most.
+        wait_ms: How long to wait for an event. The server waits for half of `timeout_s` if that is
+            shorter.
         kinds: The kinds of events, as a sum: 1 created, 2 deleted, 4 updated, 8 design documents.
             At least one.
         pattern: The buckets whose events to send.
