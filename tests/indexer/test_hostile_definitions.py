@@ -8,13 +8,9 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import pytest
-
-from tests.cli.processes import start_server
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import IndexerProcess, indexer_process
 from tests.indexer.pure.test_interpreter import DOCUMENT, HOSTILE
@@ -102,14 +98,6 @@ class Documents:
         for name, definition in GOOD.items():
             entries = self._asking.scan_all(f"good/{name}", consistency="now", timeout_s=60)
             assert [(e.key, e.id) for e in entries] == by_brute_force(definition, self.contents)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with start_server() as server:
-        with BlockingClient(server.url) as client:
-            client.create_bucket("b", 8)
-        yield f"{server.url}b"
 
 
 def states_of(asking: IndexClient) -> dict[str, str]:

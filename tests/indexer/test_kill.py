@@ -9,14 +9,12 @@ import json
 import os
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.cli.processes import start_server
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import DEADLINE_S, IndexerProcess, indexer_process
 from tests.kit.process import POLL_S
@@ -34,15 +32,6 @@ DESIGN: Final = {
         "both": {"key": BY_BOTH.key, "filter": BY_BOTH.filter},
     }
 }
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with start_server() as server:
-        bucket = f"{server.url}b"
-        with BlockingClient(server.url) as client:
-            client.create_bucket("b", 8)
-        yield bucket
 
 
 class Load(threading.Thread):

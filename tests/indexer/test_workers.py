@@ -6,13 +6,9 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import pytest
-
-from tests.cli.processes import start_server
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import indexer_process, workers_of
 from tests.indexer.test_kill import BY_A, DESIGN, KEYS, Load, breathe, compare, until_ready
@@ -21,14 +17,6 @@ from upr_protocol.client import BlockingClient, IndexClient, IndexerError
 ROUNDS = int(os.environ.get("UPR_INDEXER_WORKER_ROUNDS", "2"))
 WORKERS: Final = 2
 NAMES: Final = {"d/a", "d/both"}
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with start_server() as server:
-        with BlockingClient(server.url) as client:
-            client.create_bucket("b", 8)
-        yield f"{server.url}b"
 
 
 def answers(asking: IndexClient, client: BlockingClient) -> str:

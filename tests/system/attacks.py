@@ -272,22 +272,26 @@ async def openings(server: Target) -> None:
             nursery.start_soon(open_for_ever)
 
 
+async def _stream_all(client: Peer) -> None:
+    """Requests the streams of all partitions of a bucket of 1,024."""
+    for partition in range(PARTITIONS_MAX):
+        request = Stream(
+            PartitionState.ACTIVE,
+            NOTHING_YET,
+            partition=PartitionId(partition),
+            opaque=client.opaque(),
+        )
+        await client.send(request)
+    await client.send(Go())
+
+
 async def streams(server: Target) -> None:
     """Ten clients with 1,024 streams each come and leave."""
     while True:
         async with AsyncExitStack() as stack:
             for _ in range(10):
-                asking = await stack.enter_async_context(peer(server.host, server.port, WIDE))
-                for partition in range(PARTITIONS_MAX):
-                    await asking.send(
-                        Stream(
-                            PartitionState.ACTIVE,
-                            NOTHING_YET,
-                            partition=PartitionId(partition),
-                            opaque=asking.opaque(),
-                        )
-                    )
-                await asking.send(Go())
+                client = await stack.enter_async_context(peer(server.host, server.port, WIDE))
+                await _stream_all(client)
 
 
 async def maps(server: Target) -> None:
@@ -343,18 +347,9 @@ async def small_changes(server: Target) -> None:
     snapshots."""
 
     async def consume() -> None:
-        async with peer(server.host, server.port, WIDE) as asking:
-            for partition in range(PARTITIONS_MAX):
-                await asking.send(
-                    Stream(
-                        PartitionState.ACTIVE,
-                        NOTHING_YET,
-                        partition=PartitionId(partition),
-                        opaque=asking.opaque(),
-                    )
-                )
-            await asking.send(Go())
-            await _drain(asking)
+        async with peer(server.host, server.port, WIDE) as client:
+            await _stream_all(client)
+            await _drain(client)
 
     async with trio.open_nursery() as nursery:
         for _ in range(5):
