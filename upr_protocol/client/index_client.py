@@ -11,7 +11,7 @@ import msgspec
 
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.index_lines import IndexEntry, IndexLines, IndexPage
-from upr_protocol.client.index_node import IndexerError, IndexNode, decoded
+from upr_protocol.client.index_node import IndexerError, IndexNode, decode_answer
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.security import UNPROTECTED, Security
 
@@ -200,28 +200,28 @@ class IndexClient:
 
     def indexes(self) -> list[dict[str, Any]]:
         """Every index with its status."""
-        return decoded(self._request("GET", "/v1/indexes"), _Indexes).indexes
+        return decode_answer(self._request("GET", "/v1/indexes"), _Indexes).indexes
 
     def design_mistakes(self) -> dict[str, str]:
         """By unusable design document the reason."""
-        return decoded(self._request("GET", "/v1/designs"), _Designs).mistakes
+        return decode_answer(self._request("GET", "/v1/designs"), _Designs).mistakes
 
     def not_ready_reason(self) -> str:
         """Why the indexer has yet to learn which indexes there are; empty if it knows."""
-        return decoded(self._request("GET", "/v1/designs"), _Designs).starting
+        return decode_answer(self._request("GET", "/v1/designs"), _Designs).starting
 
     def index_status(self, name: str) -> dict[str, Any]:
         """The status of the index `DESIGN/INDEX`."""
-        return decoded(self._request("GET", _path(name)), dict[str, Any])
+        return decode_answer(self._request("GET", _path(name)), dict[str, Any])
 
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes of the indexer, what each keeps, and whether it answers the node that is asked;
         empty if the indexer is alone."""
-        return decoded(self._request("GET", "/v1/nodes"), _Nodes).nodes
+        return decode_answer(self._request("GET", "/v1/nodes"), _Nodes).nodes
 
     def status(self) -> dict[str, Any]:
         """The status of the indexer."""
-        return decoded(self._request("GET", "/v1/status"), dict[str, Any])
+        return decode_answer(self._request("GET", "/v1/status"), dict[str, Any])
 
     # Scans.
 
@@ -361,7 +361,7 @@ class IndexClient:
     ) -> T:
         timeout_s = options.get("timeout_s", INDEXER_TIMEOUT_S)
         body = self._query(query, options)
-        return decoded(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
+        return decode_answer(self._request("POST", _path(name) + "/scan", body, timeout_s), kind)
 
     def _query(self, query: dict[str, Any], options: PageOptions | ScanSelection) -> bytes:
         """A query, as it is sent."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from upr_protocol.client.index_node import decoded, failure_in
+from upr_protocol.client.index_node import decode_answer, failure_in
 from upr_protocol.errors import BrokenError
 
 
@@ -89,11 +89,11 @@ class IndexLines:
             raise StopIteration
         line = next(self._lines, b"")
         if line.startswith(b'{"key"') and line.endswith(b"\n"):
-            return decoded(line, IndexEntry)
+            return decode_answer(line, IndexEntry)
         self.close()
         if not line.endswith(b"\n"):
             raise BrokenError("the answer of the indexer was cut; ask again, at any node")
         if line.startswith(b'{"error"'):
             raise failure_in(HTTPStatus.OK, line)
-        self.end = decoded(line, _End).end
+        self.end = decode_answer(line, _End).end
         raise StopIteration

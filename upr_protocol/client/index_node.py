@@ -254,7 +254,7 @@ def failure_in(status: int, data: bytes) -> IndexerError:
     return error
 
 
-def decoded(data: bytes, kind: type[T]) -> T:
+def decode_answer(data: bytes, kind: type[T]) -> T:
     """An answer, or a line of one.
 
     Raises:

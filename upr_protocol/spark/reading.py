@@ -96,7 +96,7 @@ def _batches(
     columns: RecordBatchBuilder,
 ) -> Iterator[pa.RecordBatch]:
     snapshots: dict[PartitionId, SnapshotColumns] = {}
-    gathered = _GatheredChunks()
+    buffer = _ChunkBuffer()
     try:
         with BlockingConsumer(
             options.address,
@@ -134,15 +134,15 @@ def _batches(
                     # One that is pinned ends where the slice ends; else its snapshot may go on.
                     chunk = event.chunk.slice(part.start, part.end)
                     if chunk.count:
-                        yield from gathered.add(chunk, snapshots[event.partition])
+                        yield from buffer.add(chunk, snapshots[event.partition])
                 elif isinstance(event, RolledBack):
                     raise rolled_back_error(slices[event.partition], event)
-            yield from gathered.take_rest()
+            yield from buffer.take_rest()
     except UprError as error:
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
 
 
-class _GatheredChunks:
+class _ChunkBuffer:
     """Chunks of one snapshot, gathered until they fill a record batch."""
 
     def __init__(self) -> None:

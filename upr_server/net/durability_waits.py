@@ -105,7 +105,7 @@ class _Group:
         return self.partition.failover_log.current == self.history_id
 
     @property
-    def is_hopeless(self) -> bool:
+    def cannot_be_reached(self) -> bool:
         """Whether no number is expected to be reached any more."""
         is_followed = self.partition.state in _FOLLOWED
         return not self.is_in_history or (self.target.copies > 0 and not is_followed)
@@ -249,7 +249,7 @@ class DurabilityWaits:
         for key in list(self._groups):
             group = self._groups[key]
             while (lowest := group.heap.first()) is not None and (
-                lowest[0] <= group.target.reached_seq(group.partition) or group.is_hopeless
+                lowest[0] <= group.target.reached_seq(group.partition) or group.cannot_be_reached
             ):
                 yield lowest[1]
             if lowest is None:
