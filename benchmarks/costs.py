@@ -187,7 +187,7 @@ class Node:
         runs = apply_set_runs(
             self._bucket, batches.columns, bundle.directory, batches.writer, 0, NOW
         )
-        if not runs.left:
+        if not runs.remaining_indexes:
             encode_reply(message.opaque, runs.lines)
             return
         # Of a long run.

@@ -102,7 +102,7 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
             message = Mutate.parse(frame, NO_PARTITION, 1, 0)
             bundle, batches = message.bundle, BundleBatches(message.bundle, message.writer)
             runs = apply_set_runs(bucket, batches.columns, bundle.directory, batches.writer, 0, now)
-            assert not runs.left, "each run is plain, short and new"
+            assert not runs.remaining_indexes, "each run is plain, short and new"
             encode_reply(message.opaque, runs.lines)
         return (process_time_ns() - started_at) / total
 

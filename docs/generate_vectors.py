@@ -655,7 +655,11 @@ def window() -> Json:
     allowance = Allowance()
     allowance.grant(limits.WINDOW_BYTES_MIN)
     trace: list[Json] = [
-        {"message": "Hello", "window_bytes": allowance.left, "left": allowance.left}
+        {
+            "message": "Hello",
+            "window_bytes": allowance.remaining_bytes,
+            "left": allowance.remaining_bytes,
+        }
     ]
     for size in (20_000, 30_000, 40_000):
         row = Mutation(Operation.SET, b"k", bytes(size), SeqNo(1), Cas(1))
@@ -671,10 +675,12 @@ def window() -> Json:
                     continue
                 allowance.note_sent(frame_bytes)
             name = type(message).__name__
-            trace.append({"message": name, "frame_bytes": frame_bytes, "left": allowance.left})
-    for count in (20_000, allowance.used - 20_000):
+            trace.append(
+                {"message": name, "frame_bytes": frame_bytes, "left": allowance.remaining_bytes}
+            )
+    for count in (20_000, allowance.used_bytes - 20_000):
         allowance.give_back(count)
-        trace.append({"message": "Ack", "bytes": count, "left": allowance.left})
+        trace.append({"message": "Ack", "bytes": count, "left": allowance.remaining_bytes})
     return trace
 
 

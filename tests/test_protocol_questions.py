@@ -103,7 +103,7 @@ def below_zero() -> bool:
     allowance.grant(10)
     allowance.note_sent(25)
     allowance.grant(15)
-    return allowance.left == 0 and not allowance.is_open
+    return allowance.remaining_bytes == 0 and not allowance.is_open
 
 
 def is_readable(body: bytes) -> bool:

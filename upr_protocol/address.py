@@ -90,13 +90,13 @@ class Address:
             )
         if parts.query or parts.fragment:
             raise _wrong(url, "it has only a host, a port and a bucket")
-        first, *other_nodes = [_node(url, text) for text in parts.netloc.split(",")]
+        first_node, *other_nodes = [_node(url, text) for text in parts.netloc.split(",")]
         bucket = unquote(parts.path.strip("/"))
         if "/" in bucket:
             raise _wrong(url, "a bucket's name has no slash")
         if len(bucket.encode()) > BUCKET_NAME_BYTES_MAX:
             raise _wrong(url, f"a bucket's name is at most {BUCKET_NAME_BYTES_MAX} bytes")
-        return cls(*first, bucket, tuple(other_nodes), security)
+        return cls(*first_node, bucket, tuple(other_nodes), security)
 
     def each_node(self) -> list[Self]:
         """An address for each node that it names."""

@@ -227,19 +227,19 @@ class ScramServer:
     """The server's side of one log-in.
 
     Args:
-        first: The client's first message.
+        first_message: The client's first message.
         verifier: That of the user, or one that was made up.
         nonce: A text that was never used, of printable ASCII without a comma.
         binding: The hash of the server's certificate; empty for a connection without one.
     """
 
     def __init__(
-        self, first: FirstMessage, verifier: Verifier, nonce: str, binding: bytes = b""
+        self, first_message: FirstMessage, verifier: Verifier, nonce: str, binding: bytes = b""
     ) -> None:
-        self._first = first
+        self._first_message = first_message
         self._verifier = verifier
-        self._nonce = first.nonce + nonce
-        self._binding = binding if first.header.startswith("p=") else b""
+        self._nonce = first_message.nonce + nonce
+        self._binding = binding if first_message.header.startswith("p=") else b""
         self._challenge = f"r={self._nonce},s={_base64(verifier.salt)},i={verifier.iterations}"
 
     def server_first(self) -> bytes:
@@ -261,12 +261,12 @@ class ScramServer:
         proof = _from_base64(proof_text)
         if nonce != self._nonce:
             raise ScramError("a final message repeats the nonce of the challenge")
-        signed = f"{self._first.bare},{self._challenge},{without_proof}".encode()
+        signed = f"{self._first_message.bare},{self._challenge},{without_proof}".encode()
         client_signature = _hmac(self._verifier.stored_key, signed)
         client_key = _xor(proof, client_signature) if len(proof) == 32 else b""
         # Both are looked at in any case, so that the time says nothing.
         is_bound = hmac.compare_digest(
-            _from_base64(binding), self._first.header.encode() + self._binding
+            _from_base64(binding), self._first_message.header.encode() + self._binding
         )
         is_proven = hmac.compare_digest(
             hashlib.sha256(client_key).digest(), self._verifier.stored_key
@@ -288,8 +288,8 @@ def _hmac(key: bytes, data: bytes) -> bytes:
     return hmac.digest(key, data, "sha256")
 
 
-def _xor(first: bytes, second: bytes) -> bytes:
-    return bytes(a ^ b for a, b in zip(first, second, strict=True))
+def _xor(left_bytes: bytes, right_bytes: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(left_bytes, right_bytes, strict=True))
 
 
 def _base64(data: bytes) -> str:

@@ -73,9 +73,9 @@ class UserStore:
             return NO_RIGHTS
         rights = self._rights.get((user.name, bucket))
         if rights is None:
-            own = BucketRights.of(user.grants, bucket)
+            own_rights = BucketRights.of(user.grants, bucket)
             of_roles = [self._rights_of_role(role, bucket) for role in user.roles]
-            union = BucketRights.union([own, *of_roles])
+            union = BucketRights.union([own_rights, *of_roles])
             rights = self._keep(self._rights, (user.name, bucket), union)
         return rights
 

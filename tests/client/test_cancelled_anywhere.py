@@ -220,7 +220,7 @@ async def try_request(
                 check(server)
                 for connection in server.connections.connections:
                     if connection.session.client_identity == identity:
-                        credit += connection.session.credit.left
+                        credit += connection.session.credit.remaining_bytes
             statistics = client.statistics()
             assert (statistics.open, statistics.credit_left) == (0, credit)
 

@@ -47,7 +47,7 @@ def get_item(
 ) -> Mutation | None:
     """What the key holds, for which nothing may be missing."""
     assert not partition.missing_keys([key], now, fetched)
-    (row,) = partition.get([key], now, fetched=fetched)
+    (row,) = partition.get([key], now, fetched_items=fetched)
     return row if row.op == Operation.SET else None
 
 

@@ -100,7 +100,7 @@ class Bundles(RuleBasedStateMachine):
         runs = apply_set_runs(
             self.bucket, batches.columns, bundle.directory, batches.writer, 0, self.time
         )
-        assert list(runs.left) == [
+        assert list(runs.remaining_indexes) == [
             index for index, is_taken in enumerate(are_at_once) if not is_taken
         ]
         return [

@@ -202,7 +202,7 @@ class OnDisk(RuleBasedStateMachine):
         """Has the keys read, unless the first of them must be read from disk first."""
         picture = self.picture()
         fetch_requests = self.partition.missing_keys(keys, self.time, fetched)
-        rows = [] if fetch_requests else self.partition.get(keys, self.time, fetched=fetched)
+        rows = [] if fetch_requests else self.partition.get(keys, self.time, fetched_items=fetched)
         assert self.picture() == picture, "a read changes nothing"
         if fetch_requests:
             return fetch_requests
@@ -735,7 +735,7 @@ def test_existence_is_read_from_disk_while_expired_items_wait_for_deletion() -> 
         (b"stays", len(keys) + 1),
     ]
     result = partition.mutate(
-        batch_of(Chunk.build(rows)), now=NOW + 10, fetched=disk.find(fetch_requests)
+        batch_of(Chunk.build(rows)), now=NOW + 10, fetched_items=disk.find(fetch_requests)
     )
     assert result.failures == [(1, Status.EXISTS)]
     partition.check_invariants()
@@ -763,7 +763,7 @@ def test_existence_is_not_taken_for_a_value(evict: bool) -> None:
     assert fetch_requests == [FetchRequest(b"k", 0 if evict else 1, True)]
     assert partition.missing_keys([b"k"], NOW, exists) == fetch_requests
     batch = batch_of(Chunk.build([increment]))
-    result = partition.mutate(batch, now=NOW, fetched=disk.find(fetch_requests))
+    result = partition.mutate(batch, now=NOW, fetched_items=disk.find(fetch_requests))
     assert result.counters == [(0, 6)]
 
 
@@ -896,7 +896,7 @@ def test_a_reply_ends_before_the_first_item_that_was_not_read() -> None:
     assert [request.key for request in fetch_requests] == [b"a", b"b", b"c"]
     fetched = disk.find(fetch_requests[:2])
     assert not partition.missing_keys(keys, NOW, fetched)
-    rows = partition.get(keys, NOW, fetched=fetched)
+    rows = partition.get(keys, NOW, fetched_items=fetched)
     assert [row.key for row in rows] == [b"d", b"a", b"b"]
     assert [request.key for request in partition.missing_keys(keys[3:], NOW, fetched)] == [b"c"]
 

@@ -80,7 +80,7 @@ def test_runs_that_are_taken_in_together_are_told_of_together(
     assert (observer.news(), observer.batch_counts) == ([[keys[0]]], [2])
     bucket.check_invariants()
     left = directory[RUN_BYTES * 2 :]
-    assert runs.left == [2], "there is no such partition"
+    assert runs.remaining_indexes == [2], "there is no such partition"
     apply_set_runs(bucket, columns, left, NO_WRITER, 0, NOW, first_row=2)
     assert not observer.news(), "nothing was taken in"
 

@@ -211,8 +211,8 @@ def _hear(session: Session, piece: bytes, react: Callable[[Session, Message], No
     elif isinstance(session, ServerSession) and not was_over:
         longest = HANDSHAKE_BODY_BYTES_MAX if stranger else FRAME_BODY_BYTES_MAX
         assert session.buffered <= HEADER_BYTES + longest
-    assert session.window.used >= 0
-    assert session.credit.used >= 0
+    assert session.window.used_bytes >= 0
+    assert session.credit.used_bytes >= 0
 
 
 def _answer(message: Message) -> Message:

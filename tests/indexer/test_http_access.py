@@ -582,8 +582,8 @@ async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_pat
             for number in range(50):
                 nursery.start_soon(guess, number, f"10.0.1.{number}")
         # The server does not yet refuse what comes from the indexer's host.
-        assert FAILURES_MAX <= failures.failed < 10
-        assert failures.refused == 0
+        assert FAILURES_MAX <= failures.failure_count < 10
+        assert failures.refusal_count == 0
         front.access._verdicts.update(
             {
                 key: attrs.evolve(verdict, answered=verdict.answered - http_access.VERDICT_S)

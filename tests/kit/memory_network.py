@@ -130,7 +130,7 @@ async def node(
 
 def check(server: Server) -> None:
     """Nobody holds anything of a server, and every structure is whole."""
-    assert server.connections.resources.frame_budget.used == 0
+    assert server.connections.resources.frame_budget.used_bytes == 0
     assert server.connections.resources.queues.are_idle
     assert not server.catalog._lock.locked()
     for bucket in server.catalog.buckets:

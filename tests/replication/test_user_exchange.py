@@ -208,14 +208,14 @@ async def test_a_node_with_another_password_leaves_attempts_to_others(
     async with two_nodes(password_file) as (first, second):
         await trio.sleep(10)
         failures = first.connections.resources.log_ins.failures
-        assert not failures.failed
+        assert not failures.failure_count
         new_password = new_verifier("another", b"sixteen bytes...", 4096)
         await first.users.apply_change(lambda users: users.with_verifier("node", new_password))
         await trio.sleep(10)
         network.cut(first.port)
         await trio.sleep(120)
-        assert failures.failed in range(4, 12)
-        assert not failures.refused
+        assert failures.failure_count in range(4, 12)
+        assert not failures.refusal_count
         await first.users.apply_change(lambda users: users.with_verifier("node", VERIFIER))
         await trio.sleep(PAUSE_MAX_S + 2)
         assert second.users.users == first.users.users
@@ -264,7 +264,7 @@ async def test_a_consumer_goes_on_while_a_changed_password_spreads(
             assert "bob" in names
             nursery.cancel_scope.cancel()
         # The consumer's, and that of its question for the partition map.
-        assert 1 <= first.connections.resources.log_ins.failures.failed <= 2
+        assert 1 <= first.connections.resources.log_ins.failures.failure_count <= 2
 
 
 async def _consume(address: Address) -> None:

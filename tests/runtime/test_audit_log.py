@@ -130,10 +130,10 @@ def test_lines_that_cannot_be_written_are_counted_and_told(
         patch.setattr(os, "write", write_some)
         opened._write([line("bob"), line("bob")])
         opened._write([line("bob")])
-    assert opened.lost == 3
+    assert opened.lost_lines == 3
     opened._write([line("eve")])
     opened._write([line("joe")])
-    assert opened.lost == 3
+    assert opened.lost_lines == 3
     whole = [json.loads(row) for row in path.read_text().splitlines() if row.endswith("}")]
     assert [(row["number"], row.get("user"), row.get("times")) for row in whole] == [
         (1, "ada", None),
@@ -160,7 +160,7 @@ def test_lines_that_find_no_room_in_the_queue_are_counted(
     assert is_writing.wait(60)
     for number in range(5):
         log.note("request", user=number)
-    assert log.lost == 3
+    assert log.lost_lines == 3
     may_write.set()
     log.stop()
     assert [(row["event"], row.get("user"), row.get("times")) for row in lines(path)] == [
@@ -187,7 +187,7 @@ def test_lines_that_wait_take_bounded_memory(path: Path, monkeypatch: pytest.Mon
     assert is_writing.wait(60)
     for number in range(5):
         log.note("request", detail=f"{number}{'x' * 10_000}")
-    assert log.lost == 3
+    assert log.lost_lines == 3
     may_write.set()
     written(log)
     assert events(path) == ["lines lost", "started", "request", "request", "stopped"]

@@ -56,7 +56,7 @@ def test_lines_that_find_no_room_are_counted_and_the_others_are_written() -> Non
     writer = LogWriter(writing, queue_lines_max=3)
     for index in range(5):
         writer.emit(record(f"line {index}"))
-    assert writer.dropped == 2
+    assert writer.dropped_lines == 2
     writer.start(ticked.set)
     writer.stop()
     assert ticked.is_set()

@@ -665,7 +665,7 @@ def test_the_audit_log_has_little_of_what_is_refused() -> None:
             Join("b" * 10_000, "c" * 10_000, opaque=1),
         ):
             is_allowed(access, message)
-        access.note_log_in("u" * 1_000, "SCRAM", allowed=False)
+        access.note_log_in("u" * 1_000, "SCRAM", is_allowed=False)
     notes = [fields for _, fields in log.notes]
     refused, allowed = notes[:4], notes[4:]
     assert refused[0]["detail"] == "GrantRights eve"

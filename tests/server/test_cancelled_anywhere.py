@@ -428,7 +428,7 @@ async def test_room_for_unfinished_frames(autojump_clock: MockClock) -> None:
             nursery.cancel_scope.cancel()
 
     def look() -> None:
-        assert budget.used == 0
+        assert budget.used_bytes == 0
         budget.check_invariants()
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*BUDGET)
@@ -537,7 +537,7 @@ async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
         check(server)
         assert not server.connections.connections
         shares = server.connections.resources.credit_shares
-        assert not shares._refused
+        assert not shares._refused_publishers
         assert not shares._publishers[bucket]
         assert not disk.leases._backfills
         for partition in bucket.partitions:

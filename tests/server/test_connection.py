@@ -744,7 +744,7 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
         nursery.start_soon(server.upkeep.run_freeing)
         await server.catalog.create_bucket("small", 1, 8 * 1024 * 1024)
         await peer.open("small")
-        assert peer.session.credit.left == CREDIT_BYTES_MIN
+        assert peer.session.credit.remaining_bytes == CREDIT_BYTES_MIN
         sent_bytes = 0
         while peer.session.credit.is_open:
             await peer.mutate(sets(b"k%d" % sent_bytes, value=bytes(100_000)))
@@ -830,13 +830,13 @@ async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_fo
         await peer.stream.send_all(pack_header(Mutate.opcode, 0, 0, 99, 1024 * 1024, 0))
         await peer.stream.send_all(bytes(500_000))
         await trio.testing.wait_all_tasks_blocked()
-        assert budget.used >= 500_000
+        assert budget.used_bytes >= 500_000
         began_at = trio.current_time()
         error = await peer.hear(Error)
         assert error.status == Status.TOO_SLOW
         assert "524288 bytes" in error.sentence
         assert trio.current_time() - began_at <= FRAME_TIMEOUT_S + 10
-        assert budget.used == 0
+        assert budget.used_bytes == 0
         nursery.cancel_scope.cancel()
 
 

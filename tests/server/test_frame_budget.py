@@ -65,7 +65,7 @@ def test_many_frames_are_dropped_some_in_each_step() -> None:
     finished.release()
     assert list(steps) == [None]
     assert frames.dropped.keys() == {f"{number}" for number in range(8)}
-    assert frames.budget.used == 0
+    assert frames.budget.used_bytes == 0
 
 
 def test_counts_what_frames_hold() -> None:
@@ -73,12 +73,12 @@ def test_counts_what_frames_hold() -> None:
     first = frames.begin("first", 60)
     second = frames.begin("second", 20)
     frames.progress(first, 10, 1.0)
-    assert frames.budget.used == 90
+    assert frames.budget.used_bytes == 90
     first.set_held_bytes(5, 2.0, is_new=True)
-    assert frames.budget.used == 25
+    assert frames.budget.used_bytes == 25
     second.release()
     second.release()
-    assert frames.budget.used == 5
+    assert frames.budget.used_bytes == 5
 
 
 def test_a_frame_that_stops_is_dropped_after_the_timeout_however_short_it_is() -> None:
@@ -89,7 +89,7 @@ def test_a_frame_that_stops_is_dropped_after_the_timeout_however_short_it_is() -
     frames.sweep(FRAME_TIMEOUT_S + 0.1)
     assert frames.dropped.keys() == {"header"}
     assert "8 bytes" in frames.dropped["header"]
-    assert (frames.budget.used, frames.budget.dropped) == (0, 1)
+    assert (frames.budget.used_bytes, frames.budget.dropped_count) == (0, 1)
 
 
 def test_a_byte_now_and_then_does_not_keep_a_frame() -> None:
@@ -234,9 +234,9 @@ async def test_cancelled_while_it_waits_it_holds_what_it_did(nursery: trio.Nurse
     second = frames.begin("second", 60)
     with pytest.raises(trio.TooSlowError), trio.fail_after(0):
         await second.wait_for_turn()
-    assert frames.budget.used == 130
+    assert frames.budget.used_bytes == 130
     second.release()
-    assert frames.budget.used == 70
+    assert frames.budget.used_bytes == 70
 
 
 async def test_it_looks_more_often_while_memory_is_short(
@@ -264,7 +264,7 @@ def test_agrees_with_a_sum_over_all_frames(steps: list[tuple[int, int, bool]]) -
         frames.budget.check_invariants()
         frames.sweep(now)
         frames.budget.check_invariants()
-        assert frames.budget.used <= 125
+        assert frames.budget.used_bytes <= 125
 
 
 async def test_no_frame_is_read_while_others_are_dropped_in_steps(

@@ -240,7 +240,7 @@ async def test_a_publisher_and_a_consumer_do_not_go_on_trying() -> None:
             async with consume(address):
                 await trio.sleep_forever()
         assert caught.value.status is Status.LOG_IN_FAILED
-        assert server.connections.resources.log_ins.failures.failed == 2
+        assert server.connections.resources.log_ins.failures.failure_count == 2
 
 
 async def test_a_certificate_logs_in_as_nobody_else(certificates: Certificates) -> None:
@@ -431,7 +431,7 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
                 nursery.start_soon(one_of_many)
         assert sorted(statuses) == [Status.TOO_MANY] * 5 + [Status.LOG_IN_FAILED] * FAILURES_MAX
         assert trio.current_time() - began >= FAILURE_DELAY_S
-        assert (failures.failed, failures.refused) == (FAILURES_MAX, 5)
+        assert (failures.failure_count, failures.refusal_count) == (FAILURES_MAX, 5)
 
 
 async def test_nothing_behind_a_log_in_that_fails_tells_of_it_early(
@@ -490,7 +490,7 @@ async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
         await peer.send_bytes(frame[500:])
         await peer.expect(MutateReply)
         assert trio.current_time() - began > 45
-        assert server.connections.resources.frame_budget.dropped == 0
+        assert server.connections.resources.frame_budget.dropped_count == 0
 
 
 async def test_it_is_noted_who_logs_in_and_who_tries(certificates: Certificates) -> None:
@@ -559,7 +559,7 @@ def test_failures_are_forgotten_with_time() -> None:
     failures.count_failure("a", 100.0 + FAILURE_DELAY_S)
     assert failures.is_limited("a", 100.0 + FAILURE_DELAY_S)
     assert not failures.is_limited("a", 1000.0)
-    assert failures.refused == 2
+    assert failures.refusal_count == 2
 
 
 def test_hosts_that_failed_take_bounded_memory() -> None:

@@ -45,7 +45,7 @@ class Watched(SourceOptions):
 
     def refuse_unknown(self) -> None:
         super().refuse_unknown()
-        self.asked.update(self._known.values())
+        self.asked.update(self._known_names.values())
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_a_step_is_bounded(bucket: BucketStorage) -> None:
             assert 0 < step.indexed - marks[step.partition] <= 300 + 20
             taken_in = step.indexed - marks[step.partition]
             marks[step.partition] = step.indexed
-            for other in step.others:
+            for other in step.other_partitions:
                 taken_in += other.indexed - marks[other.partition]
                 marks[other.partition] = other.indexed
             assert taken_in <= 300 + 20 + 20
@@ -180,7 +180,9 @@ def test_partitions_with_little_to_index_share_a_commit(bucket: BucketStorage) -
     while not all(model.highs):
         overwrite(bucket, model, random)
     step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
-    progress = {other.partition: (other.indexed, other.item_count) for other in step.others}
+    progress = {
+        other.partition: (other.indexed, other.item_count) for other in step.other_partitions
+    }
     progress[step.partition] = step.indexed, step.item_count
     for partition, (indexed, item_count) in progress.items():
         assert indexed == model.highs[partition]

@@ -104,7 +104,7 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
             # One request names all of them, and the intact keys are answered.
             with pytest.raises(RefusedKeysError) as refused_keys:
                 await client.get_many(list(all_items))
-            assert refused_keys.value.refused.keys() == all_items.keys() - intact.keys()
+            assert refused_keys.value.statuses.keys() == all_items.keys() - intact.keys()
             items = {item.key: item.value for item in refused_keys.value.items if item is not None}
             assert_same(items, intact, PARTITIONS)
             figures = (await client.stats(BUCKET))["disk"]

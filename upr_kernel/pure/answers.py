@@ -340,11 +340,11 @@ class Answers:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
         and answer. O(log answers), beside what is found."""
         order = self._order
-        first = bisect_left(order, start, key=_HIGH)
-        behind = bisect_left(order, end + 1, first, key=_HIGH)
+        begin = bisect_left(order, start, key=_HIGH)
+        behind = bisect_left(order, end + 1, begin, key=_HIGH)
         return [
             (*change.token, change.high, change.answer)
-            for change in order[first:behind]
+            for change in order[begin:behind]
             if change.answer is not None and not change.is_forgotten
         ]
 
@@ -366,9 +366,9 @@ class Answers:
             The tokens of those forgotten.
         """
         tokens = self.tokens_above(seq)
-        first = bisect_left(self._order, seq + 1, key=_HIGH)
+        begin = bisect_left(self._order, seq + 1, key=_HIGH)
         outliving: dict[Token, _Change] = {}
-        for change in self._order[first:]:
+        for change in self._order[begin:]:
             if change.is_forgotten:
                 continue
             if change.outlives(seq):
@@ -385,7 +385,7 @@ class Answers:
             else:
                 del self._writers[writer]
                 self.nbytes -= self._limits.writer_bytes
-        del self._order[first:]
+        del self._order[begin:]
         unsaved = self._unsaved or {}
         for change in list(takewhile(lambda change: change.high > seq, reversed(unsaved))):
             if change.token in outliving and not change.is_forgotten:

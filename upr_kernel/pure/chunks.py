@@ -144,11 +144,11 @@ class _Gathered:
         _, low, high, skip, first_seq, first_cas = part
         key_offsets = columns.rows(columns.key_offsets_at, columns.key_length, low, high)
         value_offsets = columns.rows(columns.value_offsets_at, columns.value_length, low, high)
-        for first, last in _kept(skip, high - low):
-            self._add_rows(columns, low + first, low + last)
-            self._add_numbers(columns, low + first, low + last, first_seq, first_cas, first)
-            self._add_strings(self.keys, columns.keys_at, columns, key_offsets, first, last)
-            self._add_strings(self.values, columns.values_at, columns, value_offsets, first, last)
+        for begin, end in _kept(skip, high - low):
+            self._add_rows(columns, low + begin, low + end)
+            self._add_numbers(columns, low + begin, low + end, first_seq, first_cas, begin)
+            self._add_strings(self.keys, columns.keys_at, columns, key_offsets, begin, end)
+            self._add_strings(self.values, columns.values_at, columns, value_offsets, begin, end)
         for lengths, offsets in (
             (self.key_lengths, key_offsets),
             (self.value_lengths, value_offsets),
@@ -168,13 +168,13 @@ class _Gathered:
         high: int,
         first_seq: int | None,
         first_cas: int,
-        skipped: int,
+        skipped_rows: int,
     ) -> None:
         if first_seq is None:
             self.seqs.append(columns.column(columns.seqs_at, 8, low, high))
             self.cas.append(columns.column(columns.cas_at, 8, low, high))
             return
-        seq, cas, count = first_seq + skipped, first_cas + skipped, high - low
+        seq, cas, count = first_seq + skipped_rows, first_cas + skipped_rows, high - low
         self.seqs.append(array("Q", range(seq, seq + count)).tobytes())
         self.cas.append(array("Q", range(cas, cas + count)).tobytes())
 
@@ -214,7 +214,7 @@ def _kept(skip: Buffer | None, count: int) -> Sequence[tuple[int, int]]:
         return [(0, count)]
     omitted = list(compress(range(count), skip))
     bounds = zip([0, *[row + 1 for row in omitted]], [*omitted, count], strict=True)
-    return [(first, last) for first, last in bounds if first < last]
+    return [(begin, end) for begin, end in bounds if begin < end]
 
 
 _NOT: Final = (0).__eq__

@@ -71,13 +71,13 @@ class Columns:
         if self.values_at + padded(value_length) != len(view):
             raise ChunkDefectError(Defect.LAYOUT)
 
-    def column(self, first: int, width: int, low: int, high: int) -> memoryview:
-        """The bytes of the rows [`low`, `high`) of a column that begins at `first`."""
-        return self.view[first + width * low : first + width * high]
+    def column(self, offset: int, width: int, low: int, high: int) -> memoryview:
+        """The bytes of the rows [`low`, `high`) of a column that begins at `offset`."""
+        return self.view[offset + width * low : offset + width * high]
 
-    def offsets(self, first: int, low: int, high: int) -> list[int]:
+    def offsets(self, offset: int, low: int, high: int) -> list[int]:
         """Where the strings of the rows [`low`, `high`) begin, and where the last ends."""
-        offsets: list[int] = self.column(first, 4, low, high + 1).cast("i").tolist()
+        offsets: list[int] = self.column(offset, 4, low, high + 1).cast("i").tolist()
         return offsets
 
     def keys(self, low: int, high: int) -> list[bytes]:
@@ -109,13 +109,13 @@ class Columns:
         if not 0 <= low <= high <= self.count:
             raise IndexError("the chunk does not have these rows")
 
-    def rows(self, first: int, length: int, low: int, high: int) -> list[int]:
+    def rows(self, offset: int, length: int, low: int, high: int) -> list[int]:
         """`offsets`, checked against the length of all strings.
 
         Raises:
             ChunkDefectError: They decrease, or leave the bytes.
         """
-        offsets = self.offsets(first, low, high)
+        offsets = self.offsets(offset, low, high)
         # Below 0 or beyond the end is told by the first and the last, once the order is right.
         if sorted(offsets) != offsets or offsets[0] < 0 or offsets[-1] > length:
             raise ChunkDefectError(Defect.OFFSETS)
@@ -124,8 +124,8 @@ class Columns:
     def _one_length(self, low: int, high: int) -> int:
         """The length of every key of these rows, if the keys before them have it too; else 0."""
         count = high - low
-        first = self.key_offsets_at + 4 * low
-        offsets = self.view[first : first + 4 * count + 4]
+        offset = self.key_offsets_at + 4 * low
+        offsets = self.view[offset : offset + 4 * count + 4]
         begin, end = offsets[:8].cast("i").tolist()
         length: int = end - begin
         if not 0 < length <= 255 or begin != length * low or count > EVEN_MAX:

@@ -56,7 +56,9 @@ def pack_header(
         OverflowError: A field is out of range.
     """
     fields = opcode, status, partition, opaque, length, body_crc
-    if any(not 0 <= field <= most for field, most in zip(fields, _FIELDS_MAX, strict=True)):
+    if any(
+        not 0 <= field <= field_max for field, field_max in zip(fields, _FIELDS_MAX, strict=True)
+    ):
         raise OverflowError("a field of a header is out of range")
     checked = _HEADER.pack(_MAGIC, _VERSION, *fields, 0)[:_CHECKED_BYTES]
     return checked + crc32c(checked).to_bytes(4, "little")

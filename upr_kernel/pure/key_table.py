@@ -127,7 +127,7 @@ class KeyTable:
             raise ValueError("a sequence number is 1 to 2**63 - 1")
         entries, end = self._entries, base + len(flags)
         superseded: list[int] = []
-        deleted: list[int] = []
+        deleted_rows: list[int] = []
         new_keys: list[bytes] = []
         fresh = 0
         # `map` is lazy: each key is looked up when its turn comes, after what stands before it.
@@ -138,7 +138,7 @@ class KeyTable:
                 new_keys.append(key)
                 continue
             if previous < 0:
-                deleted.append(previous)
+                deleted_rows.append(previous)
                 previous = -previous
             if previous <= start:
                 fresh += 1
@@ -146,7 +146,7 @@ class KeyTable:
                 flags[previous - base] = 1
             else:
                 superseded.append(previous)
-        self.items += len(deleted) + len(new_keys)
+        self.items += len(deleted_rows) + len(new_keys)
         self._key_bytes += sum(map(len, new_keys))
         return superseded, fresh + len(new_keys)
 
@@ -164,11 +164,11 @@ class KeyTable:
             How many were forgotten.
         """
         entries = self._entries
-        evicted = 0
+        evicted_count = 0
         for key, entry in list(islice(entries.items(), budget)):
             del entries[key]
             if -through <= entry <= (0 if tombstones_only else through):
-                evicted += 1
+                evicted_count += 1
                 self._key_bytes -= len(key)
                 self.items -= entry > 0
             else:
@@ -176,7 +176,7 @@ class KeyTable:
         slots = getsizeof(entries)
         if slots > SLOTS_BYTES_MIN and slots > SLOTS_BYTES_MAX * len(entries):
             self._entries = dict(entries)
-        return evicted
+        return evicted_count
 
     def clear(self) -> None:
         """Forgets every key."""

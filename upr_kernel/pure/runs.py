@@ -82,7 +82,7 @@ def add_runs(
     lines: list[bytes] = []
     untouched_runs: list[int] = []
     notes: list[Note] = []
-    awaited: list[int] = []
+    awaited_partitions: list[int] = []
     table_bytes = row_bytes = answer_bytes = 0
     high = first_row
     for index, (partition, row_count, counter, chain) in enumerate(_RUN.iter_unpack(runs)):
@@ -117,5 +117,13 @@ def add_runs(
         if superseded or rows.is_full or rows.wants_tidying:
             notes.append((partition, superseded))
         if rows.is_awaited:
-            awaited.append(partition)
-    return b"".join(lines), untouched_runs, notes, awaited, table_bytes, row_bytes, answer_bytes
+            awaited_partitions.append(partition)
+    return (
+        b"".join(lines),
+        untouched_runs,
+        notes,
+        awaited_partitions,
+        table_bytes,
+        row_bytes,
+        answer_bytes,
+    )

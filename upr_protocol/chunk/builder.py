@@ -148,12 +148,12 @@ class ChunkBuilder:
         for target, offsets, data, source, _ in self._strings(chunk):
             # Slicing bytes costs a third of slicing a view, but only after a copy of them all.
             is_copy_dearer = 4 * len(indexes) < chunk.count
-            whole = data if is_copy_dearer else data.tobytes()
+            copy = data if is_copy_dearer else data.tobytes()
             bounds = source if is_copy_dearer else source.tolist()
             lows, highs = pick(bounds), pick(bounds[1:])
             offsets.pop()
             offsets.extend(accumulate(map(sub, highs, lows), initial=len(target)))
-            target += b"".join([whole[low:high] for low, high in zip(lows, highs, strict=True)])
+            target += b"".join([copy[low:high] for low, high in zip(lows, highs, strict=True)])
 
     def _extend_many(
         self, chunk: Chunk, seqs: Sequence[int], cas: Sequence[int], selectors: bytes

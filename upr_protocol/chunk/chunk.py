@@ -214,8 +214,8 @@ class Chunk(Columns):
         count = self.count
         return not self._is_zero(CHUNK_HEAD_BYTES + 16 * count, 4 * count)
 
-    def _is_zero(self, first: int, nbytes: int) -> bool:
-        return self._view[first : first + nbytes].tobytes() == bytes(nbytes)
+    def _is_zero(self, offset: int, nbytes: int) -> bool:
+        return self._view[offset : offset + nbytes].tobytes() == bytes(nbytes)
 
     # Checks.
 

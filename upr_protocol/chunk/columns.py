@@ -102,50 +102,50 @@ class Columns:
     @property
     def cas(self) -> memoryview:
         """The CAS values, u64; what the publisher expects, in a published chunk."""
-        first = CHUNK_HEAD_BYTES + 8 * self.count
-        return self._view[first : first + 8 * self.count].cast("Q")
+        offset = CHUNK_HEAD_BYTES + 8 * self.count
+        return self._view[offset : offset + 8 * self.count].cast("Q")
 
     @property
     def expiries(self) -> memoryview:
         """The expiry times, u32, seconds since 1970, 0 for never."""
-        first = CHUNK_HEAD_BYTES + 16 * self.count
-        return self._view[first : first + 4 * self.count].cast("I")
+        offset = CHUNK_HEAD_BYTES + 16 * self.count
+        return self._view[offset : offset + 4 * self.count].cast("I")
 
     @property
     def flags(self) -> memoryview:
         """The application's flags, u32."""
-        first = CHUNK_HEAD_BYTES + 16 * self.count + padded(4 * self.count)
-        return self._view[first : first + 4 * self.count].cast("I")
+        offset = CHUNK_HEAD_BYTES + 16 * self.count + padded(4 * self.count)
+        return self._view[offset : offset + 4 * self.count].cast("I")
 
     @property
     def key_offsets(self) -> memoryview:
         """Where each key begins, and where the last ends; i32, count + 1 of them."""
-        first = self._key_offsets_at
-        return self._view[first : first + 4 * self.count + 4].cast("i")
+        offset = self._key_offsets_at
+        return self._view[offset : offset + 4 * self.count + 4].cast("i")
 
     @property
     def value_offsets(self) -> memoryview:
         """Where each value begins, and where the last ends; i32, count + 1 of them."""
-        first = self._value_offsets_at
-        return self._view[first : first + 4 * self.count + 4].cast("i")
+        offset = self._value_offsets_at
+        return self._view[offset : offset + 4 * self.count + 4].cast("i")
 
     @property
     def operations(self) -> memoryview:
         """The operations, u8; see `Operation`."""
-        first = self._operations_at
-        return self._view[first : first + self.count]
+        offset = self._operations_at
+        return self._view[offset : offset + self.count]
 
     @property
     def key_bytes(self) -> memoryview:
         """All keys, one after another."""
-        first = self._keys_at
-        return self._view[first : first + self.key_length]
+        offset = self._keys_at
+        return self._view[offset : offset + self.key_length]
 
     @property
     def value_bytes(self) -> memoryview:
         """All values, one after another."""
-        first = self._keys_at + ((self.key_length + 7) & ~7)
-        return self._view[first : first + self.value_length]
+        offset = self._keys_at + ((self.key_length + 7) & ~7)
+        return self._view[offset : offset + self.value_length]
 
     # Keys, or values, of one length.
 

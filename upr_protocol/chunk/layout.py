@@ -136,10 +136,10 @@ def _multiples(length: int) -> bytes:
 def even_offsets(base: int, length: int, count: int) -> bytes:
     """Where each of `count` strings of `length` bytes ends, when `base` bytes stand before them;
     i32. At memory speed, as long as `base` is a multiple of `length`."""
-    first, remainder = divmod(base, length)
-    if remainder or first + count > EVEN_MAX:
+    index, remainder = divmod(base, length)
+    if remainder or index + count > EVEN_MAX:
         return array("i", range(base + length, base + length * count + 1, length)).tobytes()
-    return _multiples(length)[4 * first + 4 : 4 * (first + count) + 4]
+    return _multiples(length)[4 * index + 4 : 4 * (index + count) + 4]
 
 
 def offsets_of(strings: Sequence[bytes]) -> array[int]:

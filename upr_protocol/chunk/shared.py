@@ -121,8 +121,8 @@ class WidenedChunk:
 
     def copy(self, nbytes_max: int) -> bool:
         """Copies so many bytes at most; returns whether it is done."""
-        first = len(self._bytes)
-        self._bytes += self._chunk.encode()[first : first + nbytes_max]
+        offset = len(self._bytes)
+        self._bytes += self._chunk.encode()[offset : offset + nbytes_max]
         return len(self._bytes) == self._chunk.nbytes
 
     def chunk(self) -> Chunk:

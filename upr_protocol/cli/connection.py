@@ -57,16 +57,16 @@ def run_until_signal(function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> 
     Raises:
         click.exceptions.Exit: A signal came; with the exit code that a shell gives it.
     """
-    received: signal.Signals | None = None
+    stop_signal: signal.Signals | None = None
 
     async def run() -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
 
                 async def watch() -> None:
-                    nonlocal received
+                    nonlocal stop_signal
                     async for signal_number in signals:
-                        received = signal.Signals(signal_number)
+                        stop_signal = signal.Signals(signal_number)
                         nursery.cancel_scope.cancel()
 
                 nursery.start_soon(watch)
@@ -74,8 +74,8 @@ def run_until_signal(function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> 
                 nursery.cancel_scope.cancel()
 
     trio.run(run)
-    if received is not None:
-        raise click.exceptions.Exit(128 + received)
+    if stop_signal is not None:
+        raise click.exceptions.Exit(128 + stop_signal)
 
 
 async def report_connection(

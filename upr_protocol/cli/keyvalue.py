@@ -120,7 +120,7 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
     try:
         items = ask(target, lambda client: client.get_many(keys))
     except RefusedKeysError as error:
-        items, refusals = error.items, error.refused
+        items, refusals = error.items, error.statuses
     missing_keys = [key for key, item in zip(keys, items, strict=True) if item is None]
     for item in items:
         if item is None:

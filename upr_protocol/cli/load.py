@@ -242,7 +242,7 @@ class _Load:
             for sentence in self.report.problems(self.unit):
                 say(sentence)
             click.echo(self._total())
-        if self.report.refused:
+        if self.report.refused_counts:
             raise click.exceptions.Exit(REFUSED)
         if self.report.rows and not self.report.rows_sent:
             raise FailedError("no row could be loaded: see the messages above, and check --key")

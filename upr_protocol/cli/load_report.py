@@ -20,21 +20,21 @@ class ExampleRows:
 
     Attributes:
         count: How many.
-        first: The first of them, as texts.
+        examples: The first of them, as texts.
     """
 
     count: int = 0
-    first: list[str] = attrs.field(factory=list)
+    examples: list[str] = attrs.field(factory=list)
 
     def add(self, text: str) -> None:
         """Counts one more row."""
         self.count += 1
-        if len(self.first) < EXAMPLES_MAX:
-            self.first.append(text)
+        if len(self.examples) < EXAMPLES_MAX:
+            self.examples.append(text)
 
     def __str__(self) -> str:
-        more = ", …" if self.count > len(self.first) else ""
-        return ", ".join(self.first) + more
+        ellipsis = ", …" if self.count > len(self.examples) else ""
+        return ", ".join(self.examples) + ellipsis
 
 
 @attrs.define
@@ -47,7 +47,7 @@ class LoadReport:
         nbytes: Bytes of their keys and values.
         keyless: Rows without a key.
         bad: Rows that could not be read.
-        refused: Rows that the server refused, counted by status.
+        refused_counts: Rows that the server refused, counted by status.
         refused_keys: The keys of the first of them, by status.
     """
 
@@ -56,19 +56,19 @@ class LoadReport:
     nbytes: int = 0
     keyless: ExampleRows = attrs.field(factory=ExampleRows)
     bad: ExampleRows = attrs.field(factory=ExampleRows)
-    refused: Counter[Status] = attrs.field(factory=Counter)
+    refused_counts: Counter[Status] = attrs.field(factory=Counter)
     refused_keys: dict[Status, ExampleRows] = attrs.field(factory=dict)
 
     def add_refused(self, failure: Failure) -> None:
         """Counts a row that the server refused."""
-        self.refused[failure.status] += 1
+        self.refused_counts[failure.status] += 1
         keys = self.refused_keys.setdefault(failure.status, ExampleRows())
         keys.add(failure.key.decode(errors="backslashreplace"))
 
     @property
     def loaded(self) -> int:
         """Rows that the server has accepted, once the publisher has been flushed."""
-        return self.rows_sent - self.refused.total()
+        return self.rows_sent - self.refused_counts.total()
 
     def problems(self, unit: str) -> list[str]:
         """A sentence for each kind of problem.
@@ -84,7 +84,7 @@ class LoadReport:
             )
         if self.bad.count:
             sentences.append(f"{self.bad.count:,} bad rows skipped: {unit}s {self.bad}")
-        for status, count in self.refused.most_common():
+        for status, count in self.refused_counts.most_common():
             reason = status.name.replace("_", " ").lower()
             sentences.append(
                 f"{count:,} rows refused by the server, {reason} ({ADVICE[status]}): "

@@ -134,16 +134,16 @@ def parse_partition_numbers(text: str | tuple[int, ...]) -> tuple[int, ...]:
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         try:
-            first, last = int(low), int(high if dash else low)
+            lowest, highest = int(low), int(high if dash else low)
         except ValueError:
             raise click.BadParameter(
                 f"{part!r} is not a partition; write them as in 5, 0-15 or 1,3"
             ) from None
-        if not 0 <= first <= last < PARTITIONS_MAX:
+        if not 0 <= lowest <= highest < PARTITIONS_MAX:
             raise click.BadParameter(
                 f"{part!r} is not a rising range within 0 to {PARTITIONS_MAX - 1}"
             )
-        numbers += range(first, last + 1)
+        numbers += range(lowest, highest + 1)
     return tuple(numbers)
 
 

@@ -191,7 +191,7 @@ class _Tail:
     as_lines: bool = attrs.field(kw_only=True)
     summary: EventCounts = attrs.field(factory=lambda: EventCounts(time.monotonic), init=False)
     _output: Output = attrs.field(factory=Output, init=False)
-    _deleted: bool = attrs.field(default=False, init=False)
+    _is_deleted: bool = attrs.field(default=False, init=False)
 
     def run(self) -> None:
         """Follows the changes until caught up, if that was asked for, or until Ctrl-C."""
@@ -202,7 +202,7 @@ class _Tail:
             progress.clear()
             if not self.as_lines:
                 click.echo(self.summary.total())
-        if self._deleted:
+        if self._is_deleted:
             raise RefusedError(f"the bucket {self.target.bucket!r} was deleted")
 
     async def _follow(self, progress: ProgressDisplay) -> None:
@@ -270,7 +270,7 @@ class _Tail:
                 await consumer.save()
                 return
             if isinstance(event, StreamEnded):
-                self._deleted = True
+                self._is_deleted = True
 
 
 class ConsumerWithStatistics(Protocol):

@@ -72,10 +72,10 @@ class ClientSession(Session):
         if self.state is SessionState.CLOSED:
             return
         total = self._unacknowledged + count
-        if not 0 <= count <= total <= self.window.used:
+        if not 0 <= count <= total <= self.window.used_bytes:
             raise LocalProtocolError(
                 f"cannot acknowledge {count} bytes of the "
-                f"{self.window.used - self._unacknowledged} received",
+                f"{self.window.used_bytes - self._unacknowledged} received",
                 Status.FLOW_CONTROL,
             )
         self._unacknowledged = total

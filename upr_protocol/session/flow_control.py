@@ -13,33 +13,33 @@ class Allowance:
     """Bytes that may still be sent.
 
     Attributes:
-        left: Bytes left; below 0 by at most the last frame.
-        used: Bytes used that the peer has not given back.
+        remaining_bytes: Bytes left; below 0 by at most the last frame.
+        used_bytes: Bytes used that the peer has not given back.
     """
 
-    __slots__ = ("left", "used")
+    __slots__ = ("remaining_bytes", "used_bytes")
 
     def __init__(self) -> None:
-        self.left = 0
-        self.used = 0
+        self.remaining_bytes = 0
+        self.used_bytes = 0
 
     @property
     def is_open(self) -> bool:
         """Whether another frame may be sent."""
-        return self.left > 0
+        return self.remaining_bytes > 0
 
     def note_sent(self, count: int) -> None:
         """A frame of `count` bytes was sent, while the allowance was open."""
-        assert self.left > 0
-        self.left -= count
-        self.used += count
+        assert self.remaining_bytes > 0
+        self.remaining_bytes -= count
+        self.used_bytes += count
 
     def grant(self, count: int) -> None:
         """The peer allows `count` bytes more."""
-        self.left += count
+        self.remaining_bytes += count
 
     def give_back(self, count: int) -> None:
         """The peer has handled `count` of the bytes that were used."""
-        assert 0 <= count <= self.used
-        self.used -= count
-        self.left += count
+        assert 0 <= count <= self.used_bytes
+        self.used_bytes -= count
+        self.remaining_bytes += count

@@ -129,23 +129,23 @@ def _check_stream(_context: SessionContext, message: Stream) -> None:
 
 
 def _check_mutate(context: SessionContext, _message: Mutate) -> None:
-    if context.credit.left <= 0:
+    if context.credit.remaining_bytes <= 0:
         raise ProtocolError(
             "Mutate: the client has used up its credit; wait for Credit", Status.FLOW_CONTROL
         )
 
 
 def _check_chunk(context: SessionContext, _message: PartitionChunk) -> None:
-    if context.window.left <= 0:
+    if context.window.remaining_bytes <= 0:
         raise ProtocolError(
             "the server has used up the client's window; wait for Ack", Status.FLOW_CONTROL
         )
 
 
 def _check_ack(context: SessionContext, message: Ack) -> None:
-    if message.bytes > context.window.used:
+    if message.bytes > context.window.used_bytes:
         raise ProtocolError(
-            f"Ack of {message.bytes} bytes; only {context.window.used} are unacknowledged",
+            f"Ack of {message.bytes} bytes; only {context.window.used_bytes} are unacknowledged",
             Status.FLOW_CONTROL,
         )
 

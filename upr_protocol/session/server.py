@@ -130,7 +130,7 @@ class ServerSession(Session):
         if not (
             self.state is _STREAMING
             and partition == self._cycle.current
-            and self.window.left > 0
+            and self.window.remaining_bytes > 0
             and record.takes_whole(chunk)
             and length <= FRAME_BODY_BYTES_MAX
         ):
@@ -158,7 +158,7 @@ class ServerSession(Session):
         requests = self._requests
         if (
             self.state not in _DATA_STATES
-            or self.credit.left <= 0
+            or self.credit.remaining_bytes <= 0
             or len(requests) >= self.agreed.requests_open_max
         ):
             return None
@@ -167,7 +167,7 @@ class ServerSession(Session):
             return None
         count = frame_count = sets.frame_count
         # A frame may begin while any credit is left: the last one may exceed it.
-        while count > 1 and sets.nbytes(count - 1) >= self.credit.left:
+        while count > 1 and sets.nbytes(count - 1) >= self.credit.remaining_bytes:
             count -= 1
         if requests:
             opaques = memoryview(sets.opaques).cast("I")
@@ -332,8 +332,8 @@ class ServerSession(Session):
         return SessionStatistics(
             self.state,
             len(self.streams),
-            self.window.used,
-            self.credit.left,
+            self.window.used_bytes,
+            self.credit.remaining_bytes,
             len(self.barriers),
             self._cycle.completed,
         )

@@ -137,13 +137,13 @@ class Session(SessionContext):
                     continue  # it was sent before our `StreamEnd` arrived
                 # A dropped message is processed all the same: it has used up the window, and its
                 # sequence numbers must follow those before it.
-                dropped = type(message) in SNAPSHOT_MESSAGES and self._dropped(message)
+                is_dropped = type(message) in SNAPSHOT_MESSAGES and self._dropped(message)
                 self._process(message, HEADER_BYTES + header.length)
             except ProtocolError as error:
                 self.fail(error.status, str(error))
                 raise RemoteProtocolError(str(error), error.status) from error
             self._received(message)
-            if dropped:
+            if is_dropped:
                 self._discard(message)
             else:
                 yield message

@@ -60,17 +60,17 @@ class PendingRows:
         ends = np.cumsum(
             _sizes(rows.column("key")) + _sizes(rows.column("value")) + ENCODED_ROW_BYTES
         )
-        first = before = 0
-        while first < len(ends):
+        first_row = bytes_before = 0
+        while first_row < len(ends):
             room = self._batch_bytes - self._nbytes
-            end = int(np.searchsorted(ends, before + room, side="right"))
-            if end == first and not self._pieces:
+            end = int(np.searchsorted(ends, bytes_before + room, side="right"))
+            if end == first_row and not self._pieces:
                 end += 1
-            if end > first:
-                self._pieces.append(rows.slice(first, end - first))
-                self._nbytes += int(ends[end - 1]) - before
-                first, before = end, int(ends[end - 1])
-            if first < len(ends):
+            if end > first_row:
+                self._pieces.append(rows.slice(first_row, end - first_row))
+                self._nbytes += int(ends[end - 1]) - bytes_before
+                first_row, bytes_before = end, int(ends[end - 1])
+            if first_row < len(ends):
                 yield from self.take_rest()
 
     def take_rest(self) -> Iterator[list[pa.RecordBatch]]:
@@ -113,19 +113,19 @@ def chunk_bounds(chunk: Chunk, bytes_max: int = 0) -> Iterator[tuple[int, int]]:
     """
     begin, rows_max = 0, _rows_max(chunk)
     while begin < chunk.count:
-        last = min(begin + rows_max, chunk.count)
+        end = min(begin + rows_max, chunk.count)
         if bytes_max:
-            room = bytes_max - ENCODED_ROW_BYTES * (last - begin)
-            last = max(begin + 1, min(last, _row_within(chunk, begin, last, room)))
-        yield begin, last
-        begin = last
+            room = bytes_max - ENCODED_ROW_BYTES * (end - begin)
+            end = max(begin + 1, min(end, _row_within(chunk, begin, end, room)))
+        yield begin, end
+        begin = end
 
 
-def rows_of_chunk(chunk: Chunk, first: int, end: int) -> Chunk:
+def rows_of_chunk(chunk: Chunk, begin: int, end: int) -> Chunk:
     """Rows of a chunk as a chunk of their own."""
-    if (first, end) == (0, chunk.count):
+    if (begin, end) == (0, chunk.count):
         return chunk
-    return chunk.rows(first, end, SeqNo(0), SeqNo(0))
+    return chunk.rows(begin, end, SeqNo(0), SeqNo(0))
 
 
 def _rows_max(chunk: Chunk) -> int:
@@ -172,8 +172,8 @@ def _columns(rows: pa.RecordBatch) -> RowColumns:
 def _strings(column: pa.Array) -> tuple[Buffer, Buffer]:
     """A column of large binary, none null: where each string begins, and the bytes."""
     _, offsets, data = column.buffers()
-    first, end = 8 * column.offset, 8 * (column.offset + len(column) + 1)
-    return memoryview(offsets)[first:end], b"" if data is None else memoryview(data)
+    begin, end = 8 * column.offset, 8 * (column.offset + len(column) + 1)
+    return memoryview(offsets)[begin:end], b"" if data is None else memoryview(data)
 
 
 def _numbers(column: pa.Array) -> Buffer:

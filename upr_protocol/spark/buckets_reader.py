@@ -59,7 +59,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._readers: dict[str, MicroBatchReader] = {}
         self._names: tuple[str, ...] | None = None
         """The buckets of a query that ends at what there was; None while they are looked for."""
-        self._committed: dict[str, Json] = {}
+        self._committed_offsets: dict[str, Json] = {}
 
     def _reader(self, bucket: str) -> MicroBatchReader:
         reader = self._readers.get(bucket)
@@ -101,15 +101,18 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         names = self._existing()
         if self._names is not None:
             names = tuple(name for name in self._names if name in names)
-        before = self._of_those_read(_offsets(start), names)
-        begins = {name: before.get(name) or _beginning(name) for name in names}
+        old_offsets = self._of_those_read(_offsets(start), names)
+        begins = {name: old_offsets.get(name) or _beginning(name) for name in names}
         if batch_must_wait(self._delay, limit, lambda: self._pending(begins).values()):
             for name, begin in begins.items():
                 self._reader(name).stay_at_offset(begin)
             return start
         ends = self._ends(begins, limits_of(limit, self._options))
-        after = {**before, **{name: end for name, end in ends.items() if end != begins[name]}}
-        return start if after == _offsets(start) else _document(after)
+        new_offsets = {
+            **old_offsets,
+            **{name: end for name, end in ends.items() if end != begins[name]},
+        }
+        return start if new_offsets == _offsets(start) else _document(new_offsets)
 
     def _of_those_read(
         self, offsets: Mapping[str, Json], names: tuple[str, ...]
@@ -118,12 +121,15 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         Nobody asks for these buckets again."""
         pattern = self._options.bucket_pattern
         if pattern is not None and self._options.fails_on_data_loss:
-            deleted = [name for name in offsets if name not in names and pattern.fullmatch(name)]
-            if deleted:
+            deleted_names = [
+                name for name in offsets if name not in names and pattern.fullmatch(name)
+            ]
+            if deleted_names:
                 raise PipelineError(
                     "UPR_NO_BUCKET",
-                    f"{self._options.address}: the stream has read {', '.join(deleted)}, which "
-                    "does not exist any more: set failOnDataLoss=false to continue without it",
+                    f"{self._options.address}: the stream has read {', '.join(deleted_names)}, "
+                    "which does not exist any more: set failOnDataLoss=false to continue "
+                    "without it",
                 )
         for name in self._readers.keys() - set(names):
             self._readers.pop(name).stop()
@@ -167,12 +173,12 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def partitions(self, start: Json, end: Json) -> Sequence[InputPartition]:
         """The tasks that read a batch, for the first time or again."""
-        before, after = _offsets(start), _offsets(end)
+        old_offsets, new_offsets = _offsets(start), _offsets(end)
         skips_deleted = self._options.bucket_pattern and not self._options.fails_on_data_loss
-        existing = self._existing() if skips_deleted else tuple(after)
+        existing = self._existing() if skips_deleted else tuple(new_offsets)
         tasks: list[InputPartition] = []
-        for name, offset in after.items():
-            begin = before.get(name) or _beginning(name)
+        for name, offset in new_offsets.items():
+            begin = old_offsets.get(name) or _beginning(name)
             if offset != begin and name in existing:
                 tasks += self._reader(name).partitions(begin, offset)
         return tasks
@@ -188,9 +194,9 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             reader = self._readers.get(name)
             # Without a reader the bucket is gone, or not asked for: nothing of it is pinned, or it
             # ends by itself.
-            if reader is not None and offset != self._committed.get(name):
+            if reader is not None and offset != self._committed_offsets.get(name):
                 reader.commit(offset)
-                self._committed[name] = offset
+                self._committed_offsets[name] = offset
 
     def stop(self) -> None:
         """The query is over."""

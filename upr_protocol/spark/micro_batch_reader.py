@@ -63,7 +63,7 @@ def limits_of(limit: ReadLimit, options: ReadOptions) -> StreamLimits:
 
 
 def batch_must_wait(
-    delay: BatchDelay | None, limit: ReadLimit, pending: Callable[[], Iterable[BacklogSize]]
+    delay: BatchDelay | None, limit: ReadLimit, backlogs: Callable[[], Iterable[BacklogSize]]
 ) -> bool:
     """Whether the next batch waits for more changes. With `Trigger.Once`, which asks for everything
     that there is, none waits.
@@ -71,11 +71,11 @@ def batch_must_wait(
     Args:
         delay: How long batches wait; None for not at all.
         limit: What Spark asks for.
-        pending: Gives what there is for the batch, in each bucket.
+        backlogs: Gives what there is for the batch, in each bucket.
     """
     if delay is None or isinstance(limit, ReadAllAvailable):
         return False
-    there_is = list(pending())
+    there_is = list(backlogs())
     may_wait = all(part.may_wait for part in there_is)
     return may_wait and delay.must_wait(sum(part.numbers for part in there_is))
 
@@ -105,7 +105,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._delay = delay or options.batch_delay()
         self._plan: StreamPlan | None = None
         self._initial: StreamOffset | None = None
-        self._planned: StreamOffset | None = None
+        self._planned_offset: StreamOffset | None = None
         self._position: ConsumerPosition | None = None
 
     # Neither before it is asked for: executors get a copy of the reader, too.
@@ -160,13 +160,13 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def next_offset(self, start: dict[str, Any], limits: StreamLimits) -> dict[str, Any]:
         """Where the batch ends that begins at `start`; `start` itself if there is nothing new."""
-        before = self._offset(start)
+        old_offset = self._offset(start)
         try:
-            end = self._planner.next_offset(before, limits)
+            end = self._planner.next_offset(old_offset, limits)
         except ServerError as error:
             raise as_pipeline_error(error, self._options.address) from error
-        self._note(before, end)
-        return start if end is before else end.to_json()
+        self._note(old_offset, end)
+        return start if end is old_offset else end.to_json()
 
     def stay_at_offset(self, start: dict[str, Any]) -> None:
         """The next batch waits, or is another bucket's: this one stays at `start`."""
@@ -175,7 +175,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _note(self, before: StreamOffset, end: StreamOffset) -> None:
         """Every batch up to `before` is done, also if no further one follows, and the next one ends
         at `end`."""
-        self._planned = end
+        self._planned_offset = end
         if self._options.consumer_name:
             if self._position is None:
                 self._position = ConsumerPosition(self._server, self._options.consumer_name)
@@ -190,7 +190,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def progress(self) -> tuple[dict[str, Any], StreamBacklog]:
         """How far the server is, and what it has that is in no batch yet."""
-        latest, backlog = self._planner.progress(self._planned)
+        latest, backlog = self._planner.progress(self._planned_offset)
         return latest.to_json(), backlog
 
     @sentence_first()
@@ -201,9 +201,9 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks that read a batch, for the first time or again."""
-        before, after = self._offset(start), self._offset(end)
-        lease_id = after.lease_id
-        slices = self._without_rolled_back(slices_of(before, after), after)
+        old_offset, new_offset = self._offset(start), self._offset(end)
+        lease_id = new_offset.lease_id
+        slices = self._without_rolled_back(slices_of(old_offset, new_offset), new_offset)
         if lease_id and slices:
             lease = self._pinned(lease_id, slices)
             lease_id, sizes = lease.lease_id, sizes_of(lease)

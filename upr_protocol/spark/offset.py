@@ -90,7 +90,7 @@ class PartitionOffset:
         entries = [entry.split("@") for entry in log.split(",")] if log else []
         return cls(
             FailoverLog.of_pairs(
-                (int(history, 16), _number(int(first))) for history, first in entries
+                (int(history, 16), _number(int(first_seq))) for history, first_seq in entries
             ),
             seq,
             seq if start is None else _number(int(start)),
@@ -189,9 +189,9 @@ def _partitions_of_json(
     documents: Mapping[str, Any], version: int
 ) -> dict[PartitionId, PartitionOffset]:
     is_first = version == _FIRST_VERSION
-    read = PartitionOffset.of_first_version if is_first else PartitionOffset.of_text
+    parse = PartitionOffset.of_first_version if is_first else PartitionOffset.of_text
     numbered = sorted((PartitionId(int(name)), value) for name, value in documents.items())
-    return {partition: read(value) for partition, value in numbered}
+    return {partition: parse(value) for partition, value in numbered}
 
 
 def _number(value: Any) -> SeqNo:

@@ -49,11 +49,11 @@ class SourceOptions:
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._values = {name.lower(): str(value) for name, value in options.items()}
-        self._known: dict[str, str] = {}
+        self._known_names: dict[str, str] = {}
 
     def text(self, name: str, default: T) -> str | T:
         """An option's text; `default` when it was not given."""
-        self._known[name.lower()] = name
+        self._known_names[name.lower()] = name
         return self._values.get(name.lower(), default)
 
     def required(self, name: str, example: str) -> str:
@@ -134,10 +134,10 @@ class SourceOptions:
             OptionError: There is an option that is unknown here.
         """
         for name in self._values:
-            if name not in self._known and name not in _SPARK_OWN:
-                near = difflib.get_close_matches(name, self._known, 1)
-                hint = f"; perhaps {self._known[near[0]]} was meant" if near else ""
-                option_names = ", ".join(sorted(self._known.values(), key=str.lower))
+            if name not in self._known_names and name not in _SPARK_OWN:
+                near = difflib.get_close_matches(name, self._known_names, 1)
+                hint = f"; perhaps {self._known_names[near[0]]} was meant" if near else ""
+                option_names = ", ".join(sorted(self._known_names.values(), key=str.lower))
                 raise OptionError(f"there is no option {name}{hint}. There are {option_names}")
 
 

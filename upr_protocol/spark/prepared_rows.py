@@ -58,13 +58,13 @@ class PreparedRows(WriterCommitMessage):
         job: Names the batch of a stream, or the write, that the task is a part of.
         rows: The rows, as `rows.encode` gives them: an Arrow stream.
         rejected: Rows that cannot be operations.
-        written: What the task has published itself.
+        counts: What the task has published itself.
     """
 
     job: str
     rows: bytes
     rejected: tuple[RejectedRow, ...]
-    written: WriteCounts
+    counts: WriteCounts
 
 
 class RowSpool:
@@ -193,11 +193,11 @@ def rounds_of(
         ) from error
     bounds = [list(chunk_bounds(chunk, batch_bytes)) for _, chunk in chunks]
     longest = max(map(len, bounds))
-    for first in range(0, longest, ROUND_BATCHES):
+    for first_batch in range(0, longest, ROUND_BATCHES):
         yield (
             (partition, rows_of_chunk(chunk, *bound))
             for (partition, chunk), all_bounds in zip(chunks, bounds, strict=True)
-            for bound in all_bounds[first : first + ROUND_BATCHES]
+            for bound in all_bounds[first_batch : first_batch + ROUND_BATCHES]
         )
 
 

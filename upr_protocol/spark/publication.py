@@ -197,11 +197,11 @@ def refused_rows_error(bad: list[RejectedRow], row_count: int) -> PipelineError:
         row_count: Rows that were written before.
     """
     examples = "; ".join(_described(row) for row in bad[:EXAMPLES_MAX])
-    more = f"; and {len(bad) - EXAMPLES_MAX} more" if len(bad) > EXAMPLES_MAX else ""
+    ellipsis = f"; and {len(bad) - EXAMPLES_MAX} more" if len(bad) > EXAMPLES_MAX else ""
     return PipelineError(
         "UPR_ROWS_REFUSED",
         f"{len(bad)} rows of a batch were refused, after {row_count} that were written: "
-        f"{examples}{more}. Correct them, or have them put aside: "
+        f"{examples}{ellipsis}. Correct them, or have them put aside: "
         '.option("onError", "deadLetter").option("deadLetterPath", "/a/folder")',
     )
 
@@ -250,8 +250,8 @@ def _rejected_row(chunk: Chunk, index: int, status: Status, options: WriteOption
 
 def _described(row: RejectedRow) -> str:
     key = "null" if row.key is None else repr(row.key[:EXAMPLE_BYTES_MAX])
-    cut = "…" if row.key is not None and len(row.key) > EXAMPLE_BYTES_MAX else ""
-    return f"{row.operation} of {key}{cut}: {row.status.name} ({row.reason})"
+    ellipsis = "…" if row.key is not None and len(row.key) > EXAMPLE_BYTES_MAX else ""
+    return f"{row.operation} of {key}{ellipsis}: {row.status.name} ({row.reason})"
 
 
 def writer_id(job: bytes, task: int) -> bytes:

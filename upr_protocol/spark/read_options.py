@@ -424,12 +424,12 @@ def _partitions(text: str) -> tuple[int, ...]:
     for part in filter(None, text.replace(" ", "").split(",")):
         low, _, high = part.partition("-")
         try:
-            first, last = int(low), int(high or low)
+            lowest, highest = int(low), int(high or low)
         except ValueError:
-            first, last = 1, 0
-        if not 0 <= first <= last < PARTITIONS_END:
+            lowest, highest = 1, 0
+        if not 0 <= lowest <= highest < PARTITIONS_END:
             raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
-        partitions.update(range(first, last + 1))
+        partitions.update(range(lowest, highest + 1))
     return tuple(sorted(partitions))
 
 

@@ -78,14 +78,14 @@ def _newest_rows(
     codes = np.concatenate(
         [chunk.indices.to_numpy() for chunk in keys.dictionary_encode().iterchunks()]
     )
-    last = np.zeros(codes.max() + 1, np.int64)
-    last[codes] = np.arange(len(codes))  # of equal indices the last is kept
+    last_rows = np.zeros(codes.max() + 1, np.int64)
+    last_rows[codes] = np.arange(len(codes))  # of equal indices the last is kept
     is_newest = np.zeros(len(codes), np.bool_)
-    is_newest[last] = True
-    first = 0
+    is_newest[last_rows] = True
+    first_row = 0
     for batch in batches:
-        rows = batch.filter(pa.array(is_newest[first : first + batch.num_rows]))
-        first += batch.num_rows
+        rows = batch.filter(pa.array(is_newest[first_row : first_row + batch.num_rows]))
+        first_row += batch.num_rows
         yield rows if has_key else rows.select(schema.fieldNames())
 
 

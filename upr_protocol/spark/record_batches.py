@@ -73,7 +73,7 @@ class RecordBatchBuilder:
             start: Where it begins.
             end: Where it ends.
         """
-        same = {
+        shared_scalars = {
             "op": text_scalar("set"),
             "bucket": text_scalar(self._bucket),
             "partition": int32_scalar(partition),
@@ -84,7 +84,7 @@ class RecordBatchBuilder:
         }
         return SnapshotColumns(
             self._schema,
-            {name: same[name] for name in self._names if name in same},
+            {name: shared_scalars[name] for name in self._names if name in shared_scalars},
             self._parser,
             self._key,
         )
@@ -120,8 +120,8 @@ class SnapshotColumns:
 
     Args:
         schema: The columns.
-        same: What they hold in every row, of those that are the same throughout. `op` and `deleted`
-            are so only while every mutation is a set.
+        shared_scalars: What they hold in every row, of those that are the same throughout. `op` and
+            `deleted` are so only while every mutation is a set.
         parser: What makes structs of the values; None where these stay bytes or text.
         key: The only key of which there are rows; None for all.
     """
@@ -129,14 +129,14 @@ class SnapshotColumns:
     def __init__(
         self,
         schema: pa.Schema,
-        same: Mapping[str, pa.Scalar],
+        shared_scalars: Mapping[str, pa.Scalar],
         parser: ValueParser | None,
         key: bytes | None = None,
     ) -> None:
         self._schema = schema
         self._key = key
         self._parser = parser
-        self._same = same
+        self._shared_scalars = shared_scalars
         self._repeated: dict[str, pa.Array] = {}
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> pa.RecordBatch:
@@ -219,7 +219,7 @@ class SnapshotColumns:
             return _OPERATION_NAMES.take(codes)
         if codes is not None and name == "deleted":
             return pc.not_equal(codes, _SET)
-        if name in self._same:
+        if name in self._shared_scalars:
             return None
         if name == "seq":
             return _seqs(chunk)
@@ -231,7 +231,7 @@ class SnapshotColumns:
     def _repeat(self, name: str, count: int) -> pa.Array:
         column = self._repeated.get(name)
         if column is None or len(column) < count:
-            column = self._repeated[name] = pa.repeat(self._same.get(name, _ZERO), count)
+            column = self._repeated[name] = pa.repeat(self._shared_scalars.get(name, _ZERO), count)
         return column[:count]
 
 
@@ -310,24 +310,24 @@ def _bytes(offsets: memoryview, data: memoryview, present: pa.Buffer | None) -> 
 
 def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows, in batches that are neither small nor large; none of them is empty."""
-    few: list[pa.RecordBatch] = []
+    small_batches: list[pa.RecordBatch] = []
     rows = nbytes = 0
     for batch in batches:
         size = batch.nbytes  # which goes through all columns
         is_small = batch.num_rows < SMALL_ROWS and size < RECORD_BATCH_BYTES
-        if few and (
+        if small_batches and (
             not is_small or rows + batch.num_rows > BATCH_ROWS or nbytes + size > RECORD_BATCH_BYTES
         ):
-            yield pa.concat_batches(few)
-            few, rows, nbytes = [], 0, 0
+            yield pa.concat_batches(small_batches)
+            small_batches, rows, nbytes = [], 0, 0
         if not is_small:
             yield from _cut(batch)
         elif batch.num_rows:
-            few.append(batch)
+            small_batches.append(batch)
             rows += batch.num_rows
             nbytes += size
-    if few:
-        yield pa.concat_batches(few)
+    if small_batches:
+        yield pa.concat_batches(small_batches)
 
 
 def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -64,22 +64,23 @@ class _Problems:
     """The first problem of each row, by its number among those that were found."""
 
     def __init__(self, count: int) -> None:
-        self._first = np.zeros(count, np.uint8)
+        self._first_problems = np.zeros(count, np.uint8)
         self.reasons: list[tuple[Status, str]] = [(Status.OK, "")]
 
     def add(self, rows: Mask, status: Status, reason: str) -> None:
         if rows.any():
-            self._first[rows & (self._first == 0)] = len(self.reasons)
+            self._first_problems[rows & (self._first_problems == 0)] = len(self.reasons)
             self.reasons.append((status, reason))
 
     @property
     def good(self) -> Mask:
-        mask: Mask = self._first == 0
+        mask: Mask = self._first_problems == 0
         return mask
 
     def bad(self) -> list[tuple[int, Status, str]]:
         return [
-            (int(index), *self.reasons[self._first[index]]) for index in np.flatnonzero(self._first)
+            (int(index), *self.reasons[self._first_problems[index]])
+            for index in np.flatnonzero(self._first_problems)
         ]
 
 

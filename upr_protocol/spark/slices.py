@@ -115,8 +115,10 @@ def tasks_of(
     tasks: list[ReadTask] = []
     group: dict[PartitionId, Slice] = {}
     nbytes = 0
-    for whole in by_partition:
-        for piece in [whole] if whole_partitions else whole.pieces(max(1, int(share))):
+    for partition_slice in by_partition:
+        for piece in (
+            [partition_slice] if whole_partitions else partition_slice.pieces(max(1, int(share)))
+        ):
             size = max(piece.nbytes, 1)
             # A piece belongs to the task in whose share its middle lies.
             is_beyond = nbytes + size / 2 >= share * (len(tasks) + 1)

@@ -223,7 +223,7 @@ class StreamPlan:
     def _after_purges(self, partitions: Partitions) -> Partitions:
         """The same where the stream was away for so long that deletions behind it are forgotten."""
         infos = self._driver.partition_infos(anew=True)
-        after = dict(partitions)
+        new_offsets = dict(partitions)
         for partition, offset in partitions.items():
             if partition not in infos or not 0 < offset.seq < infos[partition].purge_seq:
                 continue
@@ -236,8 +236,8 @@ class StreamPlan:
                     "sink, or stream with "
                     "onRollback=marker into a sink that can undo",
                 )
-            after[partition] = _rewound(offset, infos[partition], SeqNo(0))
-        return after
+            new_offsets[partition] = _rewound(offset, infos[partition], SeqNo(0))
+        return new_offsets
 
     def _renewed(self, lease_id: int) -> HeldLease | None:
         """The lease under which the stream is inside a snapshot; None when it is gone. That does no
@@ -330,9 +330,14 @@ class StreamPlan:
             batch_ends = with_batch_end(offset) if self._rewinds else ()
             # One that was not read to its end goes on in the new one: what it left out so far is
             # only there.
-            first = offset.snapshot_start if seq < offset.snapshot_end else seq
+            snapshot_start = offset.snapshot_start if seq < offset.snapshot_end else seq
             offsets[partition] = PartitionOffset(
-                infos[partition].log, seq, first, ends[partition], offset.came_from, batch_ends
+                infos[partition].log,
+                seq,
+                snapshot_start,
+                ends[partition],
+                offset.came_from,
+                batch_ends,
             )
         return offsets
 
@@ -379,16 +384,16 @@ class StreamPlan:
             self._leases.pop(lease_id, None)
             self._driver.release_lease(lease_id)
 
-    def progress(self, planned: StreamOffset | None) -> tuple[StreamOffset, StreamBacklog]:
+    def progress(self, planned_offset: StreamOffset | None) -> tuple[StreamOffset, StreamBacklog]:
         """How far the server is, and what it has that is in no batch yet.
 
         Args:
-            planned: Where the newest batch ends; None if none was planned.
+            planned_offset: Where the newest batch ends; None if none was planned.
         """
         ends = self._available(self._driver.seqnos())
         self._age.note_ends(ends)
         latest = {partition: PartitionOffset(FailoverLog(), seq) for partition, seq in ends.items()}
-        partitions = {} if planned is None else planned.partitions
+        partitions = {} if planned_offset is None else planned_offset.partitions
         numbers = {
             partition: max(0, seq - partitions.get(partition, _NOTHING).seq)
             for partition, seq in ends.items()

@@ -208,8 +208,8 @@ def _quoted(strings: pa.Array) -> pa.Array:
 def _object(columns: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
     parts: list[pa.Array | str] = []
     for index, (name, column) in enumerate(zip(names, columns, strict=True)):
-        before = "{" if index == 0 else ","
-        parts += [f"{before}{msgspec.json.encode(name).decode()}:", _json(column)]
+        opening = "{" if index == 0 else ","
+        parts += [f"{opening}{msgspec.json.encode(name).decode()}:", _json(column)]
     return _joined(*parts, "}")
 
 

@@ -73,23 +73,23 @@ def _kind_of(value: object) -> DataType:
     return StructType([StructField(name, _kind_of(field)) for name, field in value.items()])
 
 
-def _merged(first: DataType, second: DataType) -> DataType:
+def _merged(left_type: DataType, right_type: DataType) -> DataType:
     """The type that values of both fit into."""
-    if isinstance(first, StructType) and isinstance(second, StructType):
-        kinds = {field.name: field.dataType for field in first}
-        for field in second:
+    if isinstance(left_type, StructType) and isinstance(right_type, StructType):
+        kinds = {field.name: field.dataType for field in left_type}
+        for field in right_type:
             first_kind = kinds.get(field.name)
             kinds[field.name] = (
                 field.dataType if first_kind is None else _merged(first_kind, field.dataType)
             )
         return StructType([StructField(name, kind) for name, kind in kinds.items()])
-    if isinstance(first, ArrayType) and isinstance(second, ArrayType):
-        return ArrayType(_merged(first.elementType, second.elementType))
-    if first == second or type(second) is NullType:
-        return first
-    if type(first) is NullType:
-        return second
-    if {type(first), type(second)} == {LongType, DoubleType}:
+    if isinstance(left_type, ArrayType) and isinstance(right_type, ArrayType):
+        return ArrayType(_merged(left_type.elementType, right_type.elementType))
+    if left_type == right_type or type(right_type) is NullType:
+        return left_type
+    if type(left_type) is NullType:
+        return right_type
+    if {type(left_type), type(right_type)} == {LongType, DoubleType}:
         return DoubleType()
     return _Mixed()
 

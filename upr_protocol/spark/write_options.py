@@ -308,12 +308,12 @@ def parse_columns(option: str, text: str) -> list[ColumnPath]:
         if token.start() != parsed_chars:
             break
         parsed_chars = token.end()
-        quoted, plain, after = token.groups()
+        quoted, plain, separator = token.groups()
         names.append(plain if quoted is None else quoted.replace("``", "`"))
-        if after != ".":
+        if separator != ".":
             paths.append(tuple(names))
             names = []
-        if not after:
+        if not separator:
             break
     if parsed_chars != len(text) or names or not paths:
         raise OptionError(

@@ -154,7 +154,7 @@ def _commit(
 ) -> WriteCounts:
     """Publishes what the tasks of a job have prepared. Returns what was written in all."""
     prepared = [message for message in messages if isinstance(message, PreparedRows)]
-    counts = [WriteCounts.sum(messages), *(message.written for message in prepared)]
+    counts = [WriteCounts.sum(messages), *(message.counts for message in prepared)]
     if prepared:
         counts.append(commit_rows(options, prepared, attempt_of(started_s, 0)))
     return WriteCounts.sum(counts)

@@ -76,10 +76,13 @@ def _element(data: bytes, start: int, tag: int) -> tuple[range, int]:
     """
     if data[start] != tag:
         raise ValueError("another element was expected")
-    length, first = data[start + 1], start + 2
+    length, content_start = data[start + 1], start + 2
     if length & 0x80:
         count = length & 0x7F
-        length, first = int.from_bytes(data[first : first + count]), first + count
-    if first + length > len(data):
+        length, content_start = (
+            int.from_bytes(data[content_start : content_start + count]),
+            content_start + count,
+        )
+    if content_start + length > len(data):
         raise ValueError("the certificate is cut")
-    return range(first, first + length), first + length
+    return range(content_start, content_start + length), content_start + length

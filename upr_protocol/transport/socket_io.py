@@ -107,8 +107,8 @@ def write_available(descriptor: int, buffers: Sequence[Buffer]) -> Sequence[Buff
     """
     nbytes = sum(map(len, buffers))
     if nbytes > WRITE_BYTES:
-        left = _write(descriptor, first_bytes(buffers, WRITE_BYTES), WRITE_BYTES)
-        return unsent(buffers, WRITE_BYTES - sum(map(len, left)))
+        unsent_part = _write(descriptor, first_bytes(buffers, WRITE_BYTES), WRITE_BYTES)
+        return unsent(buffers, WRITE_BYTES - sum(map(len, unsent_part)))
     if len(buffers) > 1 and nbytes <= _JOIN_BYTES:
         buffers = (b"".join(buffers),)
     return _write(descriptor, buffers, nbytes)
@@ -136,14 +136,14 @@ def _write(descriptor: int, buffers: Sequence[Buffer], nbytes: int) -> Sequence[
 
 def first_bytes(buffers: Sequence[Buffer], bytes_max: int) -> list[Buffer]:
     """The first `bytes_max` bytes of `buffers`, or all if there are not so many. No copy."""
-    first: list[Buffer] = []
+    head: list[Buffer] = []
     for buffer in buffers:
         if len(buffer) >= bytes_max:
-            first.append(memoryview(buffer)[:bytes_max])
+            head.append(memoryview(buffer)[:bytes_max])
             break
-        first.append(buffer)
+        head.append(buffer)
         bytes_max -= len(buffer)
-    return first
+    return head
 
 
 def unsent(buffers: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:

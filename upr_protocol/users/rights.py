@@ -65,22 +65,22 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     def matches(self, bucket: str) -> bool:
         """Whether the pattern matches `bucket`, or the server itself. O(pattern × name)."""
-        first, *parts = self.pattern.split("*")
+        prefix, *parts = self.pattern.split("*")
         if not parts:
-            return bool(bucket) and bucket == first
+            return bool(bucket) and bucket == prefix
         if not bucket:
             return self.pattern == EVERYTHING
-        *middle, last = parts
-        if len(bucket) < len(first) + len(last) or not bucket.startswith(first):
+        *middle, suffix = parts
+        if len(bucket) < len(prefix) + len(suffix) or not bucket.startswith(prefix):
             return False
         # To take each part where it comes first leaves the most room for those after it.
-        position, end = len(first), len(bucket) - len(last)
+        position, end = len(prefix), len(bucket) - len(suffix)
         for part in middle:
             position = bucket.find(part, position, end)
             if position < 0:
                 return False
             position += len(part)
-        return bucket.endswith(last)
+        return bucket.endswith(suffix)
 
     def __str__(self) -> str:
         keys = f", keys {quoted_key(self.prefix)}…" if self.prefix else ""
@@ -172,14 +172,14 @@ class BucketRights(msgspec.Struct, frozen=True):
     @classmethod
     def _simplified(
         cls,
-        whole: frozenset[Right],
+        bucket_rights: frozenset[Right],
         read_prefixes: Iterable[bytes],
         write_prefixes: Iterable[bytes],
     ) -> BucketRights:
         return cls(
-            whole,
-            () if Right.READ in whole else _shortest(read_prefixes),
-            () if Right.WRITE in whole else _shortest(write_prefixes),
+            bucket_rights,
+            () if Right.READ in bucket_rights else _shortest(read_prefixes),
+            () if Right.WRITE in bucket_rights else _shortest(write_prefixes),
         )
 
 

@@ -139,8 +139,8 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             UsersError: There is no such user, or there can be no such grant.
         """
         user = self._user(name)
-        more = _sorted_grants({*user.grants, *grants})
-        return self._with_user(msgspec.structs.replace(user, grants=more))
+        merged_grants = _sorted_grants({*user.grants, *grants})
+        return self._with_user(msgspec.structs.replace(user, grants=merged_grants))
 
     def revoking(self, name: str, grants: tuple[Grant, ...]) -> Users:
         """Without some grants of a user.
@@ -150,8 +150,8 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
                 who may change users.
         """
         user = self._user(name)
-        fewer = _without_grants(f"user {name}", user.grants, grants)
-        return self._with_user(msgspec.structs.replace(user, grants=fewer))
+        remaining_grants = _without_grants(f"user {name}", user.grants, grants)
+        return self._with_user(msgspec.structs.replace(user, grants=remaining_grants))
 
     def assigning(self, name: str, roles: tuple[str, ...]) -> Users:
         """With more roles of a user; those that the user has already change nothing.
@@ -160,8 +160,8 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             UsersError: There is no such user or role, or the user would have too many.
         """
         user = self._user(name)
-        more = tuple(sorted({*user.roles, *roles}))
-        return self._with_user(msgspec.structs.replace(user, roles=more))
+        merged_roles = tuple(sorted({*user.roles, *roles}))
+        return self._with_user(msgspec.structs.replace(user, roles=merged_roles))
 
     def withdrawing(self, name: str, roles: tuple[str, ...]) -> Users:
         """Without some roles of a user.

@@ -267,6 +267,6 @@ def pack_position(position: Position) -> bytes:
 
 def unpack_position(body: bytes, offset: int) -> tuple[Position, int]:
     """The position at `offset`, and where it ends; raises `struct.error` or `ValueError`."""
-    complete, received, history_id, start, finish = _POSITION_HEAD.unpack_from(body, offset)
+    complete, highest_received, history_id, start, finish = _POSITION_HEAD.unpack_from(body, offset)
     log, end = unpack_log(body, offset + _POSITION_HEAD.size)
-    return _position_of(complete, received, history_id, start, finish, log), end
+    return _position_of(complete, highest_received, history_id, start, finish, log), end

@@ -101,11 +101,11 @@ def _require(is_right: bool, sentence: str) -> None:
 def _position(
     last_complete: int, log: FailoverLog = LOG, highest: int | None = None, end: int = 0
 ) -> Task:
-    received = last_complete if highest is None else highest
-    is_partial = received > last_complete
+    highest_received = last_complete if highest is None else highest
+    is_partial = highest_received > last_complete
     return {
         "last_complete": str(last_complete),
-        "highest_received": str(received),
+        "highest_received": str(highest_received),
         "partial_history": str(HISTORY if is_partial else 0),
         "partial_start": str(last_complete if is_partial else 0),
         "partial_end": str(end if is_partial else 0),
@@ -127,18 +127,18 @@ def _consume(end: int, **fields: Any) -> Task:
 
 
 def _has(
-    *seqs: int, position: int, rollbacks: Sequence[int] = (), **more: str
+    *seqs: int, position: int, rollbacks: Sequence[int] = (), **fields: str
 ) -> Callable[[Any], None]:
     """The client's copy has `key-N` for these numbers, and its position is complete there."""
-    items = {f"key-{seq}": f"value-{seq}" for seq in seqs} | more
+    items = {f"key-{seq}": f"value-{seq}" for seq in seqs} | fields
 
     def check(outcome: Any) -> None:
         _require(outcome["items"] == items, f"the copy is {outcome['items']}, not {items}")
-        last = outcome["positions"][str(P5)]
+        position_text = outcome["positions"][str(P5)]
         expected = _position(position)
         _require(
-            {**last, "log": None} == {**expected, "log": None},
-            f"the position is {last}, not {expected}",
+            {**position_text, "log": None} == {**expected, "log": None},
+            f"the position is {position_text}, not {expected}",
         )
         ceilings = [[P5, str(ceiling)] for ceiling in rollbacks]
         _require(outcome["rollbacks"] == ceilings, f"the rollbacks are {outcome['rollbacks']}")
@@ -195,15 +195,15 @@ async def _play_resume_inside(accept: Accept) -> None:
     script = await accept()
     await script.open_bucket()
     request = await script.expect(Stream)
-    received = request.position
-    _require(received.last_complete == 2, f"last_complete is {received.last_complete}, not 2")
-    if received.highest_received != 2:
-        partial = received.partial
-        _require(received.highest_received == 5, f"highest_received is {received.highest_received}")
+    position = request.position
+    _require(position.last_complete == 2, f"last_complete is {position.last_complete}, not 2")
+    if position.highest_received != 2:
+        partial = position.partial
+        _require(position.highest_received == 5, f"highest_received is {position.highest_received}")
         _require(partial is not None, "the partial snapshot is not named")
         assert partial is not None
         _require((partial.history_id, partial.end) == (HISTORY, 9), f"it is {partial}")
-    seq = received.highest_received
+    seq = position.highest_received
     await script.send(StreamReply(seq, "conformance", LOG, partition=P5, opaque=request.opaque))
     await script.expect(Go)
     await script.begin_snapshot(seq, 9)
@@ -257,9 +257,9 @@ async def _play_disk(accept: Accept) -> None:
     old_mutation = Mutation(Operation.SET, b"key-4", b"old", SeqNo(1), Cas(1))
     deleted_later = Mutation(Operation.SET, b"gone", b"v", SeqNo(2), Cas(2))
     await script.send_chunk(0, 3, [old_mutation, deleted_later, *rows_of(3)])
-    deleted = Mutation(Operation.DELETE, b"gone", b"", SeqNo(5), Cas(5))
+    deletion = Mutation(Operation.DELETE, b"gone", b"", SeqNo(5), Cas(5))
     expired = Mutation(Operation.EXPIRE, b"key-3", b"", SeqNo(7), Cas(7))
-    await script.send_chunk(3, 8, [*rows_of(4), deleted, expired, *rows_of(8)])
+    await script.send_chunk(3, 8, [*rows_of(4), deletion, expired, *rows_of(8)])
     await script.end_snapshot(8)
     await _finish(script)
 
@@ -380,12 +380,12 @@ class _Store:
         for run, chunk in zip(request.bundle.runs, request.bundle.run_chunks(), strict=True):
             token = (request.writer, run.partition, run.counter)
             if token not in self._results:
-                first = self._high + 1
+                first_seq = self._high + 1
                 self._high += run.row_count
                 self.rows += [(row.key.decode(), row.value.decode("latin1")) for row in chunk]
                 self._results[token] = RunResult(
                     PartitionId(run.partition), Status.OK, HISTORY,
-                    SeqNo(first), SeqNo(self._high), Cas(first),
+                    SeqNo(first_seq), SeqNo(self._high), Cas(first_seq),
                 )  # fmt: skip
             results.append(self._results[token])
         return MutateReply(0, tuple(results), opaque=request.opaque)
@@ -414,7 +414,7 @@ async def _serve_bundles(
     while len(store.rows) < count:
         request = await script.expect(Mutate)
         await script.send(store.apply(request))
-        if script.session.credit.left <= 0 and credit:
+        if script.session.credit.remaining_bytes <= 0 and credit:
             await script.send(Credit(credit))
 
 
@@ -477,8 +477,10 @@ async def _play_refused_runs(accept: Accept) -> None:
     while len(store.rows) < len(_SETS):
         request = await script.expect(Mutate)
         for run in request.bundle.runs:
-            first = lowest.pop(run.partition, run.counter)
-            _require(run.counter == first, f"run {run.counter} overtakes the refused {first}")
+            first_seq = lowest.pop(run.partition, run.counter)
+            _require(
+                run.counter == first_seq, f"run {run.counter} overtakes the refused {first_seq}"
+            )
         await script.send(store.apply(request))
     _check_made_once(store)
     await script.expect_end()
@@ -493,7 +495,7 @@ async def _play_failed_rows(accept: Accept) -> None:
         _Store().check(request)
         failures, counters, results, row = [], [], [], 0
         for run, chunk in zip(request.bundle.runs, request.bundle.run_chunks(), strict=True):
-            first = seq + 1
+            first_seq = seq + 1
             for mutation in chunk:
                 row_count += 1
                 if mutation.op is Operation.ADD:
@@ -509,11 +511,12 @@ async def _play_failed_rows(accept: Accept) -> None:
                     )
                     counters.append((row, 12))
                 row += 1
-            last = seq if seq >= first else 0
+            last_seq = seq if seq >= first_seq else 0
             results.append(
                 RunResult(
                     PartitionId(run.partition), Status.OK, HISTORY,
-                    SeqNo(first if last else 0), SeqNo(last), Cas(first if last else 0),
+                    SeqNo(first_seq if last_seq else 0), SeqNo(last_seq),
+                    Cas(first_seq if last_seq else 0),
                 )
             )  # fmt: skip
         reply = MutateReply(

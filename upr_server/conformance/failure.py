@@ -19,7 +19,7 @@ async def expect_message(
     peer: str,
     kind: type[M],
     receive: Callable[[], Awaitable[Message | None]],
-    skipped: tuple[type[Message], ...],
+    ignored_types: tuple[type[Message], ...],
 ) -> M:
     """The next message, which must be of one kind.
 
@@ -27,7 +27,7 @@ async def expect_message(
         peer: The side under test: `client` or `server`.
         kind: The kind of message that should come.
         receive: Waits for the next message; None for the end of the connection.
-        skipped: Kinds of messages that may come before it.
+        ignored_types: Kinds of messages that may come before it.
 
     Raises:
         ConformanceError: Another message came, or the end.
@@ -36,7 +36,7 @@ async def expect_message(
         message = await receive()
         if isinstance(message, kind):
             return message
-        if not isinstance(message, skipped):
+        if not isinstance(message, ignored_types):
             action = (
                 "closed the connection" if message is None else f"said {type(message).__name__}"
             )

@@ -84,7 +84,7 @@ class ScriptedServer:
             "conformance", now=trio.current_time(), mechanisms=lambda: self.mechanisms
         )
         self._stream = stream
-        self._heard: list[Message] = []
+        self._heard_messages: list[Message] = []
 
     # Hearing and saying.
 
@@ -96,7 +96,7 @@ class ScriptedServer:
         """
         with trio.move_on_after(RECEIVE_TIMEOUT_S):
             await trio.lowlevel.checkpoint()
-            while not self._heard:
+            while not self._heard_messages:
                 await self.flush()
                 try:
                     data = await self._stream.receive_some()
@@ -109,7 +109,7 @@ class ScriptedServer:
                 if broken:
                     await self.flush()
                     raise ConformanceError(f"the client broke the protocol: {broken}")
-            return self._heard.pop(0)
+            return self._heard_messages.pop(0)
         raise ConformanceError(f"the client said nothing for {RECEIVE_TIMEOUT_S:.0f} s")
 
     def _read_events(self) -> str:
@@ -118,7 +118,7 @@ class ScriptedServer:
             for message in self.session.messages():
                 # `Hello` the session has answered by itself.
                 if not isinstance(message, Hello):
-                    self._heard.append(message)
+                    self._heard_messages.append(message)
         except RemoteProtocolError as error:
             return str(error)
         return ""
@@ -175,13 +175,13 @@ class ScriptedServer:
         request = await self.expect(StartLogIn)
         verifier = new_verifier(password, b"conformance salt", SCRAM_ITERATIONS_MIN)
         try:
-            first = FirstMessage.read(request.mechanism, request.data, offers_binding=False)
-            exchange = ScramServer(first, verifier, "conformance", b"")
+            first_message = FirstMessage.read(request.mechanism, request.data, offers_binding=False)
+            exchange = ScramServer(first_message, verifier, "conformance", b"")
             await self.send(LogInChallenge(exchange.server_first()))
             outcome = exchange.server_final((await self.expect(ContinueLogIn)).data)
         except (ScramError, UsersError) as error:
             raise ConformanceError(f"the log-in is malformed: {error}") from error
-        if first.name != user or outcome is None:
+        if first_message.name != user or outcome is None:
             raise ConformanceError(f"the client does not prove to be {user!r}")
         await self.send(LoggedIn(b"v=" + b64encode(bytes(32)) if is_impostor else outcome))
 

@@ -177,13 +177,13 @@ async def publish_and_stream(server: ServerUnderTest) -> None:
         keys = [key_in(0, f"row{row}") for row in range(50)]
         for key in keys:
             await publish(client, Mutation(Operation.SET, key, key))
-        last = await publish(client, Mutation(Operation.DELETE, keys[0]))
-        await stream(client, end_seq=last.runs[0].last_seq)
+        last_reply = await publish(client, Mutation(Operation.DELETE, keys[0]))
+        await stream(client, end_seq=last_reply.runs[0].last_seq)
         await client.send(Go())
         contents, seq = await read_stream(client)
     expected = {key: key for key in keys[1:]} | {TEXT_KEY: b"text"}
     require(contents == expected, "the stream does not reach the published changes")
-    require(seq >= last.runs[0].last_seq, "the stream ended before its end")
+    require(seq >= last_reply.runs[0].last_seq, "the stream ended before its end")
 
 
 async def open_limits_nothing(server: ServerUnderTest) -> None:
@@ -249,11 +249,13 @@ async def same_token(server: ServerUnderTest) -> None:
     """A run that is sent again has no second effect, over another connection either."""
     row = Mutation(Operation.INCREMENT, KEY, CounterDelta(5, 5).encode())
     async with plain_client(server.host, server.port, BUCKET) as client:
-        first = await publish(client, row, writer=WRITER, counter=1)
+        first_reply = await publish(client, row, writer=WRITER, counter=1)
     async with plain_client(server.host, server.port, BUCKET) as client:
         again = await publish(client, row, writer=WRITER, counter=1)
-        require(again.runs == first.runs, f"the results differ: {first.runs}, {again.runs}")
-        require(again.counters == first.counters, "the counter's values differ")
+        require(
+            again.runs == first_reply.runs, f"the results differ: {first_reply.runs}, {again.runs}"
+        )
+        require(again.counters == first_reply.counters, "the counter's values differ")
         later = await publish(client, row, writer=WRITER, counter=3)
         require(later.counters == ((0, 10),), f"the counter is {later.counters}, not 10")
 
@@ -299,8 +301,8 @@ async def barrier(server: ServerUnderTest) -> None:
         require(bool(chunks), "the barrier came back before the changes")
         require(message.cookie == b"first", f"the barrier {message.cookie!r} came back first")
         require(message.ends == ((P0, chunks[-1].chunk.end),), f"its ends are {message.ends}")
-        second = await client.expect(BarrierReply)
-        require(second.cookie == b"second", "the barriers came back in another order")
+        second_reply = await client.expect(BarrierReply)
+        require(second_reply.cookie == b"second", "the barriers came back in another order")
 
 
 async def durable(server: ServerUnderTest) -> None:

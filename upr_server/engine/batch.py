@@ -169,15 +169,15 @@ class MutationBatch:
             self.columns.chunk.are_unconditional(self.low, self.high) and not self.misfits
         )
 
-    def piece(self, first: int, rows_max: int, bytes_max: int) -> Chunk:
+    def piece(self, begin: int, rows_max: int, bytes_max: int) -> Chunk:
         """Some of its rows as a chunk of their own: a copy, unless they are the whole chunk.
 
         Args:
-            first: Which of its rows is the first.
+            begin: Which of its rows is the first.
             rows_max: How many at most.
             bytes_max: How many bytes of values at most, if it is more than one row.
         """
-        chunk, low = self.columns.chunk, self.low + first
+        chunk, low = self.columns.chunk, self.low + begin
         high = min(low + rows_max, self.high)
         if high - low == chunk.count and chunk.nbytes <= bytes_max:
             return chunk

@@ -213,7 +213,7 @@ class Evaluation:
         self.cost = 0
 
     def step(
-        self, fetched: Fetched = NOTHING_FETCHED, cost_max: int = UNLIMITED_COST
+        self, fetched_items: Fetched = NOTHING_FETCHED, cost_max: int = UNLIMITED_COST
     ) -> list[FetchRequest]:
         """Goes on with the work, until it is done or something is missing.
 
@@ -221,7 +221,7 @@ class Evaluation:
         is missing any more.
 
         Args:
-            fetched: What was read from disk, since the partition's eviction was pinned.
+            fetched_items: What was read from disk, since the partition's eviction was pinned.
             cost_max: About how much to do, in rows of a plain batch; one value may exceed it.
 
         Returns:
@@ -242,17 +242,17 @@ class Evaluation:
             return []
         if self._steps is None:
             self._steps = work.steps()
-        work.fetched = fetched
+        work.fetched_items = fetched_items
         # Twice as much after each further restart. With equal slices, a partition that others write
         # to all the time would change between two of them for ever, and the batch would never be
         # applied. In a queue of requests, hardly any comes to that: with twice as much after each
         # restart, items that expired all the time made a step of 40 ms.
         cost_max <<= max(0, self._restarts - RESTARTS_MIN)
-        work.left = work.cost_max = cost_max
-        missing = next(self._steps, None)
-        self.cost += cost_max - work.left
-        if missing is not None:
-            return missing
+        work.cost_left = work.cost_max = cost_max
+        fetch_requests = next(self._steps, None)
+        self.cost += cost_max - work.cost_left
+        if fetch_requests is not None:
+            return fetch_requests
         self.is_done = True
         return []
 
@@ -267,21 +267,21 @@ class _Work:
         result: Where to put what it comes to.
 
     Attributes:
-        fetched: What was read from disk.
+        fetched_items: What was read from disk.
         cost_max: How much the step under way may cost.
-        left: How much of it is left.
+        cost_left: How much of it is left.
     """
 
     __slots__ = (
         "_batch",
         "_lookup",
         "_partition",
-        "_pending",
+        "_pending_items",
         "_requests",
         "_result",
+        "cost_left",
         "cost_max",
-        "fetched",
-        "left",
+        "fetched_items",
     )
 
     def __init__(
@@ -296,9 +296,9 @@ class _Work:
         self._lookup = lookup
         self._result = result
         self._requests: list[Mutation] = []
-        self._pending: dict[bytes, _PendingItem] = {}
-        self.fetched: Fetched = NOTHING_FETCHED
-        self.left = self.cost_max = 0
+        self._pending_items: dict[bytes, _PendingItem] = {}
+        self.fetched_items: Fetched = NOTHING_FETCHED
+        self.cost_left = self.cost_max = 0
 
     def steps(self) -> Iterator[list[FetchRequest]]:
         """The whole work. It yields what is missing, and nothing where a slice ends."""
@@ -313,7 +313,7 @@ class _Work:
         yield from self._join()
         if len(self._result.rows) >= BULK_ROWS_MIN:
             yield from self._make_arrays()
-        if 2 * self.left < self.cost_max:
+        if 2 * self.cost_left < self.cost_max:
             # To store it takes about half of a slice, and cannot be divided.
             yield []
 
@@ -323,8 +323,8 @@ class _Work:
         while len(requests) < len(batch):
             piece = batch.piece(len(requests), CUT_ROWS, CUT_BYTES)
             requests += piece
-            self.left -= CUT_COST * piece.count + piece.nbytes // BYTES_PER_COST
-            if self.left <= 0:
+            self.cost_left -= CUT_COST * piece.count + piece.nbytes // BYTES_PER_COST
+            if self.cost_left <= 0:
                 yield []
 
     def _fetch(self) -> Iterator[list[FetchRequest]]:
@@ -334,18 +334,18 @@ class _Work:
             # All operations are looked at before anything is read: one read of the disk for the
             # batch, not one an operation. Then all are looked at again, because others have had
             # their turn, and a key that was in memory may have been evicted.
-            missing: dict[bytes, FetchRequest] = {}
-            for first, block in self._blocks():
-                for index, operation in enumerate(block, first):
+            fetch_requests: dict[bytes, FetchRequest] = {}
+            for first_index, block in self._blocks():
+                for index, operation in enumerate(block, first_index):
                     if misfits and index in misfits:
                         continue
-                    needs_fetch(operation, now, self.fetched, missing)
-                self.left -= MISSING_COST * len(block)
-                if self.left <= 0:
+                    needs_fetch(operation, now, self.fetched_items, fetch_requests)
+                self.cost_left -= MISSING_COST * len(block)
+                if self.cost_left <= 0:
                     yield []
-            if not missing:
+            if not fetch_requests:
                 return
-            yield list(missing.values())
+            yield list(fetch_requests.values())
 
     def _blocks(self) -> Iterator[tuple[int, list[Mutation]]]:
         """The operations, a few at a time: to count each alone would show."""
@@ -353,8 +353,8 @@ class _Work:
         if len(requests) <= BLOCK_ROWS:
             return iter(((0, requests),))
         return (
-            (first, requests[first : first + BLOCK_ROWS])
-            for first in range(0, len(requests), BLOCK_ROWS)
+            (first_index, requests[first_index : first_index + BLOCK_ROWS])
+            for first_index in range(0, len(requests), BLOCK_ROWS)
         )
 
     def _find_outcomes(self) -> Generator[list[FetchRequest], None, bool]:
@@ -366,7 +366,7 @@ class _Work:
         result = self._result
         assert result.position is not None
         item_for, now, misfits = self._lookup.item_for, result.now, self._batch.misfits
-        pending = self._pending = {}
+        pending_items = self._pending_items = {}
         failures = result.failures = []
         counters = result.counters = []
         seq = result.first_seq = SeqNo(result.position.high + 1)
@@ -379,9 +379,9 @@ class _Work:
                 continue
             # A plain `SET` succeeds whatever the key held, so its item is not looked up.
             if not is_plain_set(operation):
-                earlier = pending.get(key)
+                earlier = pending_items.get(key)
                 if earlier is None:
-                    item = mutation = item_for(operation, now, self.fetched)
+                    item = mutation = item_for(operation, now, self.fetched_items)
                     if mutation is NOT_FETCHED:
                         return False
                     if mutation is not None:
@@ -393,27 +393,27 @@ class _Work:
                     # What the batch itself stored counts, unless it had expired when it came: once
                     # stored, such an item would read as missing.
                     item = earlier
-            stored = operation_outcome(operation, item)
-            if isinstance(stored, Status):
+            outcome = operation_outcome(operation, item)
+            if isinstance(outcome, Status):
                 # It takes no number: those of the successes must follow on.
-                failures.append((index, stored))
+                failures.append((index, outcome))
             else:
                 # Taken out first: the order is that of the numbers.
-                pending.pop(key, None)
-                pending[key] = _PendingItem(
-                    stored.op,
-                    stored.value,
+                pending_items.pop(key, None)
+                pending_items[key] = _PendingItem(
+                    outcome.op,
+                    outcome.value,
                     seq,
                     cas,
-                    stored.flags,
-                    stored.expiry,
-                    stored.counter is not None,
+                    outcome.flags,
+                    outcome.expiry,
+                    outcome.counter is not None,
                 )
-                if stored.counter is not None:
-                    counters.append((index, stored.counter))
+                if outcome.counter is not None:
+                    counters.append((index, outcome.counter))
                 seq, cas = SeqNo(seq + 1), Cas(cas + 1)
-            self.left -= OUTCOME_COST
-            if self.left <= 0:
+            self.cost_left -= OUTCOME_COST
+            if self.cost_left <= 0:
                 yield []
         result.last_seq = SeqNo(seq - 1)
         return True
@@ -424,7 +424,7 @@ class _Work:
         self._result.published = {}
         self._result.arrays = None
         self._result.counter_rows = []
-        for key, item in self._pending.items():
+        for key, item in self._pending_items.items():
             value = item.value
             if len(value) > LARGE_BYTES:
                 # Also one that only a touch stores again: where it becomes a stored chunk, the copy
@@ -439,10 +439,10 @@ class _Work:
                     item.is_counter,
                 )
             )
-            self.left -= CUT_COST
-            if self.left <= 0:
+            self.cost_left -= CUT_COST
+            if self.cost_left <= 0:
                 yield []
-        self._pending = {}
+        self._pending_items = {}
 
     def _join_large(
         self, key: bytes, item: _PendingItem, value: bytes | JoinedValue
@@ -455,8 +455,8 @@ class _Work:
         for piece in value.pieces(JOINED_BYTES):
             row.add(piece)
             self._has_copied(len(piece))
-            self.left -= CUT_COST
-            if self.left <= 0:
+            self.cost_left -= CUT_COST
+            if self.cost_left <= 0:
                 yield []
         chunk = self._result.published[key] = row.chunk()
         return chunk.shared_mutation(0).value
@@ -483,7 +483,7 @@ class _Work:
                     singles, documents, nbytes = [], [], 0
                 documents.append(row)
                 nbytes += len(row.key) + len(row.value)
-            if self.left <= 0:
+            if self.cost_left <= 0:
                 yield []
         arrays += self._arrays_of(singles, documents, nbytes)
 
@@ -492,16 +492,16 @@ class _Work:
     ) -> Iterator[EvaluatedArray]:
         """Arrays of documents that stand alone, and one of those behind them."""
         if singles:
-            self.left -= SINGLE_COST * len(singles)
+            self.cost_left -= SINGLE_COST * len(singles)
             published = self._result.published
             yield EvaluatedArray(
                 singles, singles=[SingleArray(row, published.get(row.key)) for row in singles]
             )
         if documents:
-            self.left -= CHUNK_COST + ARRAY_COST * len(documents) + nbytes // BYTES_PER_COST
+            self.cost_left -= CHUNK_COST + ARRAY_COST * len(documents) + nbytes // BYTES_PER_COST
             chunk = Chunk.build(documents, SeqNo(documents[0].seq - 1), documents[-1].seq)
             yield EvaluatedArray(documents, chunk)
 
     def _has_copied(self, nbytes: int) -> None:
         self._result.copied_bytes += nbytes
-        self.left -= nbytes // BYTES_PER_COST
+        self.cost_left -= nbytes // BYTES_PER_COST

@@ -87,7 +87,14 @@ class HashTable:
         return previous_seqs
 
     def put_run(
-        self, chunk: Chunk, low: int, high: int, first: int, start: int, base: int, flags: bytearray
+        self,
+        chunk: Chunk,
+        low: int,
+        high: int,
+        first_seq: int,
+        start: int,
+        base: int,
+        flags: bytearray,
     ) -> tuple[list[int], int]:
         """Enters rows of a chunk that all store values: the hot loop of the whole engine.
 
@@ -98,7 +105,7 @@ class HashTable:
             chunk: The chunk, checked; a key may occur again in it.
             low: The run's first row.
             high: One more than its last.
-            first: The number of the first; the others follow on.
+            first_seq: The number of the first; the others follow on.
             start: The open snapshot's start: numbers above it are in the open snapshot.
             base: The number of the first skip flag.
             flags: The skip flags; without any, nothing is flagged.
@@ -109,7 +116,7 @@ class HashTable:
         """
         table = self.kernel_table
         nbytes_before = table.nbytes
-        result = table.put_run(chunk.encode(), low, high, first, start, base, flags)
+        result = table.put_run(chunk.encode(), low, high, first_seq, start, base, flags)
         self._memory.table += table.nbytes - nbytes_before
         return result
 
@@ -128,9 +135,9 @@ class HashTable:
         """
         table = self.kernel_table
         nbytes_before = table.nbytes
-        evicted = table.evict(through, budget, tombstones_only)
+        evicted_count = table.evict(through, budget, tombstones_only)
         self._memory.table += table.nbytes - nbytes_before
-        return evicted
+        return evicted_count
 
     def clear(self) -> None:
         """Forgets every key."""

@@ -118,7 +118,7 @@ class ItemLookup:
         self,
         operation: Mutation,
         now: float,
-        fetched: Fetched,
+        fetched_items: Fetched,
         requests: dict[bytes, FetchRequest],
     ) -> None:
         """Adds to `requests` what must be read from disk before an operation can be applied.
@@ -126,19 +126,19 @@ class ItemLookup:
         Args:
             operation: A mutation of a published chunk.
             now: Seconds since 1970.
-            fetched: What was read already.
+            fetched_items: What was read already.
             requests: What other operations need, by key.
         """
         if is_plain_set(operation):
             return
         key, needs_value = operation.key, _needs_value(operation)
-        request = self._fetch_request(key, now, fetched, needs_value=needs_value)
+        request = self._fetch_request(key, now, fetched_items, needs_value=needs_value)
         # Of two operations on one key, the one that needs the value decides.
         if request is not None and (needs_value or key not in requests):
             requests[key] = request
 
     def missing_for_get(
-        self, keys: Sequence[bytes], now: float, fetched: Fetched
+        self, keys: Sequence[bytes], now: float, fetched_items: Fetched
     ) -> list[FetchRequest]:
         """What must be read from disk before a `get` of `keys` has an answer. O(keys).
 
@@ -146,15 +146,16 @@ class ItemLookup:
         holds the keys before the first that is still missing: so nothing is missing once the first
         key is there.
         """
-        if fetched and keys and self.find(keys[0], now, fetched) is not NOT_FETCHED:
+        if fetched_items and keys and self.find(keys[0], now, fetched_items) is not NOT_FETCHED:
             return []
         requests = (
-            self._fetch_request(key, now, fetched, needs_value=True) for key in dict.fromkeys(keys)
+            self._fetch_request(key, now, fetched_items, needs_value=True)
+            for key in dict.fromkeys(keys)
         )
         return [request for request in requests if request is not None]
 
     def _fetch_request(
-        self, key: bytes, now: float, fetched: Fetched, *, needs_value: bool
+        self, key: bytes, now: float, fetched_items: Fetched, *, needs_value: bool
     ) -> FetchRequest | None:
         residence, seq = self._locate(key)
         if residence is _ABSENT or residence is _MEMORY:
@@ -162,14 +163,14 @@ class ItemLookup:
         # An item at a known number exists. Whether it has expired matters only if anything has.
         if residence is _DISK and not needs_value and not self._expiries.is_due(now):
             return None
-        if self._fetched_item(key, seq, fetched, needs_value=needs_value) is not NOT_FETCHED:
+        if self._fetched_item(key, seq, fetched_items, needs_value=needs_value) is not NOT_FETCHED:
             return None
         # A known number is read from the log, which gives the whole mutation anyway.
         return FetchRequest(key, seq, needs_value or residence is _DISK)
 
     # What is there.
 
-    def find(self, key: bytes, now: float, fetched: Fetched) -> Mutation | None:
+    def find(self, key: bytes, now: float, fetched_items: Fetched) -> Mutation | None:
         """What the key holds; None when it is missing or has expired. O(log mutations).
 
         Returns:
@@ -181,10 +182,10 @@ class ItemLookup:
         if residence is _MEMORY:
             item: Mutation | None = self._snapshots.find(seq)
         else:
-            item = self._fetched_item(key, seq, fetched, needs_value=True)
+            item = self._fetched_item(key, seq, fetched_items, needs_value=True)
         return None if item is None or 0 < item.expiry <= now else item
 
-    def item_for(self, operation: Mutation, now: float, fetched: Fetched) -> Mutation | None:
+    def item_for(self, operation: Mutation, now: float, fetched_items: Fetched) -> Mutation | None:
         """What the operation's key holds, as far as the operation needs to know; None when it is
         missing or has expired; a `damaged_item` when nobody can tell; `NOT_FETCHED` when it must be
         read from disk first."""
@@ -201,7 +202,7 @@ class ItemLookup:
             # The table knows that there is one, though its record may be damaged.
             item = _SOME_ITEM
         else:
-            item = self._fetched_item(operation.key, seq, fetched, needs_value=needs_value)
+            item = self._fetched_item(operation.key, seq, fetched_items, needs_value=needs_value)
         return None if item is None or 0 < item.expiry <= now else item
 
     def _locate(self, key: bytes) -> tuple[Residence, int]:
@@ -215,17 +216,17 @@ class ItemLookup:
 
     @staticmethod
     def _fetched_item(
-        key: bytes, seq: int, fetched: Fetched, *, needs_value: bool
+        key: bytes, seq: int, fetched_items: Fetched, *, needs_value: bool
     ) -> Mutation | None:
         """What was fetched for `key`, if it serves; else `NOT_FETCHED`.
 
         Args:
             key: The key.
             seq: The number that the item must have; 0 where memory does not know it.
-            fetched: What was read.
+            fetched_items: What was read.
             needs_value: Whether the value must be there, which it is not without a CAS.
         """
-        item = fetched.get(key, NOT_FETCHED)
+        item = fetched_items.get(key, NOT_FETCHED)
         if item is None:
             # It was missing on disk. If memory has known a number since, that answer is old.
             return NOT_FETCHED if seq else None

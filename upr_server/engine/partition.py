@@ -234,7 +234,7 @@ class Partition:
         *,
         now: float,
         evaluation: Evaluation | None = None,
-        fetched: Fetched = NOTHING_FETCHED,
+        fetched_items: Fetched = NOTHING_FETCHED,
     ) -> MutateResult:
         """Takes in a batch of a publisher, in one step. O(mutations), O(log mutations) for those
         that read.
@@ -246,7 +246,8 @@ class Partition:
             now: Seconds since 1970.
             evaluation: The batch's evaluation, done, with the partition where it stood then. It is
                 worked out here where none is given.
-            fetched: What was read from disk, if it is worked out here. Nothing may be missing.
+            fetched_items: What was read from disk, if it is worked out here. Nothing may be
+                missing.
         """
         token = batch.token
         if self.state is not _ACTIVE:
@@ -262,8 +263,8 @@ class Partition:
             return self._set_all(batch, now, high_before)
         if evaluation is None:
             evaluation = Evaluation(batch, self, self._lookup, now)
-            missing = evaluation.step(fetched)
-            assert not missing, "the caller must first ask which keys are missing"
+            fetch_requests = evaluation.step(fetched_items)
+            assert not fetch_requests, "the caller must first ask which keys are missing"
         return self._finish(batch, self._store_all(evaluation), high_before)
 
     def note_expiries(self, columns: CheckedChunk, low: int, high: int, first_seq: SeqNo) -> None:
@@ -565,17 +566,17 @@ class Partition:
     # Reading.
 
     def missing_keys(
-        self, keys: Sequence[bytes], now: float, fetched: Fetched = NOTHING_FETCHED
+        self, keys: Sequence[bytes], now: float, fetched_items: Fetched = NOTHING_FETCHED
     ) -> list[FetchRequest]:
         """What must be read from disk before `get` of these keys. O(keys)."""
-        return self._lookup.missing_for_get(list(filter(is_key, keys)), now, fetched)
+        return self._lookup.missing_for_get(list(filter(is_key, keys)), now, fetched_items)
 
     def get(
         self,
         keys: Sequence[bytes],
         now: float,
         bytes_max: int = GET_BYTES_MAX,
-        fetched: Fetched = NOTHING_FETCHED,
+        fetched_items: Fetched = NOTHING_FETCHED,
     ) -> list[Mutation]:
         """What the keys hold, one row a key in the order asked, as a reply to a `GET`.
 
@@ -586,8 +587,8 @@ class Partition:
             now: Seconds since 1970.
             bytes_max: The reply ends before it exceeds this, but not before its first row: ask
                 again for the keys without a row.
-            fetched: What was read from disk. The reply ends before the first key that is still
-                missing: see `missing_keys`.
+            fetched_items: What was read from disk. The reply ends before the first key that is
+                still missing: see `missing_keys`.
 
         Returns:
             A `SET` with its number for each item, a `DELETE` with number 0 for each key that has
@@ -601,7 +602,7 @@ class Partition:
             if not is_key(key):
                 rows.append(Mutation(Operation.DELETE, key, flags=Status.BAD_KEY))
                 continue
-            row = self._lookup.find(key, now, fetched)
+            row = self._lookup.find(key, now, fetched_items)
             if row is NOT_FETCHED:
                 assert rows, "the caller must first ask which keys are missing"
                 break

@@ -35,12 +35,12 @@ class AppliedRuns(msgspec.Struct, frozen=True):
     Attributes:
         lines: What became of each run, as a line of the answer to a bundle; zeros for those with
             which nothing was done.
-        left: Those with which nothing was done, by place. `Partition.mutate` has to decide about
-            them.
+        remaining_indexes: Those with which nothing was done, by place. `Partition.mutate` has to
+            decide about them.
     """
 
     lines: bytes
-    left: Sequence[int]
+    remaining_indexes: Sequence[int]
 
 
 def apply_set_runs(
@@ -72,18 +72,20 @@ def apply_set_runs(
     if columns.may_expire or bucket.memory.expiries:
         runs = decode_runs(directory)
         skip = _with_expiring(bucket, runs, now, skip, may_expire=columns.may_expire)
-    lines, left, notes, awaited, table_bytes, row_bytes, answer_bytes = add_runs(
-        columns.encoded,
-        first_row,
-        directory,
-        writers,
-        bucket.open_rows,
-        attempt,
-        skip,
-        int(now * NANOSECONDS),
-        LONG_RUN_ROWS,
-        PUBLISHED_BYTES_MIN,
-        in_order,
+    lines, remaining_indexes, notes, awaited_partitions, table_bytes, row_bytes, answer_bytes = (
+        add_runs(
+            columns.encoded,
+            first_row,
+            directory,
+            writers,
+            bucket.open_rows,
+            attempt,
+            skip,
+            int(now * NANOSECONDS),
+            LONG_RUN_ROWS,
+            PUBLISHED_BYTES_MIN,
+            in_order,
+        )
     )
     memory, partitions = bucket.memory, bucket.partitions
     memory.table += table_bytes
@@ -95,13 +97,13 @@ def apply_set_runs(
     if columns.may_expire or columns.may_hold_designs:
         design_keys = _note_rows(bucket, columns, decode_runs(directory), first_row, lines)
     # Last: a reader or an observer that runs now sees the runs whole, with their answers.
-    for partition_id in awaited:
+    for partition_id in awaited_partitions:
         partitions[partition_id].snapshots.wake()
-    applied_count = len(directory) // RUN_BYTES - len(left)
+    applied_count = len(directory) // RUN_BYTES - len(remaining_indexes)
     if applied_count:
         # All partitions of a bucket have one observer.
         partitions[0].notify_batches(design_keys, applied_count)
-    return AppliedRuns(lines, left)
+    return AppliedRuns(lines, remaining_indexes)
 
 
 def _with_expiring(

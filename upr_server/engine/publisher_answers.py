@@ -81,7 +81,7 @@ class PublisherAnswers:
         kernel_answers: The answers. The kernel adds to them with the runs of bundles.
     """
 
-    __slots__ = ("_memory", "_refused", "kernel_answers")
+    __slots__ = ("_memory", "_refused_writers", "kernel_answers")
 
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
@@ -95,7 +95,7 @@ class PublisherAnswers:
             ORDER_SLACK,
         )
         # Writers with refused batches: the highest counter refused, and how many were.
-        self._refused: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._refused_writers: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.kernel_answers)
@@ -124,9 +124,9 @@ class PublisherAnswers:
     def overtakes_refused(self, token: WriterToken) -> bool:
         """Whether this batch comes after a refused one that its publisher has not sent again.
         O(1)."""
-        if token.writer not in self._refused:
+        if token.writer not in self._refused_writers:
             return False
-        highest, refused_count = self._refused[token.writer]
+        highest, refused_count = self._refused_writers[token.writer]
         return token.counter > highest and refused_count < BATCHES_MAX
 
     def refuse_overtaking(self, token: WriterToken) -> bool:
@@ -136,23 +136,23 @@ class PublisherAnswers:
         if self.overtakes_refused(token):
             self.note_refused(token)
             return True
-        if self._refused.pop(token.writer, None) is not None:
+        if self._refused_writers.pop(token.writer, None) is not None:
             self._count_refused(-REFUSED_WRITER_BYTES)
-            self.kernel_answers.has_refused = bool(self._refused)
+            self.kernel_answers.has_refused = bool(self._refused_writers)
         return False
 
     def note_refused(self, token: WriterToken) -> None:
         """Notes that a batch was refused for a passing reason, before it had any effect. O(1)."""
         refused_count = 0
-        if token.writer not in self._refused:
+        if token.writer not in self._refused_writers:
             self._count_refused(REFUSED_WRITER_BYTES)
         elif self.overtakes_refused(token):
-            _, refused_count = self._refused[token.writer]
-        self._refused[token.writer] = (token.counter, refused_count + 1)
+            _, refused_count = self._refused_writers[token.writer]
+        self._refused_writers[token.writer] = (token.counter, refused_count + 1)
         self.kernel_answers.has_refused = True
-        self._refused.move_to_end(token.writer)
-        if len(self._refused) > WRITERS_MAX:
-            self._refused.popitem(last=False)
+        self._refused_writers.move_to_end(token.writer)
+        if len(self._refused_writers) > WRITERS_MAX:
+            self._refused_writers.popitem(last=False)
             self._count_refused(-REFUSED_WRITER_BYTES)
 
     def _count_refused(self, nbytes: int) -> None:
@@ -226,10 +226,10 @@ class PublisherAnswers:
     @property
     def nbytes(self) -> int:
         """What it takes, about."""
-        return self.kernel_answers.nbytes + REFUSED_WRITER_BYTES * len(self._refused)
+        return self.kernel_answers.nbytes + REFUSED_WRITER_BYTES * len(self._refused_writers)
 
     def check_invariants(self) -> None:
         """Bounds, order, bytes. O(answers + pending changes)."""
         self.kernel_answers.check_invariants()
-        assert len(self._refused) <= WRITERS_MAX
-        assert self.kernel_answers.has_refused == bool(self._refused)
+        assert len(self._refused_writers) <= WRITERS_MAX
+        assert self.kernel_answers.has_refused == bool(self._refused_writers)

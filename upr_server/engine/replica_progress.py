@@ -22,11 +22,11 @@ Replicated = Callable[[bool], None]
 @attrs.define
 class _Report:
     source: object
-    received: SeqNo
-    persisted: SeqNo
+    received_seq: SeqNo
+    persisted_seq: SeqNo
 
     def reached(self, *, persisted: bool) -> SeqNo:
-        return self.persisted if persisted else self.received
+        return self.persisted_seq if persisted else self.received_seq
 
 
 @attrs.define
@@ -42,11 +42,11 @@ class ReplicaProgress:
     All of them are of the history that the partition is in: a report of another says nothing.
     """
 
-    __slots__ = ("_reports", "_void_calls", "_waiting")
+    __slots__ = ("_reports", "_void_calls", "_waiting_calls")
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
-        self._waiting: dict[tuple[int, bool], deque[_WaitingCall]] = {}
+        self._waiting_calls: dict[tuple[int, bool], deque[_WaitingCall]] = {}
         """By level, with rising numbers and deadlines: how many copies, and whether on disk."""
         self._void_calls: deque[_WaitingCall] = deque()
         """What waited in an earlier history."""
@@ -56,22 +56,22 @@ class ReplicaProgress:
         return len(self._reports)
 
     def report(
-        self, replica: str, received: SeqNo, persisted: SeqNo, source: object = None
+        self, replica: str, received_seq: SeqNo, persisted_seq: SeqNo, source: object = None
     ) -> bool:
         """A replica has come so far, or has rolled back to there. Makes some of the calls that
         waited for that.
 
         Args:
             replica: Its name.
-            received: The last complete snapshot end that it has received.
-            persisted: The last one that it has on disk.
+            received_seq: The last complete snapshot end that it has received.
+            persisted_seq: The last one that it has on disk.
             source: The connection it came by: a replica may connect anew before the old connection
                 is gone.
 
         Returns:
             Whether `make_calls` has more to do.
         """
-        self._reports[replica] = _Report(source, received, persisted)
+        self._reports[replica] = _Report(source, received_seq, persisted_seq)
         return self.make_calls()
 
     def forget_replica(self, replica: str, source: object = None) -> None:
@@ -84,9 +84,9 @@ class ReplicaProgress:
         """The partition is in another history, or not active any more: what waits is answered with
         False; some of it at once, and the rest by `make_calls`."""
         self._reports.clear()
-        for calls in self._waiting.values():
+        for calls in self._waiting_calls.values():
             self._void_calls += calls
-        self._waiting.clear()
+        self._waiting_calls.clear()
         self.make_calls()
 
     def seq_reached_by(self, copies: int, *, persisted: bool = False) -> SeqNo:
@@ -109,7 +109,7 @@ class ReplicaProgress:
         if self.seq_reached_by(copies, persisted=persisted) >= seq:
             call(True)
         else:
-            calls = self._waiting.setdefault((copies, persisted), deque())
+            calls = self._waiting_calls.setdefault((copies, persisted), deque())
             calls.append(_WaitingCall(seq, deadline, call))
 
     def make_calls(self, now: float = -math.inf) -> bool:
@@ -128,27 +128,27 @@ class ReplicaProgress:
             count += 1
             if count >= STEP_CALLS:
                 return True
-        for (copies, persisted), calls in list(self._waiting.items()):
+        for (copies, persisted), calls in list(self._waiting_calls.items()):
             reached = self.seq_reached_by(copies, persisted=persisted)
             # A call may ask for more to be waited for.
             while calls and (calls[0].seq <= reached or calls[0].deadline <= now):
-                first = calls.popleft()
-                first.call(first.seq <= reached)
+                waiting_call = calls.popleft()
+                waiting_call.call(waiting_call.seq <= reached)
                 count += 1
                 if count >= STEP_CALLS:
                     return True
             if not calls:
-                self._waiting.pop((copies, persisted), None)
+                self._waiting_calls.pop((copies, persisted), None)
         return False
 
     @property
     def waiting_count(self) -> int:
         """Calls that wait."""
-        return len(self._void_calls) + sum(map(len, self._waiting.values()))
+        return len(self._void_calls) + sum(map(len, self._waiting_calls.values()))
 
     def statistics(self) -> dict[str, object]:
         """Figures, by replica."""
         return {
-            name: {"received": report.received, "persisted": report.persisted}
+            name: {"received": report.received_seq, "persisted": report.persisted_seq}
             for name, report in self._reports.items()
         }

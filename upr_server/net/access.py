@@ -193,13 +193,13 @@ class Access:
         """
         if self.user_name is None or writer == NO_WRITER:
             return writer
-        client_writer, own = self._last_writer
+        client_writer, own_writer = self._last_writer
         if writer != client_writer:
             data = self.user_name.encode() + writer
-            own = blake2b(data, digest_size=len(writer), person=b"upr writer").digest()
+            own_writer = blake2b(data, digest_size=len(writer), person=b"upr writer").digest()
             # A connection has nearly always one.
-            self._last_writer = writer, own
-        return own
+            self._last_writer = writer, own_writer
+        return own_writer
 
     def own_writers(self, writers: bytes) -> bytes:
         """The same of several, one behind the other; zeros are none, and stay so. O(writers), O(1)
@@ -211,11 +211,11 @@ class Access:
         )
         return b"".join(map(self.own_writer, each_writer))
 
-    def note_log_in(self, name: str, mechanism: str, *, allowed: bool) -> None:
+    def note_log_in(self, name: str, mechanism: str, *, is_allowed: bool) -> None:
         """Notes in the audit log that the client logged in, or tried to."""
         if self._audit_log is not None:
             self._audit_log.note(
-                "log-in", user=_cut(name), peer=self._peer, mechanism=mechanism, allowed=allowed
+                "log-in", user=_cut(name), peer=self._peer, mechanism=mechanism, allowed=is_allowed
             )
 
     def note_limited(self, host: str) -> None:
@@ -225,9 +225,9 @@ class Access:
 
     def note_told_users(self, message: GetUsers) -> None:
         """Notes in the audit log that the client is told what proves who the users are."""
-        self._note(message, SERVER, allowed=True)
+        self._note(message, SERVER, is_allowed=True)
 
-    def _note(self, message: Message, bucket: str, *, allowed: bool) -> None:
+    def _note(self, message: Message, bucket: str, *, is_allowed: bool) -> None:
         if self._audit_log is not None:
             self._audit_log.note(
                 "request",
@@ -235,8 +235,8 @@ class Access:
                 peer=self._peer,
                 request=type(message).__name__,
                 bucket=_cut(bucket),
-                allowed=allowed,
-                detail=_detail(message, allowed=allowed),
+                allowed=is_allowed,
+                detail=_detail(message, is_allowed=is_allowed),
             )
 
     def check_message(self, message: Message) -> None:
@@ -254,13 +254,13 @@ class Access:
             if not self._has(needed_rights, self.rights, message):
                 raise self._refusal(message, needed_rights, self._bucket_name)
             if type(message) in AUDITED:
-                self._note(message, self._bucket_name, allowed=True)
+                self._note(message, self._bucket_name, is_allowed=True)
         elif needed_rights is not None:
             rights, bucket = needed_rights(message)
             if bucket is not None and not self._has(rights, self.rights_on(bucket), message):
                 raise self._refusal(message, rights, bucket)
             if type(message) in AUDITED:
-                self._note(message, bucket or SERVER, allowed=True)
+                self._note(message, bucket or SERVER, is_allowed=True)
 
     @staticmethod
     def _has(needed_rights: Rights, rights: BucketRights, message: Message) -> bool:
@@ -296,14 +296,14 @@ class Access:
         """
         if self.may_change_all_keys:
             return
-        chunk, whole = message.bundle.chunk, self.rights.whole
-        if Right.WRITE in whole:
+        chunk, bucket_rights = message.bundle.chunk, self.rights.whole
+        if Right.WRITE in bucket_rights:
             # Nearly all bundles have no such bytes anywhere.
             may_have_designs = DESIGN_PREFIX in chunk.key_bytes.tobytes()
             forbidden = next(filter(_is_design, chunk.keys()), None) if may_have_designs else None
         else:
             keys: Iterable[bytes] = chunk.keys()
-            if Right.INDEX in whole:
+            if Right.INDEX in bucket_rights:
                 keys = filterfalse(_is_design, keys)
             forbidden = first_key_outside(keys, self.rights.write_prefixes)
         if forbidden is not None:
@@ -313,7 +313,7 @@ class Access:
     def _refusal(
         self, message: Message, needed_rights: Rights, bucket: str, key: bytes | None = None
     ) -> ServerError:
-        self._note(message, bucket, allowed=False)
+        self._note(message, bucket, is_allowed=False)
         names = " or ".join(right.value for right in Right if right in needed_rights)
         requester = (
             "somebody who did not log in" if self.user_name is None else f"user {self.user_name}"
@@ -343,7 +343,7 @@ def _cut(text: str) -> str:
     return text[:AUDITED_CHARACTERS_MAX] + "…"
 
 
-def _detail(message: Message, *, allowed: bool) -> str:
+def _detail(message: Message, *, is_allowed: bool) -> str:
     """What the audit log tells of a request beside its bucket: nothing secret. A change of users
     that is allowed is told whole: long grants must not hide those behind them."""
     if isinstance(message, ChangeUsers):
@@ -351,7 +351,7 @@ def _detail(message: Message, *, allowed: bool) -> str:
             change = user_change_from_json(message.change)
         except UsersError as error:
             return _cut(str(error))
-        return repr(change) if allowed else _cut(f"{type(change).__name__} {change.name}")
+        return repr(change) if is_allowed else _cut(f"{type(change).__name__} {change.name}")
     return _cut(message.address) if isinstance(message, Join) else ""
 
 

@@ -589,8 +589,10 @@ class AcceptedConnection:
         with trio.move_on_at(self._opened_at + HANDSHAKE_TIMEOUT_S):
             await self._ready.wait()
         if not self._ready.is_set():
-            awaited = "log-in" if session.client_identity else "Hello"
-            session.fail(Status.IDLE, f"no {awaited} within {HANDSHAKE_TIMEOUT_S:.0f} seconds")
+            awaited_message = "log-in" if session.client_identity else "Hello"
+            session.fail(
+                Status.IDLE, f"no {awaited_message} within {HANDSHAKE_TIMEOUT_S:.0f} seconds"
+            )
             self.wake()
         while session.state is not SessionState.CLOSED:
             # Whatever was said or heard meanwhile has moved it on.

@@ -48,7 +48,7 @@ class CreditShares:
             dict
         )
         """Those of each bucket, by user."""
-        self._refused: dict[PublisherCredit, None] = {}
+        self._refused_publishers: dict[PublisherCredit, None] = {}
         upkeep.call_after_step(self._top_up_refused)
 
     def share(self, bucket: Bucket, publisher: PublisherCredit) -> int:
@@ -73,7 +73,7 @@ class CreditShares:
             users[publisher.user].remove(publisher)
             if not users[publisher.user]:
                 del users[publisher.user]
-        self._refused.pop(publisher, None)
+        self._refused_publishers.pop(publisher, None)
 
     def remove_bucket(self, bucket: Bucket) -> None:
         """`bucket` was deleted."""
@@ -81,11 +81,11 @@ class CreditShares:
 
     def withhold_credit(self, publisher: PublisherCredit) -> None:
         """`publisher` gets no credit before there is room again."""
-        self._refused[publisher] = None
+        self._refused_publishers[publisher] = None
 
     def _top_up_refused(self) -> None:
         # Taken out first: a publisher that is refused again enters the new dict.
-        publishers, self._refused = self._refused, {}
+        publishers, self._refused_publishers = self._refused_publishers, {}
         for publisher in publishers:
             publisher.top_up()
 
@@ -120,7 +120,7 @@ class PublisherCredit:
 
     def note_spent(self) -> None:
         """A batch came, and has spent some of its credit."""
-        if self._bucket is not None and self._session.credit.left <= _ENOUGH_BYTES:
+        if self._bucket is not None and self._session.credit.remaining_bytes <= _ENOUGH_BYTES:
             self._shares.add(self._bucket, self)
             self.top_up()
 
@@ -131,7 +131,7 @@ class PublisherCredit:
         if bucket is None or session.state is SessionState.CLOSED:
             return
         share = self._shares.share(bucket, self)
-        missing_bytes = share - session.credit.left
+        missing_bytes = share - session.credit.remaining_bytes
         if missing_bytes * _TOP_UP_FRACTION < share:
             return
         relief = bucket.memory_action()

@@ -221,9 +221,9 @@ class DurabilityWaits:
             self._client.wake()
             await self._turns.next_turn()
         self._client.wake()
-        first = self._deadlines.first()
-        if first is not None:
-            look_at = min(first[0], trio.current_time() + LOOK_AGAIN_S)
+        first_deadline = self._deadlines.first()
+        if first_deadline is not None:
+            look_at = min(first_deadline[0], trio.current_time() + LOOK_AGAIN_S)
             self._scope = trio.CancelScope(deadline=look_at)
             with self._scope:
                 await progressed.wait()

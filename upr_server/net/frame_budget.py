@@ -146,14 +146,14 @@ class FrameBudget:
         limit: How many bytes.
 
     Attributes:
-        used: Bytes that frames hold.
-        dropped: How many frames were dropped.
+        used_bytes: Bytes that frames hold.
+        dropped_count: How many frames were dropped.
         is_dropping: Whether frames are to be dropped that do not fit into one step.
     """
 
     def __init__(self, limit: int = BUDGET_BYTES) -> None:
-        self.used = 0
-        self.dropped = 0
+        self.used_bytes = 0
+        self.dropped_count = 0
         self.is_dropping = False
         self._limit = limit
         self._hard_limit = int(limit * _HARD_FACTOR)
@@ -167,17 +167,17 @@ class FrameBudget:
     @property
     def is_short(self) -> bool:
         """Whether more is held than the limit."""
-        return self.used > self._limit
+        return self.used_bytes > self._limit
 
     @property
     def holds_up_frames(self) -> bool:
         """Whether a frame that has begun may have to wait for its turn."""
-        return self.is_dropping or self.used > self._limit
+        return self.is_dropping or self.used_bytes > self._limit
 
     def set_held_bytes(self, frame: UnfinishedFrame, nbytes: int, *, is_new: bool) -> None:
         """`frame` holds `nbytes` from now on. O(1)."""
-        used_before = self.used
-        self.used += nbytes - frame.nbytes
+        used_before = self.used_bytes
+        self.used_bytes += nbytes - frame.nbytes
         if frame.nbytes and (is_new or not nbytes):
             # Taken out even if it holds something again: a new frame goes to the end of the order,
             # or a peer that sends frame after frame would be first for ever.
@@ -188,7 +188,10 @@ class FrameBudget:
             self._count_by_address[frame.address] += 1
         if used_before > self._limit:
             self._changed.notify()
-        if used_before <= self._limit < self.used or used_before <= self._hard_limit < self.used:
+        if (
+            used_before <= self._limit < self.used_bytes
+            or used_before <= self._hard_limit < self.used_bytes
+        ):
             self._is_exceeded.notify()
 
     def _remove(self, frame: UnfinishedFrame) -> None:
@@ -217,7 +220,7 @@ class FrameBudget:
     def check_invariants(self) -> None:
         """Raises AssertionError when a rule of this class does not hold. O(n)."""
         assert all(frame.nbytes for frame in self._frames)
-        assert self.used == sum(frame.nbytes for frame in self._frames)
+        assert self.used_bytes == sum(frame.nbytes for frame in self._frames)
         assert self._count_by_address == Counter(frame.address for frame in self._frames)
 
     async def run(self) -> None:
@@ -251,7 +254,7 @@ class FrameBudget:
             timeout_s = SHORT_TIMEOUT_S if self.is_short else FRAME_TIMEOUT_S
             if frame in self._frames and frame.lag_s(now) > timeout_s:
                 yield frame, "the rest takes too long to arrive"
-        if self.used <= self._hard_limit:
+        if self.used_bytes <= self._hard_limit:
             return
         for frame in sorted(self._frames, key=self._excess, reverse=True):
             if not self.is_short:
@@ -264,6 +267,6 @@ class FrameBudget:
         return frame.nbytes / self.share(frame) if self.share(frame) else math.inf
 
     def _drop(self, frame: UnfinishedFrame, reason: str) -> None:
-        self.dropped += 1
+        self.dropped_count += 1
         frame.drop(f"an unfinished frame takes {frame.nbytes} bytes of memory, and {reason}")
         frame.release()

@@ -152,18 +152,20 @@ class LogInExchange:
     def _challenge(self, request: StartLogIn) -> None:
         binding = _binding(self._stream)
         try:
-            first = FirstMessage.read(request.mechanism, request.data, offers_binding=bool(binding))
+            first_message = FirstMessage.read(
+                request.mechanism, request.data, offers_binding=bool(binding)
+            )
         except (ScramError, UsersError) as error:
             self._session.fail(Status.MALFORMED, f"StartLogIn: {error}")
             return
         users = self._log_ins.users.users
-        user = users.get(first.name)
+        user = users.get(first_message.name)
         # The same on every node: a salt that differs would tell that nobody has it.
         secret = users.secret or self._log_ins.own_secret
-        made_up = made_up_verifier(secret, first.name, SCRAM_ITERATIONS_DEFAULT)
+        made_up = made_up_verifier(secret, first_message.name, SCRAM_ITERATIONS_DEFAULT)
         verifier = made_up if user is None or user.verifier is None else user.verifier
-        exchange = ScramServer(first, verifier, secrets.token_urlsafe(NONCE_BYTES), binding)
-        self._exchange = first.name, verifier, exchange
+        exchange = ScramServer(first_message, verifier, secrets.token_urlsafe(NONCE_BYTES), binding)
+        self._exchange = first_message.name, verifier, exchange
         self._session.send(LogInChallenge(exchange.server_first()))
 
     def check_response(self, response: ContinueLogIn) -> None:
@@ -195,16 +197,16 @@ class LogInExchange:
         try:
             usage.connect(self._session)
         except ServerError as error:
-            self._access.note_log_in(name, mechanism, allowed=False)
+            self._access.note_log_in(name, mechanism, is_allowed=False)
             self._session.fail(error.status, error.sentence)
             return
         self.usage = usage
         self._access.user_name = name
-        self._access.note_log_in(name, mechanism, allowed=True)
+        self._access.note_log_in(name, mechanism, is_allowed=True)
         self._session.send(LoggedIn(outcome))
 
     def _refuse(self, name: str, mechanism: str, sentence: str) -> None:
-        self._access.note_log_in(name, mechanism, allowed=False)
+        self._access.note_log_in(name, mechanism, is_allowed=False)
         self._log_ins.failures.count_failure(self._host, trio.current_time())
         log.warning("log-in failed", peer=self._peer, user=name, reason=sentence)
 

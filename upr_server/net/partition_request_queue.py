@@ -54,7 +54,7 @@ class PartitionRequest(Protocol):
     def nbytes(self) -> int:
         """About what it takes while it waits."""
 
-    def apply(self, fetched: Fetched) -> StillNeeded:
+    def apply(self, fetched_items: Fetched) -> StillNeeded:
         """Does and answers what was asked; or changes nothing, and says what it needs first."""
 
     def refuse(self, error: ServerError) -> None:
@@ -160,9 +160,9 @@ class PartitionRequestQueue:
         eviction = self._partition.eviction
         pin = eviction.pin()
         try:
-            fetched: dict[bytes, Mutation | None] = {}
+            fetched_items: dict[bytes, Mutation | None] = {}
             nbytes = 0
-            while still_needed := request.apply(fetched):
+            while still_needed := request.apply(fetched_items):
                 if still_needed is UNFINISHED:
                     await self._turns.next_turn()
                 else:
@@ -170,7 +170,7 @@ class PartitionRequestQueue:
                     nbytes += sum(len(row.value) for row in rows.values() if row is not None)
                     if nbytes > FETCHED_BYTES_MAX:
                         raise _too_large_error()
-                    fetched |= rows
+                    fetched_items |= rows
                 if not eviction.is_pinned(pin):
                     return False
             return True
@@ -179,13 +179,13 @@ class PartitionRequestQueue:
             self._partition.release_expiry()
             eviction.unpin(pin)
 
-    async def _fetch(self, missing: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
+    async def _fetch(self, fetch_requests: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
         rows: dict[bytes, Mutation | None]
         try:
-            rows = await self._disk.find_items(self._partition, missing)
+            rows = await self._disk.find_items(self._partition, fetch_requests)
         except CorruptionError as error:
             # Nothing of what is missing can be found. What is in memory is served.
-            rows = {request.key: damaged_item(request, str(error)) for request in missing}
+            rows = {request.key: damaged_item(request, str(error)) for request in fetch_requests}
         except StorageError as error:
             raise ServerError(Status.TEMPORARY_FAILURE, str(error)) from error
         damages = [row.value for row in rows.values() if row is not None and is_damaged(row)]

@@ -104,7 +104,7 @@ class ConnectionServer:
         self.handlers = handlers
         self._connections_max = connections_max
         self._certificates = certificates
-        self._refused = 0
+        self._refused_count = 0
         self._being_refused = 0
         self._started_at = trio.current_time()
         catalog.call_on_delete(self._leave_bucket)
@@ -141,7 +141,7 @@ class ConnectionServer:
     async def _refuse(
         self, connection: AcceptedConnection, stream: trio.abc.HalfCloseableStream
     ) -> None:
-        self._refused += 1
+        self._refused_count += 1
         log.warning("too many connections; refusing one", connections=len(self.connections))
         if self._being_refused >= REFUSALS_MAX:
             await trio.aclose_forcefully(stream)
@@ -212,7 +212,7 @@ class ConnectionServer:
         return (
             CONNECTION_BYTES * len(self.connections)
             + STREAM_BYTES * streams
-            + self.resources.frame_budget.used
+            + self.resources.frame_budget.used_bytes
         )
 
     def shut_down(self) -> Iterator[None]:
@@ -250,15 +250,17 @@ class ConnectionServer:
                 "identity": resources.identity,
                 "uptime_s": trio.current_time() - self._started_at,
                 "connections": len(self.connections),
-                "connections_refused": self._refused,
-                "audit_lines_lost": 0 if resources.audit_log is None else resources.audit_log.lost,
-                "log_ins_failed": resources.log_ins.failures.failed,
-                "log_ins_refused": resources.log_ins.failures.refused,
+                "connections_refused": self._refused_count,
+                "audit_lines_lost": 0
+                if resources.audit_log is None
+                else resources.audit_log.lost_lines,
+                "log_ins_failed": resources.log_ins.failures.failure_count,
+                "log_ins_refused": resources.log_ins.failures.refusal_count,
                 "longest_turn_s": round(resources.turn_timer.longest_turn_s, 6),
                 "longest_step_s": round(resources.turn_timer.longest_step_s, 6),
                 "longest_step_task": resources.turn_timer.longest_step_task,
-                "frame_bytes_under_way": resources.frame_budget.used,
-                "frames_dropped": resources.frame_budget.dropped,
+                "frame_bytes_under_way": resources.frame_budget.used_bytes,
+                "frames_dropped": resources.frame_budget.dropped_count,
             },
             "buckets_left_out": max(0, len(catalog.buckets) - BUCKETS_TOLD_MAX),
             "damaged_buckets": dict(islice(catalog.damaged.items(), BUCKETS_TOLD_MAX)),

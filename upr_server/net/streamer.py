@@ -318,7 +318,7 @@ class Streamer:
                 stream = self._current_stream = self._streams[partition]
                 # Fixed here: a partition that is written without pause must not keep the turn.
                 stream.turn_end = SeqNo(stream.partition.rows.high)
-            is_open = session.window.left > 0
+            is_open = session.window.remaining_bytes > 0
             self._item_bytes += ITEM_BYTES
             if is_open and self._send_whole(stream):
                 continue

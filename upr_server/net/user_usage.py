@@ -59,7 +59,7 @@ class UserUsage:
         self._name = name
         self._users = users
         self._sessions: dict[ServerSession, None] = {}
-        self._read, self._written = ByteRate(), ByteRate()
+        self._read_rate, self._written_rate = ByteRate(), ByteRate()
         self._leases: dict[tuple[str, int], float] = {}
         """By bucket and lease that the user has acquired or renewed here, when it lapses."""
         self._unknown_ids = count(-1, -1)
@@ -135,11 +135,11 @@ class UserUsage:
 
     def pause_after_reading(self, nbytes: int, now: float) -> float:
         """Counts bytes that were read, and says how long to wait before more are read."""
-        return self._read.pause_s(nbytes, self.limits.bytes_in, now)
+        return self._read_rate.pause_s(nbytes, self.limits.bytes_in, now)
 
     def pause_after_writing(self, nbytes: int, now: float) -> float:
         """Counts bytes that were written, and says how long to wait before more are written."""
-        return self._written.pause_s(nbytes, self.limits.bytes_out, now)
+        return self._written_rate.pause_s(nbytes, self.limits.bytes_out, now)
 
     def _check(
         self, resource: str, count: int, limit: int, status: Status = Status.LIMIT_REACHED

@@ -34,16 +34,16 @@ class BucketReplicators:
         self._node = node
         self._system = system
         # What was received outlives the replicator that received it: another node may go on.
-        self._received: dict[PartitionId, ReceivedSnapshots] = {}
+        self._received_snapshots: dict[PartitionId, ReceivedSnapshots] = {}
         self._replicators: dict[str, Replicator] = {}
 
     def restore(self, partition: Partition, partial: PartialRecord) -> None:
         """The disk has the front of a snapshot of `partition`, which goes on from there."""
-        self._received[partition.id] = _received_of(partition, partial)
+        self._received_snapshots[partition.id] = _received_of(partition, partial)
 
     def discard_received(self, partition: PartitionId) -> None:
         """This node does not replicate the partition any more."""
-        self._received.pop(partition, None)
+        self._received_snapshots.pop(partition, None)
 
     async def stop_all_but(self, sources: Mapping[str, ReplicationSource]) -> None:
         """Stops the replicators that are not of `sources`, or replicate other partitions. What they
@@ -75,8 +75,8 @@ class BucketReplicators:
             for count, partition in enumerate(source.partitions, 1):
                 if count % STEP_PARTITIONS == 0:
                     yield
-                if partition not in self._received:
-                    self._received[partition] = _received_of(partitions[partition])
+                if partition not in self._received_snapshots:
+                    self._received_snapshots[partition] = _received_of(partitions[partition])
 
     def start_missing(
         self, sources: Mapping[str, ReplicationSource], nursery: trio.Nursery
@@ -86,7 +86,13 @@ class BucketReplicators:
             if name in self._replicators:
                 continue
             replicator = self._replicators[name] = Replicator(
-                self._server, self._disk, self._node, name, source, self._received, self._system
+                self._server,
+                self._disk,
+                self._node,
+                name,
+                source,
+                self._received_snapshots,
+                self._system,
             )
             nursery.start_soon(replicator.run)
 

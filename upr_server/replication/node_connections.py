@@ -54,7 +54,7 @@ class NodeConnections:
         """
         return await self._ask(address, lambda node: node.status(address.bucket))
 
-    async def users(self, address: Address, own: Users, digest: bytes) -> Users | None:
+    async def users(self, address: Address, own_users: Users, digest: bytes) -> Users | None:
         """The users of the cluster as the node at `address` has them; None if they are this
         node's, or older. Cancelled as `status`.
 
@@ -66,7 +66,7 @@ class NodeConnections:
 
         Args:
             address: The node.
-            own: The users that this node has.
+            own_users: The users that this node has.
             digest: Their digest.
 
         Raises:
@@ -82,7 +82,7 @@ class NodeConnections:
             if not (
                 node.is_channel_bound
                 or (has_password and is_here)
-                or own.allows(name, Right.REPLICATE, SERVER)
+                or own_users.allows(name, Right.REPLICATE, SERVER)
             ):
                 if address.security.tls is None:
                     raise ServerError(
@@ -95,7 +95,7 @@ class NodeConnections:
                     f"it shows a certificate for {name!r}, and no user of this name has the right "
                     f"{Right.REPLICATE.value} on {EVERYTHING}",
                 )
-            return await node.users(own.revision, digest)
+            return await node.users(own_users.revision, digest)
 
         return await self._ask(address, question)
 

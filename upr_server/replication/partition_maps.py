@@ -328,14 +328,14 @@ class PartitionMaps:
             assignment = Assignment()
             # Unless the bucket begins with this map, the node lacks what the map has it hold.
             has_lost_its_disk = new_map.revision > 1
-        before = PartitionMap(
+        map_before = PartitionMap(
             bucket=new_map.bucket,
             revision=0,
             nodes=new_map.nodes,
             partitions=(assignment,) * len(disk.bucket.partitions),
         )
         suspects = roles.suspects_in(new_map, self.node) if has_lost_its_disk else {}
-        return self._mapped(disk, before, is_confirmed=True, is_clean=True, suspects=suspects)
+        return self._mapped(disk, map_before, is_confirmed=True, is_clean=True, suspects=suspects)
 
     def _mapped(
         self,

@@ -46,7 +46,7 @@ class ReceivedSnapshots:
     Attributes:
         log: The source's failover log, as it told last.
         high: The last complete snapshot's end received.
-        received: Everything up to here was received.
+        received_seq: Everything up to here was received.
         last_cas: The highest CAS received.
         nbytes: Bytes of chunks that are to be put on disk.
         has_unwritten: Whether anything is to be put on disk.
@@ -61,7 +61,7 @@ class ReceivedSnapshots:
     ) -> None:
         self.log = log
         self.high = high
-        self.received = high if partial is None else partial.received
+        self.received_seq = high if partial is None else partial.received_seq
         self.last_cas = last_cas
         self.nbytes = 0
         self.has_unwritten = False
@@ -87,7 +87,7 @@ class ReceivedSnapshots:
         if partial is None:
             return Position(self.log, self.high, self.high, None)
         snapshot = PartialSnapshot(partial.history_id, partial.start, partial.end)
-        return Position(self.log, self.high, self.received, snapshot)
+        return Position(self.log, self.high, self.received_seq, snapshot)
 
     # From the stream.
 
@@ -110,13 +110,13 @@ class ReceivedSnapshots:
         Raises:
             RemoteProtocolError: It does not follow what was received.
         """
-        if chunk.start != self.received:
+        if chunk.start != self.received_seq:
             raise RemoteProtocolError(
-                f"the chunk ({chunk.start}, {chunk.end}] does not follow {self.received}"
+                f"the chunk ({chunk.start}, {chunk.end}] does not follow {self.received_seq}"
             )
         self._chunks.append(chunk)
         self.nbytes += chunk.nbytes
-        self.received = chunk.end
+        self.received_seq = chunk.end
         if chunk.count:
             self.last_cas = max(self.last_cas, Cas(chunk.cas[-1]))
         self._partial = PartialRecord(self._history_id, self.high, self._snapshot_end, chunk.end)
@@ -138,9 +138,9 @@ class ReceivedSnapshots:
         Raises:
             RemoteProtocolError: What was received does not end there.
         """
-        if end != self.received:
+        if end != self.received_seq:
             raise RemoteProtocolError(
-                f"a snapshot ends at {end}, but {self.received} was received last"
+                f"a snapshot ends at {end}, but {self.received_seq} was received last"
             )
         self.high = end
         self._partial = None
@@ -156,7 +156,7 @@ class ReceivedSnapshots:
         self._chunks, self._ends, self._answers = [], [], []
         self.nbytes = 0
         self.log = self.log.up_to(seq)
-        self.high = self.received = seq
+        self.high = self.received_seq = seq
         self._partial = None
         self._answers_of_snapshot = []
         self._purge_seq = self._purge_seq_of_snapshot = SeqNo(0)
@@ -173,14 +173,14 @@ class ReceivedSnapshots:
         """What is to be put on disk. The caller puts it there, or starts again `from_record`."""
         record = self.record()
         chunks, kept_back = self._chunks, list[Chunk]()
-        if record.partial is not None and self.received == self._snapshot_end and chunks:
+        if record.partial is not None and self.received_seq == self._snapshot_end and chunks:
             # The disk notes a snapshot's end with its last chunk, so that one waits for
             # `PartitionEnd`, which comes at once. The record describes what lies before it.
             kept_back = [chunks.pop()]
             written_through = kept_back[0].start
             partial = None
             if written_through > self.high:
-                partial = msgspec.structs.replace(record.partial, received=written_through)
+                partial = msgspec.structs.replace(record.partial, received_seq=written_through)
             record = msgspec.structs.replace(record, partial=partial)
         write = ReceivedWrite(record, chunks, self._ends, self._answers, self._purge_seq)
         self._chunks, self._ends, self._answers = kept_back, [], []

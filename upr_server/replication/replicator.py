@@ -67,7 +67,7 @@ class Replicator:
         node: This node's name.
         source_name: The name of the node to replicate from.
         source: Where that is, and which partitions.
-        received: What was received of them; it outlives this object.
+        received_snapshots: What was received of them; it outlives this object.
         system: How the node is reached.
 
     Attributes:
@@ -82,7 +82,7 @@ class Replicator:
         node: str,
         source_name: str,
         source: ReplicationSource,
-        received: dict[PartitionId, ReceivedSnapshots],
+        received_snapshots: dict[PartitionId, ReceivedSnapshots],
         system: System,
     ) -> None:
         self.source = source
@@ -93,7 +93,7 @@ class Replicator:
         # A deleted bucket lets go of its partitions, and a last commit may still be under way.
         self._partitions = disk.bucket.partitions
         self._node = node
-        self._received = received
+        self._received_snapshots = received_snapshots
         self._system = system
         # By each partition whose stream was accepted. A consumer asks for one state.
         self._consumers: dict[PartitionId, ReplicaConsumer] = {}
@@ -125,7 +125,7 @@ class Replicator:
         try:
             with self._scope:
                 for count, partition in enumerate(self.source.partitions, 1):
-                    self._on_disk[partition] = self._received[partition].record()
+                    self._on_disk[partition] = self._received_snapshots[partition].record()
                     if count % STEP_PARTITIONS == 0:
                         await trio.lowlevel.checkpoint()
                 async with trio.open_nursery() as nursery:
@@ -206,31 +206,31 @@ class Replicator:
     def _receive(self, consumer: ReplicaConsumer, event: Event) -> None:
         if isinstance(event, ChunkReceived):
             # Received chunks may be views of what the connection reads into.
-            self._received[event.partition].add_chunk(event.chunk)
+            self._received_snapshots[event.partition].add_chunk(event.chunk)
             self._mark_dirty(event.partition)
         elif isinstance(event, SnapshotStart):
-            received = self._received[event.partition]
-            received.begin_snapshot(event.history_id, event.end, event.purge_seq)
+            snapshots = self._received_snapshots[event.partition]
+            snapshots.begin_snapshot(event.history_id, event.end, event.purge_seq)
         elif isinstance(event, AnswersReceived):
-            self._received[event.partition].add_answers(checked_answers(event.rows))
+            self._received_snapshots[event.partition].add_answers(checked_answers(event.rows))
         elif isinstance(event, SnapshotEnd):
-            self._received[event.partition].end_snapshot(event.end)
+            self._received_snapshots[event.partition].end_snapshot(event.end)
             self._mark_dirty(event.partition)
             self._report(event.partition)
         elif isinstance(event, StreamAccepted):
             self.trouble = ""
             self._system.log_in_pauses.note_success(self._address)
             self._consumers[event.partition] = consumer
-            self._received[event.partition].discard_answers()
+            self._received_snapshots[event.partition].discard_answers()
             self._report(event.partition)
 
     def _report(self, partition_id: PartitionId) -> None:
         consumer = self._consumers.get(partition_id)
         if consumer is None:
             return
-        received = self._received[partition_id]
+        snapshots = self._received_snapshots[partition_id]
         persisted = self._partition(partition_id).high_seq
-        consumer.report(partition_id, received.log.current, received.high, persisted)
+        consumer.report(partition_id, snapshots.log.current, snapshots.high, persisted)
 
     def _mark_dirty(self, partition_id: PartitionId) -> None:
         self._dirty[partition_id] = None
@@ -241,7 +241,7 @@ class Replicator:
 
     @property
     def _unwritten_bytes(self) -> int:
-        return sum(self._received[partition].nbytes for partition in self._dirty)
+        return sum(self._received_snapshots[partition].nbytes for partition in self._dirty)
 
     # Where the streams start.
 
@@ -249,19 +249,19 @@ class Replicator:
         """From where the streams of these partitions go on."""
         state = ResumeState(self._disk.bucket.name)
         for partition_id in partitions:
-            state.positions[partition_id] = self._received[partition_id].position
+            state.positions[partition_id] = self._received_snapshots[partition_id].position
         return state
 
     async def write_logs(self, state: ResumeState, partitions: Sequence[PartitionId]) -> None:
         """Puts the failover logs that the source has told on disk, before any data: data of a
         history that the log does not name could not be rolled back."""
         for partition_id in partitions:
-            received = self._received[partition_id]
+            snapshots = self._received_snapshots[partition_id]
             position = state.positions.get(partition_id)
             # A rollback writes its log itself, in one commit with the truncation.
             if position is not None and not state.is_rollback_pending(partition_id):
-                received.set_log(position.log)
-            if received.has_unwritten:
+                snapshots.set_log(position.log)
+            if snapshots.has_unwritten:
                 self._mark_dirty(partition_id)
         await self._flush()
 
@@ -299,12 +299,12 @@ class Replicator:
         writes: list[PartitionWrite] = []
         total = 0
         for count, partition_id in enumerate(list(self._dirty), 1):
-            received = self._received[partition_id]
-            total += received.nbytes
+            snapshots = self._received_snapshots[partition_id]
+            total += snapshots.nbytes
             # Taken out before it is written: what is received meanwhile marks it again.
             self._dirty.pop(partition_id, None)
-            if received.has_unwritten:
-                writes.append(self._partition_write(partition_id, received))
+            if snapshots.has_unwritten:
+                writes.append(self._partition_write(partition_id, snapshots))
             if total > RECEIVED_COMMIT_BYTES:
                 break
             if count % COLLECTED_PARTITIONS == 0:
@@ -313,10 +313,10 @@ class Replicator:
         return writes
 
     def _partition_write(
-        self, partition_id: PartitionId, received: ReceivedSnapshots
+        self, partition_id: PartitionId, snapshots: ReceivedSnapshots
     ) -> PartitionWrite:
         partition = self._partition(partition_id)
-        write = received.take_write()
+        write = snapshots.take_write()
         if write.answers:
             partition.repeated_batches.add_received(write.answers)
         answers = unsaved_answers(partition, write.record.high)
@@ -344,7 +344,7 @@ class Replicator:
             if self._is_stopping:
                 self._dropped_because = self.trouble
                 for partition_id, record in self._on_disk.items():
-                    self._received[partition_id] = ReceivedSnapshots.from_record(record)
+                    self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
                 self._dirty.clear()
                 return False
             await trio.sleep(REPLICATION_RETRY_S)
@@ -395,7 +395,7 @@ class Replicator:
         Raises:
             ServerError: The bucket was deleted.
         """
-        disk, received = self._disk, self._received[partition_id]
+        disk, snapshots = self._disk, self._received_snapshots[partition_id]
         bucket, partition = disk.bucket, self._partition(partition_id)
         with trio.CancelScope(shield=True):
             async with (
@@ -403,12 +403,12 @@ class Replicator:
                 self._commit_lock,
                 streams_ended(self._server, bucket, [partition], Status.ROLLBACK_NEEDED),
             ):
-                seq_before = received.received
+                seq_before = snapshots.received_seq
                 snapshot_end = await disk.store.ask(
                     FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.eviction.indexed)
                 )
                 seq = SeqNo(snapshot_end or 0)
-                failover_log = received.log.up_to(seq)
+                failover_log = snapshots.log.up_to(seq)
                 pairs = tuple(failover_log.pairs())
                 record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
                 tokens = [
@@ -420,7 +420,7 @@ class Replicator:
                 broken_leases = await disk.truncate(partition_id, record, tokens)
                 disk.leases.mark_broken(broken_leases)
                 partition.truncate(seq)
-                received.truncate(seq)
+                snapshots.truncate(seq)
                 self._on_disk[partition_id] = record
                 partition.change_state(partition.state, failover_log)
         log.warning(

@@ -72,9 +72,9 @@ class UserExchange:
         """Asks one node, and takes its users if they count for more."""
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
-                own = self._users
-                users = await connections.users(address, own.users, own.digest)
-                if users is not None and await own.adopt_users(users):
+                own_users = self._users
+                users = await connections.users(address, own_users.users, own_users.digest)
+                if users is not None and await own_users.adopt_users(users):
                     log.info("users taken from another node", revision=users.revision)
                 self._refusals.pop(address, None)
         except UprError as error:

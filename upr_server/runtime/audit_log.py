@@ -67,7 +67,7 @@ class AuditLog:
         queue_bytes_max: The memory that they may take.
 
     Attributes:
-        lost: Lines that were lost since the start.
+        lost_lines: Lines that were lost since the start.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AuditLog:
         queue_lines_max: int = QUEUE_LINES_MAX,
         queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
-        self.lost = 0
+        self.lost_lines = 0
         self._path = path
         self._clock = clock
         self._file_bytes_max = file_bytes_max
@@ -166,7 +166,7 @@ class AuditLog:
         with self._lock:
             if not self._untold:
                 log.error("lines of the audit log are lost", path=str(self._path))
-            self.lost += count
+            self.lost_lines += count
             self._untold += count
 
     def _flush_repeats(self) -> None:

@@ -24,13 +24,13 @@ class FailedLogIns:
         failures_max: Attempts of one host that may fail at once.
 
     Attributes:
-        failed: Attempts that failed.
-        refused: Attempts that were not tried, because too many of the same host had failed.
+        failure_count: Attempts that failed.
+        refusal_count: Attempts that were not tried, because too many of the same host had failed.
     """
 
     def __init__(self, failures_max: int = FAILURES_MAX) -> None:
-        self.failed = 0
-        self.refused = 0
+        self.failure_count = 0
+        self.refusal_count = 0
         self._failures_max = failures_max
         self._free_at: OrderedDict[str, float] = OrderedDict()
         """For each host, when none of its failures counts any more; the oldest first."""
@@ -45,7 +45,7 @@ class FailedLogIns:
         """
         waits_s = self._free_at.get(host, now) - now
         limited = waits_s > (self._failures_max - spared - 1) * FAILURE_DELAY_S
-        self.refused += limited
+        self.refusal_count += limited
         return limited
 
     def has_failed(self, host: str, now: float) -> bool:
@@ -54,7 +54,7 @@ class FailedLogIns:
 
     def count_failure(self, host: str, now: float) -> None:
         """An attempt of the host has failed."""
-        self.failed += 1
+        self.failure_count += 1
         self._free_at[host] = max(self._free_at.get(host, now), now) + FAILURE_DELAY_S
         self._free_at.move_to_end(host)
         if len(self._free_at) > HOSTS_MAX:

@@ -42,12 +42,12 @@ class LogWriter(logging.Handler):
         queue_lines_max: How many lines may wait.
 
     Attributes:
-        dropped: Lines that were dropped since the last that was written.
+        dropped_lines: Lines that were dropped since the last that was written.
     """
 
     def __init__(self, descriptor: int, queue_lines_max: int = QUEUE_LINES_MAX) -> None:
         super().__init__()
-        self.dropped = 0
+        self.dropped_lines = 0
         self._descriptor = descriptor
         self._lines: queue.Queue[bytes | None] = queue.Queue(queue_lines_max)
         self._on_tick: Callable[[], None] = lambda: None
@@ -68,7 +68,7 @@ class LogWriter(logging.Handler):
         try:
             self._lines.put_nowait(self.format(record).encode(errors="backslashreplace") + b"\n")
         except queue.Full:
-            self.dropped += 1
+            self.dropped_lines += 1
         except Exception:  # noqa: BLE001  # a line must not end the task that logs it
             self.handleError(record)
 
@@ -100,8 +100,8 @@ class LogWriter(logging.Handler):
             _write(self._descriptor, self._lines.get_nowait() or b"")
 
     def _report_dropped(self) -> None:
-        if self.dropped:
-            count, self.dropped = self.dropped, 0
+        if self.dropped_lines:
+            count, self.dropped_lines = self.dropped_lines, 0
             structlog.get_logger(__name__).warning(_DROPPED, lines=count)
 
 

@@ -104,7 +104,7 @@ class YoungObjects:
     def __init__(self, collect: Callable[[], object] | None = None) -> None:
         self._collect = partial(gc.collect, 0) if collect is None else collect
         self._is_started = False
-        self._made = 0
+        self._made_count = 0
 
     def start(self) -> None:
         """Counts from now on, in this process; the collector looks only at young objects already.
@@ -119,18 +119,18 @@ class YoungObjects:
 
     def _note_collection(self, phase: str, _info: object) -> None:
         if phase == "stop":
-            self._made = 0
+            self._made_count = 0
 
     def note_made(self, objects: int) -> None:
         """About so many objects were made. O(1), mostly."""
-        self._made += objects
-        if self._made >= YOUNG_OBJECTS:
+        self._made_count += objects
+        if self._made_count >= YOUNG_OBJECTS:
             self.collect()
 
     def collect(self) -> None:
         """Has the collector look at the young objects now, if `start` was called."""
         if self._is_started:
-            self._made = 0
+            self._made_count = 0
             self._collect()
 
 

@@ -84,7 +84,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
         broken_leases: Leases that compaction broke.
         damage: The damage that it met in the partition; empty for none.
         is_stuck: Whether the partition's index is damaged, and follows its log no further.
-        others: Other partitions that were indexed in the same commit.
+        other_partitions: Other partitions that were indexed in the same commit.
     """
 
     partition: int = -1
@@ -96,7 +96,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     broken_leases: Sequence[int] = ()
     damage: str = ""
     is_stuck: bool = False
-    others: Sequence[IndexProgress] = ()
+    other_partitions: Sequence[IndexProgress] = ()
 
 
 class _PartitionUsage(msgspec.Struct):
@@ -335,7 +335,7 @@ class BucketStorage:
         behind = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
         broken: Sequence[int] = ()
-        others: Sequence[int] = ()
+        other_partitions: Sequence[int] = ()
         damage = ""
         if compaction is not None and (behind is None or self._compacts_next(urgent)):
             partition = compaction.partition
@@ -347,7 +347,7 @@ class BucketStorage:
             is_compaction = True
         elif behind is not None:
             partition = behind
-            others, damage = self._follow(behind, keep_unindexed)
+            other_partitions, damage = self._follow(behind, keep_unindexed)
             is_compaction = False
         else:
             return MaintenanceStep()
@@ -365,7 +365,7 @@ class BucketStorage:
             broken,
             damage,
             usage.is_stuck,
-            [self._index_progress(other) for other in others],
+            [self._index_progress(index) for index in other_partitions],
         )
 
     def _index_progress(self, partition: int) -> IndexProgress:
@@ -418,14 +418,14 @@ class BucketStorage:
             for index, usage in enumerate(self._partitions)
             if usage.lag and not usage.damage
         }
-        chosen, lag_sum = [partition], self._partitions[partition].lag
+        partitions, lag_sum = [partition], self._partitions[partition].lag
         for index in sorted(lags, key=lags.__getitem__, reverse=True):
             if lag_sum >= INDEX_MUTATIONS or self._partitions[partition].damage:
                 break
             if index != partition:
-                chosen.append(index)
+                partitions.append(index)
                 lag_sum += lags[index]
-        return chosen
+        return partitions
 
     def _follow_alone(self, partition: int, through: SeqNo) -> str:
         """Indexes the next part of a partition's log. Returns what is damaged there."""

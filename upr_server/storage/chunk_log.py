@@ -170,8 +170,8 @@ class ChunkLog:
             record = parse_record(BUCKET, sealed, BucketRecord)
             tokens: list[list[StoredAnswer]] = [[] for _ in range(record.partition_count)]
             damages: dict[int, str] = {}
-            first, last = TOKEN, TOKEN + b"\xff" * 32
-            for key, value in transaction.scan(first, last):
+            first_key, last_key = TOKEN, TOKEN + b"\xff" * 32
+            for key, value in transaction.scan(first_key, last_key):
                 partition, writer, counter = parse_token_key(key)
                 if partition >= record.partition_count:
                     raise CorruptionError(
@@ -316,11 +316,11 @@ class ChunkLog:
             record: Its record afterwards: that of an empty partition.
         """
         with self.ordered_map.write() as transaction:
-            for first, last in (
+            for first_key, last_key in (
                 (chunk_key(partition, 0), chunk_key(partition, SEQS_END)),
                 (token_key(partition, bytes(16), 0), token_key(partition, b"\xff" * 16, SEQS_END)),
             ):
-                for key in [bytes(key) for key, _ in transaction.scan(first, last)]:
+                for key in [bytes(key) for key, _ in transaction.scan(first_key, last_key)]:
                     transaction.delete(key)
             transaction.delete(partition_key(PURGE, partition))
             transaction.delete(partition_key(FLOOR, partition))
@@ -349,13 +349,13 @@ class ChunkLog:
     def _truncate(
         self, transaction: WriteTransaction, partition: int, record: PartitionRecord
     ) -> None:
-        end = self._record(transaction, partition).received
-        if record.received > end:
-            raise ValueError(f"partition {partition} ends at {end}, before {record.received}")
-        if record.received < end:
-            first = chunk_key(partition, record.received + 1)
-            last = chunk_key(partition, SEQS_END)
-            for key in [bytes(key) for key, _ in transaction.scan(first, last)]:
+        end = self._record(transaction, partition).received_seq
+        if record.received_seq > end:
+            raise ValueError(f"partition {partition} ends at {end}, before {record.received_seq}")
+        if record.received_seq < end:
+            first_key = chunk_key(partition, record.received_seq + 1)
+            last_key = chunk_key(partition, SEQS_END)
+            for key in [bytes(key) for key, _ in transaction.scan(first_key, last_key)]:
                 transaction.delete(key)
         self._put_record(transaction, partition, record)
 
@@ -382,7 +382,7 @@ class ChunkLog:
         with self.ordered_map.write(reserve_bytes=COMMIT_RESERVE_BYTES) as transaction:
             for write in writes:
                 partition = write.partition
-                end = self._record(transaction, partition).received
+                end = self._record(transaction, partition).received_seq
                 snapshot_ends = frozenset(write.ends)
                 for chunk in write.chunks:
                     if chunk.start != end:
@@ -394,7 +394,7 @@ class ChunkLog:
                     key = chunk_key(partition, end)
                     head = chunk_head(key, chunk.crc, ends_snapshot=end in snapshot_ends)
                     transaction.put(key, b"".join((head, chunk.encode())))
-                if write.record.received != end:
+                if write.record.received_seq != end:
                     raise ValueError(f"partition {partition} ends at {end}, not as {write.record}")
                 self._put_record(transaction, partition, write.record)
                 self._put_tokens(transaction, partition, write.tokens)
@@ -444,9 +444,9 @@ class ChunkLog:
             floor = max(floor, read_seq(transaction, partition_key(FLOOR, partition)))
             if ceiling >= high >= floor:
                 return high
-            first, through = chunk_key(partition, floor), min(ceiling, high)
+            first_key, through = chunk_key(partition, floor), min(ceiling, high)
             while through >= floor and through:
-                record = transaction.last(first, chunk_key(partition, through))
+                record = transaction.last(first_key, chunk_key(partition, through))
                 if record is None:
                     break
                 key, value = bytes(record[0]), record[1]
@@ -466,8 +466,8 @@ class ChunkLog:
             floor = max(floor, read_seq(transaction, partition_key(FLOOR, partition)))
             if not floor:
                 return SeqNo(0)
-            last = chunk_key(partition, high)
-            for key, value in transaction.scan(chunk_key(partition, floor), last):
+            last_key = chunk_key(partition, high)
+            for key, value in transaction.scan(chunk_key(partition, floor), last_key):
                 _, ends_snapshot = parse_chunk_head(key, value)
                 if ends_snapshot:
                     return SeqNo(parse_chunk_key(key)[1])
@@ -505,8 +505,8 @@ class ChunkLog:
     ) -> Chunk | None:
         """The first chunk with mutations that reaches beyond `after` and begins before `through`.
         A view of what the transaction sees."""
-        last = chunk_key(partition, SEQS_END)
-        for key, value in transaction.scan(chunk_key(partition, after + 1), last):
+        last_key = chunk_key(partition, SEQS_END)
+        for key, value in transaction.scan(chunk_key(partition, after + 1), last_key):
             chunk = parse_chunk(key, value)
             if chunk.start >= through:
                 return None
@@ -546,9 +546,9 @@ class ChunkLog:
             CorruptionError: The first chunk is damaged or missing.
         """
         chunks: list[Chunk] = []
-        first, last = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
+        first_key, last_key = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
         with self.ordered_map.read() as transaction:
-            for key, value in transaction.scan(first, last):
+            for key, value in transaction.scan(first_key, last_key):
                 try:
                     chunk = parse_chunk(key, value)
                 except CorruptionError:
@@ -575,9 +575,9 @@ class ChunkLog:
     def find_intact(self, partition: int, after: int, through: int) -> SeqNo:
         """Where the log can be read again after `after`: where the next intact chunk begins, or
         `through` if that is lower. O(damaged chunks)."""
-        first, last = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
+        first_key, last_key = chunk_key(partition, after + 1), chunk_key(partition, SEQS_END)
         with self.ordered_map.read() as transaction:
-            for key, value in transaction.scan(first, last):
+            for key, value in transaction.scan(first_key, last_key):
                 try:
                     chunk = parse_chunk(key, value)
                 except CorruptionError:
@@ -618,8 +618,8 @@ class ChunkLog:
         with self.ordered_map.read() as transaction:
             for partition, start, end in ranges:
                 nbytes, counted = 0, start
-                last = chunk_key(partition, SEQS_END)
-                for key, value in transaction.scan(chunk_key(partition, start + 1), last):
+                last_key = chunk_key(partition, SEQS_END)
+                for key, value in transaction.scan(chunk_key(partition, start + 1), last_key):
                     _, through = parse_chunk_key(key)
                     if through > end:
                         nbytes += len(value) * (end - counted) // (through - counted)
@@ -634,9 +634,9 @@ class ChunkLog:
     def chunk_bytes(self) -> dict[int, int]:
         """Stored bytes of chunks, by partition. O(chunks)."""
         sizes: dict[int, int] = {}
-        last = chunk_key(PARTITIONS_END - 1, SEQS_END)
+        last_key = chunk_key(PARTITIONS_END - 1, SEQS_END)
         with self.ordered_map.read() as transaction:
-            for key, value in transaction.scan(CHUNK, last):
+            for key, value in transaction.scan(CHUNK, last_key):
                 partition, _ = parse_chunk_key(key)
                 sizes[partition] = sizes.get(partition, 0) + len(value)
         return sizes
@@ -675,8 +675,8 @@ class _ChunkFinder:
         return chunk.mutation(row)
 
     def _chunk_of(self, seq: int) -> Chunk:
-        first, last = chunk_key(self._partition, seq), chunk_key(self._partition, SEQS_END)
-        for key, value in self._transaction.scan(first, last):
+        first_key, last_key = chunk_key(self._partition, seq), chunk_key(self._partition, SEQS_END)
+        for key, value in self._transaction.scan(first_key, last_key):
             if key in self._damages:
                 raise CorruptionError(self._damages[key])
             try:

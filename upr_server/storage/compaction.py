@@ -234,7 +234,7 @@ class _Rewrite:
 
     def __init__(self) -> None:
         self._replaced: list[Chunk] = []
-        self._written: list[Chunk] = []
+        self._written_chunks: list[Chunk] = []
         self._group: list[Chunk] = []
         self._builder = ChunkBuilder()
 
@@ -254,7 +254,7 @@ class _Rewrite:
     def finish(self) -> tuple[list[Chunk], list[Chunk]]:
         """The chunks to replace, and the chunks to put in their place."""
         self._close_group()
-        return self._replaced, self._written
+        return self._replaced, self._written_chunks
 
     def _close_group(self) -> None:
         group, self._group = self._group, []
@@ -263,4 +263,4 @@ class _Rewrite:
             # Nothing to rewrite: one chunk of which nothing was dropped.
             return
         self._replaced += group
-        self._written.append(builder.build(group[0].start, group[-1].end))
+        self._written_chunks.append(builder.build(group[0].start, group[-1].end))

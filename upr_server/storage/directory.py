@@ -305,15 +305,15 @@ class DataDirectory:
         Raises:
             DataDirectoryError: They cannot be deleted, or only in part.
         """
-        folder, deleted = self._path / name, self._path / f".deleted-{name}"
+        folder, deleted_folder = self._path / name, self._path / f".deleted-{name}"
         try:
-            if deleted.exists():
+            if deleted_folder.exists():
                 # A deletion that failed left it.
-                shutil.rmtree(deleted)
+                shutil.rmtree(deleted_folder)
             if folder.exists():
-                folder.rename(deleted)
+                folder.rename(deleted_folder)
                 sync_path(self._path)
-                shutil.rmtree(deleted)
+                shutil.rmtree(deleted_folder)
         except OSError as error:
             raise DataDirectoryError(
                 f"{folder} cannot be deleted: {error}; give the server's user write permission, "

@@ -188,9 +188,12 @@ class KeyIndex:
 
     def has_entries(self, partition: int) -> bool:
         """Whether the index has any key of a partition."""
-        first, last = index_entry_key(partition, b""), index_entry_key(partition, b"\xff" * 251)
+        first_key, last_key = (
+            index_entry_key(partition, b""),
+            index_entry_key(partition, b"\xff" * 251),
+        )
         with self.ordered_map.read() as transaction:
-            return transaction.last(first, last) is not None
+            return transaction.last(first_key, last_key) is not None
 
     def delete_entries(self, partition: int, keys_max: int) -> bool:
         """Deletes so many keys of a partition, and its watermark. The watermark goes with the first
@@ -200,10 +203,13 @@ class KeyIndex:
         Returns:
             Whether there may be more.
         """
-        first, last = index_entry_key(partition, b""), index_entry_key(partition, b"\xff" * 251)
+        first_key, last_key = (
+            index_entry_key(partition, b""),
+            index_entry_key(partition, b"\xff" * 251),
+        )
         with self.ordered_map.write() as transaction:
             transaction.delete(partition_key(WATERMARK, partition))
-            scanned = islice(transaction.scan(first, last), keys_max)
+            scanned = islice(transaction.scan(first_key, last_key), keys_max)
             # A list: the scan must not see what is deleted meanwhile.
             items = [(bytes(key), bytes(value)) for key, value in scanned]
             for key, value in items:
@@ -369,9 +375,9 @@ class KeyIndex:
         """
         items: list[ExpiredItem] = []
         damaged_through: dict[int, SeqNo] = {}
-        last = expiry_key(now, 0xFFFF, (1 << 64) - 1)
+        last_key = expiry_key(now, 0xFFFF, (1 << 64) - 1)
         with self.ordered_map.read() as transaction:
-            entries = transaction.scan(after + b"\0" if after else EXPIRY, last)
+            entries = transaction.scan(after + b"\0" if after else EXPIRY, last_key)
             # What is left out counts too: it stays in the index, and there may be much of it.
             for scanned, (key, value) in enumerate(entries, 1):
                 try:

@@ -64,13 +64,13 @@ class LastCommit:
 
 def read_last_commit(file: BinaryIO) -> LastCommit | None:
     """The last commit of a file; None if it is too short to have one."""
-    first = _meta_at(file, 0)
-    if first is None or first.page_bytes < _META.size:
+    first_commit = _meta_at(file, 0)
+    if first_commit is None or first_commit.page_bytes < _META.size:
         return None
-    second = _meta_at(file, first.page_bytes)
-    if second is None:
+    second_commit = _meta_at(file, first_commit.page_bytes)
+    if second_commit is None:
         return None
-    return max(first, second, key=lambda commit: commit.number)
+    return max(first_commit, second_commit, key=lambda commit: commit.number)
 
 
 def _meta_at(file: BinaryIO, place: int) -> LastCommit | None:
@@ -133,8 +133,8 @@ def _pages_in_use(file: BinaryIO, commit: LastCommit) -> Iterator[tuple[int, int
                 if kind & _BRANCH:
                     pages.append((low | high << 16 | flags << 32, depth + 1))
                 elif flags & _IS_BIG:
-                    (first,) = _NUMBER.unpack_from(data, offset + _NODE.size + key_bytes)
+                    (first_page,) = _NUMBER.unpack_from(data, offset + _NODE.size + key_bytes)
                     nbytes = _HEADER_BYTES + (low | high << 16)
-                    yield first, -(-nbytes // commit.page_bytes)
+                    yield first_page, -(-nbytes // commit.page_bytes)
         except StructError as error:
             raise CorruptionError(f"page {page} of {file.name} is damaged") from error

@@ -275,9 +275,9 @@ class LmdbOrderedMap:
             damaged_count += 1
             if damaged_count > _DAMAGED_FRONTS_MAX:
                 break
-            before = value_before_damage(key, value)
-            if before is not None:
-                marks = _mark(key, value), _mark(key, before)
+            value_before = value_before_damage(key, value)
+            if value_before is not None:
+                marks = _mark(key, value), _mark(key, value_before)
                 self._marks_before_damage[key] = marks
                 difference += marks[1] - marks[0]
         return difference
@@ -388,23 +388,23 @@ class _ReadTransaction:
         with self.transaction.cursor() as cursor:
             return [(bytes(key), value) for key, value in cursor.getmulti(keys)]
 
-    def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
+    def scan(self, first_key: bytes, last_key: bytes) -> Iterator[tuple[bytes, Buffer]]:
         with self.transaction.cursor() as cursor:
-            if not cursor.set_range(first):
+            if not cursor.set_range(first_key):
                 return
             for key, value in cursor.iternext():
                 key = bytes(key)
-                if key > last:
+                if key > last_key:
                     return
                 yield key, value
 
-    def last(self, first: bytes, last: bytes) -> tuple[bytes, Buffer] | None:
+    def last(self, first_key: bytes, last_key: bytes) -> tuple[bytes, Buffer] | None:
         with self.transaction.cursor() as cursor:
-            if not cursor.set_range(last):
+            if not cursor.set_range(last_key):
                 has_key = cursor.last()
             else:
-                has_key = bytes(cursor.key()) == last or cursor.prev()
-            if not has_key or bytes(cursor.key()) < first:
+                has_key = bytes(cursor.key()) == last_key or cursor.prev()
+            if not has_key or bytes(cursor.key()) < first_key:
                 return None
             return bytes(cursor.key()), cursor.value()
 
@@ -434,8 +434,8 @@ class _WriteTransaction(_ReadTransaction):
     def _mark_in_sum(self, key: bytes, value: Buffer) -> int:
         """What the sum has for a record: for a damaged one, the mark that it had before."""
         mark = _mark(key, value)
-        damaged, before = self._marks_before_damage.get(key, (mark, mark))
-        return before if mark == damaged else mark
+        damaged_mark, mark_before = self._marks_before_damage.get(key, (mark, mark))
+        return mark_before if mark == damaged_mark else mark
 
     def put(self, key: bytes, value: Buffer) -> None:
         self._replaces(key, value)

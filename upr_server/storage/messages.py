@@ -163,12 +163,12 @@ class RequestPacking:
         call, buffers = self._request.call, self._packer.buffers
         message: list[bytes] = []
         if isinstance(call, Commit):
-            before, after = self._around_writes(call)
-            message.append(before)
+            head, tail = self._around_writes(call)
+            message.append(head)
             for packed in self._writes(call.writes):
                 message.append(packed)
                 yield
-            message.append(after)
+            message.append(tail)
         else:
             message.append(self._packer.pack(self._request))
         self.parts.append(HEAD.pack(sum(map(len, message)), len(buffers), False))
@@ -180,10 +180,10 @@ class RequestPacking:
     def _around_writes(self, commit: Commit) -> tuple[bytes, bytes]:
         """What stands before and behind the writes, which are the last field of a commit."""
         packed = self._packer.pack(StoreRequest(replace(commit, writes=()), self._request.slot))
-        after = self._packer.pack(self._request.slot)
-        before = packed.removesuffix(_array_head(0) + after)
-        assert before != packed, "something stands between the writes and the slot"
-        return before, after
+        tail = self._packer.pack(self._request.slot)
+        head = packed.removesuffix(_array_head(0) + tail)
+        assert head != packed, "something stands between the writes and the slot"
+        return head, tail
 
     def _writes(self, writes: Sequence[PartitionWrite]) -> Iterator[bytes]:
         """They are joined in each step, but not as a whole: to copy 10 MB takes 3 ms."""
@@ -215,8 +215,8 @@ class RequestPacking:
 
 
 def _in_steps(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    for first in range(0, len(items), STEP_ITEMS):
-        yield items[first : first + STEP_ITEMS]
+    for begin in range(0, len(items), STEP_ITEMS):
+        yield items[begin : begin + STEP_ITEMS]
 
 
 def _map_head(count: int) -> bytes:

@@ -22,14 +22,15 @@ class ReadTransaction(Protocol):
     def get_all(self, keys: Sequence[bytes]) -> Iterable[tuple[bytes, Buffer]]:
         """Those of `keys` that exist, with their values; cheapest in rising order."""
 
-    def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
-        """Keys from `first` to `last`, both included, and their values, by rising key.
+    def scan(self, first_key: bytes, last_key: bytes) -> Iterator[tuple[bytes, Buffer]]:
+        """Keys from `first_key` to `last_key`, both included, and their values, by rising key.
 
         In a `WriteTransaction`, what is written during the scan may or may not appear.
         """
 
-    def last(self, first: bytes, last: bytes) -> tuple[bytes, Buffer] | None:
-        """The highest key from `first` to `last`, both included, with its value, or None."""
+    def last(self, first_key: bytes, last_key: bytes) -> tuple[bytes, Buffer] | None:
+        """The highest key from `first_key` to `last_key`, both included, and its value, or
+        None."""
 
 
 class WriteTransaction(ReadTransaction, Protocol):

@@ -104,10 +104,10 @@ class _Worker:
         self.slots = slots
         self._pipe = pipe
         self._unpacker = Unpacker()
-        self._received = bytearray()
+        self._received_bytes = bytearray()
         """Received, and not parsed yet."""
         self._to_send: deque[_PendingCall] = deque()
-        self._sent: deque[_PendingCall] = deque()
+        self._sent_calls: deque[_PendingCall] = deque()
         self._has_calls = Notifier()
         self.is_gone = False
 
@@ -144,7 +144,7 @@ class _Worker:
         # A local name in `send` would keep the call's bytes, and its answer with the slot, until
         # the next call.
         pending_call = self._to_send.popleft()
-        self._sent.append(pending_call)
+        self._sent_calls.append(pending_call)
         slot_number = NO_SLOT if pending_call.slot is None else pending_call.slot.number
         packing = RequestPacking(pending_call.call, slot_number)
         for _ in packing.steps():
@@ -161,7 +161,7 @@ class _Worker:
         records = parse_records(await self._exactly(RECORD_BYTES * count))
         message = await self._exactly(length)
         buffers = await self._buffers(records)
-        pending_call, answer, failure = self._sent[0], None, None
+        pending_call, answer, failure = self._sent_calls[0], None, None
         if failed:
             failure = self._unpacker.unpack(message, CallFailure, ())
         elif pending_call.call.answer_type == list[Chunk]:
@@ -169,7 +169,7 @@ class _Worker:
         else:
             answer = self._unpacker.unpack(message, pending_call.call.answer_type, buffers)
         # Not before the last checkpoint: if this is cancelled, `fail` fails the call.
-        self._sent.popleft()
+        self._sent_calls.popleft()
         # From here on the answer's chunks alone keep the slot.
         pending_call.slot = None
         pending_call.answer, pending_call.failure = answer, failure
@@ -177,7 +177,7 @@ class _Worker:
 
     async def _buffers(self, records: Sequence[tuple[int, bool]]) -> list[Buffer]:
         """What an answer has beside its message."""
-        slot, offset = self._sent[0].slot, 0
+        slot, offset = self._sent_calls[0].slot, 0
         buffers: list[Buffer] = []
         for length, is_in_slot in records:
             if is_in_slot:
@@ -199,20 +199,20 @@ class _Worker:
         return chunks
 
     async def _exactly(self, length: int) -> Buffer:
-        while len(self._received) < length <= _RECEIVE_BYTES:
-            received = await self._pipe.socket.recv(_RECEIVE_BYTES)
-            if not received:
+        while len(self._received_bytes) < length <= _RECEIVE_BYTES:
+            piece = await self._pipe.socket.recv(_RECEIVE_BYTES)
+            if not piece:
                 raise EOFError
-            self._received += received
-        if len(self._received) >= length:
-            data = self._received[:length]
-            del self._received[:length]
+            self._received_bytes += piece
+        if len(self._received_bytes) >= length:
+            data = self._received_bytes[:length]
+            del self._received_bytes[:length]
             return data
         # To fill a bytearray with zeros first would hold the loop for a large answer.
         memory = memoryview(new_memory(length))
-        filled = len(self._received)
-        memory[:filled] = self._received
-        self._received.clear()
+        filled = len(self._received_bytes)
+        memory[:filled] = self._received_bytes
+        self._received_bytes.clear()
         while filled < length:
             count = await self._pipe.socket.recv_into(memory[filled : filled + _RECEIVE_BYTES_MAX])
             if not count:
@@ -225,7 +225,7 @@ class _Worker:
         if self.is_gone:
             return
         self.is_gone = True
-        for pending_call in (*self._sent, *self._to_send):
+        for pending_call in (*self._sent_calls, *self._to_send):
             pending_call.failure = CallFailure(StoreFailedError.__name__, sentence)
             pending_call.event.set()
 
@@ -240,8 +240,8 @@ class _Worker:
 
 async def send_in_steps(pipe: trio.abc.SendStream, parts: list[Buffer]) -> None:
     """Sends a message, `SEND_BYTES` or `SEND_PARTS` in each step, however long that takes."""
-    for first in range(0, len(parts), SEND_PARTS):
-        unsent_parts = parts[first : first + SEND_PARTS]
+    for begin in range(0, len(parts), SEND_PARTS):
+        unsent_parts = parts[begin : begin + SEND_PARTS]
         while unsent_parts:
             await write_all(pipe, first_bytes(unsent_parts, SEND_BYTES), float("inf"))
             unsent_parts = unsent(unsent_parts, SEND_BYTES)

@@ -86,10 +86,10 @@ def partition_key(kind: bytes, partition: int) -> bytes:
     return _PARTITION.pack(kind, partition)
 
 
-def chunk_key(partition: int, last: int) -> bytes:
-    """The key of the chunk that ends at `last`. As the lower bound of a scan, it finds the first
-    chunk that ends there or later."""
-    return _NUMBER.pack(CHUNK, partition, last)
+def chunk_key(partition: int, last_seq: int) -> bytes:
+    """The key of the chunk that ends at `last_seq`. As the lower bound of a scan, it finds the
+    first chunk that ends there or later."""
+    return _NUMBER.pack(CHUNK, partition, last_seq)
 
 
 def parse_chunk_key(key: bytes) -> tuple[int, int]:
@@ -98,8 +98,8 @@ def parse_chunk_key(key: bytes) -> tuple[int, int]:
     Raises:
         CorruptionError: The key has another length.
     """
-    _, partition, last = _unpacked_key(_NUMBER, key, "chunk")
-    return partition, last
+    _, partition, last_seq = _unpacked_key(_NUMBER, key, "chunk")
+    return partition, last_seq
 
 
 def lease_key(lease_id: int) -> bytes:
@@ -284,13 +284,13 @@ class PartialRecord(msgspec.Struct, frozen=True):
         history_id: The history that the snapshot belongs to.
         start: Where it begins, exclusive.
         end: Where it ends.
-        received: The log holds everything up to here.
+        received_seq: The log holds everything up to here.
     """
 
     history_id: HistoryId
     start: SeqNo
     end: SeqNo
-    received: SeqNo
+    received_seq: SeqNo
 
 
 class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -311,9 +311,9 @@ class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     partial: PartialRecord | None = None
 
     @property
-    def received(self) -> SeqNo:
+    def received_seq(self) -> SeqNo:
         """The log holds everything up to here."""
-        return self.high if self.partial is None else self.partial.received
+        return self.high if self.partial is None else self.partial.received_seq
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):

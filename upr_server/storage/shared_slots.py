@@ -110,25 +110,25 @@ class SlotBuffer:
         self._map = mmap.mmap(descriptor, 0)
         os.close(descriptor)
         self._slot_bytes = slot_bytes
-        self._rest = memoryview(b"")
+        self._remaining_memory = memoryview(b"")
         self._put_bytes = 0
 
     def begin_answer(self, slot: int) -> None:
         """Begins an answer: `put_chunk` writes to this slot, or to none if it is `NO_SLOT`."""
-        self._rest = memoryview(b"")
+        self._remaining_memory = memoryview(b"")
         if slot != NO_SLOT:
             offset = slot * self._slot_bytes
-            self._rest = memoryview(self._map)[offset : offset + self._slot_bytes]
+            self._remaining_memory = memoryview(self._map)[offset : offset + self._slot_bytes]
         self._put_bytes = 0
 
     def put_chunk(self, chunk: Chunk) -> Chunk:
         """Copies a chunk: into the slot if it fits, else into memory of its own."""
-        if chunk.nbytes > len(self._rest):
+        if chunk.nbytes > len(self._remaining_memory):
             return chunk.copied()
         crc = chunk.crc
-        copy = self._rest[: chunk.nbytes]
+        copy = self._remaining_memory[: chunk.nbytes]
         copy[:] = chunk.encode()
-        self._rest = self._rest[chunk.nbytes :]
+        self._remaining_memory = self._remaining_memory[chunk.nbytes :]
         self._put_bytes += chunk.nbytes
         return Chunk(copy, crc)
 

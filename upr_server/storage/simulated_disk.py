@@ -109,12 +109,12 @@ class _ReadTransaction:
     def get_all(self, keys: Sequence[bytes]) -> Iterable[tuple[bytes, Buffer]]:
         return [(key, self._items[key]) for key in keys if key in self._items]
 
-    def scan(self, first: bytes, last: bytes) -> Iterator[tuple[bytes, Buffer]]:
-        for key in list(self._items.irange(first, last)):
+    def scan(self, first_key: bytes, last_key: bytes) -> Iterator[tuple[bytes, Buffer]]:
+        for key in list(self._items.irange(first_key, last_key)):
             yield key, self._items[key]
 
-    def last(self, first: bytes, last: bytes) -> tuple[bytes, Buffer] | None:
-        for key in self._items.irange(first, last, reverse=True):
+    def last(self, first_key: bytes, last_key: bytes) -> tuple[bytes, Buffer] | None:
+        for key in self._items.irange(first_key, last_key, reverse=True):
             return key, self._items[key]
         return None
 

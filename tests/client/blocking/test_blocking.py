@@ -107,7 +107,7 @@ def test_keys_that_the_server_cannot_read_are_told_beside_the_others(fake: Threa
     with client(fake) as kv:
         with pytest.raises(RefusedKeysError, match="cannot read the key 'x' and 1 more") as caught:
             kv.get_many(["none", "x", "k", "y"])
-        assert caught.value.refused == {b"x": Status.DAMAGED, b"y": Status.DAMAGED}
+        assert caught.value.statuses == {b"x": Status.DAMAGED, b"y": Status.DAMAGED}
         assert [item and item.value for item in caught.value.items] == [None, None, b"v", None]
         assert caught.value.status is Status.DAMAGED
 

@@ -14,4 +14,4 @@ def test_refused_keys_cross_the_border_of_a_process() -> None:
     error = RefusedKeysError({b"a": Status.DAMAGED}, [None, item])
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
-    assert (copy.status, copy.refused, copy.items) == (error.status, error.refused, error.items)
+    assert (copy.status, copy.statuses, copy.items) == (error.status, error.statuses, error.items)

@@ -70,7 +70,7 @@ class Machine(RuleBasedStateMachine):
         self.server.connections.add(self.connection)
         self.session = ClientSession("test:follower", window_bytes=WINDOW_BYTES_MIN, now=NOW)
         handshake = Handshake(self.session, "b")
-        while not handshake.done:
+        while not handshake.is_done:
             self.carry_to_server()
             for message in self.carry_to_client():
                 handshake.receive(message)

@@ -93,7 +93,7 @@ async def test_keys_that_the_server_cannot_read_are_told_beside_the_others(
     async with connect(URL, dial=net.dial) as client:
         with pytest.raises(RefusedKeysError, match="and 9 more") as caught:
             await client.get_many(keys)
-        assert set(caught.value.refused) == server.damaged_keys
+        assert set(caught.value.statuses) == server.damaged_keys
         assert [item and item.key for item in caught.value.items] == [
             None if index % 2 else key for index, key in enumerate(keys)
         ]
@@ -101,7 +101,7 @@ async def test_keys_that_the_server_cannot_read_are_told_beside_the_others(
         placed = [key for key in keys if server.partition_of(key) is partition]
         with pytest.raises(RefusedKeysError) as caught:
             await client.get_from(partition.id, placed, 0)
-        assert set(caught.value.refused) == server.damaged_keys & set(placed)
+        assert set(caught.value.statuses) == server.damaged_keys & set(placed)
         assert await client.get(b"0") is not None
 
 

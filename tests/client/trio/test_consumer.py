@@ -154,19 +154,19 @@ async def test_bytes_are_acknowledged_when_the_next_event_is_asked_for(
     async with consume(URL, dial=net.dial, window_bytes=WINDOW_BYTES_MIN) as consumer:
         await trio.testing.wait_all_tasks_blocked()
         (connection,) = server.connections
-        used_bytes = connection.session.window.used
+        used_bytes = connection.session.window.used_bytes
         # It may overshoot by one frame.
         assert WINDOW_BYTES_MIN <= used_bytes <= WINDOW_BYTES_MIN + 25_000
         received = 0
         async for event in consumer:
             await trio.testing.wait_all_tasks_blocked()
-            assert connection.session.window.used <= WINDOW_BYTES_MIN + 25_000
+            assert connection.session.window.used_bytes <= WINDOW_BYTES_MIN + 25_000
             if isinstance(event, ChunkReceived):
                 received += event.chunk.count
             if isinstance(event, CycleCompleted):
                 break
         assert received == 100
-        assert connection.session.window.used < WINDOW_BYTES_MIN // 4 + 25_000
+        assert connection.session.window.used_bytes < WINDOW_BYTES_MIN // 4 + 25_000
 
 
 async def test_bytes_of_a_lost_connection_are_not_acknowledged_on_the_next(
@@ -180,13 +180,13 @@ async def test_bytes_of_a_lost_connection_are_not_acknowledged_on_the_next(
         net.cut()
         await trio.sleep(5)
         (connection,) = server.connections
-        used_bytes = connection.session.window.used
+        used_bytes = connection.session.window.used_bytes
         assert used_bytes >= WINDOW_BYTES_MIN
         # The first four chunks came with the connection before.
         for index in range(4):
             assert len(await until(consumer, ChunkReceived)) == 1 + (index == 0)
             await trio.testing.wait_all_tasks_blocked()
-            assert connection.session.window.used == used_bytes
+            assert connection.session.window.used_bytes == used_bytes
         events = await until(consumer, SnapshotEnd)
         assert events[-1] == SnapshotEnd(PartitionId(0), server.partitions[0].high)
 

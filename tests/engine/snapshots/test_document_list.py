@@ -47,7 +47,7 @@ def published(first: int, count: int) -> PublishedArray:
 
 def test_a_published_array_numbers_its_mutations_on_end() -> None:
     array = published(5, 3)
-    assert (array.first, array.last, array.count) == (5, 7, 3)
+    assert (array.first_seq, array.last_seq, array.count) == (5, 7, 3)
     assert [array.index(seq) for seq in (5, 6, 7)] == [0, 1, 2]
     mutation = array.mutation(1)
     assert (mutation.seq, mutation.cas, mutation.key) == (6, 106, b"k6")

@@ -487,8 +487,8 @@ def portrait(session: Session) -> dict[str, Any]:
             partition: {name: getattr(record, name) for name in record.__slots__}
             for partition, record in session.streams.items()
         },
-        "window": (session.window.left, session.window.used),
-        "credit": (session.credit.left, session.credit.used),
+        "window": (session.window.remaining_bytes, session.window.used_bytes),
+        "credit": (session.credit.remaining_bytes, session.credit.used_bytes),
         "barriers": list(session.barriers),
         "requests": dict(session._requests),
         "outgoing": [bytes(piece) for piece in session._outgoing],

@@ -119,7 +119,7 @@ def streaming(pair: Pair) -> None:
     pair.server.send(chunk(1, 11, 15, 17))
     _sends(pair, 1, 25)
     pair.to_client()
-    pair.client_says(Ack(pair.client.window.used), Barrier(b"two"), Noop())
+    pair.client_says(Ack(pair.client.window.used_bytes), Barrier(b"two"), Noop())
     pair.server.mark_ready(PartitionId(2))
     assert _next(pair) == 2
     _sends(pair, 2, 11)

@@ -108,8 +108,12 @@ def test_the_window_is_overshot_by_one_frame_at_most() -> None:
         message = chunk(3, 9, seq, seq + 1, b"x" * 30_000)
         pair.server_says(message)
         sent_bytes += HEADER_BYTES + message.chunk.nbytes
-        assert pair.client.window.used == pair.server.window.used == sent_bytes
-        assert pair.client.window.left == pair.server.window.left == WINDOW_BYTES_MIN - sent_bytes
+        assert pair.client.window.used_bytes == pair.server.window.used_bytes == sent_bytes
+        assert (
+            pair.client.window.remaining_bytes
+            == pair.server.window.remaining_bytes
+            == WINDOW_BYTES_MIN - sent_bytes
+        )
     assert sent_bytes > WINDOW_BYTES_MIN
     assert not pair.server.window.is_open
     refused_by_both(pair.server, pair.client, chunk(3, 9, 3, 4, b"x"), Status.FLOW_CONTROL)
@@ -117,9 +121,9 @@ def test_the_window_is_overshot_by_one_frame_at_most() -> None:
 
 def test_a_window_that_is_just_used_up_is_closed() -> None:
     pair = _inside()
-    pair.server.window.left = HEADER_BYTES + chunk(3, 9, 0, 1).chunk.nbytes
+    pair.server.window.remaining_bytes = HEADER_BYTES + chunk(3, 9, 0, 1).chunk.nbytes
     pair.server.send(chunk(3, 9, 0, 1))
-    assert pair.server.window.left == 0
+    assert pair.server.window.remaining_bytes == 0
     with pytest.raises(LocalProtocolError):
         pair.server.send(chunk(3, 9, 1, 2))
 
@@ -137,24 +141,28 @@ def test_messages_other_than_chunks_pass_a_closed_window() -> None:
 def test_an_acknowledgement_opens_the_window_again() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
-    used_bytes = pair.server.window.used
+    used_bytes = pair.server.window.used_bytes
     pair.client_says(Ack(used_bytes - 1))
-    assert pair.server.window.used == pair.client.window.used == 1
+    assert pair.server.window.used_bytes == pair.client.window.used_bytes == 1
     pair.client_says(Ack(0))
     pair.client_says(Ack(1))
-    assert pair.server.window.left == pair.client.window.left == WINDOW_BYTES_MIN
+    assert (
+        pair.server.window.remaining_bytes == pair.client.window.remaining_bytes == WINDOW_BYTES_MIN
+    )
 
 
 def test_no_more_is_acknowledged_than_was_sent() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 1))
-    refused_by_both(pair.client, pair.server, Ack(pair.server.window.used + 1), Status.FLOW_CONTROL)
+    refused_by_both(
+        pair.client, pair.server, Ack(pair.server.window.used_bytes + 1), Status.FLOW_CONTROL
+    )
 
 
 def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
     pair = _inside()
     pair.server_says(*(chunk(3, 9, seq, seq + 1, b"x" * 10_000) for seq in range(6)))
-    used_bytes = pair.client.window.used
+    used_bytes = pair.client.window.used_bytes
     quarter = WINDOW_BYTES_MIN // 4
     pair.client.acknowledge(quarter - 1)
     assert not pair.client.outgoing_bytes
@@ -173,7 +181,7 @@ def test_the_client_acknowledges_when_it_is_worth_a_frame() -> None:
 def test_bytes_that_did_not_arrive_cannot_be_acknowledged() -> None:
     pair = _inside()
     pair.server_says(chunk(3, 9, 0, 1))
-    received_bytes = pair.client.window.used
+    received_bytes = pair.client.window.used_bytes
     pair.client.acknowledge(received_bytes - 1)
     with pytest.raises(LocalProtocolError):
         pair.client.acknowledge(2)
@@ -186,7 +194,7 @@ def test_a_client_whose_session_is_over_need_not_acknowledge() -> None:
     pair.server_says(chunk(3, 9, 0, 100, b"x" * 1000))
     pair.client.fail(Status.INTERNAL, "enough")
     taken(pair.client)
-    pair.client.acknowledge(pair.client.window.used)
+    pair.client.acknowledge(pair.client.window.used_bytes)
     assert taken(pair.client) == b""
 
 
@@ -201,7 +209,11 @@ def test_credit_is_overshot_by_one_frame_at_most() -> None:
     )
     pair.server_says(Credit(10), Credit(1))
     assert pair.client_says(first) == [first]
-    assert pair.client.credit.left == pair.server.credit.left == 11 - len(encoded(first))
+    assert (
+        pair.client.credit.remaining_bytes
+        == pair.server.credit.remaining_bytes
+        == 11 - len(encoded(first))
+    )
     second = mutate(3, 2)
     refused_by_both(pair.client, pair.server, second, Status.FLOW_CONTROL)
 
@@ -212,7 +224,7 @@ def test_credit_pays_for_the_overshoot_first() -> None:
     first = mutate(3, 1)
     pair.client_says(first)
     pair.server_says(Credit(len(encoded(first)) - 1))
-    assert pair.client.credit.left == 0
+    assert pair.client.credit.remaining_bytes == 0
     with pytest.raises(LocalProtocolError):
         pair.client.send(mutate(3, 2))
     pair.server_says(Credit(1))
@@ -379,7 +391,7 @@ def test_a_hello_that_is_answered(changes: dict[str, Any]) -> None:
     reply = hello_reply(idle_interval_s=message.idle_interval_s)
     assert frames(taken(server)) == [reply]
     assert server.client_identity == message.identity
-    assert server.window.left == message.window_bytes
+    assert server.window.remaining_bytes == message.window_bytes
 
 
 @pytest.mark.parametrize(

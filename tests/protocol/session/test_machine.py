@@ -317,8 +317,8 @@ class Conversation(RuleBasedStateMachine):
     @invariant()
     def neither_is_ahead_of_the_other(self) -> None:
         client, server = self.client, self.server
-        assert server.window.used >= client.window.used
-        assert server.credit.left >= client.credit.left
+        assert server.window.used_bytes >= client.window.used_bytes
+        assert server.credit.remaining_bytes >= client.credit.remaining_bytes
         assert set(server.barriers) <= set(client.barriers)
         assert self.back == self.sent_cookies[: len(self.back)]
         server._cycle.check_invariants()
@@ -328,7 +328,9 @@ class Conversation(RuleBasedStateMachine):
         self.carry_all()
         books = [self.books(session) for session in (self.client, self.server)]
         assert books[0] == books[1]
-        assert self.client.window.left == WINDOW_BYTES_MIN - self.client.window.used
+        assert (
+            self.client.window.remaining_bytes == WINDOW_BYTES_MIN - self.client.window.used_bytes
+        )
         for session in (self.client, self.server):
             streams = {record.opaque for record in session.streams.values()}
             requests = {request.opaque for request in self.asked}

@@ -89,7 +89,7 @@ def test_an_acknowledgement_of_too_much_says_how_much_was_received() -> None:
     pair.turn(3)
     pair.server_says(start(3, 9, 0, 10), chunk(3, 9, 0, 10))
     client: ClientSession = pair.client
-    bytes_received = client.window.used
+    bytes_received = client.window.used_bytes
     client.acknowledge(10)
     sentence = f"cannot acknowledge {bytes_received} bytes of the {bytes_received - 10} received"
     with pytest.raises(LocalProtocolError, match=sentence):

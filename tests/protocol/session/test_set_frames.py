@@ -109,7 +109,7 @@ def opened(*, credit: int, in_use: list[int]) -> ServerSession:
     for opaque in in_use:
         session.receive(encoded(single(0, opaque, 1)), 0.0)
         assert len(list(session.messages())) == 1
-    session.credit.left = credit
+    session.credit.remaining_bytes = credit
     taken(session)
     return session
 

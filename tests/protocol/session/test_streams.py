@@ -269,7 +269,7 @@ def _without_turn() -> Pair:
 
 def _window_used_up() -> Pair:
     pair = _stand("BETWEEN")
-    pair.server.window.note_sent(pair.server.window.left)
+    pair.server.window.note_sent(pair.server.window.remaining_bytes)
     return pair
 
 
@@ -467,8 +467,8 @@ def test_frames_on_their_way_when_a_stream_is_closed_are_dropped_and_acknowledge
     assert pair.to_client() == []
     # Both chunks together are worth an acknowledgement.
     pair.to_server()
-    assert pair.server.window.used == pair.client.window.used == 0
-    assert pair.server.window.left == 64 * 1024
+    assert pair.server.window.used_bytes == pair.client.window.used_bytes == 0
+    assert pair.server.window.remaining_bytes == 64 * 1024
     pair.server.send(stream_end(3, 9, Status.STREAM_CLOSED))
     assert pair.to_client() == [stream_end(3, 9, Status.STREAM_CLOSED)]
     assert pair.client.streams == pair.server.streams == {}

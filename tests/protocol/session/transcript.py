@@ -229,8 +229,9 @@ class Stage:
         for name, session in (("client", self.pair.client), ("server", self.pair.server)):
             barriers = ", ".join(cookie.decode() for cookie in session.barriers) or "none"
             yield (
-                f"{name}: window {session.window.used} used and {session.window.left} left, credit "
-                f"{session.credit.left}, barriers {barriers}"
+                f"{name}: window {session.window.used_bytes} used and "
+                f"{session.window.remaining_bytes} left, credit "
+                f"{session.credit.remaining_bytes}, barriers {barriers}"
             )
 
 

@@ -104,7 +104,7 @@ class BlockingConnection:
         log_in = ClientLogIn(credentials, new_nonce(), binding)
         self.handshake = Handshake(self.session, address.bucket, log_in=log_in)
         try:
-            while not self.handshake.done:
+            while not self.handshake.is_done:
                 if self._clock() >= deadline:
                     self._fail(BrokenError(f"{address} did not answer in time"))
                 self._step(deadline)
@@ -183,15 +183,15 @@ class BlockingConnection:
         poll = select.poll()
         poll.register(self.socket, events)
         ready = dict(poll.poll(max(0.0, until - now) * 1000)).get(self.socket.fileno(), 0)
-        after = self._clock()
+        polled_at = self._clock()
         if ready & ~select.POLLOUT:
             self._silent_s = 0.0
             self._read()
             return True
-        self._silent_s += after - now
-        if self._writing and not ready and after >= self._written_at + SEND_TIMEOUT_S:
+        self._silent_s += polled_at - now
+        if self._writing and not ready and polled_at >= self._written_at + SEND_TIMEOUT_S:
             self._fail(BrokenError("send timeout: the server stopped reading"))
-        return after >= deadline
+        return polled_at >= deadline
 
     def _read(self) -> None:
         try:
@@ -203,7 +203,7 @@ class BlockingConnection:
         for message in self.session.messages():
             if isinstance(message, Error):
                 self._fail(ServerError(status_of(message.status), message.sentence))
-            elif self.handshake.done:
+            elif self.handshake.is_done:
                 self._inbox.append(message)
             else:
                 try:
@@ -237,9 +237,9 @@ class BlockingConnection:
             sent_bytes = self._tls.sent_bytes
             self._writing = self._tls.write_available(self._writing)
             return self._tls.sent_bytes > sent_bytes
-        before = sum(map(len, self._writing))
+        bytes_before = sum(map(len, self._writing))
         self._writing = write_available(self.socket.fileno(), self._writing)
-        return sum(map(len, self._writing)) < before
+        return sum(map(len, self._writing)) < bytes_before
 
     def _fail(self, error: UprError) -> None:
         if self.failure is None:

@@ -112,9 +112,10 @@ class BlockingConsumer:
             retry_timeout_s,
             by_map,
         )
-        received = SubscriptionState(subscription, processed.copy())
+        subscription_state = SubscriptionState(subscription, processed.copy())
         self._streams = StreamsInThread(
-            lambda: ConsumerStreams(address, options, received), window_bytes // WINDOW_SHARE
+            lambda: ConsumerStreams(address, options, subscription_state),
+            window_bytes // WINDOW_SHARE,
         )
         self._thread: TrioThread | None = None
         self._tracker = DeliveryTracker(

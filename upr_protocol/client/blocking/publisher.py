@@ -26,11 +26,11 @@ class _PublisherInThread:
     nobody uses any more ends its thread.
 
     Attributes:
-        answered: The batches that are answered, for the caller to take from the left.
+        answered_batches: The batches that are answered, for the caller to take from the left.
     """
 
     def __init__(self, new_publisher: Callable[[], AbstractAsyncContextManager[Publisher]]) -> None:
-        self.answered: deque[Batch] = deque()
+        self.answered_batches: deque[Batch] = deque()
         self._new_publisher = new_publisher
         self._publisher: Publisher | None = None
         self._error: UprError | None = None
@@ -51,7 +51,7 @@ class _PublisherInThread:
 
     def publish(self, batches: Sequence[tuple[PartitionId, Chunk]]) -> None:
         try:
-            self._usable().publish_nowait(batches, self.answered.append)
+            self._usable().publish_nowait(batches, self.answered_batches.append)
         except UprError as error:
             self._error = error  # the caller meets it when it waits
 
@@ -129,7 +129,7 @@ class BlockingPublisher:
 
     def _report(self, on_answer: Callable[[Batch], None]) -> None:
         """Tells the caller of the batches that are answered."""
-        batches = self._in_thread.answered
+        batches = self._in_thread.answered_batches
         while batches:
             batch = batches.popleft()
             self._unanswered_bytes -= batch.chunk.nbytes

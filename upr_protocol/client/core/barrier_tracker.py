@@ -17,11 +17,11 @@ class _Barrier:
     """How far a barrier has come.
 
     Attributes:
-        passed: Partitions whose streams it has passed.
+        passed_partitions: Partitions whose streams it has passed.
         ends: By partition the last complete snapshot end then.
     """
 
-    passed: set[PartitionId] = attrs.field(factory=set)
+    passed_partitions: set[PartitionId] = attrs.field(factory=set)
     ends: dict[PartitionId, SeqNo] = attrs.field(factory=dict)
 
 
@@ -61,7 +61,11 @@ class BarrierTracker:
 
     def cookies_to_send(self, partitions: Set[PartitionId]) -> list[bytes]:
         """The barriers that have yet to pass one of `partitions`."""
-        return [cookie for cookie, barrier in self._barriers.items() if partitions - barrier.passed]
+        return [
+            cookie
+            for cookie, barrier in self._barriers.items()
+            if partitions - barrier.passed_partitions
+        ]
 
     def add_passed(
         self, cookie: bytes, partitions: Iterable[PartitionId], ends: Mapping[PartitionId, SeqNo]
@@ -69,12 +73,14 @@ class BarrierTracker:
         """A barrier has passed `partitions`, whose last complete snapshots have these ends."""
         barrier = self._barriers.get(cookie)
         if barrier is not None:
-            barrier.passed.update(partitions)
+            barrier.passed_partitions.update(partitions)
             barrier.ends.update(ends)
 
     def close_completed(self, partitions: Set[PartitionId]) -> list[BarrierReached]:
         """Closes the barriers that have passed all of `partitions`, those still streamed."""
         cookies = [
-            cookie for cookie, barrier in self._barriers.items() if partitions <= barrier.passed
+            cookie
+            for cookie, barrier in self._barriers.items()
+            if partitions <= barrier.passed_partitions
         ]
         return [BarrierReached(cookie, self._barriers.pop(cookie).ends) for cookie in cookies]

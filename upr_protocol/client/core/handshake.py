@@ -30,7 +30,7 @@ class Handshake:
         log_in: How to log in, if the server wants it.
 
     Attributes:
-        done: Whether requests may be sent.
+        is_done: Whether requests may be sent.
         server: The server's answer to `Hello`; None before it.
         logs: The logs in the answer to `Open` that have arrived, by partition.
         opened: The end of that answer; None before it.
@@ -41,7 +41,7 @@ class Handshake:
         "_log_in",
         "_partitions",
         "_session",
-        "done",
+        "is_done",
         "logs",
         "opened",
         "server",
@@ -58,7 +58,7 @@ class Handshake:
         self._bucket = bucket
         self._partitions = partitions
         self._log_in = log_in or ClientLogIn()
-        self.done = False
+        self.is_done = False
         self.server: HelloReply | None = None
         self.logs: dict[PartitionId, PartitionLog] = {}
         self.opened: Opened | None = None
@@ -92,7 +92,7 @@ class Handshake:
             self.logs[message.partition] = message
         elif isinstance(message, Opened):
             self.opened = message
-            self.done = True
+            self.is_done = True
         elif isinstance(message, Refusal):
             raise ServerError(status_of(message.status), message.sentence)
 
@@ -101,7 +101,7 @@ class Handshake:
             opaque = self._session.new_opaque()
             self._session.send(Open(self._bucket, self._partitions, opaque=opaque))
         else:
-            self.done = True
+            self.is_done = True
 
     @property
     def partition_count(self) -> int:

@@ -68,20 +68,20 @@ class RefusedKeysError(ServerError):
     """The server cannot tell what some keys hold: their records on its disk are damaged.
 
     Attributes:
-        refused: Why, by key: `DAMAGED`.
+        statuses: Why, by key: `DAMAGED`.
         items: The items at all keys, in the order asked; None for each that is missing or refused.
     """
 
-    def __init__(self, refused: Mapping[bytes, Status], items: Sequence[Item | None]) -> None:
-        key, status = next(iter(refused.items()))
-        more_keys = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+    def __init__(self, statuses: Mapping[bytes, Status], items: Sequence[Item | None]) -> None:
+        key, status = next(iter(statuses.items()))
+        more_keys = f" and {len(statuses) - 1} more" if len(statuses) > 1 else ""
         super().__init__(status, f"the server cannot read the key {quoted_key(key)}{more_keys}")
-        self.refused = refused
+        self.statuses = statuses
         self.items = items
 
     def __reduce__(self) -> tuple[object, ...]:
         # As an exception of another process: `args` has the sentence only.
-        return type(self), (dict(self.refused), list(self.items))
+        return type(self), (dict(self.statuses), list(self.items))
 
 
 class LookupAnswers:
@@ -92,14 +92,14 @@ class LookupAnswers:
 
     Attributes:
         items: As `RefusedKeysError` has them.
-        refused: As there.
+        statuses: As there.
     """
 
-    __slots__ = ("items", "refused")
+    __slots__ = ("items", "statuses")
 
     def __init__(self, count: int) -> None:
         self.items: list[Item | None] = [None] * count
-        self.refused: dict[bytes, Status] = {}
+        self.statuses: dict[bytes, Status] = {}
 
     def checked_items(self) -> list[Item | None]:
         """The items, once all keys are answered.
@@ -107,8 +107,8 @@ class LookupAnswers:
         Raises:
             RefusedKeysError: Some keys are refused.
         """
-        if self.refused:
-            raise RefusedKeysError(self.refused, self.items)
+        if self.statuses:
+            raise RefusedKeysError(self.statuses, self.items)
         return self.items
 
 
@@ -146,30 +146,30 @@ class KeyRequest:
     Args:
         answers: Where to put the answers.
         partition: The partition.
-        missing: The keys, each with its place among the answers.
+        remaining_keys: The keys, each with its place among the answers.
         history_id: The only history to read in; 0 for any.
 
     Attributes:
         partition: See above.
     """
 
-    __slots__ = ("_answers", "_history_id", "_missing", "partition")
+    __slots__ = ("_answers", "_history_id", "_remaining_keys", "partition")
 
     def __init__(
         self,
         answers: LookupAnswers,
         partition: PartitionId,
-        missing: list[tuple[int, bytes]],
+        remaining_keys: list[tuple[int, bytes]],
         history_id: HistoryId = HistoryId(0),
     ) -> None:
         self.partition = partition
         self._answers = answers
-        self._missing = missing
+        self._remaining_keys = remaining_keys
         self._history_id = history_id
 
     def message(self, opaque: int) -> Get:
         """The request for the keys that have no answer yet."""
-        keys = tuple(key for _, key in self._missing)
+        keys = tuple(key for _, key in self._remaining_keys)
         return Get(keys, self._history_id, partition=self.partition, opaque=opaque)
 
     def receive(self, reply: GetReply) -> bool:
@@ -182,18 +182,18 @@ class KeyRequest:
             RemoteProtocolError: The answer does not fit the request.
         """
         answer_count = reply.next_index
-        if not 1 <= answer_count <= len(self._missing) or reply.chunk.count != answer_count:
+        if not 1 <= answer_count <= len(self._remaining_keys) or reply.chunk.count != answer_count:
             raise RemoteProtocolError(
                 f"GetReply has {reply.chunk.count} items and next_index {answer_count}, the "
-                f"request named {len(self._missing)} keys"
+                f"request named {len(self._remaining_keys)} keys"
             )
-        for (index, key), row in zip(self._missing, reply.chunk, strict=False):
+        for (index, key), row in zip(self._remaining_keys, reply.chunk, strict=False):
             if row.op is Operation.SET:
                 self._answers.items[index] = _item_of(self.partition, reply.history_id, row)
             elif row.flags:
-                self._answers.refused[key] = status_of(row.flags)
-        self._missing = self._missing[answer_count:]
-        return not self._missing
+                self._answers.statuses[key] = status_of(row.flags)
+        self._remaining_keys = self._remaining_keys[answer_count:]
+        return not self._remaining_keys
 
 
 def _item_of(partition: PartitionId, history_id: HistoryId, row: Mutation) -> Item:

@@ -31,13 +31,13 @@ class SnapshotDeliveries:
     """The deliveries that the snapshots of one node make.
 
     Args:
-        received: The positions to move.
+        resume_state: The positions to move.
     """
 
-    __slots__ = ("_received", "_starts")
+    __slots__ = ("_resume_state", "_starts")
 
-    def __init__(self, received: ResumeState) -> None:
-        self._received = received
+    def __init__(self, resume_state: ResumeState) -> None:
+        self._resume_state = resume_state
         # By partition the start of its last snapshot. The session knows it too, but may be ahead:
         # it takes in everything that has arrived before any of that comes here.
         self._starts: dict[PartitionId, PartitionStart] = {}
@@ -73,19 +73,19 @@ class SnapshotDeliveries:
         self, message: PartitionSnapshot, connection: int
     ) -> tuple[Delivery, Delivery, Delivery]:
         partition, chunk = message.partition, message.chunk
-        last = self._starts[partition]
+        announced = self._starts[partition]
         start = SnapshotStart(
             partition,
-            last.history_id,
+            announced.history_id,
             chunk.start,
             chunk.end,
             SnapshotKind.MEMORY,
             False,
-            last.purge_seq,
+            announced.purge_seq,
         )
         return (
             Delivery(start),
-            self._chunk(partition, chunk, last, chunk.end, connection),
+            self._chunk(partition, chunk, announced, chunk.end, connection),
             self._end(partition, chunk.end),
         )
 
@@ -98,7 +98,7 @@ class SnapshotDeliveries:
         connection: int,
     ) -> Delivery:
         position = resume_state.position_after_chunk(
-            self._received.position(partition), start.history_id, snapshot_end, chunk.end
+            self._resume_state.position(partition), start.history_id, snapshot_end, chunk.end
         )
         return Delivery(
             ChunkReceived(partition, chunk),
@@ -108,7 +108,7 @@ class SnapshotDeliveries:
         )
 
     def _end(self, partition: PartitionId, end: SeqNo) -> Delivery:
-        position = resume_state.position_after_snapshot(self._received.position(partition), end)
+        position = resume_state.position_after_snapshot(self._resume_state.position(partition), end)
         return Delivery(
             SnapshotEnd(partition, end),
             self._move(partition, position),
@@ -116,7 +116,7 @@ class SnapshotDeliveries:
         )
 
     def _move(self, partition: PartitionId, position: Position) -> tuple[PartitionId, Position]:
-        self._received.positions[partition] = position
+        self._resume_state.positions[partition] = position
         return partition, position
 
 

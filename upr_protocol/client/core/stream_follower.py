@@ -209,8 +209,8 @@ class StreamFollower:
         if subscription.lease_id:
             # A leased range is the same on any server and in any history, so it does not matter
             # that the reader was cut inside a snapshot.
-            received = position.highest_received
-            position = Position(position.log, received, received, None)
+            highest_received = position.highest_received
+            position = Position(position.log, highest_received, highest_received, None)
         session.send(
             Stream(
                 subscription.state,
@@ -358,25 +358,25 @@ class StreamFollower:
             return ()
         connection.requested.discard(partition)
         connection.streaming.add(partition)
-        before = state.received.position(partition)
-        after = resume_state.position_after_acceptance(before, log)
-        state.received.positions[partition] = after
+        old_position = state.received.position(partition)
+        new_position = resume_state.position_after_acceptance(old_position, log)
+        state.received.positions[partition] = new_position
         # The first time the position itself may be new to the application: that of "now".
-        connection.has_new_logs |= partition not in state.accepted or after != before
+        connection.has_new_logs |= partition not in state.accepted or new_position != old_position
         state.accepted.add(partition)
         self._go_if_all_answered(connection)
         self.send_barriers()
         # The last answer before `Go` has the logs of all streams saved, before any data. Only a
         # snapshot's missing end comes before `Go`: it has its own log saved.
-        has_missing_end = after.last_complete != before.last_complete
+        has_missing_end = new_position.last_complete != old_position.last_complete
         is_urgent = has_missing_end or (connection.is_flowing and connection.has_new_logs)
         if connection.is_flowing:
             connection.has_new_logs = False
         event = StreamAccepted(partition, log) if state.subscription.with_logs else None
         priority = SavePriority.URGENT if is_urgent else SavePriority.PARTIAL
-        deliveries = [Delivery(event, (partition, after), priority=priority)]
+        deliveries = [Delivery(event, (partition, new_position), priority=priority)]
         if has_missing_end:
-            deliveries += deliver_missing_end(partition, log.current, after.last_complete)
+            deliveries += deliver_missing_end(partition, log.current, new_position.last_complete)
         return deliveries
 
     def _rollback_ordered(self, connection: _ConnectionStreams, message: StreamReply) -> Delivery:

@@ -188,42 +188,51 @@ class PartitionBatches:
     Attributes:
         partition: The partition.
         node: The node that they are placed with.
-        waiting: The batches to send.
-        sent: The batches that were sent since, by counter: those in flight, and those that a server
-            refused for a reason that may pass. The refused ones go back to `waiting` once nothing
-            is in flight: resent before that, they could come after a later batch.
+        waiting_batches: The batches to send.
+        sent_batches: The batches that were sent since, by counter: those in flight, and those that
+            a server refused for a reason that may pass. The refused ones go back to
+            `waiting_batches` once nothing is in flight: resent before that, they could come after a
+            later batch.
         in_flight: How many of them are in flight.
         resend_at: When refused ones may be sent again.
         backoff: Spreads the times of resending.
     """
 
-    __slots__ = ("backoff", "in_flight", "node", "partition", "resend_at", "sent", "waiting")
+    __slots__ = (
+        "backoff",
+        "in_flight",
+        "node",
+        "partition",
+        "resend_at",
+        "sent_batches",
+        "waiting_batches",
+    )
 
     def __init__(
         self, partition: PartitionId, node: NodeBatches, draw: Callable[[], float]
     ) -> None:
         self.partition = partition
         self.node = node
-        self.waiting: deque[Batch] = deque()
-        self.sent: dict[int, Batch] = {}
+        self.waiting_batches: deque[Batch] = deque()
+        self.sent_batches: dict[int, Batch] = {}
         self.in_flight = 0
         self.resend_at = 0.0
         self.backoff = Backoff(draw)
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.sent)
+        return len(self.waiting_batches) + len(self.sent_batches)
 
     @property
     def has_refused(self) -> bool:
         """Whether a batch was refused, and is to be sent again before any that waits."""
-        return len(self.sent) > self.in_flight
+        return len(self.sent_batches) > self.in_flight
 
     def requeue(self) -> None:
-        """Puts every unanswered batch back into `waiting`, in order."""
-        for batch in self.sent.values():
+        """Puts every unanswered batch back into `waiting_batches`, in order."""
+        for batch in self.sent_batches.values():
             batch.bundle = None
-        self.waiting.extendleft(reversed(self.sent.values()))
-        self.sent.clear()
+        self.waiting_batches.extendleft(reversed(self.sent_batches.values()))
+        self.sent_batches.clear()
         self.in_flight = 0
 
 
@@ -290,7 +299,7 @@ class UnansweredBatches:
         counter = self.writer.next_counter(partition)
         batch = Batch(partition, counter, chunk, on_answer, chained)
         queue = self.queue_of(partition)
-        queue.waiting.append(batch)
+        queue.waiting_batches.append(batch)
         queue.node.note_added(queue, batch)
         self.count += 1
         self.nbytes += batch.nbytes
@@ -376,7 +385,7 @@ class NodeBatches:
         queue.node = self
         self._queues[queue] = None
         self.count += len(queue)
-        self._count_unsent(queue.waiting)
+        self._count_unsent(queue.waiting_batches)
         self._schedule(queue)
 
     def detach_partition(self, queue: PartitionBatches) -> None:
@@ -385,7 +394,7 @@ class NodeBatches:
         self._backing_off.pop(queue, None)
         del self._queues[queue]
         self.count -= len(queue)
-        self._count_unsent(queue.waiting, -1)
+        self._count_unsent(queue.waiting_batches, -1)
         queue.requeue()
 
     def note_added(self, queue: PartitionBatches, batch: Batch) -> None:
@@ -400,13 +409,13 @@ class NodeBatches:
             self._unsent_bytes += sign * batch.chunk.nbytes
 
     def _requeue(self, queue: PartitionBatches) -> None:
-        self._count_unsent(queue.sent.values())
+        self._count_unsent(queue.sent_batches.values())
         queue.requeue()
 
     def _schedule(self, queue: PartitionBatches) -> None:
         """Lets a queue send, after the others, if it may."""
         if (
-            queue.waiting
+            queue.waiting_batches
             and queue.in_flight < self._all_batches.options.in_flight
             and not queue.has_refused
             and queue not in self._backing_off
@@ -472,7 +481,7 @@ class NodeBatches:
         in_flight = self._all_batches.options.in_flight
         for queue in self._sendable:
             # A partition's batches go one after the other, in as many bundles.
-            for batch in islice(queue.waiting, in_flight - queue.in_flight):
+            for batch in islice(queue.waiting_batches, in_flight - queue.in_flight):
                 rows += batch.chunk.count
                 nbytes += batch.chunk.nbytes
                 if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
@@ -483,12 +492,12 @@ class NodeBatches:
         all_batches = self._all_batches
         batches, rows, nbytes = list[Batch](), 0, 0
         for queue in self._sendable:
-            chunk = queue.waiting[0].chunk
+            chunk = queue.waiting_batches[0].chunk
             rows += chunk.count
             nbytes += chunk.nbytes
             if batches and (rows > BUNDLE_MUTATIONS or nbytes > BUNDLE_BYTES):
                 break
-            batches.append(queue.waiting[0])
+            batches.append(queue.waiting_batches[0])
         batches.sort(key=_partition_of)
         bundle = Bundle.of_chunks(
             [batch.chunk for batch in batches],
@@ -514,7 +523,7 @@ class NodeBatches:
         self._count_unsent(batches, -1)
         for batch in batches:
             queue = all_batches.queue_of(batch.partition)
-            queue.sent[batch.counter] = queue.waiting.popleft()
+            queue.sent_batches[batch.counter] = queue.waiting_batches.popleft()
             queue.in_flight += 1
             del self._sendable[queue]
             self._schedule(queue)
@@ -585,7 +594,7 @@ class NodeBatches:
         else:
             if status is not Status.OK:
                 batch.refusal = status
-            del queue.sent[batch.counter]
+            del queue.sent_batches[batch.counter]
             self.count -= 1
         if queue.has_refused and not queue.in_flight:
             self._requeue(queue)

@@ -239,14 +239,15 @@ class LocalCopyFile:
         for partition, (position, consistent_from) in self._moved.items():
             if consistent_from == SEQ_MAX:
                 continue  # some deletions may have to be undone
-            deleted = "partition = ? AND value IS NULL"
+            is_deleted = "partition = ? AND value IS NULL"
             (count,) = database.execute(
-                f"SELECT count(*) FROM items WHERE {deleted}", (partition,)
+                f"SELECT count(*) FROM items WHERE {is_deleted}", (partition,)
             ).fetchone()  # fmt: skip
             if count <= self._deletions_max:
                 continue
             oldest = database.execute(
-                f"SELECT rowid, seq FROM items WHERE {deleted} AND seq <= ? ORDER BY rowid LIMIT ?",
+                f"SELECT rowid, seq FROM items WHERE {is_deleted} AND seq <= ? "
+                "ORDER BY rowid LIMIT ?",
                 (partition, position.last_complete, count - self._deletions_max * 7 // 8),
             ).fetchall()
             if oldest:

@@ -249,9 +249,9 @@ class _Failover:
                 )
         if problems:
             unshown_count = len(problems) - _PROBLEMS_SHOWN
-            more = f"; and {unshown_count} more" if unshown_count > 0 else ""
+            unshown_text = f"; and {unshown_count} more" if unshown_count > 0 else ""
             await self._restore(
-                f"{'; '.join(problems[:_PROBLEMS_SHOWN])}{more}. Choose a node that has "
+                f"{'; '.join(problems[:_PROBLEMS_SHOWN])}{unshown_text}. Choose a node that has "
                 "everything, or leave out --to; or say --to NODE and --lose-acknowledged, to lose "
                 "what NODE does not have"
             )

@@ -128,14 +128,14 @@ def _check_name(operator: Operator, node: str, address: str) -> None:
 def _first_map(survey: Survey, address: str, own_address: str) -> PartitionMap:
     """The map of a bucket that one node holds alone, with the address that others use for it."""
     (known_address,) = survey.map.nodes.values()
-    own = own_address or known_address
-    if own.startswith(_LOOPBACK) and address and not address.startswith(_LOOPBACK):
+    node_address = own_address or known_address
+    if node_address.startswith(_LOOPBACK) and address and not address.startswith(_LOOPBACK):
         raise NotDoneError(
-            f"other nodes would look for {survey.entry} at {own}: say --address HOST:PORT, as they "
-            "reach it"
+            f"other nodes would look for {survey.entry} at {node_address}: say --address "
+            "HOST:PORT, as they reach it"
         )
     count = len(survey.map.partitions)
-    first_map = PartitionMap.of_one_node(survey.bucket, count, survey.entry, own)
+    first_map = PartitionMap.of_one_node(survey.bucket, count, survey.entry, node_address)
     try:
         first_map.check()
     except PartitionMapError as error:

@@ -224,10 +224,11 @@ class _Takeover:
             addresses = {n: self._publisher.addresses[n] for n in (self._source, self._target)}
             reports = {**self._survey.nodes, **await self._operator.node_reports(addresses)}
             self._survey = attrs.evolve(self._survey, nodes=reports)
-            before, changes = changes, self._target_changes()
+            changes_before, changes = changes, self._target_changes()
             since, asked_at = asked_at, trio.current_time()
             limit = max(
-                HANDOVER_LAG_CHANGES, int(HANDOVER_LAG_S * (changes - before) / (asked_at - since))
+                HANDOVER_LAG_CHANGES,
+                int(HANDOVER_LAG_S * (changes - changes_before) / (asked_at - since)),
             )
 
     # 2. The old active hands over.

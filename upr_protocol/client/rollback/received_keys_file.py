@@ -199,8 +199,8 @@ class ReceivedKeysFile:
             versions.setdefault(partition, {})[key] = version
         for partition, partition_versions in versions.items():
             rows = _encodable(partition_versions)
-            for first in range(0, len(rows), _VERSIONS_PER_RECORD):
-                batch = rows[first : first + _VERSIONS_PER_RECORD]
+            for begin in range(0, len(rows), _VERSIONS_PER_RECORD):
+                batch = rows[begin : begin + _VERSIONS_PER_RECORD]
                 yield msgspec.msgpack.encode(("replaced", partition, batch))
 
     def close(self) -> None:

@@ -225,11 +225,11 @@ class TrioConnection:
     def _received(self, message: Message) -> None:
         if isinstance(message, Error):
             self.fail(ServerError(status_of(message.status), message.sentence))
-        elif self.handshake.done:
+        elif self.handshake.is_done:
             self._handler.received(message)
         else:
             self.handshake.receive(message)
-            if self.handshake.done:
+            if self.handshake.is_done:
                 self._handler.connected(self)
                 self.ready.set()
 

@@ -170,7 +170,7 @@ class ConnectionPool(Generic[H]):
         self.located = trio.Event()
         self._options = options.connection
         self._owner = owner
-        self._opened = opened_partitions
+        self._opened_partitions = opened_partitions
         self.router = PartitionRouter(
             self.metadata, state, options.retry_timeout_s, options.connection.draw
         )
@@ -261,7 +261,9 @@ class ConnectionPool(Generic[H]):
     async def _connect_once(self, node: _Node[H], host: Address) -> UprError:
         """Connects to a node and waits until the connection ends; gives the reason."""
         try:
-            async with open_connection(host, self._options, node, self._opened) as connection:
+            async with open_connection(
+                host, self._options, node, self._opened_partitions
+            ) as connection:
                 connected_at = trio.current_time()
                 await connection.ended.wait()
                 if trio.current_time() - connected_at >= STABLE_CONNECTION_S:

@@ -306,8 +306,10 @@ class RequestDispatcher:
             ServerError, BrokenError: There was no channel by the deadline.
         """
         ordered = sorted(partitions)
-        first = next((partition for partition in ordered if partition in self._channel_of), None)
-        channel = await self._await_channel(first, deadline)
+        first_partition = next(
+            (partition for partition in ordered if partition in self._channel_of), None
+        )
+        channel = await self._await_channel(first_partition, deadline)
         return channel, [p for p in ordered if self._channel_of.get(p, channel) is channel]
 
     async def acquire_lease(self, request: LeaseRequest) -> HeldLease:
@@ -387,7 +389,7 @@ class RequestDispatcher:
     def credit_left(self) -> int:
         """How many bytes of changes the nodes would take."""
         up = (channel for channel in self.connections.handlers if channel.is_connected)
-        return sum(channel.connection.session.credit.left for channel in up)
+        return sum(channel.connection.session.credit.remaining_bytes for channel in up)
 
     def __len__(self) -> int:
         """How many requests have no answer yet."""

@@ -78,7 +78,7 @@ class EventFeed:
         """The node that is followed at one of the given addresses; empty before it has a name."""
         self._acknowledged_batches: dict[str, int] = {}
         """By the node's name."""
-        self._named: dict[str, dict[str, Address]] = {}
+        self._named_nodes: dict[str, dict[str, Address]] = {}
         """The nodes, with their addresses, that each node's maps name."""
         self._other_nodes: dict[str, trio.CancelScope] = {}
         self._nursery: trio.Nursery | None = None
@@ -166,7 +166,7 @@ class EventFeed:
                 if now >= learned_at + MAP_INTERVAL_S:
                     known_as = node
                     node, addresses = await self._ask_for_nodes(channel)
-                    self._named[node] = addresses
+                    self._named_nodes[node] = addresses
                     if is_first:
                         self._first_node = node
                     if not known_as:  # it had none of the buckets, and said no name
@@ -204,7 +204,7 @@ class EventFeed:
         addresses: dict[str, Address] = {}
         nodes = [self._first_node]
         for node in nodes:
-            for name, address in self._named.get(node, {}).items():
+            for name, address in self._named_nodes.get(node, {}).items():
                 if name not in nodes:
                     nodes.append(name)
                     addresses[name] = address

@@ -21,7 +21,11 @@ class ReplicaConsumer(Consumer):
     """
 
     def report(
-        self, partition: PartitionId, history_id: HistoryId, received: SeqNo, persisted: SeqNo
+        self,
+        partition: PartitionId,
+        history_id: HistoryId,
+        received_seq: SeqNo,
+        persisted_seq: SeqNo,
     ) -> None:
         """Reports to the server which complete snapshot ends a replica has. Reports that are made
         before the writer's next turn leave in one message, the newest of each partition. Without a
@@ -30,10 +34,10 @@ class ReplicaConsumer(Consumer):
         Args:
             partition: The partition.
             history_id: The history that the ends belong to.
-            received: The last end received.
-            persisted: The last end on disk.
+            received_seq: The last end received.
+            persisted_seq: The last end on disk.
         """
-        self._streams.report((partition, history_id, received, persisted))
+        self._streams.report((partition, history_id, received_seq, persisted_seq))
 
 
 @asynccontextmanager

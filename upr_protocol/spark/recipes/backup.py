@@ -65,18 +65,18 @@ def backup(
     folder = plain_path(path)
     with plain_errors(), locked_folder(folder):
         increments = read_increments(folder)
-        last = increments[-1] if increments else None
+        last_increment = increments[-1] if increments else None
         index = len(increments)
         bucket = SourceOptions({"url": url}).address().bucket
-        if last is not None and last.bucket != bucket:
+        if last_increment is not None and last_increment.bucket != bucket:
             raise PipelineError(
                 "UPR_FOLDER",
-                f"{folder} is a backup of the bucket {last.bucket!r}, and not of {bucket!r}: take "
-                "another folder",
+                f"{folder} is a backup of the bucket {last_increment.bucket!r}, and not of "
+                f"{bucket!r}: take another folder",
             )
 
         def starts_of(infos: Infos) -> Mapping[PartitionId, SeqNo]:
-            return {} if last is None else _starts(last, infos)
+            return {} if last_increment is None else _starts(last_increment, infos)
 
         with consistent_cut(spark, url, options or {}, starts_of) as cut:
             into = increment_folder(folder, index)
@@ -150,17 +150,17 @@ def _gap(folder: Path, sentence: str) -> PipelineError:
     )
 
 
-def _starts(last: Manifest, infos: Infos) -> Mapping[PartitionId, SeqNo]:
+def _starts(last_increment: Manifest, infos: Infos) -> Mapping[PartitionId, SeqNo]:
     """Where the next increment begins, if it can follow the last one."""
     anew = "Begin a new backup in another folder; the increments so far can still be restored"
-    if len(infos) != last.partition_count:
+    if len(infos) != last_increment.partition_count:
         raise PipelineError(
             "UPR_ROLLBACK",
-            f"the bucket has {len(infos)} partitions, and had {last.partition_count} at the last "
-            f"increment: it is another bucket. {anew}",
+            f"the bucket has {len(infos)} partitions, and had {last_increment.partition_count} at "
+            f"the last increment: it is another bucket. {anew}",
         )
     for partition, info in infos.items():
-        part = last.partitions[str(partition)]
+        part = last_increment.partitions[str(partition)]
         if 0 < part.end < info.purge_seq:
             raise PipelineError(
                 "UPR_RANGE_GONE",
@@ -176,7 +176,7 @@ def _starts(last: Manifest, infos: Infos) -> Mapping[PartitionId, SeqNo]:
                 f"to {part.end}, and shares {ceiling} with the server ({decision.reason.value}). "
                 f"{anew}",
             )
-    return last.ends
+    return last_increment.ends
 
 
 def _numbers(starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]) -> int:

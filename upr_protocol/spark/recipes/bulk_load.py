@@ -80,15 +80,17 @@ def bulk_load(
     rows = frame.observe(counted, F.count(F.lit(1)).alias("rows"))
     writer = rows.write.format("upr").mode("append").options(**(options or {}))
     writer = writer.option("url", url).option("keyColumn", key).option("valueColumn", value)
-    before: set[Path] = set()
+    old_files: set[Path] = set()
     folder = None
     if dead_letters is not None:
         folder = plain_path(dead_letters)
-        before = set(_letters(folder))
+        old_files = set(_letters(folder))
         writer = writer.option("onError", "deadLetter").option("deadLetterPath", str(folder))
     with plain_errors():
         writer.save()
-    new_files = [] if folder is None else [path for path in _letters(folder) if path not in before]
+    new_files = (
+        [] if folder is None else [path for path in _letters(folder) if path not in old_files]
+    )
     failed = sum(parquet.read_metadata(path).num_rows for path in new_files)
     loaded = LoadResult(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
     tell(str(loaded))

@@ -177,7 +177,7 @@ class LatestState:
                 "deleted", pa.nulls(len(earlier), pa.bool_()).fill_null(False)
             )
             rows = pa.concat_tables([rows, earlier.select(rows.column_names).cast(rows.schema)])
-        before = table.version()
+        version_before = table.version()
         columns = {name: f"s.{name}" for name in LATEST_STATE_SCHEMA.names}
         merge = (
             table.merge(
@@ -199,7 +199,7 @@ class LatestState:
             )
             merge = merge.when_not_matched_by_source_delete(is_void)
         merge.execute()
-        if self._open().version() == before:
+        if self._open().version() == version_before:
             # Nothing was to be changed. That the batch is done is to be known all the same.
             table.create_write_transaction(
                 [], "append", table.schema(), commit_properties=properties

@@ -85,15 +85,17 @@ def rewound_rows(
     for version, partitions in partitions_of.items():
         at_partitions = [("partition", "in", partitions)]
         try:
-            before = open_version(version).to_pyarrow_table(filters=at_partitions)
+            earlier_rows = open_version(version).to_pyarrow_table(filters=at_partitions)
         except (OSError, DeltaError) as error:
             raise _not_there(version, str(error)) from error
-        if pc.any(_is_above(before, went_to)).as_py():
+        if pc.any(_is_above(earlier_rows, went_to)).as_py():
             raise _not_there(version, "it has newer rows")
-        now = table.to_pyarrow_table(columns=["partition", "seq", "key"], filters=at_partitions)
-        unchanged = now.filter(pc.invert(_is_above(now, went_to)))["key"]
-        is_unchanged = pc.is_in(before["key"], value_set=unchanged)
-        tables.append(before.filter(pc.invert(is_unchanged)))
+        current_rows = table.to_pyarrow_table(
+            columns=["partition", "seq", "key"], filters=at_partitions
+        )
+        unchanged = current_rows.filter(pc.invert(_is_above(current_rows, went_to)))["key"]
+        is_unchanged = pc.is_in(earlier_rows["key"], value_set=unchanged)
+        tables.append(earlier_rows.filter(pc.invert(is_unchanged)))
     return pa.concat_tables(tables)
 
 

@@ -106,13 +106,13 @@ def describe_cut(
     """The manifest of what was written of a cut: rows are counted in the files."""
     files = dict(files_below(folder / DATA_FOLDER))
     stored_rows = spark.read.parquet(str(folder / DATA_FOLDER))
-    deleted = F.col("value").isNull() if kind == "increment" else F.lit(False)
+    is_deleted = F.col("value").isNull() if kind == "increment" else F.lit(False)
     counts = {
         row["partition"]: (row["rows"], row["deletions"])
         for row in stored_rows.groupBy("partition")
         .agg(
             F.count(F.lit(1)).alias("rows"),
-            F.sum(deleted.cast("long")).alias("deletions"),
+            F.sum(is_deleted.cast("long")).alias("deletions"),
         )
         .collect()
     }
@@ -143,8 +143,8 @@ def _check_may_be_used(folder: Path, *, overwrite: bool) -> None:
     things = paths_in_folder(folder)
     if not things:
         return
-    ours = {DATA_FOLDER, MANIFEST, f"_{MANIFEST}.unfinished"}
-    foreign_names = [thing.name for thing in things if thing.name not in ours]
+    own_names = {DATA_FOLDER, MANIFEST, f"_{MANIFEST}.unfinished"}
+    foreign_names = [thing.name for thing in things if thing.name not in own_names]
     if foreign_names:
         raise PipelineError(
             "UPR_FOLDER",

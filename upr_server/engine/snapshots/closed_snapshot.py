@@ -125,17 +125,21 @@ class ClosedSnapshot:
 
     def check_invariants(self) -> None:
         """Segments touch; numbers rise; keys are unique. O(mutations)."""
-        last = self.start
+        previous_end = self.start
         keys: set[bytes] = set()
         count = 0
         for segment in self._segments:
-            assert segment.start == last < segment.end, (last, segment.start, segment.end)
-            last = segment.end
+            assert segment.start == previous_end < segment.end, (
+                previous_end,
+                segment.start,
+                segment.end,
+            )
+            previous_end = segment.end
             chunk = segment.peek()
             chunk.check()
             assert (chunk.start, chunk.end) == (segment.start, segment.end)
             keys.update(chunk.keys())
             count += chunk.count
-        assert last == self.end, (last, self.end)
+        assert previous_end == self.end, (previous_end, self.end)
         assert len(keys) == count, f"{count - len(keys)} keys occur twice"
         assert self._segments[-1].peek().seqs[-1] == self.end, "ends at a mutation"

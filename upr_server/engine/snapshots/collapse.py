@@ -80,28 +80,30 @@ def entries_to_collapse(
     closed = len(entries) - 1
     if entry.inside_count or not closed:
         return None
-    last = closed - 1
-    if entries[last] is not entry:
-        last = bisect_left(entries, entry.start, key=_START)
-        if last >= closed or entries[last] is not entry:
+    last_index = closed - 1
+    if entries[last_index] is not entry:
+        last_index = bisect_left(entries, entry.start, key=_START)
+        if last_index >= closed or entries[last_index] is not entry:
             return None
-    while last + 1 < closed and entries[last + 1].is_free:
-        last += 1
-    first, newer_bytes = last, 0
+    while last_index + 1 < closed and entries[last_index + 1].is_free:
+        last_index += 1
+    first_index, newer_bytes = last_index, 0
     snapshots_min = SHORT_RUN_SNAPSHOTS_MIN if may_be_short else COLLAPSE_SNAPSHOTS_MIN
-    total = entries[last].snapshot.nbytes
+    total = entries[last_index].snapshot.nbytes
     bytes_max = SHORT_RUN_BYTES_MAX if may_be_short else sys.maxsize
     is_enough = False
-    while first and not entries[first].front_count and not (shortest and is_enough):
-        older = entries[first - 1]
+    while first_index and not entries[first_index].front_count and not (shortest and is_enough):
+        older = entries[first_index - 1]
         size = older.snapshot.nbytes
         # No older one that is more than twice as large: to copy it for the few bytes of the newer
         # ones would cost more than it frees. So each mutation is copied only a few times.
         if older.inside_count or size > 2 * total or size > bytes_max - total:
             break
-        first, newer_bytes, total = first - 1, total, total + size
-        is_enough = last - first >= snapshots_min - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
-    return list(entries[first : last + 1]) if is_enough else None
+        first_index, newer_bytes, total = first_index - 1, total, total + size
+        is_enough = (
+            last_index - first_index >= snapshots_min - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
+        )
+    return list(entries[first_index : last_index + 1]) if is_enough else None
 
 
 class Collapse:
@@ -188,9 +190,9 @@ class Collapse:
     def _enter(self, chunk: Chunk) -> None:
         """Enters the next newer chunk into the table. O(its mutations)."""
         flags = self._flags
-        first = len(flags) + 1
+        first_seq = len(flags) + 1
         flags += bytes(chunk.count)
-        self._table.put_run(chunk.encode(), 0, chunk.count, first, 0, 1, flags)
+        self._table.put_run(chunk.encode(), 0, chunk.count, first_seq, 0, 1, flags)
         self._entered.append(chunk)
 
     def _take(self, chunk: Chunk, superseded: bytes | bytearray) -> bool:
@@ -230,14 +232,14 @@ class Collapse:
         if not group:
             return
         start, end = group[0][0].start, group[-1][0].end
-        last, last_skip = group[-1]
-        is_last_alone = last_skip is None and self._group_count == last.count
+        last_chunk, last_skip = group[-1]
+        is_last_alone = last_skip is None and self._group_count == last_chunk.count
         if len(group) == 1 and last_skip is None:
-            self._chunks.append(last)
-        elif is_last_alone and last.nbytes > LARGE_BYTES:
+            self._chunks.append(last_chunk)
+        elif is_last_alone and last_chunk.nbytes > LARGE_BYTES:
             # All that differs is where it begins.
-            self._widened.append((len(self._chunks), WidenedChunk(last, start)))
-            self._chunks.append(last)
+            self._widened.append((len(self._chunks), WidenedChunk(last_chunk, start)))
+            self._chunks.append(last_chunk)
         else:
             rows: list[Rows] = [
                 (chunk.encode(), 0, chunk.count, skip, None, 0) for chunk, skip in group

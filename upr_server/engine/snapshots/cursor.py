@@ -372,9 +372,9 @@ class PersistenceCursor(Cursor):
             ValueError: `through` is not such an end.
         """
         read_whole = [entry for entry in self.held_entries if entry is not self.entry]
-        committed = [entry for entry in read_whole if entry.start < through]
-        if not committed or self._snapshots.close(committed[-1]).end != through:
+        committed_entries = [entry for entry in read_whole if entry.start < through]
+        if not committed_entries or self._snapshots.close(committed_entries[-1]).end != through:
             raise ValueError(f"{through} is not the end of a snapshot that was read")
-        del self.held_entries[: len(committed)]
+        del self.held_entries[: len(committed_entries)]
         self._snapshots.persisted = through
-        self._release(committed)
+        self._release(committed_entries)

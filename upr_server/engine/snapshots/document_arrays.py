@@ -50,8 +50,8 @@ class DocumentArray(ABC):
     """A run of mutations by rising number, some of them skipped.
 
     Attributes:
-        first: The lowest number it ever held.
-        last: The highest number it holds.
+        first_seq: The lowest number it ever held.
+        last_seq: The highest number it holds.
         count: Mutations, with those skipped.
         live: Mutations that are not skipped; without flags of its own, as of the last count.
         nbytes: What it takes in memory.
@@ -59,10 +59,10 @@ class DocumentArray(ABC):
         holders: Segments of a closed snapshot that read from it; it is freed at 0.
     """
 
-    __slots__ = ("count", "first", "holders", "last", "live", "nbytes", "skip")
+    __slots__ = ("count", "first_seq", "holders", "last_seq", "live", "nbytes", "skip")
 
-    first: SeqNo
-    last: SeqNo
+    first_seq: SeqNo
+    last_seq: SeqNo
     count: int
     live: int
     nbytes: int
@@ -106,13 +106,13 @@ class DocumentArray(ABC):
 
     def is_whole_in(self, after: int, through: int) -> bool:
         """Whether every mutation has a number in (`after`, `through`] and none is skipped."""
-        return after < self.first and self.last <= through and self.live == self.count
+        return after < self.first_seq and self.last_seq <= through and self.live == self.count
 
     def copy_flags(self, skip_flags: SkipFlags) -> None:
         """Takes a copy of its flags. At memory speed, if its numbers are consecutive."""
         flags, base = skip_flags.flags, skip_flags.base
-        if self.last - self.first + 1 == self.count:
-            offset = self.first - base
+        if self.last_seq - self.first_seq + 1 == self.count:
+            offset = self.first_seq - base
             self.skip = flags[offset : offset + self.count]
         else:
             self.skip = bytearray([flags[seq - base] for seq in self.seqs()])
@@ -123,8 +123,8 @@ class DocumentArray(ABC):
         seqs = list(self.seqs())
         assert len(seqs) == self.count > 0, (self.count, seqs)
         assert all(a < b for a, b in pairwise(seqs)), "numbers must rise"
-        assert self.first <= seqs[0], (self.first, seqs[0])
-        assert self.last == seqs[-1], (self.last, seqs[-1])
+        assert self.first_seq <= seqs[0], (self.first_seq, seqs[0])
+        assert self.last_seq == seqs[-1], (self.last_seq, seqs[-1])
         assert 0 <= self.live <= self.count, (self.live, self.count)
         if self.skip is not None:
             assert len(self.skip) == self.count, (len(self.skip), self.count)
@@ -136,20 +136,20 @@ class PublishedArray(DocumentArray):
 
     __slots__ = ("_chunk", "_first_cas")
 
-    def __init__(self, chunk: Chunk, first: SeqNo, first_cas: Cas) -> None:
+    def __init__(self, chunk: Chunk, first_seq: SeqNo, first_cas: Cas) -> None:
         self._chunk = chunk
         self._first_cas = first_cas
-        self.first = first
-        self.last = SeqNo(first + chunk.count - 1)
+        self.first_seq = first_seq
+        self.last_seq = SeqNo(first_seq + chunk.count - 1)
         self.count = self.live = chunk.count
         self.nbytes = chunk.nbytes
         self.skip = None
         self.holders = 0
 
     def index(self, seq: int) -> int:
-        if not self.first <= seq <= self.last:
+        if not self.first_seq <= seq <= self.last_seq:
             raise KeyError(seq)
-        return seq - self.first
+        return seq - self.first_seq
 
     def mutation(self, index: int) -> Mutation:
         chunk = self._chunk
@@ -158,24 +158,29 @@ class PublishedArray(DocumentArray):
             row.op,
             row.key,
             row.value,
-            SeqNo(self.first + index),
+            SeqNo(self.first_seq + index),
             Cas(self._first_cas + index),
             row.flags,
             row.expiry,
         )
 
     def seqs(self) -> Sequence[int]:
-        return range(self.first, self.first + self.count)
+        return range(self.first_seq, self.first_seq + self.count)
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
-        return self._chunk.numbered(self.first, self._first_cas, start, end)
+        return self._chunk.numbered(self.first_seq, self._first_cas, start, end)
 
     def rows(self, after: int, through: int) -> list[Rows]:
         # Only counters make segments end inside an array, and there are none between its numbers.
-        assert after < self.first <= self.last <= through, (after, self.first, self.last, through)
+        assert after < self.first_seq <= self.last_seq <= through, (
+            after,
+            self.first_seq,
+            self.last_seq,
+            through,
+        )
         assert self.skip is not None
         skip = None if self.live == self.count else self.skip
-        return [(self._chunk.encode(), 0, self.count, skip, self.first, self._first_cas)]
+        return [(self._chunk.encode(), 0, self.count, skip, self.first_seq, self._first_cas)]
 
 
 class NumberedArray(DocumentArray):
@@ -186,8 +191,8 @@ class NumberedArray(DocumentArray):
     def __init__(self, chunk: Chunk) -> None:
         seqs = chunk.seqs
         self._chunk = chunk
-        self.first = SeqNo(seqs[0])
-        self.last = SeqNo(seqs[-1])
+        self.first_seq = SeqNo(seqs[0])
+        self.last_seq = SeqNo(seqs[-1])
         self.count = self.live = chunk.count
         self.nbytes = chunk.nbytes
         self.skip = None
@@ -221,7 +226,7 @@ class NumberedArray(DocumentArray):
     def rows(self, after: int, through: int) -> list[Rows]:
         assert self.skip is not None
         chunk, low, high = self._chunk, 0, self.count
-        if after >= self.first or through < self.last:
+        if after >= self.first_seq or through < self.last_seq:
             seqs = cast("Sequence[int]", chunk.seqs)
             low, high = bisect_right(seqs, after), bisect_right(seqs, through)
         skip = None if self.live == self.count else self.skip[low:high]
@@ -242,14 +247,14 @@ class SingleArray(DocumentArray):
     def __init__(self, row: Mutation, published: Chunk | None = None) -> None:
         self._row = row
         self._published = published
-        self.first = self.last = row.seq
+        self.first_seq = self.last_seq = row.seq
         self.count = self.live = 1
         self.nbytes = encoded_bytes(1, len(row.key), len(row.value))
         self.skip = bytearray(1)
         self.holders = 0
 
     def index(self, seq: int) -> int:
-        if seq != self.first:
+        if seq != self.first_seq:
             raise KeyError(seq)
         return 0
 
@@ -257,7 +262,7 @@ class SingleArray(DocumentArray):
         return self._row
 
     def seqs(self) -> Sequence[int]:
-        return (self.first,)
+        return (self.first_seq,)
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
         row = self._row
@@ -267,7 +272,7 @@ class SingleArray(DocumentArray):
 
     def rows(self, after: int, through: int) -> list[Rows]:
         # A segment has just the arrays with numbers in its range.
-        assert after < self.first <= through, (after, self.first, through)
+        assert after < self.first_seq <= through, (after, self.first_seq, through)
         row = self._row
         if self._published is not None:
             return [(self._published.encode(), 0, 1, None, row.seq, row.cas)]

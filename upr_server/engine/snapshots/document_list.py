@@ -70,8 +70,8 @@ ARRAYS_TO_MERGE_MIN: Final = 16
 SMALL_ARRAY_BYTES: Final = 2 * 1024
 """An array below this is joined to a neighbour that is being rewritten."""
 
-_FIRST: Final = attrgetter("first")
-_LAST: Final = attrgetter("last")
+_FIRST: Final = attrgetter("first_seq")
+_LAST: Final = attrgetter("last_seq")
 
 
 class DocumentList:
@@ -132,10 +132,10 @@ class DocumentList:
         self.seal()
         array, skip_flags = NumberedArray(chunk), self.skip_flags
         if skip_flags:
-            covered_count = skip_flags.extend_through(array.last)
+            covered_count = skip_flags.extend_through(array.last_seq)
         else:
-            covered_count = array.last + 1 - array.first
-            skip_flags.extend(array.first, covered_count)
+            covered_count = array.last_seq + 1 - array.first_seq
+            skip_flags.extend(array.first_seq, covered_count)
         self._append(array)
         self.count_added_bytes(ROW_BYTES * (covered_count - array.count))
 
@@ -162,11 +162,11 @@ class DocumentList:
     def seal(self) -> None:
         """Makes an array of the rows. O(bytes)."""
         rows = self._rows
-        nbytes, first = rows.nbytes, rows.first
+        nbytes, first_seq = rows.nbytes, rows.first
         if len(rows):
-            array = NumberedArray(Chunk(rows.encoded(first - 1, rows.last, False)))
+            array = NumberedArray(Chunk(rows.encoded(first_seq - 1, rows.last, False)))
             # The flags begin there, though the first row may have been taken out since.
-            array.first = SeqNo(first)
+            array.first_seq = SeqNo(first_seq)
             self._arrays.append(array)
             self._memory.arrays += array.nbytes
         rows.clear()
@@ -238,7 +238,7 @@ class DocumentList:
         if not skip_flags:
             return
         index = bisect_left(arrays, skip_flags.base, key=_FIRST)
-        while index < len(arrays) and arrays[index].first < below:
+        while index < len(arrays) and arrays[index].first_seq < below:
             array = arrays[index]
             array.copy_flags(skip_flags)
             if array.live:
@@ -247,7 +247,7 @@ class DocumentList:
                 self._memory.arrays -= array.nbytes
                 del arrays[index]
         if index < len(arrays):
-            skip_flags.drop_below(arrays[index].first)
+            skip_flags.drop_below(arrays[index].first_seq)
         elif len(self._rows):
             skip_flags.drop_below(self._rows.first)
         else:
@@ -269,7 +269,7 @@ class DocumentList:
             return
         for array in self._arrays[bisect_left(self._arrays, skip_flags.base, key=_FIRST) :]:
             if array.skip is None:
-                array.live = array.count - skip_flags.count_skipped(array.first, array.last)
+                array.live = array.count - skip_flags.count_skipped(array.first_seq, array.last_seq)
         sizes = self._live_sizes()
         live_bytes = sum([size for size, _ in sizes])
         nbytes = sum([array.nbytes for array in self._arrays]) + rows.row_bytes
@@ -364,15 +364,15 @@ class DocumentList:
         for array in run:
             if is_shared:
                 array.copy_flags(skip_flags)
-            rows += array.rows(array.first - 1, array.last)
+            rows += array.rows(array.first_seq - 1, array.last_seq)
             self._memory.arrays -= array.nbytes
-        start, end = SeqNo(run[0].first - 1), run[-1].last
+        start, end = SeqNo(run[0].first_seq - 1), run[-1].last_seq
         run.clear()
         joined = NumberedArray(Chunk(gather(rows, start, end)))
         if is_shared:
             # The joined array holds none of the skipped documents: a flag left behind would count
             # as skipped a number that is no longer there.
-            skip_flags.clear(joined.first, joined.last)
+            skip_flags.clear(joined.first_seq, joined.last_seq)
         else:
             joined.skip = bytearray(joined.count)
         self._memory.arrays += joined.nbytes
@@ -424,21 +424,23 @@ class DocumentList:
         """
         skip_flags = self.skip_flags
         rows: list[Mutation] = []
-        last = 0
+        last_seq = 0
         for array in self._arrays:
             array.check_invariants()
-            assert last < array.first, "arrays out of order"
-            last = array.last
-            assert (array.first in skip_flags) == (array.skip is None), "flags in the wrong place"
+            assert last_seq < array.first_seq, "arrays out of order"
+            last_seq = array.last_seq
+            assert (array.first_seq in skip_flags) == (array.skip is None), (
+                "flags in the wrong place"
+            )
             for index, seq in enumerate(array.seqs()):
                 if array.skip is not None:
-                    skipped = array.skip[index]
+                    is_skipped = array.skip[index]
                 else:
-                    skipped = skip_flags.flags[seq - skip_flags.base]
-                if not skipped:
+                    is_skipped = skip_flags.flags[seq - skip_flags.base]
+                if not is_skipped:
                     rows.append(array.mutation(index))
             if array.skip is None:
-                outside = skip_flags.count_skipped(array.first, array.last)
+                outside = skip_flags.count_skipped(array.first_seq, array.last_seq)
                 inside = sum(skip_flags.flags[n - skip_flags.base] for n in array.seqs())
                 assert outside == inside, "a flag that is for no document"
         open_rows = self._rows
@@ -447,7 +449,7 @@ class DocumentList:
             is_covering = bool(seqs) or any(array.skip is None for array in self._arrays)
             assert is_covering, "skip flags that cover no row"
         if seqs:
-            assert last < open_rows.first <= seqs[0], "rows before arrays"
+            assert last_seq < open_rows.first <= seqs[0], "rows before arrays"
             assert all(seq in skip_flags for seq in seqs), "rows without a flag"
             outside = skip_flags.count_skipped(open_rows.first, open_rows.last)
             skipped_seqs = [seq for seq in seqs if skip_flags.flags[seq - skip_flags.base]]
@@ -494,6 +496,6 @@ def _pieces(chunk: Chunk, low: int, high: int) -> list[Chunk]:
     parts = max(-(-count // PUBLISHED_MUTATIONS_MAX), -(-nbytes // PUBLISHED_BYTES_MAX))
     step = -(-count // parts)
     return [
-        chunk.rows(first, min(first + step, high), SeqNo(0), SeqNo(0))
-        for first in range(low, high, step)
+        chunk.rows(begin, min(begin + step, high), SeqNo(0), SeqNo(0))
+        for begin in range(low, high, step)
     ]

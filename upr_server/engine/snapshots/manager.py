@@ -226,14 +226,14 @@ class MutationManager:
         snapshots = self.snapshots
         if snapshots.persisted < snapshots.high:
             raise ValueError(f"the disk has {snapshots.persisted} of {snapshots.high}")
-        waiting = snapshots.waiting_cursors()
+        waiting_cursors = snapshots.waiting_cursors()
         for cursor in list(snapshots.readers):
             if cursor is not self.persistence:
                 cursor.drop()
         self._candidates.clear()
         self._collapse = None
         self.persistence.restart_at(snapshots.restart_at(seq))
-        for cursor in waiting:
+        for cursor in waiting_cursors:
             if cursor is not self.persistence:
                 cursor.wake()
 

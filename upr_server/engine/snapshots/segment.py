@@ -27,8 +27,8 @@ SEGMENT_COUNTERS_MAX: Final = 1024
 """Counters in one segment; as rows they cost more to encode than documents do."""
 
 _SEQ: Final = attrgetter("seq")
-_FIRST: Final = attrgetter("first")
-_LAST: Final = attrgetter("last")
+_FIRST: Final = attrgetter("first_seq")
+_LAST: Final = attrgetter("last_seq")
 
 
 class Segment:
@@ -182,15 +182,15 @@ def segments_of(
         yield Segment(start, cut, memory, arrays[low:high], counters[low_counter:high_counter])
         start = cut
         # An array that reaches beyond the cut belongs to the next segment too.
-        low = high - 1 if high > low and arrays[high - 1].last > cut else high
+        low = high - 1 if high > low and arrays[high - 1].last_seq > cut else high
         low_counter = high_counter
 
 
 def _array_cuts(arrays: Iterable[DocumentArray]) -> Iterator[SeqNo]:
-    total, last = 0, SeqNo(0)
+    total, last_seq = 0, SeqNo(0)
     for array in arrays:
         if total and total + array.live_bytes > SEGMENT_BYTES:
-            yield last
+            yield last_seq
             total = 0
         total += array.live_bytes
-        last = array.last
+        last_seq = array.last_seq

@@ -48,10 +48,10 @@ class SkipFlags:
     def __contains__(self, seq: int) -> bool:
         return bool(self.flags) and seq >= self._rows.base
 
-    def extend(self, first: SeqNo, count: int) -> None:
-        """Covers `count` more numbers from `first` on, which must follow on the last covered."""
+    def extend(self, first_seq: SeqNo, count: int) -> None:
+        """Covers `count` more numbers from `first_seq` on, which must follow on the last."""
         if not self.flags:
-            self._rows.base = first
+            self._rows.base = first_seq
         self.flags += bytes(count)
 
     def extend_through(self, seq: SeqNo) -> int:
@@ -66,15 +66,15 @@ class SkipFlags:
         """Flags a covered number."""
         self.flags[seq - self._rows.base] = 1
 
-    def count_skipped(self, first: int, last: int) -> int:
-        """How many of the numbers in [`first`, `last`] are flagged. At memory speed."""
+    def count_skipped(self, first_seq: int, last_seq: int) -> int:
+        """How many of the numbers in [`first_seq`, `last_seq`] are flagged. At memory speed."""
         base = self._rows.base
-        return self.flags.count(1, first - base, last + 1 - base)
+        return self.flags.count(1, first_seq - base, last_seq + 1 - base)
 
-    def clear(self, first: int, last: int) -> None:
-        """Takes back the flags of the numbers in [`first`, `last`]."""
+    def clear(self, first_seq: int, last_seq: int) -> None:
+        """Takes back the flags of the numbers in [`first_seq`, `last_seq`]."""
         base = self._rows.base
-        self.flags[first - base : last + 1 - base] = bytes(last - first + 1)
+        self.flags[first_seq - base : last_seq + 1 - base] = bytes(last_seq - first_seq + 1)
 
     def drop_below(self, seq: int) -> None:
         """Drops all flags below `seq`."""

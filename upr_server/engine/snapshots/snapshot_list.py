@@ -62,7 +62,7 @@ class SnapshotList(Generic[ReaderT]):
     __slots__ = (
         "_memory",
         "_resuming_in_open",
-        "_waiting",
+        "_waiting_readers",
         "entries",
         "on_released",
         "open",
@@ -83,7 +83,7 @@ class SnapshotList(Generic[ReaderT]):
         self.entries = [SnapshotEntry(self.open)]
         self.persisted = start
         self.readers: dict[ReaderT, None] = {}
-        self._waiting: dict[ReaderT, None] = {}
+        self._waiting_readers: dict[ReaderT, None] = {}
         # Those that resume inside the open snapshot: when it is closed, some have all of it.
         self._resuming_in_open: dict[ReaderT, None] = {}
 
@@ -132,8 +132,8 @@ class SnapshotList(Generic[ReaderT]):
     def remove_reader(self, reader: ReaderT) -> None:
         """A cursor was closed or dropped."""
         del self.readers[reader]
-        self._waiting.pop(reader, None)
-        self.open.rows.is_awaited = bool(self._waiting)
+        self._waiting_readers.pop(reader, None)
+        self.open.rows.is_awaited = bool(self._waiting_readers)
         self._resuming_in_open.pop(reader, None)
 
     def note_released(self, entries: Sequence[SnapshotEntry]) -> None:
@@ -150,20 +150,20 @@ class SnapshotList(Generic[ReaderT]):
 
     def add_waiting(self, reader: ReaderT) -> None:
         """Has `reader` woken by the next mutation."""
-        self._waiting[reader] = None
+        self._waiting_readers[reader] = None
         self.open.rows.is_awaited = True
 
     def wake(self) -> None:
         """Tells the cursors that wait that there is something to read. O(cursors that wait)."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
+        if self._waiting_readers:
+            readers, self._waiting_readers = self._waiting_readers, {}
             self.open.rows.is_awaited = False
-            for reader in waiting:
+            for reader in readers:
                 reader.wake()
 
     def waiting_cursors(self) -> list[ReaderT]:
         """The cursors that wait."""
-        return list(self._waiting)
+        return list(self._waiting_readers)
 
     def resuming_in_open(self) -> list[ReaderT]:
         """The cursors that resume inside the open snapshot."""
@@ -238,10 +238,10 @@ class SnapshotList(Generic[ReaderT]):
         """Puts one snapshot in the first entry of `run`, and removes the others."""
         for entry in run:
             self.close(entry).free()
-        first = run[0]
-        first.snapshot = merged
-        first.following = run[-1].following
-        index = bisect_right(self.entries, first.start, key=_START)
+        first_entry = run[0]
+        first_entry.snapshot = merged
+        first_entry.following = run[-1].following
+        index = bisect_right(self.entries, first_entry.start, key=_START)
         del self.entries[index : index + len(run) - 1]
 
     # Checks.
@@ -264,5 +264,5 @@ class SnapshotList(Generic[ReaderT]):
         assert any(entry.start == self.persisted for entry in self.entries), (
             "the disk's end is a boundary"
         )
-        assert self._waiting.keys() <= self.readers.keys()
+        assert self._waiting_readers.keys() <= self.readers.keys()
         assert self._resuming_in_open.keys() <= self.readers.keys()

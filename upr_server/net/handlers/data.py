@@ -78,7 +78,7 @@ class _KeysRequest:
     def nbytes(self) -> int:
         return sum(map(len, self._request.keys))
 
-    def apply(self, fetched: Fetched) -> Sequence[FetchRequest]:
+    def apply(self, fetched_items: Fetched) -> Sequence[FetchRequest]:
         context, request, partition = self._context, self._request, self._partition
         keys = self._keys
         if partition.state is not PartitionState.ACTIVE:
@@ -91,10 +91,10 @@ class _KeysRequest:
                 f"not {request.history_id:016x}",
             )
         now = context.time()
-        missing = partition.missing_keys(keys, now, fetched)
-        if missing:
-            return missing
-        rows = partition.get(keys, now, GET_REPLY_BYTES, fetched)
+        fetch_requests = partition.missing_keys(keys, now, fetched_items)
+        if fetch_requests:
+            return fetch_requests
+        rows = partition.get(keys, now, GET_REPLY_BYTES, fetched_items)
         # It is only asked for its pieces.
         chunk = cast("Chunk", ChunkPieces(rows, SeqNo(0), partition.high_seq))
         context.send(
@@ -165,8 +165,8 @@ def _partitions_of(
     if context.bucket is None:
         raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
     check_partitions_differ(partition_ids)
-    named = partition_ids or range(len(context.bucket.partitions))
-    return [find(PartitionId(partition_id)) for partition_id in named]
+    ids = partition_ids or range(len(context.bucket.partitions))
+    return [find(PartitionId(partition_id)) for partition_id in ids]
 
 
 def await_durable(context: RequestContext, request: Await) -> None:

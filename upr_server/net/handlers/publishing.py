@@ -210,7 +210,7 @@ class _BundleRequest(OrderedReply):
             first_row=bundle.bounds[low],
             skip=None if targets is None else bytes(target is None for target in targets),
         )
-        run_indexes += [low + index for index in applied.left]
+        run_indexes += [low + index for index in applied.remaining_indexes]
         if self._request.durability is not _MEMORY:
             self._await_lines(bucket, low, applied.lines, targets)
         return applied.lines
@@ -293,7 +293,7 @@ class _BundleRequest(OrderedReply):
         if row is not None:
             raise misplaced_error(batch.keys[row - batch.low], partition, count)
 
-    def apply_run(self, run: _RunRequest, fetched: Fetched) -> StillNeeded:
+    def apply_run(self, run: _RunRequest, fetched_items: Fetched) -> StillNeeded:
         """Applies one run; or says what it needs first."""
         batch, partition = run.batch, run.partition
         # A partition that is no longer active needs none: `mutate` refuses the run.
@@ -301,7 +301,7 @@ class _BundleRequest(OrderedReply):
             run.evaluation = partition.evaluate(batch, now=self._context.time())
         if run.evaluation is not None:
             self._check_disk(batch, partition)
-            missing = run.evaluation.step(fetched, SLICE_COST)
+            fetch_requests = run.evaluation.step(fetched_items, SLICE_COST)
             if run.evaluation.result.copied_bytes > EVALUATED_BYTES_MAX:
                 partition.repeated_batches.note_refused(batch.token)
                 raise ServerError(
@@ -313,7 +313,7 @@ class _BundleRequest(OrderedReply):
                 # Should the disk not be readable, the run is never applied: what its publisher has
                 # sent behind it must not be applied either.
                 partition.repeated_batches.note_refused(batch.token)
-                return missing or UNFINISHED
+                return fetch_requests or UNFINISHED
         self._mutate(run.index, batch, partition, run.target, run.evaluation)
         return ()
 
@@ -474,8 +474,8 @@ class _RunRequest:
     def nbytes(self) -> int:
         return self._bundle.run_bytes(self.index)
 
-    def apply(self, fetched: Fetched) -> StillNeeded:
-        return self._bundle.apply_run(self, fetched)
+    def apply(self, fetched_items: Fetched) -> StillNeeded:
+        return self._bundle.apply_run(self, fetched_items)
 
     def refuse(self, error: ServerError) -> None:
         self._bundle.refuse(self.index, error)

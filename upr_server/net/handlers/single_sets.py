@@ -47,7 +47,7 @@ def _apply(context: RequestContext, bucket: Bucket, sets: SetFrames) -> bytes:
             skip=None if skip is None else skip[low:],
             in_order=True,
         )
-        count = runs.left[0] if runs.left else frame_count - low
+        count = runs.remaining_indexes[0] if runs.remaining_indexes else frame_count - low
         if not count:
             break
         lines += runs.lines[: RESULT_BYTES * count]

@@ -134,7 +134,9 @@ def replica_ack(context: RequestContext, request: ReplicaAck) -> Iterator[None] 
 
 def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None]:
     name = context.replica_name
-    for index, (partition_id, history_id, received, persisted) in enumerate(request.rows, 1):
+    for index, (partition_id, history_id, received_seq, persisted_seq) in enumerate(
+        request.rows, 1
+    ):
         bucket = context.bucket
         if bucket is None:
             return
@@ -143,12 +145,12 @@ def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None
         partition = bucket.partitions[partition_id]
         if (
             history_id == partition.failover_log.current
-            and received <= partition.high_seq
+            and received_seq <= partition.high_seq
             and context.partition_maps.is_replica(bucket.name, partition.id, name)
         ):
             context.note_replica(partition)
             context.disk.progressed.notify()
-            has_more = partition.replicas.report(name, received, persisted, context)
+            has_more = partition.replicas.report(name, received_seq, persisted_seq, context)
             while has_more:
                 # If the connection ends here, upkeep makes the rest of the calls.
                 yield

@@ -64,7 +64,7 @@ def partition_count(log: LmdbOrderedMap) -> int:
     except StorageError:
         pass
     with log.read() as transaction:
-        last = transaction.last(
+        last_record = transaction.last(
             partition_key(PARTITION, 0), partition_key(PARTITION, PARTITIONS_END - 1)
         )
-        return 0 if last is None else int.from_bytes(last[0][1:3]) + 1
+        return 0 if last_record is None else int.from_bytes(last_record[0][1:3]) + 1

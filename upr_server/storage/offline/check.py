@@ -91,19 +91,19 @@ class BucketCheck:
     def _check_partition(self, partition: int) -> Iterator[Report]:
         log = PartitionLogCheck(self._log, partition)
         high = purge_seq = 0
-        received: int | None = None
+        received_seq: int | None = None
         try:
             with self._log.read() as transaction:
                 record = read_partition_record(transaction, partition)
-                high, received = record.high, record.received
+                high, received_seq = record.high, record.received_seq
                 purge_seq = read_seq(transaction, partition_key(PURGE, partition))
         except StorageError:
             # The stage of the log's records reports it. Without the record, nothing says what the
             # index should hold.
             log.is_whole = False
         watermark = read_watermark(self._index, partition)
-        yield from log.check_chunks(received, watermark.seq)
-        if received is not None and watermark.seq > high:
+        yield from log.check_chunks(received_seq, watermark.seq)
+        if received_seq is not None and watermark.seq > high:
             text = f"the index is at {watermark.seq}, beyond the log's end at {high}"
             yield Damage(text, partition, in_index=True)
         if log.is_whole:

@@ -91,7 +91,7 @@ def _check_partition_record(transaction: ReadTransaction, partition: int) -> int
     record = read_partition_record(transaction, partition)
     log = FailoverLog.of_pairs(record.failover_log)
     partial = record.partial
-    if partial is not None and not record.high < partial.received <= partial.end:
+    if partial is not None and not record.high < partial.received_seq <= partial.end:
         raise ValueError(f"it cannot have {partial} after {record.high}")
     # A replica knows its master's log before it has the data that the log tells of.
     is_replica = record.state == PartitionState.REPLICA
@@ -199,17 +199,17 @@ class PartitionLogCheck:
         self.newest: dict[bytes, KeyIndexEntry] = {}
         self.is_whole = True
 
-    def check_chunks(self, received: int | None, watermark: int) -> Iterator[Report]:
+    def check_chunks(self, received_seq: int | None, watermark: int) -> Iterator[Report]:
         """Reads all chunks.
 
         Args:
-            received: Where the last one should end; None if nobody can tell.
+            received_seq: Where the last one should end; None if nobody can tell.
             watermark: How far the index has followed the log.
         """
         partition, end, progress = self._partition, 0, Progress()
-        first, last = chunk_key(partition, 0), chunk_key(partition, SEQS_END)
+        first_key, last_key = chunk_key(partition, 0), chunk_key(partition, SEQS_END)
         with self._log.read() as transaction:
-            for key, value in transaction.scan(first, last):
+            for key, value in transaction.scan(first_key, last_key):
                 progress = Progress(progress.chunks + 1, progress.chunk_bytes + len(value))
                 try:
                     chunk = parse_chunk(key, value)
@@ -227,8 +227,8 @@ class PartitionLogCheck:
                     yield progress
                     progress = Progress()
         yield progress
-        if received is not None and end != received:
-            yield self._damage(f"the log ends at {end}, and should end at {received}")
+        if received_seq is not None and end != received_seq:
+            yield self._damage(f"the log ends at {end}, and should end at {received_seq}")
 
     def _damage(self, text: str) -> Damage:
         self.is_whole = False

@@ -141,10 +141,12 @@ def _may_be_in_state(state: int, state_in_map: PartitionState) -> bool:
 
 
 def _damage_in(log: ChunkLog, partition_id: int, partition: StoredPartition) -> str:
-    after, through = SeqNo(0), partition.record.received
+    read_seq, through = SeqNo(0), partition.record.received_seq
     try:
-        while after < through:
-            after = log.read_chunks(partition_id, after, through, bytes_max=_READ_BYTES)[-1].end
+        while read_seq < through:
+            read_seq = log.read_chunks(partition_id, read_seq, through, bytes_max=_READ_BYTES)[
+                -1
+            ].end
     except CorruptionError as error:
         return str(error)
     return ""

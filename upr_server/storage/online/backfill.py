@@ -196,9 +196,9 @@ class Backfill:
             if self._register is not None and end < self._stream_end:
                 self.cursor = self._register(end)
         self._put(SnapshotStartItem(self._start, end, SnapshotKind.DISK, may_repeat=True))
-        after = self._start
-        while after < end:
-            after = await self._read_chunks(after, end)
+        read_seq = self._start
+        while read_seq < end:
+            read_seq = await self._read_chunks(read_seq, end)
             if self._is_closed:
                 return
             await self._taken.wait_until(self._may_read_ahead)
@@ -214,11 +214,11 @@ class Backfill:
         floor = max(self._stream_end, self._end_at_least)
         if floor > persistence.committed:
             return None
-        first = await self._disk.store.ask(
+        first_end = await self._disk.store.ask(
             FindFirstSnapshotEnd(self._disk.bucket.name, self._partition.id, floor)
         )
         # The disk may have a commit of which the server has not heard yet.
-        return min(first, persistence.committed)
+        return min(first_end, persistence.committed)
 
     async def _read_chunks(self, after: SeqNo, end: SeqNo) -> SeqNo:
         """Puts the next chunks into the queue. Returns where they end. It keeps no reference to

@@ -103,7 +103,7 @@ class BucketDisk:
         self.backfill_bytes = 0
         self.rows_left_out = 0
         self.bytes_left_out = 0
-        self._fetches = self._fetched = 0
+        self._fetches = self._fetched_count = 0
         self._flushed = trio.Event()
         self._unwritten: DiskFullError | None = None
         self._ended = trio.Event()
@@ -212,7 +212,7 @@ class BucketDisk:
         """
         await self.maintenance.wait_until_indexed(partition)
         self._fetches += 1
-        self._fetched += len(requests)
+        self._fetched_count += len(requests)
         items = await self.store.ask(
             FindItems(self.bucket.name, partition.id, requests, partition.eviction.indexed)
         )
@@ -229,12 +229,12 @@ class BucketDisk:
         partitions = self.bucket.partitions
         if all(partition.state is not PartitionState.ACTIVE for partition in partitions):
             return
-        after, has_more = b"", True
+        continuation, has_more = b"", True
         while has_more and self.bucket.memory_action() is MemoryAction.NOTHING:
             pins = [(partition.eviction, partition.eviction.pin()) for partition in partitions]
             try:
-                items, after = await self.store.ask(
-                    FindExpired(self.bucket.name, int(now), after, DUE_MAX)
+                items, continuation = await self.store.ask(
+                    FindExpired(self.bucket.name, int(now), continuation, DUE_MAX)
                 )
                 if self.bucket.partitions is not partitions:
                     # The bucket was deleted meanwhile, and another may have its name.
@@ -244,7 +244,7 @@ class BucketDisk:
                     eviction, pin = pins[item.partition]
                     if eviction.is_index_ready and eviction.is_pinned(pin):
                         partition.expire_stored(item.key, item.seq, now)
-                has_more = bool(after)
+                has_more = bool(continuation)
             finally:
                 for eviction, pin in pins:
                     eviction.unpin(pin)
@@ -256,7 +256,7 @@ class BucketDisk:
             "disk": self.maintenance.statistics(),
             "backfill": {"begun": self.backfills, "bytes": self.backfill_bytes},
             "left_out": {"rows": self.rows_left_out, "bytes": self.bytes_left_out},
-            "fetch": {"batches": self._fetches, "items": self._fetched},
+            "fetch": {"batches": self._fetches, "items": self._fetched_count},
             "leases": self.leases.statistics(),
         }
 

@@ -148,17 +148,17 @@ class Flusher:
             partition_id = partitions.popleft()
             count += 1
             callbacks = self._callbacks.get(partition_id)
-            committed = self._bucket.partitions[partition_id].manager.persistence.committed
+            committed_seq = self._bucket.partitions[partition_id].manager.persistence.committed
             # They are in the order of their numbers, except that a late one may stand behind higher
             # numbers. It is then answered with these, which is not too early.
-            left = TURN_CALLS
-            while callbacks and callbacks[0][0] <= committed and left:
+            calls_left = TURN_CALLS
+            while callbacks and callbacks[0][0] <= committed_seq and calls_left:
                 callbacks.popleft()[1](True)
-                left -= 1
-            count += TURN_CALLS - left
+                calls_left -= 1
+            count += TURN_CALLS - calls_left
             if not callbacks:
                 self._callbacks.pop(partition_id, None)
-            elif not left:
+            elif not calls_left:
                 partitions.append(partition_id)
             if count >= STEP_CALLS:
                 count = 0
@@ -281,11 +281,11 @@ class Flusher:
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
         # `_collect_group` others may write more, and close the snapshot.
         while cursor.seq < high_seq or cursor.is_reading:
-            whole = cursor.next_whole_snapshot()
-            if whole is not None:
-                bytes_max -= whole.nbytes
-                yield whole
-                yield SnapshotEndItem(whole.end)
+            snapshot = cursor.next_whole_snapshot()
+            if snapshot is not None:
+                bytes_max -= snapshot.nbytes
+                yield snapshot
+                yield SnapshotEndItem(snapshot.end)
                 if bytes_max <= 0:
                     return
                 continue

@@ -180,15 +180,15 @@ class LeaseBook:
         return len(self._leases) >= LEASES_MAX or leased_count + range_count > LEASED_RANGES_MAX
 
     async def _delete_first_lapsed(self) -> None:
-        first = min(self._leases.values(), key=attrgetter("expires_at"))
-        if first.expires_at > self._time():
+        lease = min(self._leases.values(), key=attrgetter("expires_at"))
+        if lease.expires_at > self._time():
             raise ServerError(
                 Status.LIMIT_REACHED,
                 f"bucket {self._bucket.name} has {len(self._leases)} leases already, and may have "
                 f"{LEASES_MAX} with {LEASED_RANGES_MAX} ranges in all; release one first",
             )
-        await self._store.ask(DeleteLeases(self._bucket.name, [first.lease_id]))
-        self._leases.pop(first.lease_id, None)
+        await self._store.ask(DeleteLeases(self._bucket.name, [lease.lease_id]))
+        self._leases.pop(lease.lease_id, None)
 
     def _check(self, ranges: Sequence[tuple[int, int, int]], time_to_live_s: int) -> None:
         if not 1 <= len(ranges) <= LEASE_RANGES_MAX:
@@ -293,8 +293,10 @@ class LeaseBook:
 
     async def delete_lapsed(self) -> None:
         """Deletes leases that lapsed long ago."""
-        before = self._time() - LAPSED_S
-        over = [lease.lease_id for lease in self._leases.values() if lease.expires_at <= before]
+        lapsed_before = self._time() - LAPSED_S
+        over = [
+            lease.lease_id for lease in self._leases.values() if lease.expires_at <= lapsed_before
+        ]
         if over:
             await self._store.ask(DeleteLeases(self._bucket.name, over))
             # Not before: if the disk is full they stay on disk, and compaction must know of them.

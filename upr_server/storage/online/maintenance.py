@@ -204,9 +204,9 @@ class Maintenance:
         partition = self._bucket.partitions[step.partition]
         self._note_damage(partition.id, step)
         partition.note_index_progress(step.indexed, step.item_count)
-        for other in step.others:
-            self._bucket.partitions[other.partition].note_index_progress(
-                other.indexed, other.item_count
+        for progress in step.other_partitions:
+            self._bucket.partitions[progress.partition].note_index_progress(
+                progress.indexed, progress.item_count
             )
         partition.purge_seq = max(partition.purge_seq, step.purge_seq)
         self._progress.notify()
