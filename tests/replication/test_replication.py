@@ -534,6 +534,24 @@ async def test_an_answer_waits_for_the_copies_that_its_level_asks_for() -> None:
         assert item.value == b"last", "it was taken in"
 
 
+async def test_who_waits_for_copies_hears_that_the_bucket_was_deleted() -> None:
+    async with cluster() as group, connect(group.nodes["a"].url, by_map=False) as client:
+        for name in "bc":
+            await group.nodes[name].kill()
+        active = group.nodes["a"].held[partition_of(b"k", P)]
+
+        async def delete_while_it_waits() -> None:
+            await eventually(lambda: active.replicas.waiting_count == 1, "the write waits", 20)
+            async with connect(group.nodes["a"].url, by_map=False) as other:
+                await other.delete_bucket(BUCKET)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(delete_while_it_waits)
+            with pytest.raises(ServerError) as refusal, trio.fail_after(60):
+                await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
+        assert refusal.value.status is Status.NO_BUCKET
+
+
 async def test_a_late_map_changes_nothing() -> None:
     async with cluster() as group:
         late = group.map.with_assignments({PartitionId(0): Assignment("b", {"a": "", "c": ""})})

@@ -17,6 +17,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Durability, HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Await, AwaitReply, Message
+from upr_server.engine import Bucket
 from upr_server.net import durability_waits
 from upr_server.net.durability_waits import ANSWER_COST, STEP_COST, DurabilityWaits
 from upr_server.net.replies import DurabilityTarget
@@ -33,11 +34,13 @@ class Client:
 
     Attributes:
         nursery: Where its tasks run.
+        bucket: The bucket that it opened; None once that was deleted.
         answers: By the number of the request, the number that was reached, or why it was refused.
         faults: Requests that failed.
     """
 
     nursery: trio.Nursery
+    bucket: Bucket | None
     answers: dict[int, int | Status] = attrs.field(factory=dict)
     faults: int = 0
 
@@ -73,7 +76,7 @@ class Waiting:
         self.bucket = new_bucket(PARTITIONS)
         for partition in self.bucket.partitions:
             put(partition, *(b"%d" % number for number in range(HIGH)))
-        self.disk, self.client = Disk(), Client(nursery)
+        self.disk, self.client = Disk(), Client(nursery, self.bucket)
         self.waits = DurabilityWaits(self.client, self.disk, Turns())
         self.model: list[tuple[int, int, int, int, HistoryId, float]] = []
         """Opaque, partition, number, copies, history, and deadline of each that waits."""
@@ -200,14 +203,14 @@ class LongestStep(trio.abc.Instrument):
         self._count = len(self._client.answers)
 
 
-@pytest.mark.parametrize("end", ["reached", "late", "history"])
+@pytest.mark.parametrize("end", ["reached", "late", "history", "deleted"])
 async def test_thousands_of_waits_are_answered_some_in_each_step(
     autojump_clock: MockClock, end: str
 ) -> None:
     async with trio.open_nursery() as nursery:
         waiting = Waiting(nursery)
         for _ in range(1000):
-            waiting.wait(0, 3, 1, 5.0)
+            waiting.wait(0, 3, 1, 5.0 if end == "late" else 100.0)
         await wait_all_tasks_blocked()
         step = LongestStep(waiting.client)
         trio.lowlevel.add_instrument(step)
@@ -215,10 +218,13 @@ async def test_thousands_of_waits_are_answered_some_in_each_step(
             waiting.report(0, "a", 3)
         elif end == "history":
             waiting.begin_history(0)
+        elif end == "deleted":
+            waiting.client.bucket = None
         await trio.sleep(6.0)
         trio.lowlevel.remove_instrument(step)
         expected = {
-            "reached": 3, "late": Status.TIMED_OUT, "history": Status.HISTORY_CHANGED
+            "reached": 3, "late": Status.TIMED_OUT, "history": Status.HISTORY_CHANGED,
+            "deleted": Status.NO_BUCKET,
         }[end]  # fmt: skip
         assert set(waiting.client.answers.values()) == {expected}
         assert len(waiting.client.answers) == 1000
@@ -246,7 +252,7 @@ async def test_waits_of_many_connections_have_their_turns(autojump_clock: MockCl
     put(partition, b"a")
     async with trio.open_nursery() as nursery:
         for _ in range(20):
-            waits = DurabilityWaits(NotingClient(nursery), disk, turns)
+            waits = DurabilityWaits(NotingClient(nursery, bucket), disk, turns)
             request = Await(
                 partition.failover_log.current, SeqNo(1), 5000, Durability.REPLICATED, 1,
                 partition=PartitionId(0), opaque=1,

@@ -177,12 +177,17 @@ class Bucket:
 
     def release_partitions(self) -> Iterator[None]:
         """The bucket was deleted: lets go of its partitions, one a step, so that their memory is
-        freed once nobody else uses them. The bucket has none from the first step on."""
+        freed once nobody else uses them. Who waits for replicas of one is told that they will not
+        have it. The bucket has none from the first step on."""
         partitions, self.partitions = list(self.partitions), ()
         self.open_rows = ()
         self._collapsible.clear()
         while partitions:
-            partitions.pop().manager.stop_notifying()
+            partition = partitions.pop()
+            partition.manager.stop_notifying()
+            partition.replicas.clear()
+            while partition.replicas.make_calls():
+                yield
             yield
 
     # Keeping within the memory.

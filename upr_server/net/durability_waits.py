@@ -19,7 +19,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Durability, HistoryId, PartitionState
 from upr_protocol.wire import Await, AwaitReply, Message
-from upr_server.engine import Partition
+from upr_server.engine import Bucket, Partition
 from upr_server.net.replies import DurabilityTarget
 from upr_server.net.turns import Turns
 
@@ -113,6 +113,10 @@ class _Group:
 
 class WaitingClient(Protocol):
     """The connection, as its waits see it."""
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The bucket that it opened; None once that was deleted."""
 
     def start_task(self, task: Callable[[], Awaitable[None]]) -> None:
         """Runs `task`, which must not raise, until the connection's end cancels it."""
@@ -249,7 +253,9 @@ class DurabilityWaits:
         for key in list(self._groups):
             group = self._groups[key]
             while (lowest := group.heap.first()) is not None and (
-                lowest[0] <= group.target.reached_seq(group.partition) or group.cannot_be_reached
+                lowest[0] <= group.target.reached_seq(group.partition)
+                or group.cannot_be_reached
+                or self._client.bucket is None
             ):
                 yield lowest[1]
             if lowest is None:
@@ -262,7 +268,9 @@ class DurabilityWaits:
         group.heap.note_over()
         self._deadlines.note_over()
         reached = group.target.reached_seq(group.partition)
-        if not group.is_in_history:
+        if self._client.bucket is None:
+            error = ServerError(Status.NO_BUCKET, "the bucket was deleted")
+        elif not group.is_in_history:
             sentence = "the number belongs to another history now"
             error = ServerError(Status.HISTORY_CHANGED, sentence)
         elif reached < request.seq:

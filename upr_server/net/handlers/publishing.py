@@ -318,8 +318,9 @@ class _BundleRequest(OrderedReply):
         return ()
 
     def _check_disk(self, batch: MutationBatch, partition: Partition) -> None:
-        """Raises `ServerError` while the disk is full."""
-        if self._flusher.full:
+        """Raises `ServerError` while the disk is full, and once the bucket was deleted: nothing is
+        put on disk then, and nobody waits for that."""
+        if self._context.disk.flusher.full:
             partition.repeated_batches.note_refused(batch.token)
             raise ServerError(Status.TEMPORARY_FAILURE, self._flusher.full)
 
@@ -362,8 +363,8 @@ class _BundleRequest(OrderedReply):
         self, index: int, result: MutateResult, is_on_disk: bool, is_replicated: bool
     ) -> None:
         """A run was applied, and is as durable as was asked, or will not be."""
-        if not is_on_disk:
-            self.refuse(index, _not_on_disk())
+        if not is_on_disk or self._context.bucket is None:
+            self.refuse(index, self._not_on_disk_error())
             return
         low = self._request.bundle.bounds[index]
         if result.failures:
@@ -389,11 +390,18 @@ class _BundleRequest(OrderedReply):
         self, index: int, result: RunResult, is_on_disk: bool, is_replicated: bool
     ) -> None:
         """The same, for a run that was applied together with others."""
-        if is_on_disk:
+        if is_on_disk and self._context.bucket is not None:
             status = _OK if is_replicated else Status.NOT_DURABLE_YET
             self._set_result(index, result._replace(status=status))
         else:
-            self.refuse(index, _not_on_disk())
+            self.refuse(index, self._not_on_disk_error())
+
+    def _not_on_disk_error(self) -> ServerError:
+        """Why a run that was applied is not as durable as was asked, and will not be."""
+        if self._context.bucket is None:
+            return ServerError(Status.NO_BUCKET, "the bucket was deleted")
+        sentence = "the run was taken in, but cannot be put on disk now"
+        return ServerError(Status.TEMPORARY_FAILURE, sentence)
 
     def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""
@@ -435,11 +443,6 @@ class _BundleRequest(OrderedReply):
         """About what a run takes of the bundle."""
         bundle = self._request.bundle
         return bundle.chunk.nbytes * bundle.runs[index].row_count // bundle.chunk.count
-
-
-def _not_on_disk() -> ServerError:
-    sentence = "the run was taken in, but cannot be put on disk now"
-    return ServerError(Status.TEMPORARY_FAILURE, sentence)
 
 
 class _RunRequest:
