@@ -56,12 +56,15 @@ from upr_protocol.scram import (
 )
 from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
 from upr_protocol.session.rules import CREDIT_MESSAGES, WINDOW_MESSAGES
-from upr_protocol.session.states import SESSION, STREAM, STREAM_INPUTS, StreamState
+from upr_protocol.session.states import SESSION, STREAM, STREAM_INPUTS
 from upr_protocol.wire import (
     HEADER_BYTES,
     MESSAGES,
+    Close,
+    CycleEnd,
     Error,
     FrameBuffer,
+    Go,
     Header,
     HelloReply,
     LeaseAction,
@@ -75,7 +78,7 @@ from upr_protocol.wire import (
 )
 from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
-from upr_protocol.wire.message import layout_fields
+from upr_protocol.wire.message import BODY_BYTES_MAX_DEFAULT, layout_fields
 from upr_server.config import ServerConfig
 from upr_server.conformance import WRONG_INPUTS, Outcome, Progress, client_scenarios
 from upr_server.engine.operations import (
@@ -111,22 +114,64 @@ ENUMERATIONS: Final[tuple[type[IntEnum], ...]] = (
     Operation,
     PartitionState,
     SnapshotKind,
-    Durability,
     LeaseAction,
     BucketFate,
 )
 
 SENDERS: Final = {Role.CLIENT: "client", Role.SERVER: "server", Role.EITHER: "either side"}
 
+REACTIONS: Final[Sequence[tuple[Sequence[Status], str, str]]] = (
+    (
+        (Status.NOT_MY_PARTITION, Status.WRONG_STATE, Status.STATE_CHANGED),
+        "about a partition",
+        "asks again at the node in the [partition map](#the-partition-map)",
+    ),
+    (
+        (Status.TEMPORARY_FAILURE, Status.SEQ_TOO_HIGH),
+        "of any request",
+        "asks again after a pause",
+    ),
+    ((Status.ROLLBACK,), "of a `StreamReply`", "rolls back, then asks again"),
+    (
+        (Status.ROLLBACK_NEEDED, Status.TOO_SLOW, Status.BACKFILL_FAILED),
+        "of a `StreamEnd`",
+        "asks for the stream again; after `BACKFILL_FAILED` only once",
+    ),
+    (
+        (Status.NOT_DURABLE_YET,),
+        "of a run",
+        "sends the run again, or waits with `Await`",
+    ),
+    (
+        (Status.HISTORY_CHANGED,),
+        "of any request",
+        "asks again in the new history; what it knows of the old one may be lost",
+    ),
+    ((Status.TIMED_OUT,), "of an `Await`", "asks again, if it still wants to wait"),
+    (
+        (
+            Status.TOO_SLOW,
+            Status.SHUTTING_DOWN,
+            Status.BAD_CHECKSUM,
+            Status.IDLE,
+            Status.INTERNAL,
+            Status.TOO_MANY,
+        ),
+        "of an `Error`; `TOO_MANY` only while the client connects",
+        "connects again after a pause",
+    ),
+)
+"""Statuses about which a client does something by itself: where they come, and what it does."""
+
 STATUS_RANGES: Final = (
     (0, 0, "Success."),
-    (1, 31, "Answers to one request; the connection goes on."),
+    (1, 31, "In a `Refusal`, `StreamReply`, `PartitionLog`, or for a run in a `MutateReply`."),
     (
         32,
         63,
         (
-            "Answers about one mutation of a run, in `MutateReply.failures`. `DAMAGED` occurs "
-            "there, too. A key that a `GetReply` refuses has `BAD_KEY` or `DAMAGED`."
+            "For one row of a run, in `MutateReply.failures`. `DAMAGED` occurs there, too. A key "
+            "that a `GetReply` refuses has `BAD_KEY` or `DAMAGED`."
         ),
     ),
     (
@@ -338,17 +383,6 @@ def session_diagram() -> str:
     return fenced("\n".join(lines), "mermaid")
 
 
-def stream_diagram() -> str:
-    """The states of a stream as a diagram."""
-    lines = ["stateDiagram-v2", "    direction LR", f"    [*] --> {StreamState.ABSENT.name}"]
-    for state, inputs in STREAM.items():
-        edges: dict[StreamState, list[str]] = {}
-        for happened, target in inputs.items():
-            edges.setdefault(target, []).append(happened.value.replace("`", ""))
-        lines += [f"    {state.name} --> {to.name}: {', '.join(on)}" for to, on in edges.items()]
-    return fenced("\n".join(lines), "mermaid")
-
-
 def state_rows() -> list[list[str]]:
     """For each state what either side may say; a message that leads elsewhere says where."""
     rows = []
@@ -360,8 +394,8 @@ def state_rows() -> list[list[str]]:
                 for kind, to in row.items()
                 if kind.sender & side and kind is not Error
             ]
-            if state is SessionState.STREAMING:
-                counts = [streaming_sentence(side)]
+            if state in SMALLER:
+                counts = [addition_sentence(state, side)]
             if state is SessionState.GREETED and side is Role.SERVER:
                 counts.append(f"with mechanisms → `{SessionState.UNAUTHENTICATED.name}`")
             cells.append(", ".join(counts) or "–")
@@ -369,16 +403,26 @@ def state_rows() -> list[list[str]]:
     return rows
 
 
-def streaming_sentence(side: Role) -> str:
-    """What a side may say in `STREAMING`, beside what it may say in `OPEN`."""
-    streaming, opened = (
-        [kind for kind in SESSION[state] if kind.sender & side and kind is not Error]
-        for state in (SessionState.STREAMING, SessionState.OPEN)
-    )
-    missing = [link(kind) for kind in opened if kind not in streaming]
-    more = [link(kind) for kind in streaming if kind not in opened]
+SMALLER: Final = {
+    SessionState.OPEN: SessionState.READY,
+    SessionState.STREAMING: SessionState.OPEN,
+}
+"""States that allow nearly all that another one allows, and more."""
+
+
+def addition_sentence(state: SessionState, side: Role) -> str:
+    """What a side may say in `state`, beside what it may say in the state before."""
+    row, smaller = SESSION[state], SMALLER[state]
+    kinds = [kind for kind in row if kind.sender & side and kind is not Error]
+    kinds_before = [kind for kind in SESSION[smaller] if kind.sender & side and kind is not Error]
+    missing = [link(kind) for kind in kinds_before if kind not in row]
+    more = [
+        link(kind) + (f" → `{row[kind].name}`" if row[kind] is not state else "")
+        for kind in kinds
+        if kind not in kinds_before
+    ]
     omitted = f" except {listed(missing)}" if missing else ""
-    return f"all that `OPEN` allows{omitted}; also {listed(more)}"
+    return f"all that `{smaller.name}` allows{omitted}; also {listed(more)}"
 
 
 def stream_rows() -> list[list[str]]:
@@ -424,16 +468,21 @@ def index_rows() -> list[list[str]]:
     ]
 
 
+HEADER_FIELDS: Final = ("partition", "opaque", "status")
+
+
 def message_section(kind: type[Message]) -> str:
     """One message: what it is for, its header fields, its layout."""
     asked_by = [
         link(message_type) for message_type in MESSAGES.values() if kind in message_type.answers
     ]
     sender = "either side" if kind.sender is Role.EITHER else f"the {SENDERS[kind.sender]}"
+    usual_fields = ("0xFFFF", "0", "0")
+    fields = (partition_field(kind), opaque_field(kind), kind.status_meaning)
     header = [
-        f"`partition` = {partition_field(kind)}",
-        f"`opaque` = {opaque_field(kind)}",
-        f"`status` = {kind.status_meaning}",
+        f"`{name}` = {field}"
+        for name, field, usual in zip(HEADER_FIELDS, fields, usual_fields, strict=True)
+        if field != usual
     ]
     allowances = [
         f"takes its whole frame from the {allowance}"
@@ -442,16 +491,17 @@ def message_section(kind: type[Message]) -> str:
     ]
     facts = [
         f"opcode `{kind.opcode:#04x}`, sent by {sender}",
-        f"body of at most {size(kind.body_bytes_max)}",
-        f"header: {', '.join(header)}",
+        *([f"header: {', '.join(header)}"] if header else []),
         *allowances,
     ]
+    if kind.body_bytes_max != BODY_BYTES_MAX_DEFAULT:
+        facts.append(f"body of at most {size(kind.body_bytes_max)}")
     if asked_by:
         facts.append(f"answers {', '.join(asked_by)}")
     if kind is Stream:
         facts.append(f"answered by {link(StreamReply)}, also when it is refused")
     elif kind.answers:
-        facts.append(f"answered by {', '.join(map(link, kind.answers))}, or {link(Refusal)}")
+        facts.append(f"answered by {', '.join(map(link, kind.answers))}, or {refusals_of(kind)}")
     rows = layout_rows(kind.layout, kind)
     body = table(LAYOUT_HEAD, rows) if rows else "No body."
     return f"""\
@@ -462,6 +512,13 @@ def message_section(kind: type[Message]) -> str:
 {chr(10).join(f"- {fact}" for fact in facts)}
 
 {body}"""
+
+
+def refusals_of(kind: type[Message]) -> str:
+    """How a request may be refused."""
+    names = [f"`{status.name}`" for status in kind.refusals]
+    statuses = f" with {listed(names, 'or')}" if names else ""
+    return f"{link(Refusal)}{statuses}"
 
 
 def partition_field(kind: type[Message]) -> str:
@@ -520,8 +577,8 @@ def map_fields() -> str:
         (
             Assignment,
             (
-                "The assignment of one partition. An empty text, an empty object, the number 0 and "
-                "a point that does not exist (None) are left out:"
+                "The assignment of one partition. A field is left out if it is an empty text, an "
+                "empty object or the number 0, or a point that does not exist:"
             ),
         ),
         (
@@ -755,16 +812,38 @@ def enumeration_rows(kind: type[IntEnum]) -> list[list[object]]:
     return [[member.value, f"`{member.name}`", texts[member.name]] for member in kind]
 
 
+def reaction_rows() -> list[list[str]]:
+    """What a client does about statuses by itself."""
+    return [
+        [listed([f"`{status.name}`" for status in codes], "or"), where, action]
+        for codes, where, action in REACTIONS
+    ]
+
+
+def refused_requests(status: Status) -> str:
+    """The requests that may be refused with a status."""
+    if status is Status.NOT_ALLOWED:
+        return "every request, if the cluster has users"
+    if status is Status.NOT_DURABLE_YET:
+        return "nothing: it tells about a run that was applied"
+    names = [f"`{kind.__name__}`" for kind in MESSAGES.values() if status in kind.refusals]
+    return ", ".join(names) or "–"
+
+
 def statuses() -> str:
     """Every code, by where it is said."""
     parts = []
     for low, high, title in STATUS_RANGES:
-        rows = [
-            [status.value, f"`{status.name}`", ADVICE.get(status, "–")]
-            for status in Status
-            if low <= status <= high
-        ]
-        parts += [title, table(("code", "name", "what to do"), rows)]
+        codes = [status for status in Status if low <= status <= high]
+        rows: list[list[object]] = [[status.value, f"`{status.name}`"] for status in codes]
+        head = ["code", "name", "what to do"]
+        if low == 1:
+            head.insert(2, "refuses")
+            for row, status in zip(rows, codes, strict=True):
+                row.append(refused_requests(status))
+        for row, status in zip(rows, codes, strict=True):
+            row.append(ADVICE.get(status, "–"))
+        parts += [title, table(head, rows)]
     return "\n\n".join(parts)
 
 
@@ -813,13 +892,8 @@ def example_conversation() -> list[Said]:
     return recorded_conversations()[0][2]
 
 
-def conversation_diagram() -> str:
-    """The example as a picture."""
-    lines = ["sequenceDiagram"]
-    for name, message, _ in example_conversation():
-        receiver = "server" if name == "client" else "client"
-        lines.append(f"    {name}->>{receiver}: {type(message).__name__}")
-    return fenced("\n".join(lines), "mermaid")
+SHOWN_ONCE: Final = (Go, CycleEnd, Close)
+"""Messages that look the same in every conversation: only the first one shows their bytes."""
 
 
 def conversations() -> str:
@@ -827,11 +901,11 @@ def conversations() -> str:
     parts = []
     for position, (title, about, messages, shown_from) in enumerate(recorded_conversations()):
         parts += [f"### {title}", about]
-        if not position:
-            parts.append(conversation_diagram())
         for place, (name, message, frame) in enumerate(messages[shown_from:], 1):
             parts.append(f"**{place}. {name}: {link(type(message))}**")
-            parts.append(fenced(dump_frame(message, frame, in_full=place == 1 and not position)))
+            if not position or type(message) not in SHOWN_ONCE:
+                is_first = place == 1 and not position
+                parts.append(fenced(dump_frame(message, frame, in_full=is_first)))
     return "\n\n".join(parts)
 
 
@@ -990,7 +1064,6 @@ def blocks() -> dict[str, str]:
         "conversations": conversations(),
         "session_diagram": session_diagram(),
         "session_states": table(state_head, state_rows()),
-        "stream_diagram": stream_diagram(),
         "stream_states": table(("state", "what it means", "what may happen"), stream_rows()),
         "reasons": table(("reason", "with the status", "text"), reason_rows()),
         "message_index": table(message_head, index_rows()),
@@ -998,6 +1071,7 @@ def blocks() -> dict[str, str]:
         "wrong_input": table(("in", "what is wrong", "it is", "code"), wrong_input_rows()),
         "wrong_input_progress": wrong_input_progress(),
         "client_tasks": client_tasks(),
+        "body_bytes_max_default": size(BODY_BYTES_MAX_DEFAULT),
         "opcodes": opcodes_sentence(),
         "operations": table(OPERATION_HEAD, operation_rows()),
         "counter_digits_max": number(COUNTER_DIGITS_MAX),
@@ -1033,7 +1107,9 @@ def blocks() -> dict[str, str]:
         "failover_log": prose(FailoverLog),
         "failover_layout": type_of(LOG.subcon),
         "position": table(LAYOUT_HEAD, layout_rows(POSITION.subcon)),
+        "durability": table(("value", "name", "meaning"), enumeration_rows(Durability)),
         "enumerations": "\n\n".join(map(enumeration_section, ENUMERATIONS)),
+        "reactions": table(("status", "where", "the client"), reaction_rows()),
         "status_codes": statuses(),
         "limits": table(("limit", "value", "why"), limit_rows()),
     }

@@ -14,10 +14,11 @@ import pytest
 import trio
 from hypothesis import HealthCheck, settings
 
-from tests.kit import patience
+from tests.kit import patience, refusals
 from tests.kit.certificates import Certificates
 from tests.kit.effort import effort
 from tests.kit.scheduler import seeded_scheduler
+from upr_server.net.request_context import RequestContext
 
 # What a comparison outside of test files compared is told, too.
 for _package in ("engine", "events", "indexer", "spark", "storage", "kit.group", "kit.mirror"):
@@ -41,6 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 setattr(trio.to_thread, "run_sync", patience.run_sync)  # noqa: B010  for the type checker
+setattr(RequestContext, "refuse", refusals.refuse)  # noqa: B010
 
 SLOW: Final = ("system", "spark")
 """Folders in which one file takes minutes."""

@@ -13,6 +13,8 @@ from docs.generate_protocol import (
     LINE_LENGTH,
     OF_A_STREAM,
     PROSE,
+    REACTIONS,
+    SHOWN_ONCE,
     STATUS_RANGES,
     allowance_sentence,
     blocks,
@@ -44,6 +46,7 @@ from upr_protocol.wire import (
 )
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.conformance import WRONG_INPUTS, Outcome
 from upr_server.storage.simulated import SimulatedStore
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -123,8 +126,11 @@ def test_the_bytes_it_shows_are_the_frames_it_names() -> None:
         message = decode(*frame)
         assert type(message).__name__ == name
         assert message.sender & (Role.CLIENT if sender == "client" else Role.SERVER)
-    assert len(shown_frames) == sum(
-        len(messages) - shown_from for _, _, messages, shown_from in recorded_conversations()
+    (_, _, first, first_from), *others = recorded_conversations()
+    assert len(shown_frames) == len(first) - first_from + sum(
+        type(message) not in SHOWN_ONCE
+        for _, _, messages, shown_from in others
+        for _, message, _ in messages[shown_from:]
     )
 
 
@@ -175,6 +181,27 @@ def test_open_may_be_refused_and_nothing_else_is_said_meanwhile() -> None:
 
 
 # Sentences that follow from the rules.
+
+
+def test_requests_declare_how_wrong_input_is_refused() -> None:
+    refused = [
+        case for case in WRONG_INPUTS if case.outcome in (Outcome.REFUSED, Outcome.NO_STREAM)
+    ]
+    for case in refused:
+        if case.frames is not None:
+            buffer = FrameBuffer(lambda header: None)
+            buffer.receive(case.frames)
+            *_, frame = iter(buffer.next_frame, None)
+            assert case.status in type(decode(*frame)).refusals, case.wrong
+    assert len(refused) > 50
+
+
+def test_what_a_client_does_about_a_status_names_no_status_twice_in_one_place() -> None:
+    places = [(status, where) for statuses, where, _ in REACTIONS for status in statuses]
+    assert len(set(places)) == len(places)
+    text = document()
+    for status, _ in places:
+        assert f"`{status.name}`" in text.partition("### What a client does")[2].partition("###")[0]
 
 
 def test_what_takes_from_the_window_is_read_from_the_rules() -> None:

@@ -21,7 +21,7 @@ from upr_protocol.chunk import (
     chunk_of_plain_sets,
     encoded_bytes,
 )
-from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
+from upr_protocol.errors import ChunkError, LocalProtocolError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position, Start, decide_start
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
@@ -225,6 +225,18 @@ def change(delta: int, initial: int = 0) -> bytes:
     return CounterDelta(delta, initial).encode()
 
 
+def is_misplaced_in_bundles(operation: int) -> bool:
+    """Whether a bundle with this operation is refused, and not malformed."""
+    chunk = bytearray(bytes(chunk_of_plain_sets([b"k"], [b"v"])))
+    chunk[32 + 48] = operation  # behind the head, and six columns of 8 bytes
+    bundle = Bundle.of_one_run(PartitionId(0), Chunk(bytes(chunk)))
+    try:
+        BundleBatches(bundle)
+    except ChunkError:
+        return True
+    return False
+
+
 def expires_at_its_second() -> bool:
     """Whether an item is there just before its expiry time, and not at it."""
     partition = Partition(PartitionId(0), lambda: HistoryId(1))
@@ -378,12 +390,20 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: ends_of_barrier_without_stream() == [()],
     ),
     "what if a client never sends a refused run again?": (
-        "After 64 refusals in succession the server regards the refused runs as given up",
+        "the refused runs after 64 refusals in succession, the first one included",
         lambda: applied_after(64) and not applied_after(63),
     ),
     "does a client that rolls back to a number keep the entry at this number?": (
         "a client that rolls back to exactly this number keeps the entry",
         lambda: isinstance(answer := start_after_rollback(3), Start) and answer.seq == 3,
+    ),
+    "may a failover log have entries above the position?": (
+        "it may have entries above `highest_received`",
+        lambda: isinstance(answer := start_after_rollback(7), Start) and answer.seq == 3,
+    ),
+    "what does a bundle with an operation that is not defined get?": (
+        "a chunk with an undefined operation | refused | `BAD_ARGUMENT`",
+        lambda: is_misplaced_in_bundles(99) and is_misplaced_in_bundles(Operation.EXPIRE),
     ),
     "how many bytes does a remembered result count?": (
         "at most 330 bytes, 2 more for each row in `failures`, and 10 more for each row",
@@ -411,7 +431,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: (BATCHES_MAX, WRITERS_MAX) == (64, 1024),
     ),
     "with which counter does a writer begin, and may it leave some out?": (
-        "Counters begin at 1 and must rise; gaps are allowed",
+        "It begins at 1 and must rise; gaps are allowed",
         gaps_are_new,
     ),
     "what follows a chain that would be 0?": (
@@ -419,7 +439,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: 1 in [run.get("chain") for run in checksums()["chain"]],
     ),
     "where does an accepted stream continue?": (
-        "the stream continues after `seq`, which is the client's `highest_received`",
+        "The stream continues after `seq`, which is the client's `highest_received`",
         lambda: isinstance(start := start_at(7), Start) and start.seq == 7,
     ),
     "what if the end of a stream is the client's own position?": (
@@ -436,7 +456,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         ),
     ),
     "how many streams may a connection have, beside its requests?": (
-        "opaques may be in use, so each open stream counts as a request",
+        "may be in use, so each open stream counts as a request",
         streams_are_open_requests,
     ),
     "which end has a stream that never ends?": (
@@ -492,7 +512,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         expires_at_its_second,
     ),
     "does a run of a writer of zeros have its effect twice?": (
-        "If it is all zeros, the server ignores `counter`, `chain` and `attempt`",
+        "the run has no token. The server ignores `counter`, `chain` and `attempt`",
         lambda: has_no_token(bytes(16)) and not has_no_token(b"writer of tests!"),
     ),
     "which value has a deletion that a publisher gave a value?": (

@@ -77,16 +77,16 @@ class Status(IntEnum):
 
 ADVICE: Final[dict[Status, str]] = {
     Status.NOT_MY_PARTITION: "reload the partition map and ask the node that owns the partition",
-    Status.WRONG_STATE: "reload the partition map, then open a new connection",
+    Status.WRONG_STATE: "reload the partition map, and ask the node that it names",
     Status.ROLLBACK: "roll back to the ceiling or below it, then ask again",
     Status.SEQ_TOO_HIGH: "this server is behind the client; ask again later, or ask another node",
-    Status.NO_BUCKET: "create the bucket first, or correct its name",
+    Status.NO_BUCKET: "correct the name, ask another node, or create the bucket first",
     Status.BUCKET_EXISTS: "use the existing bucket, or delete it first",
     Status.BAD_ARGUMENT: "correct the request",
     Status.UNSUPPORTED: "this server does not support it; do without, or use one that does",
     Status.TEMPORARY_FAILURE: "try again later",
     Status.TOKEN_TOO_OLD: "the answer was forgotten; read the keys to see the run's effect",
-    Status.HISTORY_CHANGED: "a failover happened meanwhile; read the keys to see what was kept",
+    Status.HISTORY_CHANGED: "changes may have been lost; read the keys to see what was kept",
     Status.TIMED_OUT: "ask again, or allow more time",
     Status.LIMIT_REACHED: "release some first, or ask for less at a time",
     Status.DAMAGED: "data on disk is damaged; run upr-server check, and restore a backup",
@@ -113,7 +113,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.BAD_KEY: "keys are 1 to 250 bytes",
     Status.END_REACHED: "nothing to do: the stream is complete",
     Status.STREAM_CLOSED: "nothing to do: the client asked for it",
-    Status.STATE_CHANGED: "reload the partition map, then open a new connection",
+    Status.STATE_CHANGED: "reload the partition map, and ask the node that it names",
     Status.ROLLBACK_NEEDED: "request the stream again, now or on another connection",
     Status.BACKFILL_FAILED: "request the stream again; if it ends again, read the server's log",
     Status.TOO_SLOW: "read faster, ask for fewer partitions, and send frames without pauses",
@@ -131,7 +131,7 @@ ADVICE: Final[dict[Status, str]] = {
     Status.COOKIE_IN_USE: "give each open barrier a cookie of its own",
     Status.FLOW_CONTROL: "stay within the granted window and credit",
     Status.IDLE: "send Hello at once, and Noop when silent for the idle interval",
-    Status.TOO_MANY: "stay within the counts in `HelloReply`",
+    Status.TOO_MANY: "stay within the counts in `HelloReply`; while connecting, try again later",
     Status.LOG_IN_NEEDED: (
         "name a user with --user or UPR_USER, and give the password with UPR_PASSWORD or "
         "--password-file; or show a certificate with the user's name"

@@ -54,7 +54,7 @@ class Operation(IntEnum):
     SET = 1
     """Store the value, whether or not the key exists."""
     DELETE = 2
-    """Remove the key. The server stores and streams a tombstone."""
+    """Remove the key. The server stores and streams the deletion."""
     EXPIRE = 3
     """The server removes the key, because the item has expired."""
     ADD = 4
@@ -62,9 +62,9 @@ class Operation(IntEnum):
     REPLACE = 5
     """Store the value if the key exists."""
     INCREMENT = 6
-    """Add to a decimal counter; wraps at 2**64, as memcached's do."""
+    """Add to a decimal counter; wraps at 2**64."""
     DECREMENT = 7
-    """Subtract from a decimal counter; stops at 0, as memcached's do."""
+    """Subtract from a decimal counter; stops at 0."""
     APPEND = 8
     """Add bytes to the end of the stored value."""
     PREPEND = 9

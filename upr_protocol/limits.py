@@ -119,13 +119,13 @@ LEASE_TIME_TO_LIVE_S_MAX: Final = 24 * 3600
 client may be dead."""
 
 CONSUMER_NAME_BYTES_MAX: Final = 100
-"""The name of a consumer of the event bus."""
+"""The name of a consumer of events."""
 
 CONSUMERS_MAX: Final = 100
-"""Consumers of one node's event bus: each has a queue, in which every bucket may stand once."""
+"""Consumers of events at one node: each has a queue, in which every bucket may stand once."""
 
 CONSUMERS_OF_USER_MAX: Final = 10
-"""Consumers of one user on one node's event bus, where there are users: nobody takes all places."""
+"""Consumers of events of one user at one node, where there are users: nobody takes all places."""
 
 HEALTH_TIMEOUT_S_MIN: Final = 1
 """The shortest `timeout_s` of `NextEvents`. A consumer polls three times in this time: at this rate

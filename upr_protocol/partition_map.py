@@ -84,14 +84,14 @@ class Assignment(
         handing_over: During a takeover, the node that was active. It accepts no more writes, and
             the replicas still follow it. Otherwise empty.
         continues_from: After a takeover, the point at which `active` continues the previous node's
-            history. It must have exactly everything up to this point. None if it begins a new
+            history. It must have exactly everything up to this point. Left out if it begins a new
             history. A node that is already active ignores it.
         lost_active: During a failover, or when a command resumes an interrupted takeover: the node
             that was active before. It is also in the replicas, because it returns as a replica. But
             it does not count as a replica that acknowledged.
         promotion_point: The point up to which `active` had everything when a failover or takeover
-            last made it active; None before the first. A replica with less is copying the partition
-            again, and may lack changes that it acknowledged earlier.
+            last made it active; left out before the first. A replica with less is copying the
+            partition again, and may lack changes that it acknowledged earlier.
         failover_revision: The revision of the map in which a failover last chose `active` after
             comparing all copies; 0 if none did. If a node has crashed and restarted since then, a
             map that only restores earlier assignments must not make it active.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import construct as cs
 
+from upr_protocol.errors import Status
 from upr_protocol.wire.columns import row, text, tuple_of
 from upr_protocol.wire.message import CONTROL, Message, Role, SessionState, allowed_in
 
@@ -39,12 +40,19 @@ class BucketDone(Message, frozen=True):
 
 
 class CreateBucket(Message, frozen=True):
-    """Creates a bucket."""
+    """Creates a bucket on this node."""
 
     opcode = 0x18
     sender = Role.CLIENT
     states = CONTROL
     answers = (BucketDone,)
+    refusals = (
+        Status.BUCKET_EXISTS,
+        Status.BAD_ARGUMENT,
+        Status.TEMPORARY_FAILURE,
+        Status.LIMIT_REACHED,
+        Status.DAMAGED,
+    )
     layout = cs.Struct(
         "partition_count" / cs.Int16ul * "1 to 1,024; 0 for the server's default",
         "quota_bytes"
@@ -59,12 +67,13 @@ class CreateBucket(Message, frozen=True):
 
 
 class DeleteBucket(Message, frozen=True):
-    """Deletes a bucket and all that is in it."""
+    """Deletes this node's copy of a bucket, with all that is in it."""
 
     opcode = 0x19
     sender = Role.CLIENT
     states = CONTROL
     answers = (BucketDone,)
+    refusals = (Status.NO_BUCKET, Status.TEMPORARY_FAILURE)
     layout = cs.Struct("name" / text() * "the bucket's name")
 
     name: str
@@ -115,6 +124,7 @@ class Stats(Message, frozen=True):
     sender = Role.CLIENT
     states = CONTROL
     answers = (StatsReply,)
+    refusals = (Status.NO_BUCKET, Status.DAMAGED)
     layout = cs.Struct("bucket" / text() * "a bucket's name; empty for the server")
 
     bucket: str = ""

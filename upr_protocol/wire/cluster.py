@@ -8,6 +8,7 @@ from typing import Any, Final
 import construct as cs
 
 from upr_protocol.chunk import Buffer
+from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import (
@@ -77,6 +78,7 @@ class GetMap(Message, frozen=True):
     sender = Role.CLIENT
     states = CONTROL
     answers = (MapReply,)
+    refusals = (Status.NO_BUCKET, Status.DAMAGED)
     layout = cs.Struct(
         "bucket" / text() * "the bucket's name; empty to ask for the node's name only"
     )
@@ -105,6 +107,14 @@ class SetMap(Message, frozen=True):
     states = DATA
     body_bytes_max = 1024 * 1024
     answers = (MapReply,)
+    refusals = (
+        Status.WRONG_STATE,
+        Status.BAD_ARGUMENT,
+        Status.TEMPORARY_FAILURE,
+        Status.LIMIT_REACHED,
+        Status.DAMAGED,
+        Status.REVISION_CONFLICT,
+    )
     layout = cs.Struct(
         "expected_revision" / cs.Int64ul * "the revision that it replaces; 0 for none",
         "document" / text(cs.Int32ul) * "the map, as JSON",
@@ -122,6 +132,14 @@ class Join(Message, frozen=True):
     sender = Role.CLIENT
     states = CONTROL
     answers = (MapReply,)
+    refusals = (
+        Status.WRONG_STATE,
+        Status.BAD_ARGUMENT,
+        Status.TEMPORARY_FAILURE,
+        Status.LIMIT_REACHED,
+        Status.DAMAGED,
+        Status.REVISION_CONFLICT,
+    )
     layout = cs.Struct(
         "bucket" / text() * "the bucket's name",
         "address" / text() * "`HOST:PORT` of a node that has the map",
@@ -182,7 +200,7 @@ class PartitionAnswers(Message, frozen=True):
 
 class ReplicaAck(Message, frozen=True):
     """A replica reports the complete snapshot ends that it has received and persisted, for any
-    number of partitions. If a partition has several rows, the last is valid."""
+    number of partitions. The server does not answer."""
 
     opcode = 0x16
     sender = Role.CLIENT

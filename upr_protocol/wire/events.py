@@ -7,6 +7,7 @@ from typing import Any
 import construct as cs
 
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, BucketFate, EventKind
+from upr_protocol.errors import Status
 from upr_protocol.wire.columns import LayoutError, member, octets, row, text, tuple_of
 from upr_protocol.wire.message import CONTROL, Message, Role
 
@@ -71,9 +72,9 @@ class EventsReply(Message, frozen=True):
 
 
 class NextEvents(Message, frozen=True):
-    """Asks for events of buckets, and waits for some. The server refuses with `UNSUPPORTED` if it
-    has no event bus, and with `LIMIT_REACHED` if it has too many consumers, or if the connection
-    has an open `NextEvents`.
+    """Asks for events of buckets, and waits for some. The server refuses with `UNSUPPORTED` if its
+    operator has switched events off, and with `LIMIT_REACHED` if it has too many consumers, or if
+    the connection has an open `NextEvents`.
 
     Attributes:
         consumer: The consumer's name; with it the consumer continues after a lost connection. It
@@ -93,6 +94,7 @@ class NextEvents(Message, frozen=True):
     sender = Role.CLIENT
     states = CONTROL
     answers = (EventsReply,)
+    refusals = (Status.BAD_ARGUMENT, Status.UNSUPPORTED, Status.LIMIT_REACHED, Status.SUPERSEDED)
     layout = cs.Struct(
         "acknowledged" / cs.Int64ul * "the batch that was handled, or 0",
         "timeout_s" / cs.Int32ul * "1 to 3,600: how long the queue is kept without a question",

@@ -8,6 +8,7 @@ from typing import Any, Final
 import construct as cs
 
 from upr_protocol.chunk import Buffer
+from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import SEQ_MAX, PartitionState, SeqNo
 from upr_protocol.wire.columns import (
@@ -94,8 +95,7 @@ class HelloReply(Message, frozen=True):
     """The server's answer: what was agreed, and the limits for the client. If it names mechanisms,
     the client must log in first: the session is then `UNAUTHENTICATED`, not `READY`. The message is
     malformed if it has a feature that `Hello` does not have, a longer idle interval, a
-    `frame_body_bytes_max` below 4,096, or another limit of 0. If the client does not speak the
-    chosen version, its `Error` has the code `BAD_VERSION`."""
+    `frame_body_bytes_max` below 4,096, or another limit of 0."""
 
     opcode = 0x81
     sender = Role.SERVER
@@ -104,7 +104,9 @@ class HelloReply(Message, frozen=True):
         "version" / cs.Int8ul * "the version chosen",
         "features" / cs.Int32ul * "the features both have",
         "idle_interval_s" / cs.Int16ul * "the interval both keep: at most what `Hello` asked for",
-        "frame_body_bytes_max" / cs.Int32ul * "the longest body the server takes",
+        "frame_body_bytes_max"
+        / cs.Int32ul
+        * "the longest body the server takes, if the message's own limit is not lower",
         "open_barriers_max" / cs.Int16ul * "barriers that may be open at a time",
         "requests_open_max" / cs.Int16ul * "requests that may be open at a time",
         "identity" / text() * "the server's own name, with the same limits",
@@ -281,6 +283,7 @@ class Open(Message, frozen=True):
     sender = Role.CLIENT
     states = allowed_in(SessionState.READY, leads_to=SessionState.OPENING)
     answers = (PartitionLog, Opened)
+    refusals = (Status.NO_BUCKET, Status.BAD_ARGUMENT, Status.DAMAGED)
     layout = cs.Struct(
         "bucket" / text() * "the bucket's name",
         "partitions" / tuple_of(cs.Int16ul) * "the partitions to tell about; an empty list for all",
@@ -291,13 +294,7 @@ class Open(Message, frozen=True):
 
 
 class StreamReply(Message, frozen=True):
-    """The answer to `Stream`. Its status is `OK` (the stream continues after `seq`),
-    `NOT_MY_PARTITION` (the partition is dead here), `WRONG_STATE` (the partition is not in the
-    requested state), `BAD_ARGUMENT` (the server never streams with this state or prefix),
-    `ROLLBACK` (`seq` is the ceiling), `SEQ_TOO_HIGH`, `RANGE_GONE` (the lease does not protect the
-    range), or `DAMAGED` (the server's copy of the partition is damaged and not served). It is
-    `NO_BUCKET` if the bucket was deleted, `NOT_ALLOWED` if the user lacks the right, and
-    `LIMIT_REACHED` if the user has as many streams as its limit allows."""
+    """The answer to `Stream`. Its status says whether and where the stream starts."""
 
     opcode = 0x86
     sender = Role.SERVER
@@ -311,7 +308,7 @@ class StreamReply(Message, frozen=True):
         "the server's highest number",
         "reason" / text() * "why there, or why there is no stream",
         "map_revision" / cs.Int64ul * "the revision of the server's partition map, or 0",
-        "log" / LOG * "the server's failover log; record it before any data",
+        "log" / LOG * "the server's failover log; with `OK` the client stores it before any data",
     )
 
     seq: SeqNo
@@ -356,6 +353,17 @@ class Stream(Message, frozen=True):
     states = DATA
     about_partition = True
     answers = (StreamReply,)
+    refusals = (
+        Status.NOT_MY_PARTITION,
+        Status.WRONG_STATE,
+        Status.ROLLBACK,
+        Status.SEQ_TOO_HIGH,
+        Status.NO_BUCKET,
+        Status.BAD_ARGUMENT,
+        Status.LIMIT_REACHED,
+        Status.DAMAGED,
+        Status.RANGE_GONE,
+    )
     layout = cs.Struct(
         "state" / member(PartitionState) * "the state the client expects",
         "end_seq" / cs.Int64ul * "where the stream ends; all ones for never",

@@ -10,6 +10,7 @@ from typing import Any, Final
 import construct as cs
 
 from upr_protocol.chunk import Buffer, Chunk
+from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, HistoryId, SeqNo
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, text, tuple_of
@@ -57,7 +58,7 @@ class GetReply(Message, frozen=True):
 
 class Get(Message, frozen=True):
     """Asks for items of one partition. If `history_id` is not 0, and the partition is in another
-    history, the server refuses the request with `HISTORY_CHANGED`."""
+    history, the server refuses with `HISTORY_CHANGED`."""
 
     opcode = 0x13
     sender = Role.CLIENT
@@ -65,6 +66,14 @@ class Get(Message, frozen=True):
     about_partition = True
     body_bytes_max = 2 * 1024 * 1024
     answers = (GetReply,)
+    refusals = (
+        Status.NOT_MY_PARTITION,
+        Status.NO_BUCKET,
+        Status.BAD_ARGUMENT,
+        Status.TEMPORARY_FAILURE,
+        Status.HISTORY_CHANGED,
+        Status.DAMAGED,
+    )
     layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history expected, or 0",
         "keys"
@@ -131,6 +140,7 @@ class Seqnos(Message, frozen=True):
     sender = Role.CLIENT
     states = DATA
     answers = (SeqnosReply,)
+    refusals = (Status.NOT_MY_PARTITION, Status.NO_BUCKET, Status.BAD_ARGUMENT, Status.DAMAGED)
     layout = cs.Struct(
         "partitions" / tuple_of(cs.Int16ul) * "the partitions; an empty list for all of the bucket",
         "of_copies" / cs.Flag * "whether to answer also for copies, where the server is not active",
@@ -162,12 +172,20 @@ class SeqnosAt(Message, frozen=True):
     which a change was numbered.) A stream from this number has every later change; changes that are
     not on disk yet count as later. If the server is not active for one of the partitions, it
     refuses with `NOT_MY_PARTITION`. If a history changes meanwhile, it refuses with
-    `HISTORY_CHANGED`."""
+    `HISTORY_CHANGED`. The history in the answer is the partition's current one."""
 
     opcode = 0x1C
     sender = Role.CLIENT
     states = DATA
     answers = (SeqnosAtReply,)
+    refusals = (
+        Status.NOT_MY_PARTITION,
+        Status.NO_BUCKET,
+        Status.BAD_ARGUMENT,
+        Status.TEMPORARY_FAILURE,
+        Status.HISTORY_CHANGED,
+        Status.DAMAGED,
+    )
     layout = cs.Struct(
         "time_ns" / cs.Int64ul * "nanoseconds since 1970",
         "partitions" / tuple_of(cs.Int16ul) * "the partitions; an empty list for all of the bucket",
@@ -202,6 +220,15 @@ class Await(Message, frozen=True):
     states = DATA
     about_partition = True
     answers = (AwaitReply,)
+    refusals = (
+        Status.NOT_MY_PARTITION,
+        Status.NO_BUCKET,
+        Status.BAD_ARGUMENT,
+        Status.HISTORY_CHANGED,
+        Status.TIMED_OUT,
+        Status.DAMAGED,
+        Status.TOO_FEW_REPLICAS,
+    )
     layout = cs.Struct(
         "history_id" / cs.Int64ul * "the history that the sequence number belongs to; never 0",
         "seq" / cs.Int64ul * "the sequence number to wait for",
@@ -281,6 +308,16 @@ class Lease(Message, frozen=True):
     states = DATA
     body_bytes_max = 64 * 1024
     answers = (LeaseReply,)
+    refusals = (
+        Status.NOT_MY_PARTITION,
+        Status.NO_BUCKET,
+        Status.BAD_ARGUMENT,
+        Status.TEMPORARY_FAILURE,
+        Status.LIMIT_REACHED,
+        Status.DAMAGED,
+        Status.RANGE_GONE,
+        Status.ROLLBACK_NEEDED,
+    )
     layout = cs.Struct(
         "action" / member(LeaseAction) * "1 acquire, 2 renew, 3 release",
         "lease_id" / cs.Int64ul * "the lease; to acquire, one of the client's choice, or 0",

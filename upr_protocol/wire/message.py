@@ -15,7 +15,7 @@ from crc32c import crc32c
 
 from upr_kernel import pack_header
 from upr_protocol.chunk import Buffer
-from upr_protocol.errors import ChunkError, RemoteProtocolError
+from upr_protocol.errors import ChunkError, RemoteProtocolError, Status
 from upr_protocol.ids import NO_PARTITION, PartitionId
 from upr_protocol.wire.columns import LayoutError
 from upr_protocol.wire.frame import padding
@@ -146,6 +146,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """When it is allowed, and what state follows."""
     answers: ClassVar[tuple[type[Message], ...]] = ()
     """For a request: the messages that answer it, beside `Refusal`."""
+    refusals: ClassVar[tuple[Status, ...]] = ()
+    """For a request: the statuses with which it may be refused, beside `NOT_ALLOWED`, which every
+    request may get where there are users."""
     layout: ClassVar[Any]
     body_bytes_max: ClassVar[int] = BODY_BYTES_MAX_DEFAULT
     about_partition: ClassVar[bool] = False

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import construct as cs
 
 from upr_protocol.chunk import RUN_BYTES, Buffer, Bundle, Chunk
-from upr_protocol.errors import ChunkError
+from upr_protocol.errors import ChunkError, Status
 from upr_protocol.ids import Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_RUNS_MAX, FRAME_BODY_BYTES_MAX
 from upr_protocol.wire.columns import BUNDLE, member, member_of, row, tuple_of
@@ -63,8 +63,9 @@ class MutateReply(Message, frozen=True):
     Attributes:
         map_revision: If runs were refused because another node is active: the revision of this
             server's map. Otherwise 0.
-        runs: The result of each run, in their order.
-        failures: (row of the bundle, from 0; status) of each mutation that failed alone, by row.
+        runs: The result of each run, in their order. `first_seq`, `last_seq` and `first_cas` are 0
+            if no row succeeded.
+        failures: (row of the bundle, from 0; status) of each row that failed, by row.
         counters: (row of the bundle, from 0; new value) of each increment and decrement that
             succeeded.
     """
@@ -160,6 +161,18 @@ class Mutate(Message, frozen=True):
     states = DATA
     body_bytes_max = FRAME_BODY_BYTES_MAX
     answers = (MutateReply,)
+    refusals = (
+        Status.NOT_MY_PARTITION,
+        Status.NO_BUCKET,
+        Status.BAD_ARGUMENT,
+        Status.TEMPORARY_FAILURE,
+        Status.TOKEN_TOO_OLD,
+        Status.LIMIT_REACHED,
+        Status.DAMAGED,
+        Status.SUPERSEDED,
+        Status.REPLAY_DIFFERS,
+        Status.TOO_FEW_REPLICAS,
+    )
     layout = cs.Struct(
         "writer" / cs.Bytes(16) * "the writer's ID; zeros for none",
         "attempt" / cs.Int64ul * "which run of the writer's task this is, or 0",
@@ -198,8 +211,7 @@ def _structs(layout: str, count: int) -> Struct:
 
 
 class Credit(U64Message, frozen=True):
-    """Adds bytes to the client's credit. Frames that take from the credit count with their
-    headers."""
+    """Adds bytes to the client's credit."""
 
     opcode = 0x92
     sender = Role.SERVER

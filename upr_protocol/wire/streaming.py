@@ -133,7 +133,7 @@ class PartitionEnd(U64Message, frozen=True):
 
 class CycleEnd(U64Message, frozen=True):
     """The end of a cycle: the server has streamed or skipped every stream once more. It follows the
-    first cycle, and each later cycle in which the server sent anything."""
+    first cycle, and each later cycle in which the server sent a snapshot."""
 
     opcode = 0x8B
     sender = Role.SERVER
@@ -161,8 +161,8 @@ class BarrierReply(Message, frozen=True):
         "cookie" / octets() * "the cookie that was sent",
         "ends"
         / tuple_of(row(partition=cs.Int16ul, end=cs.Int64ul))
-        * "for each stream its partition and its last snapshot end; before the first one, where "
-        "the client was consistent when the stream began",
+        * "for each accepted stream its partition and its last snapshot end; before the first one, "
+        "the `last_complete` with which the stream began",
     )
 
     cookie: bytes
@@ -192,7 +192,7 @@ class BarrierReply(Message, frozen=True):
 
 class Barrier(Message, frozen=True):
     """The server returns a barrier when it has streamed everything that it had when the barrier
-    arrived. Open barriers must have different cookies."""
+    arrived."""
 
     opcode = 0x0C
     sender = Role.CLIENT
@@ -203,8 +203,7 @@ class Barrier(Message, frozen=True):
 
 
 class Ack(U64Message, frozen=True):
-    """Adds to the window the bytes of frames that the client has handled since its last `Ack`. Only
-    frames that take from the window count, with their headers."""
+    """Adds to the window the bytes of frames that the client has handled since its last `Ack`."""
 
     opcode = 0x0D
     sender = Role.CLIENT
@@ -235,9 +234,7 @@ class StreamEnd(Message, frozen=True):
 
 
 class CloseStream(Message, frozen=True):
-    """Ends one partition's stream. Frames that the server has already sent still arrive. The client
-    drops them, but they count for flow control. The last one is `StreamEnd`: with `STREAM_CLOSED`,
-    or with another status if the stream ended before the server received `CloseStream`."""
+    """Ends one partition's stream. `StreamEnd` follows."""
 
     opcode = 0x0F
     sender = Role.CLIENT
@@ -247,7 +244,7 @@ class CloseStream(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """The client ends the session. Requests that are still open get no answer."""
+    """The client ends the session."""
 
     opcode = 0x10
     sender = Role.CLIENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import construct as cs
 
+from upr_protocol.errors import Status
 from upr_protocol.users import USERS_BYTES_MAX
 from upr_protocol.wire.columns import octets, text
 from upr_protocol.wire.message import CONTROL, Message, Role
@@ -44,6 +45,7 @@ class ChangeUsers(Message, frozen=True):
     sender = Role.CLIENT
     states = CONTROL
     answers = (UsersReply,)
+    refusals = (Status.BAD_ARGUMENT, Status.TEMPORARY_FAILURE)
     layout = cs.Struct("change" / text() * "the change, as JSON")
 
     change: str

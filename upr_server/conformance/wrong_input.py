@@ -271,7 +271,12 @@ def _cases() -> list[WrongInput]:
         connection_closed,
         Status.UNKNOWN_MESSAGE,
     )
-    case("a message that only the server says", Opened(1, 0), connection_closed, Status.OUT_OF_TURN)
+    case(
+        "a message that only the server sends",
+        Opened(1, 0),
+        connection_closed,
+        Status.OUT_OF_TURN,
+    )
     case("a message that the state does not allow", Go(), connection_closed, Status.OUT_OF_TURN)
     too_long = pack_header(Hello.opcode, 0, 0xFFFF, 0, 4096 + 8, 0)
     case(
@@ -478,6 +483,9 @@ def _add_publishing(topic: Topic) -> None:
     case("a chunk with sequence numbers", numbered, request_refused, Status.BAD_ARGUMENT)
     expire = _mutate(Mutation(Operation.EXPIRE, KEY))
     case("a chunk with `EXPIRE`", expire, request_refused, Status.BAD_ARGUMENT)
+    # Before the operation of one row lie 32 bytes of head, and six columns of 8.
+    undefined = _altered(_ONE, 32 + 48, b"\x63")
+    case("a chunk with an undefined operation", undefined, request_refused, Status.BAD_ARGUMENT)
     # Before the key offsets of two rows lie 32 bytes of head, and 48 of numbers and the like.
     falling = _altered(_TWO, 32 + 48 + 4, (100).to_bytes(4, "little"))
     case("a chunk whose offsets fall", falling, request_refused, Status.BAD_ARGUMENT)
