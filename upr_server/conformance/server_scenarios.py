@@ -49,7 +49,7 @@ from upr_protocol.wire import (
 )
 from upr_server.conformance.failure import ConformanceError
 from upr_server.conformance.plain_client import PlainClient, plain_client
-from upr_server.conformance.wrong_input import (
+from upr_server.conformance.wrong_frames import (
     BUCKET,
     KEY,
     OPAQUE,
@@ -58,12 +58,9 @@ from upr_server.conformance.wrong_input import (
     PARTITION_COUNT,
     TEXT_KEY,
     UNKNOWN_HISTORY,
-    WRONG_INPUTS,
-    Outcome,
-    Progress,
-    WrongInput,
     key_in,
 )
+from upr_server.conformance.wrong_input import WRONG_INPUTS, Outcome, Progress, WrongInput
 
 CLEANUP_TIMEOUT_S: Final = 5.0
 """How long the bucket's deletion may take when the scenario was cancelled."""

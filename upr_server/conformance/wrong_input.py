@@ -7,23 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, unique
-from itertools import count
-from typing import Any, Final
+from typing import Final
 
 import attrs
-from crc32c import crc32c
 
 from upr_kernel import pack_header
-from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
+from upr_protocol.chunk import CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
-from upr_protocol.failover import NOTHING_YET, FailoverLog, Position
-from upr_protocol.hashing import partition_of
+from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import (
     Cas,
     Durability,
     HistoryId,
     Operation,
-    PartitionId,
     PartitionState,
     SeqNo,
 )
@@ -36,7 +32,6 @@ from upr_protocol.limits import (
     LEASE_TIME_TO_LIVE_S_MAX,
 )
 from upr_protocol.wire import (
-    VERSION,
     Ack,
     Await,
     Barrier,
@@ -50,7 +45,6 @@ from upr_protocol.wire import (
     Lease,
     LeaseAction,
     Message,
-    Mutate,
     NextEvents,
     Open,
     Opened,
@@ -59,21 +53,35 @@ from upr_protocol.wire import (
     SetMap,
     StartLogIn,
     Stats,
-    Stream,
 )
-from upr_protocol.wire.frame import padding
-
-PARTITION_COUNT: Final = 4
-"""Partitions of the bucket that the cases are played in."""
-
-P0: Final = PartitionId(0)
-P1: Final = PartitionId(1)
-MISSING: Final = PartitionId(PARTITION_COUNT)
-OPAQUE: Final = 1000
-"""The first opaque of a case; those below are used on the way to it."""
-
-BUCKET: Final = "conformance"
-UNKNOWN_HISTORY: Final = HistoryId(0x0BAD_0BAD_0BAD_0BAD)
+from upr_server.conformance.wrong_frames import (
+    BUCKET,
+    HELLO,
+    KEY,
+    MISSING,
+    ONE_ROW,
+    OPAQUE,
+    P0,
+    TEXT_KEY,
+    TWO_ROWS,
+    UNKNOWN_HISTORY,
+    WRITER,
+    altered,
+    bundle,
+    changed,
+    encoded,
+    frame_of,
+    hello_of,
+    key_in,
+    mutate,
+    position_in,
+    runs_of_one_writer,
+    set_row,
+    stream,
+    text_row,
+    wrong_durability,
+    wrong_kinds,
+)
 
 
 @unique
@@ -121,118 +129,6 @@ class WrongInput:
     status: Status
 
 
-def key_in(partition: int, prefix: str = "key") -> bytes:
-    """A key of this partition."""
-    for suffix in count():
-        key = f"{prefix}-{suffix}".encode()
-        if partition_of(key, PARTITION_COUNT) == partition:
-            return key
-    raise AssertionError
-
-
-KEY: Final = key_in(0)
-TEXT_KEY: Final = key_in(0, "text")
-"""A key that the player stores before each case, with the value `text`."""
-
-
-def encoded(*messages: Message) -> bytes:
-    """The frames of messages."""
-    return b"".join(bytes(piece) for message in messages for piece in message.frame_buffers())
-
-
-def frame_of(
-    kind: type[Message],
-    body: bytes,
-    *,
-    opaque: int = OPAQUE,
-    partition: int = 0xFFFF,
-    pad: bytes | None = None,
-) -> bytes:
-    """A frame with right checksums around any body."""
-    body += padding(len(body)) if pad is None else pad
-    return pack_header(kind.opcode, 0, partition, opaque, len(body), crc32c(body)) + body
-
-
-def changed(frame: bytes, offset: int, value: int, *, mend: bool = True) -> bytes:
-    """A frame with another byte in its header; the header's checksum is right if `mend`."""
-    data = bytearray(frame)
-    data[offset] = value
-    if mend:
-        data[20:24] = crc32c(bytes(data[:20])).to_bytes(4, "little")
-    return bytes(data)
-
-
-def _stream(
-    state: PartitionState = PartitionState.ACTIVE,
-    position: Position = NOTHING_YET,
-    *,
-    partition: PartitionId = P0,
-    opaque: int = OPAQUE,
-    **fields: Any,
-) -> Stream:
-    return Stream(state, position, partition=partition, opaque=opaque, **fields)
-
-
-def _mutate(*rows: Mutation, partition: PartitionId = P0, **fields: Any) -> Mutate:
-    chunk = Chunk.build(rows, SeqNo(0), SeqNo(0))
-    counter, chain = fields.pop("counter", 0), fields.pop("chain", 0)
-    fields.setdefault("opaque", OPAQUE)
-    return Mutate(Bundle.of_one_run(partition, chunk, counter, chain), **fields)
-
-
-def _set(key: bytes = KEY, value: bytes = b"v") -> Mutation:
-    return Mutation(Operation.SET, key, value)
-
-
-def _bundle(runs: list[tuple[int, int]], chunk: bytes | None = None) -> bytes:
-    """A `Mutate` whose runs are (partition, row count), right or wrong."""
-    rows = sum(row_count for _, row_count in runs)
-    if chunk is None:
-        chunk = bytes(chunk_of_plain_sets([KEY] * rows, [b""] * rows))
-    directory = b"".join(
-        partition.to_bytes(4, "little") + row_count.to_bytes(4, "little") + bytes(16)
-        for partition, row_count in runs
-    )
-    return frame_of(Mutate, bytes(16 + 8 + 4) + len(runs).to_bytes(4, "little") + directory + chunk)
-
-
-def _altered(chunk: Chunk, offset: int, data: bytes) -> bytes:
-    """A bundle of one run whose chunk has other bytes at `offset`."""
-    encoded_chunk = bytes(chunk)
-    altered = encoded_chunk[:offset] + data + encoded_chunk[offset + len(data) :]
-    return _bundle([(0, chunk.count)], altered)
-
-
-_HELLO: Final = Hello("conformance", (VERSION,), 0, 1 << 20, 20)
-_ONE: Final = Chunk.build([_set()], SeqNo(0), SeqNo(0))
-_TWO: Final = Chunk.build([_set(), _set()], SeqNo(0), SeqNo(0))
-_WRITER: Final = b"conformance test"
-
-
-def _hello(**fields: Any) -> bytes:
-    defaults = {
-        "identity": "conformance",
-        "versions": (VERSION,),
-        "features": 0,
-        "window_bytes": 1 << 20,
-        "idle_interval_s": 20,
-    }
-    return encoded(Hello(**{**defaults, **fields}))
-
-
-def _runs_of_one_writer() -> bytes:
-    """65 runs of one writer, and the first again."""
-    frames = [
-        encoded(_mutate(_set(), writer=_WRITER, counter=counter, opaque=OPAQUE + counter))
-        for counter in range(1, 66)
-    ]
-    return b"".join([*frames, encoded(_mutate(_set(), writer=_WRITER, counter=1))])
-
-
-def _position(history: HistoryId, seq: int) -> Position:
-    return Position(FailoverLog.of_pairs([(history, 0)]), SeqNo(seq), SeqNo(seq), None)
-
-
 def _cases() -> list[WrongInput]:
     cases: list[WrongInput] = []
 
@@ -248,7 +144,7 @@ def _cases() -> list[WrongInput]:
         return case
 
     connection_closed, request_refused = Outcome.CLOSED, Outcome.REFUSED
-    hello = encoded(_HELLO)
+    hello = encoded(HELLO)
 
     case = topic("a frame's header", Progress.CONNECTED)
     case("the magic", changed(hello, 0, 0), connection_closed, Status.BAD_MAGIC)
@@ -289,7 +185,7 @@ def _cases() -> list[WrongInput]:
     case = topic("a frame's body", Progress.CONNECTED)
     damaged = hello[:-8] + bytes((hello[-8] ^ 1,)) + hello[-7:]
     case("its checksum", damaged, connection_closed, Status.BAD_CHECKSUM)
-    body = b"".join(map(bytes, _HELLO.body_buffers()))
+    body = b"".join(map(bytes, HELLO.body_buffers()))
     case(
         "it ends inside a field",
         frame_of(Hello, body[:16], opaque=0),
@@ -314,23 +210,30 @@ def _cases() -> list[WrongInput]:
     case = topic("`Hello`", Progress.CONNECTED)
     case(
         "no version that the server speaks",
-        _hello(versions=(9,)),
+        hello_of(versions=(9,)),
         connection_closed,
         Status.BAD_VERSION,
     )
-    case("a window below 64 KiB", _hello(window_bytes=65_535), connection_closed, Status.MALFORMED)
-    case("an idle interval of 0 s", _hello(idle_interval_s=0), connection_closed, Status.MALFORMED)
+    case(
+        "a window below 64 KiB", hello_of(window_bytes=65_535), connection_closed, Status.MALFORMED
+    )
+    case(
+        "an idle interval of 0 s", hello_of(idle_interval_s=0), connection_closed, Status.MALFORMED
+    )
     case(
         "an idle interval of 3,601 s",
-        _hello(idle_interval_s=3601),
+        hello_of(idle_interval_s=3601),
         connection_closed,
         Status.MALFORMED,
     )
-    case("an identity of no bytes", _hello(identity=""), connection_closed, Status.MALFORMED)
+    case("an identity of no bytes", hello_of(identity=""), connection_closed, Status.MALFORMED)
     case(
-        "an identity of 201 bytes", _hello(identity="x" * 201), connection_closed, Status.MALFORMED
+        "an identity of 201 bytes",
+        hello_of(identity="x" * 201),
+        connection_closed,
+        Status.MALFORMED,
     )
-    control = _hello(identity="a\x1b[2J")
+    control = hello_of(identity="a\x1b[2J")
     case("an identity with control characters", control, connection_closed, Status.MALFORMED)
     case("nothing within 10 s", None, connection_closed, Status.IDLE)
 
@@ -352,7 +255,7 @@ def _cases() -> list[WrongInput]:
     case("one more attempt, after too many have failed", None, connection_closed, Status.TOO_MANY)
 
     case = topic("any request", Progress.OPENED)
-    in_use = encoded(_stream(), Stats(opaque=OPAQUE))
+    in_use = encoded(stream(), Stats(opaque=OPAQUE))
     case("an opaque that is in use", in_use, connection_closed, Status.OPAQUE_IN_USE)
     case("more than `requests_open_max` at a time", None, connection_closed, Status.TOO_MANY)
     case("about a bucket that was deleted meanwhile", None, request_refused, Status.NO_BUCKET)
@@ -377,40 +280,38 @@ def _cases() -> list[WrongInput]:
 
     case = topic("`Stream`", Progress.OPENED)
     no_stream = Outcome.NO_STREAM
-    twice = encoded(_stream(), _stream(opaque=OPAQUE + 1))
+    twice = encoded(stream(), stream(opaque=OPAQUE + 1))
     case("a partition that is streamed already", twice, connection_closed, Status.OUT_OF_TURN)
-    contradiction = _stream(position=Position(FailoverLog(), SeqNo(9), SeqNo(3), None))
+    contradiction = stream(position=Position(FailoverLog(), SeqNo(9), SeqNo(3), None))
     case("a position that contradicts itself", contradiction, connection_closed, Status.MALFORMED)
     case(
         "a partition that the bucket does not have",
-        _stream(partition=MISSING),
+        stream(partition=MISSING),
         no_stream,
         Status.NOT_MY_PARTITION,
     )
-    case("the state dead", _stream(PartitionState.DEAD), no_stream, Status.BAD_ARGUMENT)
+    case("the state dead", stream(PartitionState.DEAD), no_stream, Status.BAD_ARGUMENT)
     case(
         "the state pending, without `with_answers`",
-        _stream(PartitionState.PENDING),
+        stream(PartitionState.PENDING),
         no_stream,
         Status.BAD_ARGUMENT,
     )
-    case(
-        "another state than it has", _stream(PartitionState.REPLICA), no_stream, Status.WRONG_STATE
-    )
+    case("another state than it has", stream(PartitionState.REPLICA), no_stream, Status.WRONG_STATE)
     case(
         "`with_answers`, from a client that is not a replica",
-        _stream(with_answers=True),
+        stream(with_answers=True),
         no_stream,
         Status.WRONG_STATE,
     )
     case(
         "a `key_prefix` that is longer than a key",
-        _stream(key_prefix=b"k" * (KEY_BYTES_MAX + 1)),
+        stream(key_prefix=b"k" * (KEY_BYTES_MAX + 1)),
         no_stream,
         Status.BAD_ARGUMENT,
     )
-    case("a lease that does not exist", _stream(lease_id=7), no_stream, Status.RANGE_GONE)
-    unknown = _stream(position=_position(UNKNOWN_HISTORY, 5))
+    case("a lease that does not exist", stream(lease_id=7), no_stream, Status.RANGE_GONE)
+    unknown = stream(position=position_in(UNKNOWN_HISTORY, 5))
     case("a history that the server does not know", unknown, no_stream, Status.ROLLBACK)
     case("a number that the server has not reached", None, no_stream, Status.SEQ_TOO_HIGH)
 
@@ -446,87 +347,85 @@ def _add_publishing(topic: Topic) -> None:
     )
     case = topic("a bundle", Progress.OPENED)
     case("sent with no credit", None, connection_closed, Status.FLOW_CONTROL)
-    case("an unknown durability", _wrong_durability(), connection_closed, Status.MALFORMED)
+    case("an unknown durability", wrong_durability(), connection_closed, Status.MALFORMED)
     case(
         "no run",
-        _bundle([], bytes(chunk_of_plain_sets([], []))),
+        bundle([], bytes(chunk_of_plain_sets([], []))),
         connection_closed,
         Status.MALFORMED,
     )
-    case("a run without rows", _bundle([(0, 1), (1, 0)]), connection_closed, Status.MALFORMED)
+    case("a run without rows", bundle([(0, 1), (1, 0)]), connection_closed, Status.MALFORMED)
     case(
-        "runs that are not in order", _bundle([(1, 1), (0, 1)]), connection_closed, Status.MALFORMED
+        "runs that are not in order", bundle([(1, 1), (0, 1)]), connection_closed, Status.MALFORMED
     )
-    case(
-        "two runs of one partition", _bundle([(0, 1), (0, 1)]), connection_closed, Status.MALFORMED
-    )
+    case("two runs of one partition", bundle([(0, 1), (0, 1)]), connection_closed, Status.MALFORMED)
     case(
         "runs with other rows than the chunk",
-        _bundle([(0, 2)], bytes(_ONE)),
+        bundle([(0, 2)], bytes(ONE_ROW)),
         connection_closed,
         Status.MALFORMED,
     )
     runs = [(partition, 1) for partition in range(BUNDLE_RUNS_MAX + 1)]
-    case(f"more than {BUNDLE_RUNS_MAX:,} runs", _bundle(runs), connection_closed, Status.MALFORMED)
+    case(f"more than {BUNDLE_RUNS_MAX:,} runs", bundle(runs), connection_closed, Status.MALFORMED)
     long_run = [(0, BUNDLE_MUTATIONS_MAX + 1)]
     case(
         f"more than {BUNDLE_MUTATIONS_MAX:,} mutations",
-        _bundle(long_run),
+        bundle(long_run),
         connection_closed,
         Status.MALFORMED,
     )
-    lengths = _altered(_ONE, 4, (99).to_bytes(4, "little"))
+    lengths = altered(ONE_ROW, 4, (99).to_bytes(4, "little"))
     case("a chunk whose lengths do not add up", lengths, connection_closed, Status.MALFORMED)
-    reserved = _altered(_ONE, 12, b"\x01")
+    reserved = altered(ONE_ROW, 12, b"\x01")
     case("a chunk whose reserved field is not 0", reserved, connection_closed, Status.MALFORMED)
-    numbered = _altered(_ONE, 32, b"\x01")
+    numbered = altered(ONE_ROW, 32, b"\x01")
     case("a chunk with sequence numbers", numbered, request_refused, Status.BAD_ARGUMENT)
-    expire = _mutate(Mutation(Operation.EXPIRE, KEY))
+    expire = mutate(Mutation(Operation.EXPIRE, KEY))
     case("a chunk with `EXPIRE`", expire, request_refused, Status.BAD_ARGUMENT)
     # Before the operation of one row lie 32 bytes of head, and six columns of 8.
-    undefined = _altered(_ONE, 32 + 48, b"\x63")
+    undefined = altered(ONE_ROW, 32 + 48, b"\x63")
     case("a chunk with an undefined operation", undefined, request_refused, Status.BAD_ARGUMENT)
     # Before the key offsets of two rows lie 32 bytes of head, and 48 of numbers and the like.
-    falling = _altered(_TWO, 32 + 48 + 4, (100).to_bytes(4, "little"))
+    falling = altered(TWO_ROWS, 32 + 48 + 4, (100).to_bytes(4, "little"))
     case("a chunk whose offsets fall", falling, request_refused, Status.BAD_ARGUMENT)
-    delta = _mutate(Mutation(Operation.INCREMENT, KEY, b"1"))
+    delta = mutate(Mutation(Operation.INCREMENT, KEY, b"1"))
     case("a counter's value that is not 24 bytes", delta, request_refused, Status.BAD_ARGUMENT)
 
     case = topic("a run", Progress.OPENED)
-    wrong_partition = _mutate(_set(), partition=MISSING)
+    wrong_partition = mutate(set_row(), partition=MISSING)
     case(
         "a partition that the node is not active for",
         wrong_partition,
         request_refused,
         Status.NOT_MY_PARTITION,
     )
-    elsewhere = _mutate(_set(key_in(1)))
+    elsewhere = mutate(set_row(key_in(1)))
     case("a key that belongs to another partition", elsewhere, request_refused, Status.BAD_ARGUMENT)
-    replicated = _mutate(_set(), durability=Durability.REPLICATED, copies=1)
+    replicated = mutate(set_row(), durability=Durability.REPLICATED, copies=1)
     case(
         "more copies than there are replicas", replicated, request_refused, Status.TOO_FEW_REPLICAS
     )
     case("a replicated level with 0 copies", None, request_refused, Status.BAD_ARGUMENT)
     case(
         "a run whose result was forgotten",
-        _runs_of_one_writer(),
+        runs_of_one_writer(),
         request_refused,
         Status.TOKEN_TOO_OLD,
     )
-    later = _mutate(_set(), writer=_WRITER, counter=1, attempt=2, opaque=OPAQUE + 1)
-    earlier = _mutate(_set(), writer=_WRITER, counter=2, attempt=1)
+    later = mutate(set_row(), writer=WRITER, counter=1, attempt=2, opaque=OPAQUE + 1)
+    earlier = mutate(set_row(), writer=WRITER, counter=2, attempt=1)
     case("an older attempt", encoded(later, earlier), request_refused, Status.SUPERSEDED)
-    first_run = _mutate(
-        _set(), writer=_WRITER, counter=1, chain=_ONE.chained_crc(0), opaque=OPAQUE + 1
+    first_run = mutate(
+        set_row(), writer=WRITER, counter=1, chain=ONE_ROW.chained_crc(0), opaque=OPAQUE + 1
     )
-    other_chain = _mutate(_set(value=b"w"), writer=_WRITER, counter=1, chain=1)
+    other_chain = mutate(set_row(value=b"w"), writer=WRITER, counter=1, chain=1)
     case(
         "the token of a run with another chain",
         encoded(first_run, other_chain),
         request_refused,
         Status.REPLAY_DIFFERS,
     )
-    broken = _mutate(_set(), writer=_WRITER, counter=2, chain=1)
+    broken = mutate(set_row(), writer=WRITER, counter=2, chain=1)
     case(
         "a chain that does not continue the last one",
         encoded(first_run, broken),
@@ -547,48 +446,38 @@ def _add_publishing(topic: Topic) -> None:
     )
 
     case = topic("a row of a run", Progress.OPENED)
-    case("an empty key", _mutate(_set(b"")), row_failed, Status.BAD_KEY)
-    case("a key of 251 bytes", _mutate(_set(b"k" * 251)), row_failed, Status.BAD_KEY)
+    case("an empty key", mutate(set_row(b"")), row_failed, Status.BAD_KEY)
+    case("a key of 251 bytes", mutate(set_row(b"k" * 251)), row_failed, Status.BAD_KEY)
     case("a value above 20 MiB", None, row_failed, Status.TOO_LARGE)
-    case("`ADD` of a key that exists", _mutate(_row(Operation.ADD)), row_failed, Status.EXISTS)
+    case("`ADD` of a key that exists", mutate(text_row(Operation.ADD)), row_failed, Status.EXISTS)
     absent = key_in(0, "absent")
     for operation in (Operation.REPLACE, Operation.DELETE, Operation.APPEND, Operation.TOUCH):
         row = Mutation(operation, absent)
-        case(f"`{operation.name}` of a missing key", _mutate(row), row_failed, Status.NOT_FOUND)
+        case(f"`{operation.name}` of a missing key", mutate(row), row_failed, Status.NOT_FOUND)
     no_create = Mutation(Operation.INCREMENT, absent, CounterDelta(1, create=False).encode())
     case(
         "`INCREMENT` without `create`, of a missing key",
-        _mutate(no_create),
+        mutate(no_create),
         row_failed,
         Status.NOT_FOUND,
     )
     text = Mutation(Operation.INCREMENT, TEXT_KEY, CounterDelta(1).encode())
     case(
         "`INCREMENT` of a value that is not a number",
-        _mutate(text),
+        mutate(text),
         row_failed,
         Status.NOT_A_NUMBER,
     )
     stale = Mutation(Operation.SET, TEXT_KEY, b"", cas=Cas(7))
-    case("another CAS than the item's", _mutate(stale), row_failed, Status.CAS_MISMATCH)
+    case("another CAS than the item's", mutate(stale), row_failed, Status.CAS_MISMATCH)
     no_item = Mutation(Operation.SET, absent, b"", cas=Cas(7))
-    case("an expected CAS, and a missing key", _mutate(no_item), row_failed, Status.NOT_FOUND)
+    case("an expected CAS, and a missing key", mutate(no_item), row_failed, Status.NOT_FOUND)
     case(
         "a key whose old value is damaged, if the operation needs it",
         None,
         row_failed,
         Status.DAMAGED,
     )
-
-
-def _row(operation: Operation) -> Mutation:
-    return Mutation(operation, TEXT_KEY, b"v")
-
-
-def _wrong_durability() -> bytes:
-    body = bytearray(b"".join(map(bytes, _mutate(_set()).body_buffers())))
-    body[24] = 9
-    return frame_of(Mutate, bytes(body))
 
 
 def _add_requests(topic: Topic) -> None:
@@ -728,18 +617,12 @@ def _add_requests(topic: Topic) -> None:
     case("`SetMap` in place of another revision", None, request_refused, Status.REVISION_CONFLICT)
 
     case = topic("`NextEvents`", Progress.GREETED)
-    case("an unknown kind", _wrong_kinds(), Outcome.CLOSED, Status.MALFORMED)
+    case("an unknown kind", wrong_kinds(), Outcome.CLOSED, Status.MALFORMED)
     case("a consumer without a name", NextEvents("", opaque=OPAQUE), request_refused, bad)
     case("a timeout of 0 s", NextEvents("c", timeout_s=0, opaque=OPAQUE), request_refused, bad)
     long = NextEvents("c", pattern="x" * 201, opaque=OPAQUE)
     case("a pattern of 201 bytes", long, request_refused, bad)
     case("a second open `NextEvents`", None, request_refused, Status.LIMIT_REACHED)
-
-
-def _wrong_kinds() -> bytes:
-    body = bytearray(b"".join(map(bytes, NextEvents("c").body_buffers())))
-    body[16] = 16
-    return frame_of(NextEvents, bytes(body))
 
 
 WRONG_INPUTS: Final = tuple(_cases())
