@@ -20,8 +20,9 @@ from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, TlsError
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.index_query import IndexQuery
 from upr_protocol.spark.json_values import parser_of, unparsed_values
-from upr_protocol.spark.read_options import IndexQuery, ReadOptions
+from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import column_as
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Self
+from datetime import datetime
+from typing import Final, Self
 
 import attrs
-import msgspec
 
-from upr_protocol.client import Address, IndexClient, Security
-from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
+from upr_protocol.client import Address
 from upr_protocol.limits import (
     KEY_BYTES_MAX,
     LEASE_OWNER_BYTES_MAX,
@@ -19,8 +17,9 @@ from upr_protocol.limits import (
 )
 from upr_protocol.spark.batch_delay import BatchDelay
 from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.index_query import IndexQuery, index_query
 from upr_protocol.spark.options import SourceOptions
-from upr_protocol.timestamps import parse_timestamp
+from upr_protocol.spark.range_options import offsets_option, partitions_of, time_option
 
 LEASE_S_DEFAULT: Final = 3600
 """How long a range stays pinned though nobody renews it: longer than most batches take."""
@@ -30,27 +29,6 @@ DELAY_S_DEFAULT: Final = 900.0
 
 TASK_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 """A task costs Spark some 50 ms, whatever it does: this much takes it longer."""
-
-
-@attrs.frozen
-class IndexQuery:
-    """Which entries of an index are read.
-
-    Attributes:
-        name: The index, as DESIGN/INDEX.
-        indexer: The URL of its indexer.
-        security: How the connection to that is protected.
-        prefix: The first parts of the index keys; None for any.
-        low: The lowest index key, or its first parts; None for no lowest.
-        high: The highest, likewise; what begins with it is read, too.
-    """
-
-    name: str
-    indexer: str
-    security: Security
-    prefix: Sequence[Any] | None
-    low: Sequence[Any] | None
-    high: Sequence[Any] | None
 
 
 INFER: Final = "infer"
@@ -146,17 +124,17 @@ class ReadOptions:
         buckets, bucket_pattern = _buckets(options)
         are_several = bool(buckets or bucket_pattern)
         address = options.address(has_bucket=not are_several)
-        partitions = _partitions(options.text("partitions", ""))
+        partitions = partitions_of(options.text("partitions", ""))
         key = _key_bytes(options, "key", low=1)
         key_prefix = _key_bytes(options, "keyPrefix", low=0) or b""
         if key is not None and (partitions or key_prefix):
             raise OptionError(
                 "the option key excludes partitions and keyPrefix: a key has one partition"
             )
-        start, bucket_starts = _offsets(
+        start, bucket_starts = offsets_option(
             options, "startingOffsets", "earliest", ("earliest", "latest"), by_bucket=are_several
         )
-        start_time = _time(options, "startingTimestamp", "startingOffsets")
+        start_time = time_option(options, "startingTimestamp", "startingOffsets")
         metadata = options.flag("metadata", default=True)
         include_value = options.flag("includeValue", default=True)
         value_schema = _value_schema(options, include_value=include_value)
@@ -186,11 +164,11 @@ class ReadOptions:
             max_bytes = options.number("maxBytesPerTrigger", None, low=1)
         if not streaming:
             deduplicate = options.flag("deduplicate", default=False)
-            index = _index(options, address)
-            end, bucket_ends = _offsets(
+            index = index_query(options, address)
+            end, bucket_ends = offsets_option(
                 options, "endingOffsets", "latest", ("latest",), by_bucket=are_several
             )
-            end_time = _time(options, "endingTimestamp", "endingOffsets")
+            end_time = time_option(options, "endingTimestamp", "endingOffsets")
             if start_time is not None and end_time is not None and start_time >= end_time:
                 raise OptionError(
                     f"the option endingTimestamp is {end_time.isoformat()}, which is not after "
@@ -338,57 +316,6 @@ def _key_bytes(options: SourceOptions, name: str, *, low: int) -> bytes | None:
     return data
 
 
-_NOT_WITH_INDEX: Final = (
-    *("buckets", "bucketPattern", "partitions", "key", "keyPrefix", "deduplicate", "valueSchema"),
-    *("startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp"),
-)
-
-
-def _index(options: SourceOptions, address: Address) -> IndexQuery | None:
-    """Which entries of an index are read; None if none is named."""
-    name, indexer = options.text("index", None), options.text("indexer", None)
-    prefix, low, high = (
-        _index_key(options, option) for option in ("indexPrefix", "indexFrom", "indexTo")
-    )
-    if name is None:
-        for option in ("indexer", "indexPrefix", "indexFrom", "indexTo"):
-            if options.text(option, None) is not None:
-                raise OptionError(f"the option {option} needs the option index, as planes/by_size")
-        return None
-    if not all(name.partition("/")):
-        raise OptionError(f"the option index is {name!r}; write it like planes/by_size")
-    if prefix is not None and (low is not None or high is not None):
-        raise OptionError("the option indexPrefix excludes indexFrom and indexTo")
-    for option in _NOT_WITH_INDEX:
-        if options.text(option, None) is not None:
-            raise OptionError(f"the options index and {option} exclude each other")
-    if indexer is None:
-        indexer = options.required("indexer", "http://127.0.0.1:12080")
-    # The files of the options are those of the server, too, which may be the only one encrypted.
-    is_encrypted = indexer.startswith("https://")
-    tls = address.security.tls if is_encrypted else None
-    security = Security(tls, address.security.credentials)
-    try:
-        IndexClient(indexer, security).close()
-    except ValueError as error:
-        raise OptionError(f"the option indexer: {error}") from error
-    return IndexQuery(name, indexer, security, prefix, low, high)
-
-
-def _index_key(options: SourceOptions, name: str) -> Sequence[Any] | None:
-    """A key of an index, or its first parts: a JSON array, or a value that is the only part."""
-    text = options.text(name, None)
-    if text is None:
-        return None
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise OptionError(
-            f'the option {name} is {text!r}; write JSON, like ["BOEING", 100] or "BOEING"'
-        ) from error
-    return value if isinstance(value, list) else [value]
-
-
 def _consumer_name(options: SourceOptions) -> str:
     name = options.text("consumerName", "")
     if not name.isprintable() or len(name.encode()) > LEASE_OWNER_BYTES_MAX:
@@ -416,69 +343,3 @@ def _delay_s(options: SourceOptions, min_rows: int | None) -> float:
             f"{', '.join(_UNITS_S)}, like 15m"
         )
     return int(match[1]) * _UNITS_S[match[2]]
-
-
-def _partitions(text: str) -> tuple[int, ...]:
-    """The partitions in a text like `0-3,7`."""
-    partitions: set[int] = set()
-    for part in filter(None, text.replace(" ", "").split(",")):
-        low, _, high = part.partition("-")
-        try:
-            lowest, highest = int(low), int(high or low)
-        except ValueError:
-            lowest, highest = 1, 0
-        if not 0 <= lowest <= highest < PARTITIONS_END:
-            raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
-        partitions.update(range(lowest, highest + 1))
-    return tuple(sorted(partitions))
-
-
-def _time(options: SourceOptions, name: str, other_name: str) -> datetime | None:
-    """A time: in ISO 8601 with a time zone, or milliseconds since 1970, as Kafka's options take
-    it. None when the option was not given."""
-    text = options.text(name, None)
-    if text is None:
-        return None
-    if options.text(other_name, None) is not None:
-        raise OptionError(f"the options {name} and {other_name} exclude each other")
-    if not text.isdigit():
-        try:
-            return parse_timestamp(text)
-        except ValueError as error:
-            raise OptionError(f"the option {name}: {error}") from error
-    try:
-        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(text))
-    except OverflowError:
-        raise OptionError(
-            f"the option {name} is {text}, which is no time in milliseconds since 1970"
-        ) from None
-
-
-def _offsets(
-    options: SourceOptions, name: str, default: str, words: tuple[str, ...], *, by_bucket: bool
-) -> tuple[str | Mapping[int, int], Mapping[str, Mapping[int, int]]]:
-    """A word, or a number for each partition, as JSON: `{"0": 17, "3": 4}`; and of several buckets
-    the numbers of each: `{"planes": {"0": 17}}`."""
-    text = options.text(name, default)
-    if not text.lstrip().startswith("{"):
-        return options.choice(name, default, words), {}
-    try:
-        if by_bucket:
-            decoded = msgspec.json.decode(text, type=dict[str, dict[str, int]])
-            return default, {bucket: _numbers(seqs) for bucket, seqs in decoded.items()}
-        return _numbers(msgspec.json.decode(text, type=dict[str, int])), {}
-    except (msgspec.DecodeError, ValueError) as error:
-        example = '{"planes": {"0": 17, "3": 4}}' if by_bucket else '{"0": 17, "3": 4}'
-        kind = "bucket and partition" if by_bucket else "partition"
-        raise OptionError(
-            f"the option {name} is {text!r}; use {', '.join(words)}, or numbers by {kind} "
-            f"like {example}"
-        ) from error
-
-
-def _numbers(seq_of_text: Mapping[str, int]) -> dict[int, int]:
-    numbers = {int(partition): seq for partition, seq in seq_of_text.items()}
-    for partition, seq in numbers.items():
-        if not (0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX):
-            raise ValueError(f"partition {partition} cannot have the number {seq}")
-    return numbers

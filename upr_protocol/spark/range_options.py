@@ -1,0 +1,79 @@
+"""Options of a read that say which partitions it reads, from where, and up to where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
+from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.options import SourceOptions
+from upr_protocol.timestamps import parse_timestamp
+
+
+def partitions_of(text: str) -> tuple[int, ...]:
+    """The partitions in a text like `0-3,7`."""
+    partitions: set[int] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        low, _, high = part.partition("-")
+        try:
+            lowest, highest = int(low), int(high or low)
+        except ValueError:
+            lowest, highest = 1, 0
+        if not 0 <= lowest <= highest < PARTITIONS_END:
+            raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
+        partitions.update(range(lowest, highest + 1))
+    return tuple(sorted(partitions))
+
+
+def time_option(options: SourceOptions, name: str, other_name: str) -> datetime | None:
+    """A time: in ISO 8601 with a time zone, or milliseconds since 1970, as Kafka's options take
+    it. None when the option was not given."""
+    text = options.text(name, None)
+    if text is None:
+        return None
+    if options.text(other_name, None) is not None:
+        raise OptionError(f"the options {name} and {other_name} exclude each other")
+    if not text.isdigit():
+        try:
+            return parse_timestamp(text)
+        except ValueError as error:
+            raise OptionError(f"the option {name}: {error}") from error
+    try:
+        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(text))
+    except OverflowError:
+        raise OptionError(
+            f"the option {name} is {text}, which is no time in milliseconds since 1970"
+        ) from None
+
+
+def offsets_option(
+    options: SourceOptions, name: str, default: str, words: tuple[str, ...], *, by_bucket: bool
+) -> tuple[str | Mapping[int, int], Mapping[str, Mapping[int, int]]]:
+    """A word, or a number for each partition, as JSON: `{"0": 17, "3": 4}`; and of several buckets
+    the numbers of each: `{"planes": {"0": 17}}`."""
+    text = options.text(name, default)
+    if not text.lstrip().startswith("{"):
+        return options.choice(name, default, words), {}
+    try:
+        if by_bucket:
+            decoded = msgspec.json.decode(text, type=dict[str, dict[str, int]])
+            return default, {bucket: _numbers(seqs) for bucket, seqs in decoded.items()}
+        return _numbers(msgspec.json.decode(text, type=dict[str, int])), {}
+    except (msgspec.DecodeError, ValueError) as error:
+        example = '{"planes": {"0": 17, "3": 4}}' if by_bucket else '{"0": 17, "3": 4}'
+        kind = "bucket and partition" if by_bucket else "partition"
+        raise OptionError(
+            f"the option {name} is {text!r}; use {', '.join(words)}, or numbers by {kind} "
+            f"like {example}"
+        ) from error
+
+
+def _numbers(seq_of_text: Mapping[str, int]) -> dict[int, int]:
+    numbers = {int(partition): seq for partition, seq in seq_of_text.items()}
+    for partition, seq in numbers.items():
+        if not (0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX):
+            raise ValueError(f"partition {partition} cannot have the number {seq}")
+    return numbers
