@@ -141,7 +141,7 @@ def whole(server: Server, indexer: Indexer) -> None:
     """Nobody holds anything of an indexer, nor of its server."""
     check(server)
     assert indexer.pool.scan_bytes == 0
-    assert indexer.pool.used == 0
+    assert indexer.pool.used_bytes == 0
     assert not any(len(part.moments) for part in indexer.slices)
     assert not any(index.readers for index in indexer.slices[0].definitions._indexes.values())
 
@@ -316,7 +316,7 @@ async def test_a_stream_waits_for_room(autojump_clock: MockClock) -> None:
                 nursery.start_soon(pause)
 
     def look() -> None:
-        assert pool.used == 0
+        assert pool.used_bytes == 0
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*ROOM)
 

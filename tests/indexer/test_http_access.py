@@ -586,7 +586,7 @@ async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_pat
         assert failures.refusal_count == 0
         front.access._verdicts.update(
             {
-                key: attrs.evolve(verdict, answered=verdict.answered - http_access.VERDICT_S)
+                key: attrs.evolve(verdict, answered_at=verdict.answered_at - http_access.VERDICT_S)
                 for key, verdict in front.access._verdicts.items()
             }
         )

@@ -92,10 +92,12 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
         with pytest.raises(NotFreshError):
             await scan(indexer, "d/n", timeout_s=0.1)
         largest_chunk = 2 * 1024 * 1024
-        assert pool.peak <= POOL_BYTES * STREAM_SHARE + largest_chunk < COUNT * VALUE_BYTES / 4
+        assert (
+            pool.peak_bytes <= POOL_BYTES * STREAM_SHARE + largest_chunk < COUNT * VALUE_BYTES / 4
+        )
         gate.open()
         assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(BY_N, contents)
-        assert pool.peak <= POOL_BYTES
+        assert pool.peak_bytes <= POOL_BYTES
         assert indexer.slices[0].pipeline.queued_batch_count == 0
 
 
@@ -121,7 +123,7 @@ async def test_building_leaves_room_in_the_pool(
         gate.open()
         await until_ready(indexer, "d/n")
         assert await scan(indexer, "d/n") == by_brute_force(BY_N, contents)
-        assert indexer.pool.peak <= POOL_BYTES
+        assert indexer.pool.peak_bytes <= POOL_BYTES
 
 
 async def test_a_stop_does_not_wait_for_an_index_that_is_slow(
@@ -180,7 +182,7 @@ async def test_the_pool() -> None:
     with pool.reserve_for_scan() as scan:
         scan.reduce_to(POOL_BYTES // 4 - SCAN_BYTES)
         with pool.reserve_for_scan():
-            assert pool.used + pool.scan_bytes == POOL_BYTES
+            assert pool.used_bytes + pool.scan_bytes == POOL_BYTES
     assert pool.scan_bytes == 0
     waited = trio.Event()
 
@@ -196,7 +198,7 @@ async def test_the_pool() -> None:
         with pool.reserve_for_scan():
             pool.release(1)
             await waited.wait()
-    assert pool.refused == 1
+    assert pool.refused_count == 1
 
 
 async def test_a_pipeline_applies_what_is_put_until_it_stops() -> None:
@@ -212,12 +214,12 @@ async def test_a_pipeline_applies_what_is_put_until_it_stops() -> None:
         assert await pipeline.drain()
         assert pipeline.has_applied(12)
         nursery.cancel_scope.cancel()
-    assert pool.used == 0
+    assert pool.used_bytes == 0
     assert pipeline.is_stopped
     pipeline.put(_batch(pool, 0, 1))
     assert not await pipeline.drain()
     pipeline.abandon()
-    assert pool.used == 0
+    assert pool.used_bytes == 0
 
 
 class CountingFile:
@@ -406,12 +408,14 @@ async def test_building_stops_at_half_of_the_pool(tmp_path: Path) -> None:
             lambda: indexer.slices[0].definitions.building_count == 1, "building has begun"
         )
         gate.close()
-        await eventually(lambda: indexer.pool.used > pool_bytes // 2, "half of the pool is used")
+        await eventually(
+            lambda: indexer.pool.used_bytes > pool_bytes // 2, "half of the pool is used"
+        )
         await client.set("more", "{}")
         await eventually(
             lambda: indexer.slices[0].figures()["received"] == COUNT + 2, "it is received"
         )
-        assert indexer.pool.used < pool_bytes // 2 + largest_chunk
+        assert indexer.pool.used_bytes < pool_bytes // 2 + largest_chunk
         gate.open()
         await until_ready(indexer, "d/n")
 
@@ -563,7 +567,7 @@ async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
         nursery.start_soon(barriers.run)
         nursery.start_soon(ask)
         await trio.testing.wait_all_tasks_blocked()
-        assert barriers.sent == 1
+        assert barriers.sent_count == 1
         assert not returned.is_set()
         nursery.start_soon(pipeline.run)
         await returned.wait()

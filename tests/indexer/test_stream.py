@@ -135,7 +135,7 @@ async def test_what_came_over_an_earlier_connection_is_applied_before_the_next_r
     @asynccontextmanager
     async def cut_in_snapshot(*_args: Any, **_options: Any) -> AsyncIterator[CutInSnapshot]:
         await trio.lowlevel.checkpoint()
-        waiting.append(stream._assembler.is_open(PARTITION) or pool.used > 0)
+        waiting.append(stream._assembler.is_open(PARTITION) or pool.used_bytes > 0)
         if len(waiting) > 1:
             nursery.cancel_scope.cancel()
         yield CutInSnapshot()

@@ -108,7 +108,7 @@ class ScanAnswer:
             if result.has_more:
                 continuation = continuation_after(result.entries[-1])
                 base_answer = msgspec.structs.replace(base_answer, continuation=continuation)
-        self._rest = base_answer
+        self._base_answer = base_answer
         self.nbytes = entries_bytes(self._entries) + entries_bytes(self._payloads)
 
     @property
@@ -119,12 +119,12 @@ class ScanAnswer:
     @property
     def rest(self) -> Answer:
         """All but the entries."""
-        return self._rest
+        return self._base_answer
 
     def pieces(self) -> Iterator[bytes]:
         """The JSON, in pieces of some 64 KiB that are made one at a time: as Python's objects all
         the entries would take many times the memory."""
-        other_fields = msgspec.json.encode(self._rest)
+        other_fields = msgspec.json.encode(self._base_answer)
         if not self._entries:
             yield other_fields
             return

@@ -83,13 +83,13 @@ async def remove_other_slices(data_dir: Path, own_slices: Collection[SliceId]) -
     Raises:
         FolderInUseError: A worker of an indexer that was killed still uses one.
     """
-    own = {slice_id.folder for slice_id in own_slices}
-    other_folders = _others(data_dir, own)
+    own_folders = {slice_id.folder for slice_id in own_slices}
+    other_folders = _others(data_dir, own_folders)
     if not other_folders:
         return
     log.warning(
         "the indexes are divided in another way than before; building them again",
-        slices=len(own),
+        slices=len(own_folders),
         removed=[path.name for path in other_folders],
     )
     for path in other_folders:
@@ -97,11 +97,13 @@ async def remove_other_slices(data_dir: Path, own_slices: Collection[SliceId]) -
             await trio.to_thread.run_sync(_remove, path)
 
 
-def _others(data_dir: Path, own: Collection[str]) -> list[Path]:
+def _others(data_dir: Path, own_folders: Collection[str]) -> list[Path]:
     folders = [
         path
         for path in sorted(data_dir.iterdir())
-        if path.name not in own and _SLICE_FOLDER.fullmatch(path.name) and (path / "lock").is_file()
+        if path.name not in own_folders
+        and _SLICE_FOLDER.fullmatch(path.name)
+        and (path / "lock").is_file()
     ]
     if (data_dir / "catalog" / "data.mdb").is_file():
         # An earlier version. The catalog is last: if this is interrupted, the next start goes on.

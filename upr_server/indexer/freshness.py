@@ -44,7 +44,7 @@ class ScanBarriers:
         pipeline: The queues.
 
     Attributes:
-        sent: How many barriers were sent.
+        sent_count: How many barriers were sent.
         waits: How many scans waited for them.
     """
 
@@ -53,7 +53,7 @@ class ScanBarriers:
         self._pipeline = pipeline
         self._next: _SharedBarrier | None = None
         self._requested = Notifier()
-        self.sent = self.waits = 0
+        self.sent_count = self.waits = 0
 
     async def run(self) -> None:
         """Sends a barrier whenever scans wait, for ever."""
@@ -62,7 +62,7 @@ class ScanBarriers:
             barrier, self._next = self._next, None
             assert barrier is not None
             await self._send()
-            self.sent += 1
+            self.sent_count += 1
             barrier.put_count = self._pipeline.put_count
             barrier.returned.set()
 

@@ -97,7 +97,7 @@ class _Verdict:
     """What the server said of a name and a password that are right."""
 
     may_read: bool
-    answered: float
+    answered_at: float
 
 
 class HttpAccess:
@@ -179,8 +179,8 @@ class HttpAccess:
             UprError: The server cannot be asked.
         """
         node = self._hash(authorization)
-        answered = max(self._nodes.get(node, -inf), self._nodes.get(_EVERYBODY, -inf))
-        age_s = trio.current_time() - answered
+        answered_at = max(self._nodes.get(node, -inf), self._nodes.get(_EVERYBODY, -inf))
+        age_s = trio.current_time() - answered_at
         if age_s < NODE_VERDICT_S:
             return
         if age_s >= AWAY_S:
@@ -283,10 +283,10 @@ class HttpAccess:
     async def _verdict(self, credentials: Credentials, host: str) -> _Verdict:
         digest = self._digest(credentials)
         while (verdict := self._younger_than(VERDICT_S, digest)) is None:
-            last = self._younger_than(AWAY_S, digest)
+            last_verdict = self._younger_than(AWAY_S, digest)
             question = self._questions.get(digest)
-            if last is not None and (question is not None or self._is_away()):
-                return last
+            if last_verdict is not None and (question is not None or self._is_away()):
+                return last_verdict
             if question is None:
                 return await self._question(digest, credentials, host)
             await question.wait()
@@ -299,20 +299,20 @@ class HttpAccess:
             is_known = self._younger_than(AWAY_S, digest) is not None
             async with self._renewal_slots if is_known else self._new_turns.turn(host):
                 # Much time may have passed before this one's turn.
-                last = self._younger_than(AWAY_S, digest)
-                if last is not None and self._is_away():
-                    return last
-                if last is None:
+                last_verdict = self._younger_than(AWAY_S, digest)
+                if last_verdict is not None and self._is_away():
+                    return last_verdict
+                if last_verdict is None:
                     self._check_limits(host)
-                return await self._answer(digest, credentials, host, last)
+                return await self._answer(digest, credentials, host, last_verdict)
         finally:
             del self._questions[digest]
             over.set()
 
     async def _answer(
-        self, digest: bytes, credentials: Credentials, host: str, last: _Verdict | None
+        self, digest: bytes, credentials: Credentials, host: str, last_verdict: _Verdict | None
     ) -> _Verdict:
-        if last is not None and self._away_until:
+        if last_verdict is not None and self._away_until:
             # This question finds out whether the server is back; others go on meanwhile.
             self._away_until = trio.current_time() + ASK_TIMEOUT_S
         try:
@@ -320,17 +320,17 @@ class HttpAccess:
         except UsersError as error:
             raise LogInNeededError(str(error)) from error
         except BrokenError:
-            if last is None:
+            if last_verdict is None:
                 self._failures_of_hosts.count_failure(host, trio.current_time())
                 raise
             self._away_until = trio.current_time() + VERDICT_S
-            return last
+            return last_verdict
         except ServerError as error:
             self._away_until = 0.0
             if error.status is Status.LOG_IN_FAILED:
                 self._note_failure(digest, host)
                 raise LogInNeededError(error.sentence) from error
-            if last is None:
+            if last_verdict is None:
                 self._failures_of_hosts.count_failure(host, trio.current_time())
             raise
         self._away_until = 0.0
@@ -352,7 +352,7 @@ class HttpAccess:
 
     def _younger_than(self, age_s: float, digest: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(digest)
-        if verdict is None or trio.current_time() >= verdict.answered + age_s:
+        if verdict is None or trio.current_time() >= verdict.answered_at + age_s:
             return None
         return verdict
 

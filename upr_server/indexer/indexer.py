@@ -102,10 +102,11 @@ class Indexer:
     @property
     def slices(self) -> list[Slice]:
         """The slices in this process."""
-        own = (
-            holder.own if isinstance(holder, ReplicatedSlice) else holder for holder in self.holders
+        own_holders = (
+            holder.own_copy if isinstance(holder, ReplicatedSlice) else holder
+            for holder in self.holders
         )
-        return [holder for holder in own if isinstance(holder, Slice)]
+        return [holder for holder in own_holders if isinstance(holder, Slice)]
 
     def nodes(self) -> dict[str, Any]:
         """Which node keeps what, and which of them answer, for `GET /v1/nodes`."""
@@ -168,11 +169,11 @@ class Indexer:
 
 
 def _holder(
-    membership: Membership | None, slice_id: SliceId, own: Mapping[SliceId, SliceHolder]
+    membership: Membership | None, slice_id: SliceId, own_holders: Mapping[SliceId, SliceHolder]
 ) -> SliceHolder:
     if membership is None:
-        return own[slice_id]
-    return replicated_slice(membership, slice_id, own.get(slice_id))
+        return own_holders[slice_id]
+    return replicated_slice(membership, slice_id, own_holders.get(slice_id))
 
 
 HolderMaker = Callable[[SliceId], SliceHolder]
@@ -211,12 +212,12 @@ async def running_indexer(
                 pool=pool,
                 work=work or worker_thread(),
             )
-        own: dict[SliceId, SliceHolder] = {}
+        own_holders: dict[SliceId, SliceHolder] = {}
         for slice_id in settings.kept:
-            own[slice_id] = make_holder(slice_id)
-            files.callback(own[slice_id].close)
+            own_holders[slice_id] = make_holder(slice_id)
+            files.callback(own_holders[slice_id].close)
         holders = [
-            _holder(settings.membership, SliceId(index, settings.slices), own)
+            _holder(settings.membership, SliceId(index, settings.slices), own_holders)
             for index in range(settings.slices)
         ]
         indexer = Indexer(settings, pool, holders)

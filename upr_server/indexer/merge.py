@@ -43,9 +43,9 @@ def merged_entries(
     for answer in answers:
         if answer.ended_by == "ranges":
             continue
-        last = answer.entries[-1]
-        if bound is None or (last > bound if descending else last < bound):
-            bound, ended_by = last, answer.ended_by
+        last_entry = answer.entries[-1]
+        if bound is None or (last_entry > bound if descending else last_entry < bound):
+            bound, ended_by = last_entry, answer.ended_by
     entries: list[bytes]
     payloads: list[bytes] = []
     if any(answer.payloads for answer in answers):
@@ -155,7 +155,7 @@ class MergedScan:
     ) -> None:
         self._name = name
         self._definition = definition
-        self._asked = query
+        self._query = query
         self._counts_beginnings = bool(query.count and query.distinct) and slice_count > 1
         self._answers: Sequence[SliceAnswer] = ()
         self._result: ScanResult | EntrySummary = EntrySummary(0, None, None, ReadCounts())
@@ -179,10 +179,10 @@ class MergedScan:
             self._add_page(_entries(answers, self.query))
             return
         self.is_complete = True
-        if self._asked.is_summary:
-            self._result = merged_summary(answers, counts=self._asked.count)
+        if self._query.is_summary:
+            self._result = merged_summary(answers, counts=self._query.count)
         else:
-            self._result = _entries(answers, self._asked)
+            self._result = _entries(answers, self._query)
 
     def _add_page(self, page: ScanResult) -> None:
         assert isinstance(self._result, EntrySummary)
@@ -206,11 +206,11 @@ class MergedScan:
     def view_token_to_release(self) -> str:
         """The token of the read view (`Moments`) that was held for this scan alone; empty if none
         was."""
-        return self.query.moment if self._counts_beginnings and not self._asked.hold_s else ""
+        return self.query.moment if self._counts_beginnings and not self._query.hold_s else ""
 
     def answer(self) -> ScanAnswer:
         """The answer."""
-        query, result = self._asked, self._result
+        query, result = self._query, self._result
         if self._counts_beginnings and isinstance(result, EntrySummary):
             lowest = result.lowest if query.min else None
             highest = result.highest if query.max else None
@@ -228,7 +228,7 @@ class MergedScan:
         )
 
     def _explanation(self, result: ScanResult | EntrySummary) -> Explanation:
-        return merged_explanation(self._name, self._definition, self._asked, self._answers, result)
+        return merged_explanation(self._name, self._definition, self._query, self._answers, result)
 
 
 def _entries(answers: Sequence[SliceAnswer], query: Query) -> ScanResult:

@@ -43,20 +43,20 @@ whether this one is alive, and gives the link up itself if it has no answer for 
 
 
 def replicated_slice(
-    membership: Membership, slice_id: SliceId, own: SliceHolder | None
+    membership: Membership, slice_id: SliceId, own_holder: SliceHolder | None
 ) -> ReplicatedSlice:
     """A slice and all its copies.
 
     Args:
         membership: The nodes.
         slice_id: Which one.
-        own: The copy of this node; None if it keeps none.
+        own_holder: The copy of this node; None if it keeps none.
     """
     copies: dict[int, tuple[str, SliceHolder]] = {}
     for place in membership.node_map.holders(slice_id.index):
         if place == membership.place:
-            assert own is not None
-            holder: SliceHolder = own
+            assert own_holder is not None
+            holder: SliceHolder = own_holder
         else:
             holder = membership.remote_slice(slice_id, place)
         copies[place] = membership.node_map.nodes[place], holder
@@ -68,7 +68,7 @@ class _Reports:
     """Tells another node of this node's copy of a slice."""
 
     frames: MessageStream
-    last: list[trio.Event] = attrs.field(factory=list)
+    queued_reports: list[trio.Event] = attrs.field(factory=list)
     """Set when the last report is sent."""
 
     def slice_restarted(self, _index: int) -> None:
@@ -76,9 +76,9 @@ class _Reports:
 
     def catalog_read(self, _index: int, report: CatalogReport) -> None:
         # Of two reports that wait, the other node needs the newer one.
-        for is_sent in self.last:
+        for is_sent in self.queued_reports:
             self.frames.withdraw_message(is_sent)
-        self.last[:] = [self.frames.queue_message(CatalogRead(report))]
+        self.queued_reports[:] = [self.frames.queue_message(CatalogRead(report))]
 
 
 async def serve_link(stream: ByteStream, part: ReplicatedSlice, pool: MemoryPool) -> None:
@@ -89,9 +89,9 @@ async def serve_link(stream: ByteStream, part: ReplicatedSlice, pool: MemoryPool
         part: The slice.
         pool: The memory pool of this process.
     """
-    assert part.own is not None
+    assert part.own_copy is not None
     frames = MessageStream(stream, ToNode, QUESTION_BYTES_MAX)
-    server = SliceServer(frames, part.own, pool, NodeQuestion)
+    server = SliceServer(frames, part.own_copy, pool, NodeQuestion)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_send, frames, nursery.cancel_scope)

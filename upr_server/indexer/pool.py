@@ -76,31 +76,31 @@ class MemoryPool:
 
     Attributes:
         nbytes: The pool's size.
-        used: Bytes that queues have reserved.
+        used_bytes: Bytes that queues have reserved.
         scan_bytes: Bytes that scans have reserved: until their answers are sent.
-        peak: The most that queues ever had reserved.
-        refused: How many scans were refused.
+        peak_bytes: The most that queues ever had reserved.
+        refused_count: How many scans were refused.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.used = self.peak = self.refused = self.scan_bytes = 0
+        self.used_bytes = self.peak_bytes = self.refused_count = self.scan_bytes = 0
         self._released = Notifier()
 
     def reserve(self, nbytes: int) -> None:
         """Counts bytes as used, even if that exceeds the pool."""
-        self.used += nbytes
-        self.peak = max(self.peak, self.used)
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def release(self, nbytes: int) -> None:
         """Counts reserved bytes as free again."""
-        self.used -= nbytes
-        assert self.used >= 0
+        self.used_bytes -= nbytes
+        assert self.used_bytes >= 0
         self._released.notify()
 
     def has_room(self, share: float) -> bool:
         """Whether less than this share of the pool is in use."""
-        return self.used < self.nbytes * share
+        return self.used_bytes < self.nbytes * share
 
     async def wait_for_room(self, share: float) -> None:
         """Waits until less than this share of the pool is in use."""
@@ -112,8 +112,8 @@ class MemoryPool:
         Raises:
             OverloadedError: The pool is full.
         """
-        if self.used + self.scan_bytes + nbytes > self.nbytes:
-            self.refused += 1
+        if self.used_bytes + self.scan_bytes + nbytes > self.nbytes:
+            self.refused_count += 1
             raise OverloadedError
         self.scan_bytes += nbytes
 
@@ -126,10 +126,10 @@ class MemoryPool:
         """Figures of the pool, for `GET /v1/status`."""
         return {
             "pool_bytes": self.nbytes,
-            "pool_used": self.used,
-            "pool_peak": self.peak,
+            "pool_used": self.used_bytes,
+            "pool_peak": self.peak_bytes,
             "scan_bytes": self.scan_bytes,
-            "scans_refused": self.refused,
+            "scans_refused": self.refused_count,
         }
 
     @contextmanager

@@ -213,18 +213,18 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """What comes behind the continuation."""
         count = self.distinct or part_count
         try:
-            last = base64.urlsafe_b64decode(self.continuation.encode("ascii"))
-            end = end_of_parts(last, count)
-            parts, _ = decode_parts(last, count)
+            last_entry = base64.urlsafe_b64decode(self.continuation.encode("ascii"))
+            end = end_of_parts(last_entry, count)
+            parts, _ = decode_parts(last_entry, count)
         except (UnicodeEncodeError, binascii.Error, IndexKeyError) as error:
             raise QueryError("continuation", INVALID_CONTINUATION) from error
         # Behind a whole key stands the document's.
-        if (end == len(last)) is not bool(self.distinct):
+        if (end == len(last_entry)) is not bool(self.distinct):
             raise QueryError("continuation", INVALID_CONTINUATION)
-        meaning = RangeEnd(parts, False, *readable_key(last[end:]))
+        meaning = RangeEnd(parts, False, *readable_key(last_entry[end:]))
         if self.descending:
-            return _EncodedRange(high=_End(last, meaning))
-        low = end_of_prefix(last) if self.distinct else last + b"\0"
+            return _EncodedRange(high=_End(last_entry, meaning))
+        low = end_of_prefix(last_entry) if self.distinct else last_entry + b"\0"
         return _EncodedRange(low=_End(low, meaning))
 
     def required_writes(self) -> RequiredWrites:

@@ -111,20 +111,20 @@ class ReplicatedSlice:
         slice_id: Which one.
         copies: By the place of each node in the list: its URL, and what has its copy. In the order
             of the list.
-        own: The place of this node.
+        own_index: The place of this node.
 
     Attributes:
         slice_id: The slice.
-        own: The copy of this node; None if it has none.
+        own_copy: The copy of this node; None if it has none.
     """
 
     def __init__(
-        self, slice_id: SliceId, copies: Mapping[int, tuple[str, SliceHolder]], own: int
+        self, slice_id: SliceId, copies: Mapping[int, tuple[str, SliceHolder]], own_index: int
     ) -> None:
         self.slice_id = slice_id
         every = [_Copy(place, url, holder) for place, (url, holder) in copies.items()]
-        self._copies = sorted(every, key=lambda copy: copy.place != own)
-        self.own = copies[own][1] if own in copies else None
+        self._copies = sorted(every, key=lambda copy: copy.place != own_index)
+        self.own_copy = copies[own_index][1] if own_index in copies else None
         self._source: _Copy | None = None
         self._observer: SliceObserver | None = None
         self._other_nodes: set[SliceObserver] = set()
@@ -160,8 +160,8 @@ class ReplicatedSlice:
     async def stop(self) -> None:
         """Applies what was read."""
         await trio.lowlevel.checkpoint()
-        if self.own is not None:
-            await self.own.stop()
+        if self.own_copy is not None:
+            await self.own_copy.stop()
 
     def close(self) -> None:
         """Closes the files."""
@@ -170,8 +170,8 @@ class ReplicatedSlice:
 
     def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
         """Says which indexes there shall be in the own copy. The other nodes find that out."""
-        if self.own is not None:
-            self.own.define(definitions)
+        if self.own_copy is not None:
+            self.own_copy.define(definitions)
 
     # Design documents.
 
@@ -181,19 +181,19 @@ class ReplicatedSlice:
         self._other_nodes.add(observer)
         try:
             for copy in self._copies:
-                if copy.holder is self.own and copy.report is not None:
+                if copy.holder is self.own_copy and copy.report is not None:
                     observer.catalog_read(self.slice_id.index, copy.report)
             yield
         finally:
             self._other_nodes.remove(observer)
 
     def _observers_of(self, copy: _Copy) -> Iterator[SliceObserver]:
-        if copy.holder is self.own:
+        if copy.holder is self.own_copy:
             yield from self._other_nodes
 
     def _copy_began(self, copy: _Copy) -> None:
         assert self._observer is not None
-        if copy.holder is self.own or copy is self._source:
+        if copy.holder is self.own_copy or copy is self._source:
             self._observer.slice_restarted(self.slice_id.index)
         for observer in self._observers_of(copy):
             observer.slice_restarted(self.slice_id.index)

@@ -223,7 +223,7 @@ class Slice:
             "rounds": self.pipeline.rounds,
             "building": self.definitions.building_count,
             "rollbacks": self.stream.rollbacks,
-            "barriers": self.barriers.sent,
+            "barriers": self.barriers.sent_count,
             "barrier_scans": self.barriers.waits,
             "received": sum(mark.seq for mark in self.stream.marks.values()),
             "applied": sum(mark.seq for mark in self.catalog.file.marks.values()),

@@ -107,7 +107,7 @@ class LinkedSlice(ABC):
         self,
         frames: MessageStream,
         observer: SliceObserver,
-        first: ToWorker | None = None,
+        first_message: ToWorker | None = None,
         first_answer_s: float = HANG_S,
     ) -> None:
         """Talks over a stream until the other side has gone, or hangs.
@@ -115,7 +115,7 @@ class LinkedSlice(ABC):
         Args:
             frames: The stream.
             observer: What the slice calls.
-            first: What to say first.
+            first_message: What to say first.
             first_answer_s: How long the first answer may take.
 
         Raises:
@@ -124,8 +124,8 @@ class LinkedSlice(ABC):
         """
         self._frames = frames
         try:
-            if first is not None:
-                frames.queue_message(first)
+            if first_message is not None:
+                frames.queue_message(first_message)
             observer.slice_restarted(self.slice_id.index)
             async with trio.open_nursery() as nursery:
                 self._scope = nursery.cancel_scope

@@ -37,9 +37,9 @@ class NodeMap(msgspec.Struct, frozen=True):
     def holders(self, index: int) -> tuple[int, ...]:
         """The places in `nodes` of those that keep a slice, the first copy's first. O(replicas)."""
         count = len(self.nodes)
-        row, first = divmod(index, count)
+        row, first_node = divmod(index, count)
         copy_nodes = (1 + (row + copy) % (count - 1) for copy in range(self.replicas))
-        return (first, *((first + offset) % count for offset in copy_nodes))
+        return (first_node, *((first_node + offset) % count for offset in copy_nodes))
 
     def kept_by(self, node: int) -> Iterator[int]:
         """The slices that a node keeps, by its place in `nodes`. O(slices)."""
