@@ -62,7 +62,7 @@ def allows_key(grants: tuple[Grant, ...], right: Right, bucket: str, key: bytes)
 
 def allowed(rights: BucketRights, right: Right, key: bytes) -> bool:
     prefixes = {Right.READ: rights.read_prefixes, Right.WRITE: rights.write_prefixes}[right]
-    return right in rights.whole or first_key_outside([key], prefixes) is None
+    return right in rights.on_all_keys or first_key_outside([key], prefixes) is None
 
 
 def users_with(own: tuple[Grant, ...], of_roles: list[tuple[Grant, ...]]) -> Users:
@@ -83,18 +83,20 @@ def test_grants_of_a_user_and_of_its_roles_allow_what_each_does(
     assert users.grants_of("bob") == together
     for bucket in BUCKETS:
         rights = users.rights_of("bob", bucket)
-        assert rights.whole == {right for right in Right if allows_all(together, right, bucket)}
+        assert rights.on_all_keys == {
+            right for right in Right if allows_all(together, right, bucket)
+        }
         if bucket:
             for right in OF_KEYS:
                 for key in keys:
                     expected = allows_key(together, right, bucket, key)
                     assert allowed(rights, right, key) == expected, (bucket, right, key)
-        assert rights.whole <= rights.on_some_keys
+        assert rights.on_all_keys <= rights.on_some_keys
         for right, prefixes in zip(
             OF_KEYS, (rights.read_prefixes, rights.write_prefixes), strict=True
         ):
-            assert not (prefixes and right in rights.whole)
-            assert (right in rights.on_some_keys) == bool(prefixes or right in rights.whole)
+            assert not (prefixes and right in rights.on_all_keys)
+            assert (right in rights.on_some_keys) == bool(prefixes or right in rights.on_all_keys)
             assert list(prefixes) == sorted(set(prefixes))
 
 

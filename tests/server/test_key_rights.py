@@ -127,7 +127,7 @@ def test_the_audit_log_has_changes_of_roles() -> None:
     log = AuditNotes()
     for access in (access_of(Grant(Right.SECURE, EVERYTHING), by_role=True), access_of()):
         access._audit_log = log
-        with nullcontext() if access.rights_on("").whole else pytest.raises(ServerError):
+        with nullcontext() if access.rights_on("").on_all_keys else pytest.raises(ServerError):
             access.check_message(message)
     (_, allowed), (_, refused) = log.notes
     assert (allowed["allowed"], refused["allowed"]) == (True, False)

@@ -278,7 +278,7 @@ async def test_rights_are_kept_until_the_users_change() -> None:
     assert store.rights_of("bob", "b") is store.rights_of("bob", "b")
     assert store.rights_of("bob", "b") == NO_RIGHTS
     await store.apply_change(lambda users: users.granting("bob", (right,)))
-    assert store.rights_of("bob", "b").whole == {Right.READ}
+    assert store.rights_of("bob", "b").on_all_keys == {Right.READ}
     for number in range(RIGHTS_MAX + 10):
         assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
     assert len(store._rights) <= RIGHTS_MAX
@@ -342,7 +342,7 @@ async def test_rights_by_a_role_are_kept_until_the_users_change() -> None:
     assert store.rights_of("bob", "b") == NO_RIGHTS
     grants = (Grant(Right.READ, "b"),)
     await store.apply_change(lambda users: users.granting_to_role("readers", grants))
-    assert store.rights_of("bob", "b").whole == {Right.READ}
+    assert store.rights_of("bob", "b").on_all_keys == {Right.READ}
     for number in range(RIGHTS_MAX + 10):
         assert store.rights_of("bob", f"b{number}") == NO_RIGHTS
     assert len(store._rights_of_roles) <= RIGHTS_MAX

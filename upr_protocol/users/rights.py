@@ -128,13 +128,13 @@ class BucketRights(msgspec.Struct, frozen=True):
     """What somebody may do with one bucket, or with the server.
 
     Attributes:
-        whole: The rights on all of it.
+        on_all_keys: The rights on all of it.
         read_prefixes: Keys that begin with one of these may be read, too; sorted, and none begins
             with another. Empty if all keys may be read.
         write_prefixes: The same for keys that may be changed.
     """
 
-    whole: frozenset[Right] = frozenset()
+    on_all_keys: frozenset[Right] = frozenset()
     read_prefixes: tuple[bytes, ...] = ()
     write_prefixes: tuple[bytes, ...] = ()
 
@@ -143,8 +143,8 @@ class BucketRights(msgspec.Struct, frozen=True):
         """The rights on all of it, or on some of its keys."""
         if self.read_prefixes or self.write_prefixes:
             of_keys = zip(_OF_KEYS, (self.read_prefixes, self.write_prefixes), strict=True)
-            return self.whole | {right for right, prefixes in of_keys if prefixes}
-        return self.whole
+            return self.on_all_keys | {right for right, prefixes in of_keys if prefixes}
+        return self.on_all_keys
 
     @classmethod
     def of(cls, grants: Iterable[Grant], bucket: str) -> BucketRights:
@@ -164,7 +164,7 @@ class BucketRights(msgspec.Struct, frozen=True):
         if len(several) == 1:
             return several[0]
         return cls._simplified(
-            frozenset().union(*(rights.whole for rights in several)),
+            frozenset().union(*(rights.on_all_keys for rights in several)),
             [prefix for rights in several for prefix in rights.read_prefixes],
             [prefix for rights in several for prefix in rights.write_prefixes],
         )

@@ -103,7 +103,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     def allows(self, name: str | None, right: Right, bucket: str) -> bool:
         """Whether a user has a right on a whole bucket, or on the server. O(grants)."""
-        return right in self.rights_of(name, bucket).whole
+        return right in self.rights_of(name, bucket).on_all_keys
 
     # Changes of users. Each makes the next revision.
 

@@ -151,11 +151,11 @@ class Access:
         return has_lost_a_right or self.is_lost
 
     def _refresh(self) -> None:
-        rights_before = self._rights.whole
+        rights_before = self._rights.on_all_keys
         self._rights = self.rights_on(self._bucket_name)
         self._generation = self._users.generation
         # Not only for the caller: a message may ask for the rights before `loses_rights` does.
-        self._has_lost_a_right |= not self._rights.whole >= rights_before
+        self._has_lost_a_right |= not self._rights.on_all_keys >= rights_before
 
     def rights_on(self, bucket: str) -> BucketRights:
         """What the client may do with a bucket, or with the server. O(grants)."""
@@ -168,7 +168,7 @@ class Access:
     def visible_part(self, event: BucketEvent) -> BucketEvent | None:
         """What the client may know of an event; None for nothing. Design documents belong to the
         whole bucket, and so do their names. O(grants)."""
-        if not USE.isdisjoint(self.rights_on(event.bucket).whole):
+        if not USE.isdisjoint(self.rights_on(event.bucket).on_all_keys):
             return event
         return event.only(ALL_KINDS & ~EventKind.DESIGN) if self.may_use(event.bucket) else None
 
@@ -264,7 +264,7 @@ class Access:
 
     @staticmethod
     def _has(needed_rights: Rights, rights: BucketRights, message: Message) -> bool:
-        return not needed_rights.isdisjoint(rights.whole) or (
+        return not needed_rights.isdisjoint(rights.on_all_keys) or (
             type(message) in OF_SOME_KEYS and not needed_rights.isdisjoint(rights.on_some_keys)
         )
 
@@ -273,7 +273,7 @@ class Access:
         """Whether the client may change every key of its bucket, design documents too."""
         if self._generation != self._users.generation:
             self._refresh()
-        return self._rights.whole >= CHANGE
+        return self._rights.on_all_keys >= CHANGE
 
     def check_read_keys(self, message: Get) -> None:
         """Checks the keys that a client asks for. O(keys), for a client that may not read all of
@@ -282,7 +282,7 @@ class Access:
         Raises:
             ServerError: `NOT_ALLOWED`: the client may not read one of them.
         """
-        if Right.READ not in self.rights.whole:
+        if Right.READ not in self.rights.on_all_keys:
             forbidden = first_key_outside(message.keys, self.rights.read_prefixes)
             if forbidden is not None:
                 raise self._refusal(message, READ, self._bucket_name, forbidden)
@@ -296,7 +296,7 @@ class Access:
         """
         if self.may_change_all_keys:
             return
-        chunk, bucket_rights = message.bundle.chunk, self.rights.whole
+        chunk, bucket_rights = message.bundle.chunk, self.rights.on_all_keys
         if Right.WRITE in bucket_rights:
             # Nearly all bundles have no such bytes anywhere.
             may_have_designs = DESIGN_PREFIX in chunk.key_bytes.tobytes()

@@ -144,7 +144,7 @@ class RequestContext:
     def end_revoked(self) -> Iterator[None]:
         """The client has lost a right: streams end that it may not have any more, some in each
         step."""
-        rights = self.access.rights.whole
+        rights = self.access.rights.on_all_keys
         if self.bucket is not None:
             revoked = self.streamer.end_each(
                 Status.RIGHT_REVOKED,

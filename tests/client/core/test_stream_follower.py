@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def positions_follow_from_the_events(self) -> None:
         for partition in range(PARTITIONS):
-            position = self.state.received.position(PartitionId(partition))
+            position = self.state.resume_state.position(PartitionId(partition))
             assert position.highest_received == self.received[partition]
             assert position.last_complete == self.complete[partition]
             assert (position.partial is None) == (

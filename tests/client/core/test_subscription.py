@@ -71,12 +71,12 @@ def test_another_number_of_partitions_is_another_bucket() -> None:
 def test_partitions_that_the_bucket_does_not_have_any_more_are_named_once() -> None:
     state = new_state()
     received = Position(LOG, SeqNo(5), SeqNo(5), None)
-    state.received.positions.update({PartitionId(1): received, PartitionId(3): received})
+    state.resume_state.positions.update({PartitionId(1): received, PartitionId(3): received})
     (delivery,) = state.learn_partitions(handshake(2))
     assert delivery.event == RolledBack(
         PartitionId(3), SeqNo(0), SeqNo(0), "the bucket does not have this partition any more"
     )
-    assert state.received.position(PartitionId(3)).highest_received == 0
+    assert state.resume_state.position(PartitionId(3)).highest_received == 0
     assert state.learn_partitions(handshake(2)) == []
 
 
@@ -91,7 +91,7 @@ def test_only_a_node_in_the_right_state_decides_what_now_is(answer: Handshake) -
     state = new_state(from_now=True, end="now")
     assert not state.decide_bounds(P, answer)
     assert state.decide_bounds(P, handshake(high_seq=9))
-    assert state.received.position(P) == Position(LOG, SeqNo(9), SeqNo(9), None)
+    assert state.resume_state.position(P) == Position(LOG, SeqNo(9), SeqNo(9), None)
     assert state.end_of(P) == 9
     assert state.decide_bounds(P, handshake(high_seq=12))
     assert state.end_of(P) == 9, "it is decided once"

@@ -127,7 +127,7 @@ class StreamFollower:
         self.failure: ServerError | None = None
         self.refused_streams: list[RefusedStream] = []
         self._state = state
-        self._snapshots = SnapshotDeliveries(state.received)
+        self._snapshots = SnapshotDeliveries(state.resume_state)
         self._connection: _ConnectionStreams | None = None
 
     @property
@@ -205,7 +205,7 @@ class StreamFollower:
 
     def _request_stream(self, session: ClientSession, partition: PartitionId) -> None:
         state, subscription = self._state, self._state.subscription
-        position = state.received.position(partition)
+        position = state.resume_state.position(partition)
         if subscription.lease_id:
             # A leased range is the same on any server and in any history, so it does not matter
             # that the reader was cut inside a snapshot.
@@ -341,7 +341,10 @@ class StreamFollower:
         if status is Status.OK:
             return self._stream_accepted(connection, message)
         # A client that has received nothing cannot roll back; to ask again would not help.
-        if status is Status.ROLLBACK and self._state.received.position(partition).highest_received:
+        if (
+            status is Status.ROLLBACK
+            and self._state.resume_state.position(partition).highest_received
+        ):
             return (self._rollback_ordered(connection, message),)
         error = ServerError(status, f"partition {partition}: {message.reason}")
         self._stream_refused(connection, partition, error, message.map_revision)
@@ -358,9 +361,9 @@ class StreamFollower:
             return ()
         connection.requested.discard(partition)
         connection.streaming.add(partition)
-        old_position = state.received.position(partition)
+        old_position = state.resume_state.position(partition)
         new_position = resume_state.position_after_acceptance(old_position, log)
-        state.received.positions[partition] = new_position
+        state.resume_state.positions[partition] = new_position
         # The first time the position itself may be new to the application: that of "now".
         connection.has_new_logs |= partition not in state.accepted or new_position != old_position
         state.accepted.add(partition)

@@ -82,7 +82,7 @@ class SubscriptionState:
 
     Attributes:
         subscription: What the consumer asked for.
-        received: The positions of everything received; the application may have processed less.
+        resume_state: The positions of everything received; the application may have processed less.
         partitions: The partitions to stream; None until a node has told how many there are.
         remaining: Those of them whose streams have not ended for good.
         barriers: The barriers in flight.
@@ -94,9 +94,9 @@ class SubscriptionState:
         partition_count: How many partitions the bucket has; 0 until a node has told.
     """
 
-    def __init__(self, subscription: Subscription, received: ResumeState) -> None:
+    def __init__(self, subscription: Subscription, resume_state: ResumeState) -> None:
         self.subscription = subscription
-        self.received = received
+        self.resume_state = resume_state
         self.partitions: tuple[PartitionId, ...] | None = None
         self.remaining: set[PartitionId] = set()
         self.accepted: set[PartitionId] = set()
@@ -151,7 +151,7 @@ class SubscriptionState:
         reason = "the bucket does not have this partition any more"
         return [
             self.roll_back(RollbackRequest(partition, SeqNo(0), reason), SeqNo(0))
-            for partition, position in sorted(self.received.positions.items())
+            for partition, position in sorted(self.resume_state.positions.items())
             if partition >= count and position.highest_received
         ]
 
@@ -187,7 +187,7 @@ class SubscriptionState:
             assert log is not None
             position = Position(log.log, log.high_seq, log.high_seq, None)
             # A position that was resumed from stays: "from now" is for the other partitions.
-            self.received.positions.setdefault(partition, position)
+            self.resume_state.positions.setdefault(partition, position)
         self._end_histories[partition] = history_id
         return True
 
@@ -217,8 +217,8 @@ class SubscriptionState:
         """Moves a partition back to `to`; gives `RolledBack`, for the application."""
         partition = request.partition
         self.rollback_count += 1
-        position = resume_state.position_after_rollback(self.received.position(partition), to)
-        self.received.positions[partition] = position
+        position = resume_state.position_after_rollback(self.resume_state.position(partition), to)
+        self.resume_state.positions[partition] = position
         event = RolledBack(partition, request.ceiling, to, request.reason)
         return Delivery(event, (partition, position), priority=SavePriority.URGENT)
 
