@@ -276,6 +276,7 @@ async def _accepting(
             nursery.start_soon(server.upkeep.run_expiring)
             nursery.start_soon(server.connections.resources.frame_budget.run)
             nursery.start_soon(server.connections.resources.step_writes.run)
+            nursery.start_soon(server.connections.resources.connection_ends.run)
             nursery.start_soon(server.partition_maps.run)
             nursery.start_soon(MapExchange(server.partition_maps).run)
             nursery.start_soon(UserExchange(server.users, server.partition_maps).run)

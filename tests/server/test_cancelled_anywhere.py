@@ -47,6 +47,7 @@ from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
+from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
 from upr_server.net.turns import BudgetedTurns, Turns
@@ -457,6 +458,31 @@ async def test_writers_that_are_woken_some_in_each_turn() -> None:
         assert all(connection.calls == ["woken"] for connection in connections)
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*WAKING)
+
+
+ENDING: Final = tries(ConnectionEnds.run)
+
+
+async def test_connections_that_are_ended_some_in_each_turn() -> None:
+    """All of them are, in any case."""
+    scopes: list[trio.CancelScope] = []
+
+    async def work() -> None:
+        ends = ConnectionEnds()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ends.run)
+            await trio.lowlevel.checkpoint()
+            scopes[:] = [trio.CancelScope() for _ in range(3 * ENDS_MAX)]
+            for scope in scopes:
+                ends.end(scope)
+            for _ in range(3):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+
+    def look() -> None:
+        assert all(scope.cancel_called for scope in scopes)
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*ENDING)
 
 
 TURNS: Final = tries(Turns.next_turn, BudgetedTurns.next_turn)

@@ -255,7 +255,7 @@ class AcceptedConnection:
             )
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
-                scope.cancel()
+                self._resources.connection_ends.end(scope)
                 return
             self._bytes_in += count
             self._resources.read_turns.note_used(count)

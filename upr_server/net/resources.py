@@ -14,6 +14,7 @@ from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.transport import new_scratch
 from upr_server.buckets import BucketCatalog
+from upr_server.net.connection_ends import ConnectionEnds
 from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
@@ -113,6 +114,7 @@ class ServerResources:
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         step_writes: Connections to write to at the end of a step.
+        connection_ends: Connections whose peers have gone.
         streams_may_begin: Notified when streams may begin of partitions of which none could.
         scratch: What sockets are read into.
         read_turns: The turns of reads of large bodies.
@@ -138,6 +140,7 @@ class ServerResources:
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     step_writes: StepWrites = attrs.field(factory=StepWrites)
+    connection_ends: ConnectionEnds = attrs.field(factory=ConnectionEnds)
     streams_may_begin: Notifier = attrs.field(factory=Notifier)
     scratch: memoryview = attrs.field(factory=new_scratch)
     read_turns: BudgetedTurns = attrs.field(
