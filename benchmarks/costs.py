@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from random import Random
 from statistics import median
 from time import process_time_ns
@@ -270,7 +270,7 @@ class Node:
         partition = self._replica.partitions[partition_id]
         write = self._received[partition_id].take_write()
         partition.repeated_batches.add_received(write.answers)
-        answers = unsaved_answers(partition, write.record.high)
+        answers = list(chain.from_iterable(unsaved_answers(partition, write.record.high)))
         return PartitionWrite(
             partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
         )
@@ -285,7 +285,8 @@ class Node:
                 chunks.append(chunk)
             if chunks:
                 end = chunks[-1].end
-                answers, record = unsaved_answers(partition, end), record_of(partition, end)
+                answers = list(chain.from_iterable(unsaved_answers(partition, end)))
+                record = record_of(partition, end)
                 ends = [chunk.end for chunk in chunks]
                 writes.append(PartitionWrite(partition.id, record, chunks, answers, ends))
         _pack(writes)

@@ -278,15 +278,20 @@ class Replicated(RuleBasedStateMachine):
             self.answers_given = [row for row in self.answers_given if row[1] != token]
             self.answers_given.append((self.high, token, answer))
 
-    @rule(share=st.floats(0, 1))
-    def save(self, share: float) -> None:
+    @rule(share=st.floats(0, 1), count_max=st.integers(1, 5))
+    def save(self, share: float, count_max: int) -> None:
         through = int(share * self.high)
-        for name, answer in self.source.take_unsaved(through).items():
-            token = WriterToken(*name)
-            if answer is None:
-                self.disk.pop(token, None)
-            else:
-                self.disk[token] = answer
+        is_last = False
+        while not is_last:
+            changes = self.source.take_unsaved(through, count_max)
+            assert len(changes) <= count_max
+            is_last = len(changes) < count_max
+            for name, answer in changes.items():
+                token = WriterToken(*name)
+                if answer is None:
+                    self.disk.pop(token, None)
+                else:
+                    self.disk[token] = answer
         for writer, counter, _, answer in self.source.answers_between(0, through):
             assert self.disk[WriterToken(writer, counter)] == answer
 

@@ -90,7 +90,7 @@ class SeveralAnswers:
         elif action < 0xA0:
             self.note_applied(writer, action % 16, amount)
         elif action < 0xC0:
-            self.each("take_unsaved", max(0, self.high - amount % 16))
+            self.each("take_unsaved", max(0, self.high - amount % 16), writer_number)
         elif action < 0xD0:
             self.truncate(amount % 8)
         elif action < 0xD8:

@@ -50,9 +50,9 @@ class AnswersMachine(RuleBasedStateMachine):
     def note_applied(self, writer: bytes, back: int, applied: int) -> None:
         self.answers.note_applied(writer, back, applied)
 
-    @rule(back=st.integers(0, 8))
-    def take_unsaved(self, back: int) -> None:
-        self.answers.each("take_unsaved", max(0, self.answers.high - back))
+    @rule(back=st.integers(0, 8), count_max=st.integers(0, 6) | st.just(1000))
+    def take_unsaved(self, back: int, count_max: int) -> None:
+        self.answers.each("take_unsaved", max(0, self.answers.high - back), count_max)
 
     @rule()
     def track_unsaved(self) -> None:
@@ -85,7 +85,7 @@ def test_many_writers_and_answers(build: Any) -> None:
         answers.remember(writer, step, b"%d" % step, step // 3, 0)
         if step % 500 == 499:
             answers.check_invariants()
-            assert len(answers.take_unsaved(step // 3 - 10)) > 100
+            assert len(answers.take_unsaved(step // 3 - 10, 1000)) > 100
     assert len(answers) == 100
     answers.truncate(1000)
     answers.check_invariants()

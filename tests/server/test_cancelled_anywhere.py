@@ -21,7 +21,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock, memory_stream_pair
 
-from tests.engine.helpers import put
+from tests.engine.helpers import new_bucket, put
 from tests.kit.async_names import below, name_of
 from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.certificates import Certificates
@@ -42,6 +42,7 @@ from upr_server.app import Server, running_server
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.config import ServerConfig
 from upr_server.engine import QUOTA_BYTES_MIN, Bucket, FetchRequest
+from upr_server.engine.publisher_answers import BATCHES_MAX, WriterToken
 from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
@@ -89,7 +90,7 @@ from upr_server.storage.calls import (
     Truncate,
 )
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import STEP_CALLS, Flusher
+from upr_server.storage.online.flusher import STEP_ANSWERS, STEP_CALLS, Flusher, take_answers
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
 from upr_server.storage.online.maintenance import Maintenance
 from upr_server.storage.processes import ProcessStore, open_store, send_in_steps
@@ -483,6 +484,26 @@ async def test_connections_that_are_ended_some_in_each_turn() -> None:
         assert all(scope.cancel_called for scope in scopes)
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*ENDING)
+
+
+TAKING: Final = tries(take_answers)
+
+
+async def test_answers_to_publishers_that_are_taken_in_steps() -> None:
+    partition = new_bucket().partitions[0]
+    answers, counters = partition.repeated_batches.answers, count(1)
+    answers.track_unsaved()
+
+    async def work() -> None:
+        put(partition, b"key")
+        for writer in range(2 * STEP_ANSWERS // BATCHES_MAX + 1):
+            for _ in range(BATCHES_MAX):
+                token = WriterToken(writer.to_bytes(16, "little"), next(counters))
+                answers.remember(token, b"", partition.high_seq)
+        await take_answers(partition, partition.high_seq)
+        assert answers.take_unsaved(partition.high_seq) == {}
+
+    (await cancelled_at_each_step(work, answers.check_invariants, then=work)).check_inside(*TAKING)
 
 
 TURNS: Final = tries(Turns.next_turn, BudgetedTurns.next_turn)

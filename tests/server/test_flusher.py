@@ -3,7 +3,7 @@ store that notes its commits, and a mock clock."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sized
+from collections.abc import AsyncIterator, Callable, Sized
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any, Final
@@ -16,6 +16,7 @@ from trio.testing import MockClock
 from tests.engine.helpers import cursor_at, new_bucket, put
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition
+from upr_server.engine.publisher_answers import BATCHES_MAX, UNSAVED_BYTES, WriterToken
 from upr_server.engine.snapshots import closed_snapshot, segment
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, StoreCall
@@ -24,6 +25,7 @@ from upr_server.storage.online import flusher as flusher_module
 from upr_server.storage.online.flusher import (
     FLUSH_INTERVAL_S,
     FULL_DISK_RETRY_S,
+    STEP_ANSWERS,
     STEP_CALLS,
     TURN_CALLS,
     Flusher,
@@ -261,6 +263,56 @@ async def test_a_deleted_bucket_tells_nobody_of_its_commits(autojump_clock: Mock
         await trio.sleep(1.0)
         assert len(run.store.commits) == 1
         assert run.commit_times == []
+
+
+class LongestTaking(trio.abc.Instrument):
+    """The most answers that were taken from a partition in one step of a task. After each step that
+    took some, `meanwhile` is called."""
+
+    def __init__(self, partition: Partition, meanwhile: Callable[[], None]) -> None:
+        self.longest = 0
+        self._answers = partition.repeated_batches.answers
+        self._meanwhile = meanwhile
+        self._nbytes = self._answers.nbytes
+
+    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
+        taken = (self._nbytes - self._answers.nbytes) // UNSAVED_BYTES
+        self.longest = max(self.longest, taken)
+        if taken > 0:
+            self._meanwhile()
+        self._nbytes = self._answers.nbytes
+
+
+async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: MockClock) -> None:
+    """Those that others give and forget in between reach the disk, too."""
+    writers, counters = [bytes([number]) * 16 for number in range(100)], iter(range(1, 10**9))
+    async with running() as run:
+        answers = run.partition.repeated_batches.answers
+
+        def answer_each_writer() -> None:
+            counter = next(counters)
+            for writer in writers:
+                token = WriterToken(writer, counter)
+                answers.remember(token, b"%d" % counter, run.partition.high_seq)
+
+        put(run.partition, b"a")
+        for _ in range(BATCHES_MAX):
+            answer_each_writer()
+        taking = LongestTaking(run.partition, answer_each_writer)
+        trio.lowlevel.add_instrument(taking)
+        await trio.sleep(1.0)
+        trio.lowlevel.remove_instrument(taking)
+        put(run.partition, b"b")
+        await trio.sleep(1.0)
+        assert taking.longest == STEP_ANSWERS
+        on_disk: dict[tuple[bytes, int], bytes] = {}
+        for _, commit in run.store.commits:
+            for stored in commit.writes[0].tokens:
+                on_disk[stored.writer, stored.counter] = stored.answer
+        on_disk = {token: answer for token, answer in on_disk.items() if answer}
+        remembered = answers.answers_between(0, run.partition.high_seq)
+        assert next(counters) > BATCHES_MAX + 3
+        assert on_disk == {(writer, counter): answer for writer, counter, _, answer in remembered}
 
 
 VALUE: Final = bytes(1000)

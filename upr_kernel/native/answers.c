@@ -667,15 +667,16 @@ set_change(PyObject *changes, const Answer *answer)
 }
 
 static PyObject *
-take_unsaved(Answers *self, PyObject *object)
+take_unsaved(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t through;
-    if (!number_of(object, &through))
+    uint64_t through, count_max;
+    if (!takes("take_unsaved", count, 2, 2) || !number_of(args[0], &through) ||
+        !number_of(args[1], &count_max))
         return NULL;
     PyObject *changes = PyDict_New();
     for (Answer *answer = self->unsaved_first; changes != NULL && answer != NULL;) {
         Answer *behind = answer->unsaved_behind;
-        if (answer->high > through)
+        if (answer->high > through || (uint64_t)PyDict_Size(changes) >= count_max)
             break;
         if (!set_change(changes, answer)) {
             Py_CLEAR(changes);
@@ -954,7 +955,7 @@ static PyMethodDef methods[] = {
     {"note_applied", (PyCFunction)(void (*)(void))note_applied, METH_FASTCALL, NULL},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
     {"replace_newest", (PyCFunction)(void (*)(void))replace_newest, METH_FASTCALL, NULL},
-    {"take_unsaved", (PyCFunction)take_unsaved, METH_O, NULL},
+    {"take_unsaved", (PyCFunction)(void (*)(void))take_unsaved, METH_FASTCALL, NULL},
     {"tokens_above", (PyCFunction)tokens_above, METH_O, NULL},
     {"track_unsaved", (PyCFunction)track_unsaved, METH_NOARGS, NULL},
     {"truncate", (PyCFunction)truncate_to, METH_O, NULL},

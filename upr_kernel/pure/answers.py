@@ -177,12 +177,15 @@ class Answers:
         if self._unsaved is None:
             self._unsaved = {}
 
-    def take_unsaved(self, through: int, /) -> dict[Token, bytes | None]:
+    def take_unsaved(self, through: int, count_max: int, /) -> dict[Token, bytes | None]:
         """What has changed since the last call, while the partition's high number was at most
-        `through`: answers remembered, and None for those forgotten."""
+        `through`: answers remembered, and None for those forgotten. Of at most `count_max`
+        batches, the oldest first: if there are fewer, these are all."""
         answers: dict[Token, bytes | None] = {}
         unsaved = self._unsaved or {}
         for change in list(takewhile(lambda change: change.high <= through, unsaved)):
+            if len(answers) >= count_max:
+                break
             answers[change.token] = change.answer
             self.nbytes -= self._limits.unsaved_bytes
             if change.is_forgotten:

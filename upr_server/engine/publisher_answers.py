@@ -54,6 +54,9 @@ REFUSED_WRITER_BYTES: Final = 200
 UNSAVED_BYTES: Final = 300
 """What a change that is not on disk yet takes beside the answer's own bytes, about."""
 
+UNSAVED_ALL: Final = (1 << 63) - 1
+"""More batches than a partition can have."""
+
 ORDER_SLACK: Final = 256
 """The order holds at most so many forgotten answers more than remembered ones; then it is made
 anew."""
@@ -164,12 +167,15 @@ class PublisherAnswers:
         """There is a disk: from now on, changes are kept for `take_unsaved`."""
         self.kernel_answers.track_unsaved()
 
-    def take_unsaved(self, through: int) -> dict[tuple[bytes, int], bytes | None]:
+    def take_unsaved(
+        self, through: int, count_max: int = UNSAVED_ALL
+    ) -> dict[tuple[bytes, int], bytes | None]:
         """What has changed since the last call, while the partition's high number was at most
-        `through`, by writer and counter: answers remembered, and None for those forgotten."""
+        `through`, by writer and counter: answers remembered, and None for those forgotten. Of at
+        most `count_max` batches, the oldest first: if there are fewer, these are all."""
         answers = self.kernel_answers
         nbytes_before = answers.nbytes
-        changes = answers.take_unsaved(through)
+        changes = answers.take_unsaved(through, count_max)
         self._memory.writers += answers.nbytes - nbytes_before
         return changes
 

@@ -36,7 +36,7 @@ from upr_server.storage.calls import Commit, FindSnapshotEnd
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import unsaved_answers
+from upr_server.storage.online.flusher import take_answers
 from upr_server.storage.records import PartitionRecord
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024
@@ -304,7 +304,7 @@ class Replicator:
             # Taken out before it is written: what is received meanwhile marks it again.
             self._dirty.pop(partition_id, None)
             if snapshots.has_unwritten:
-                writes.append(self._partition_write(partition_id, snapshots))
+                writes.append(await self._partition_write(partition_id, snapshots))
             if total > RECEIVED_COMMIT_BYTES:
                 break
             if count % COLLECTED_PARTITIONS == 0:
@@ -312,14 +312,14 @@ class Replicator:
         await trio.lowlevel.checkpoint()
         return writes
 
-    def _partition_write(
+    async def _partition_write(
         self, partition_id: PartitionId, snapshots: ReceivedSnapshots
     ) -> PartitionWrite:
         partition = self._partition(partition_id)
         write = snapshots.take_write()
         if write.answers:
             partition.repeated_batches.add_received(write.answers)
-        answers = unsaved_answers(partition, write.record.high)
+        answers = await take_answers(partition, write.record.high)
         return PartitionWrite(
             partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
         )

@@ -50,6 +50,9 @@ SNAPSHOT_BYTES: Final = 16 * 1024
 ANSWER_BYTES: Final = 512
 """What taking an answer to a publisher costs, in the same unit."""
 
+STEP_ANSWERS: Final = STEP_BYTES // ANSWER_BYTES
+"""Answers that are taken before other tasks run. A partition may have 65,536."""
+
 STEP_PARTITIONS: Final = 8
 """Partitions whose snapshots are noted as committed before other tasks run."""
 
@@ -265,8 +268,8 @@ class Flusher:
                     unyielded = 0
                     await trio.lowlevel.checkpoint()
             if chunks:
-                writes.append(self._write(partition, chunks, ends))
-                unyielded += ANSWER_BYTES * len(writes[-1].tokens)
+                writes.append(await self._write(partition, chunks, ends))
+                unyielded += ANSWER_BYTES * min(len(writes[-1].tokens), STEP_ANSWERS)
             del self._dirty[partition_id]
             if partition.manager.persistence.poll():
                 # More has come meanwhile. It goes to the end: partitions take turns.
@@ -298,12 +301,13 @@ class Flusher:
                 if bytes_max <= 0:
                     return
 
-    def _write(
+    async def _write(
         self, partition: Partition, chunks: list[Chunk], ends: list[SeqNo]
     ) -> PartitionWrite:
         through = chunks[-1].end
-        answers = unsaved_answers(partition, through)
-        return PartitionWrite(partition.id, record_of(partition, through), chunks, answers, ends)
+        record = record_of(partition, through)
+        answers = await take_answers(partition, through)
+        return PartitionWrite(partition.id, record, chunks, answers, ends)
 
     async def _commit_group(self, writes: list[PartitionWrite]) -> None:
         """Group commit: writes all of it in one transaction, and calls what waited for it. Tries
@@ -370,14 +374,28 @@ class Flusher:
         }
 
 
-def unsaved_answers(partition: Partition, through: SeqNo) -> list[StoredAnswer]:
-    """Takes the changes to publishers' answers that belong on disk with everything up to
-    `through`."""
-    changes = partition.repeated_batches.answers.take_unsaved(through)
-    return [
-        StoredAnswer(writer, counter, answer or b"")
-        for (writer, counter), answer in changes.items()
-    ]
+def unsaved_answers(partition: Partition, through: SeqNo) -> Iterator[list[StoredAnswer]]:
+    """Takes the changes to publishers' answers that belong on disk with everything up to `through`,
+    `STEP_ANSWERS` at a time. Between these others may run."""
+    answers, is_last = partition.repeated_batches.answers, False
+    while not is_last:
+        changes = answers.take_unsaved(through, STEP_ANSWERS)
+        is_last = len(changes) < STEP_ANSWERS
+        yield [
+            StoredAnswer(writer, counter, answer or b"")
+            for (writer, counter), answer in changes.items()
+        ]
+
+
+async def take_answers(partition: Partition, through: SeqNo) -> list[StoredAnswer]:
+    """The same, all of them, in steps. After a cancellation some are lost: the caller must be one
+    that writes nothing more then."""
+    answers: list[StoredAnswer] = []
+    for step_answers in unsaved_answers(partition, through):
+        answers += step_answers
+        if len(step_answers) == STEP_ANSWERS:
+            await trio.lowlevel.checkpoint()
+    return answers
 
 
 def record_of(partition: Partition, high: SeqNo) -> PartitionRecord:
