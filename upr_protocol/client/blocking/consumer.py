@@ -28,7 +28,7 @@ from upr_protocol.client.core.subscription import (
 )
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_stores import FileStore
-from upr_protocol.client.trio.connection import ClusterOptions, TrioOptions
+from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.streams import ConsumerStreams
 from upr_protocol.errors import ClosedError
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
@@ -100,15 +100,13 @@ class BlockingConsumer:
             has_undo=undo is not None,
             key_prefix=key_prefix,
         )
-        options = ClusterOptions(
-            TrioOptions(
-                identity,
-                window_bytes,
-                idle_interval_s,
-                connect_timeout_s,
-                dial_in_thread(dial, connect_timeout_s),
-                draw,
-            ),
+        options = TrioOptions(
+            identity,
+            window_bytes,
+            idle_interval_s,
+            connect_timeout_s,
+            dial_in_thread(dial, connect_timeout_s),
+            draw,
             retry_timeout_s,
             by_map,
         )

@@ -26,7 +26,7 @@ from upr_protocol.client.core.subscription import End
 from upr_protocol.client.local_copy.file import DELETIONS_MAX, LocalCopyFile
 from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with_planner
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
-from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
+from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
@@ -147,7 +147,7 @@ async def keep_local_copy(
         async with consume_with_planner(
             address,
             file,
-            ClusterOptions(TrioOptions(**options), retry_timeout_s),
+            TrioOptions(**options, retry_timeout_s=retry_timeout_s),
             partitions=partitions,
             resume=file.state,
             end=end,

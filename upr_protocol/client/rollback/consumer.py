@@ -22,7 +22,7 @@ from upr_protocol.client.rollback.iterator import RollbackIterator, consume_with
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysLimits
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
-from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
+from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, load_resume_state
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
@@ -239,7 +239,7 @@ async def consume_with_rollback(
         async with consume_with_planner(
             address,
             keys_file,
-            ClusterOptions(TrioOptions(**options), retry_timeout_s),
+            TrioOptions(**options, retry_timeout_s=retry_timeout_s),
             partitions=partitions,
             start=start,
             resume=state if store is None else store,

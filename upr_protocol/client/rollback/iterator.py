@@ -25,7 +25,7 @@ from upr_protocol.client.core.subscription import End, Subscription, checked_par
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
 from upr_protocol.client.trio.client import connect
-from upr_protocol.client.trio.connection import ClusterOptions
+from upr_protocol.client.trio.connection import TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, ConsumerStatistics, Resume, open_consumer
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
@@ -106,7 +106,7 @@ class RollbackIterator(ABC):
 
 async def _read_newest(
     address: Address,
-    options: ClusterOptions,
+    options: TrioOptions,
     partition: PartitionId,
     keys: Sequence[bytes],
     history_id: HistoryId,
@@ -115,9 +115,7 @@ async def _read_newest(
     retry = options.new_retry_state()
     while True:
         try:
-            async with connect(
-                address, identity=options.connection.identity, dial=options.connection.dial
-            ) as client:
+            async with connect(address, identity=options.identity, dial=options.dial) as client:
                 return await client.get_from(partition, keys, history_id)
         except UprError as error:
             await trio.sleep(retry.wait_after_failure_s(error, trio.current_time()))
@@ -127,7 +125,7 @@ async def _read_newest(
 async def consume_with_planner(
     address: Address,
     received_keys: ReceivedKeysSource,
-    options: ClusterOptions,
+    options: TrioOptions,
     *,
     partitions: Sequence[int] | None,
     start: Literal["beginning", "now"] = "beginning",

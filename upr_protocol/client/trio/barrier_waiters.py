@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from itertools import count
 
-import attrs
-import trio
-
 from upr_protocol.client.core.events import BarrierReached
+from upr_protocol.client.trio.request_channel import PendingReply
 from upr_protocol.client.trio.streams import ConsumerStreams
 from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.limits import OPEN_BARRIERS_MAX
-
-
-@attrs.define(eq=False)
-class _Waiter:
-    """A task that waits for one barrier."""
-
-    event: trio.Event = attrs.field(factory=trio.Event)
-    result: BarrierReached | UprError | None = None
-
-    def finish(self, result: BarrierReached | UprError) -> None:
-        self.result = result
-        self.event.set()
 
 
 class BarrierWaiters:
@@ -38,7 +24,7 @@ class BarrierWaiters:
     def __init__(self, streams: ConsumerStreams) -> None:
         self._streams = streams
         self._cookies = count(1)
-        self._waiters: dict[bytes, _Waiter | None] = {}
+        self._waiters: dict[bytes, PendingReply[BarrierReached] | None] = {}
         """By cookie the waiter; None after it was cancelled."""
         self._returned = Notifier()
         self._error: UprError | None = None
@@ -63,16 +49,12 @@ class BarrierWaiters:
             raise self._error
         cookie = self.new_cookie()
         self._streams.send_barrier(cookie)
-        waiter = self._waiters[cookie] = _Waiter()
+        waiter = self._waiters[cookie] = PendingReply()
         try:
-            await waiter.event.wait()
+            return await waiter.wait()
         finally:
             if cookie in self._waiters:
                 self._waiters[cookie] = None
-        if isinstance(waiter.result, UprError):
-            raise waiter.result
-        assert waiter.result is not None
-        return waiter.result
 
     def take_returned(self, event: BarrierReached) -> bool:
         """A barrier came back, and everything before it is processed.
@@ -85,7 +67,7 @@ class BarrierWaiters:
             return False
         waiter = self._waiters.pop(event.cookie)
         if waiter is not None:
-            waiter.finish(event)
+            waiter.resolve(event)
         return True
 
     def fail_all(self, error: UprError) -> None:
@@ -96,7 +78,7 @@ class BarrierWaiters:
         waiters, self._waiters = self._waiters, {}
         for waiter in waiters.values():
             if waiter is not None:
-                waiter.finish(error)
+                waiter.resolve(error)
 
     def close(self) -> None:
         """No barrier comes back any more, and no task waits for one."""

@@ -37,7 +37,7 @@ from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
-from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
+from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background_nursery
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
@@ -341,10 +341,8 @@ async def connect(
         ServerError: The server refused, for instance with `NO_BUCKET`.
     """
     address = Address.parse(url) if isinstance(url, str) else url
-    connection = TrioOptions(**options)
-    dispatcher = RequestDispatcher(
-        address, ClusterOptions(connection, retry_timeout_s, by_map), credit_timeout_s
-    )
+    connection = TrioOptions(**options, retry_timeout_s=retry_timeout_s, by_map=by_map)
+    dispatcher = RequestDispatcher(address, connection, credit_timeout_s)
     try:
         async with background_nursery() as nursery:
             nursery.start_soon(dispatcher.run)

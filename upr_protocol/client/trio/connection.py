@@ -14,7 +14,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.retry import RetryState
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.credentials import resolve_credentials
 from upr_protocol.client.options import ConnectionOptions, new_nonce
@@ -70,35 +70,24 @@ class ConnectOptions(TypedDict, total=False):
 
 @attrs.frozen
 class TrioOptions(ConnectionOptions):
-    """How to connect with Trio.
+    """How to connect with Trio, to one node or to the nodes of a bucket.
 
     Attributes:
         dial: Connects to an address, where plain TCP will not do.
         draw: Gives numbers in [0, 1), for the waits between attempts.
-    """
-
-    dial: Dial = dial_tcp
-    draw: Callable[[], float] = random.random
-
-
-@attrs.frozen
-class ClusterOptions:
-    """How to reach the nodes of a bucket.
-
-    Attributes:
-        connection: How to connect to each of them.
         retry_timeout_s: How long to go on without a node for a partition that is waited for.
         by_map: Whether to follow the partition map; otherwise everything goes to the user's
             address.
     """
 
-    connection: TrioOptions
-    retry_timeout_s: float
+    dial: Dial = dial_tcp
+    draw: Callable[[], float] = random.random
+    retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT
     by_map: bool = True
 
     def new_retry_state(self) -> RetryState:
         """The retry state of one more node."""
-        return RetryState(self.retry_timeout_s, self.connection.draw)
+        return RetryState(self.retry_timeout_s, self.draw)
 
 
 class ConnectionHandler:

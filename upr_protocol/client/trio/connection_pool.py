@@ -20,9 +20,9 @@ from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.trio.connection import (
-    ClusterOptions,
     ConnectionHandler,
     TrioConnection,
+    TrioOptions,
     open_connection,
 )
 from upr_protocol.client.trio.map_refresher import MapRefresher, MapRequest
@@ -159,7 +159,7 @@ class ConnectionPool(Generic[H]):
     def __init__(
         self,
         address: Address,
-        options: ClusterOptions,
+        options: TrioOptions,
         owner: PoolOwner[H],
         *,
         state: PartitionState = PartitionState.ACTIVE,
@@ -168,13 +168,11 @@ class ConnectionPool(Generic[H]):
         self.metadata = ClusterMetadata(address, by_map=options.by_map)
         self.last_failure = ""
         self.located = trio.Event()
-        self._options = options.connection
+        self._options = options
         self._owner = owner
         self._opened_partitions = opened_partitions
-        self.router = PartitionRouter(
-            self.metadata, state, options.retry_timeout_s, options.connection.draw
-        )
-        self._refresher = MapRefresher(self.metadata, options.connection)
+        self.router = PartitionRouter(self.metadata, state, options.retry_timeout_s, options.draw)
+        self._refresher = MapRefresher(self.metadata, options)
         self._error: UprError | None = None
         self._nursery: trio.Nursery | None = None
         self._nodes: list[_Node[H]] = []

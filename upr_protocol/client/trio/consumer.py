@@ -28,7 +28,7 @@ from upr_protocol.client.core.subscription import (
 )
 from upr_protocol.client.resume_stores import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
-from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
+from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.streams import ConsumerStreams, EndOfStreamsError
 from upr_protocol.concurrency import background_nursery
 from upr_protocol.errors import ClosedError
@@ -373,7 +373,7 @@ async def open_consumer(
     consumer_class: type[C],
     address: Address,
     subscription: Subscription,
-    options: ClusterOptions,
+    options: TrioOptions,
     *,
     resume: Resume,
     undo: UndoCallback | None,
@@ -471,7 +471,9 @@ async def consume(
         Consumer,
         Address.parse(target) if isinstance(target, str) else target,
         subscription,
-        ClusterOptions(TrioOptions(window_bytes=window_bytes, **options), retry_timeout_s, by_map),
+        TrioOptions(
+            window_bytes=window_bytes, retry_timeout_s=retry_timeout_s, by_map=by_map, **options
+        ),
         resume=resume,
         undo=undo,
         save_limits=save_limits,

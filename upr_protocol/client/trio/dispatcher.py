@@ -19,7 +19,7 @@ from upr_protocol.client.core.calls import (
 from upr_protocol.client.core.changes import Change
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.retry import WRONG_NODE, RetryState
-from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
+from upr_protocol.client.trio.connection import TrioConnection, TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier, without_traceback
@@ -85,9 +85,9 @@ class RequestDispatcher:
         requests_before: How many requests were sent to nodes that are not needed any more.
     """
 
-    def __init__(self, address: Address, options: ClusterOptions, credit_timeout_s: float) -> None:
+    def __init__(self, address: Address, options: TrioOptions, credit_timeout_s: float) -> None:
         self.address = address
-        self.draw = options.connection.draw
+        self.draw = options.draw
         self.has_opened = trio.Event()
         self.error: UprError | None = None
         self.partition_count = 0

@@ -27,7 +27,7 @@ from upr_protocol.client.core.unanswered_batches import (
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.client import Client
-from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
+from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.publisher_nodes import PublisherNodes
 from upr_protocol.concurrency import Notifier, background_nursery
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
@@ -424,19 +424,18 @@ async def publisher(
         PublishError: On leaving: operations failed, and no `on_failure` was given.
     """
     if isinstance(target, Client):
-        address, connection = target.address, target.options
+        address = target.address
+        connection = attrs.evolve(target.options, retry_timeout_s=retry_timeout_s, by_map=by_map)
     else:
         address = Address.parse(target) if isinstance(target, str) else target
-        connection = TrioOptions(**options)
+        connection = TrioOptions(**options, retry_timeout_s=retry_timeout_s, by_map=by_map)
     publish_options = PublishOptions(
         in_flight, buffer_bytes, retry_timeout_s, durability, copies, linger_s
     )
     if writer is None:
         writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
     unanswered = UnansweredBatches(writer, publish_options, connection.draw)
-    nodes = PublisherNodes(
-        address.with_bucket(), ClusterOptions(connection, retry_timeout_s, by_map), unanswered
-    )
+    nodes = PublisherNodes(address.with_bucket(), connection, unanswered)
     batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
     sink = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)
     try:

@@ -10,7 +10,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.core.results import is_wrong_node
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
-from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
+from upr_protocol.client.trio.connection import TrioConnection, TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
 from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import BrokenError, ClosedError, UprError
@@ -96,7 +96,7 @@ class PublisherNodes:
     on_done: Callable[[Batch], None]
 
     def __init__(
-        self, address: Address, options: ClusterOptions, unanswered: UnansweredBatches
+        self, address: Address, options: TrioOptions, unanswered: UnansweredBatches
     ) -> None:
         self.unanswered = unanswered
         self.is_finished = False

@@ -9,7 +9,7 @@ from typing import Unpack
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
 from upr_protocol.client.core.subscription import Subscription, checked_partitions
-from upr_protocol.client.trio.connection import ClusterOptions, ConnectOptions, TrioOptions
+from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, UndoCallback, open_consumer
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 
@@ -64,7 +64,7 @@ async def consume_as_replica(
         ReplicaConsumer,
         Address.parse(target) if isinstance(target, str) else target,
         subscription,
-        ClusterOptions(TrioOptions(**options), retry_timeout_s, by_map=False),
+        TrioOptions(**options, retry_timeout_s=retry_timeout_s, by_map=False),
         resume=resume,
         undo=undo,
         save_limits=save_limits,

@@ -17,7 +17,7 @@ from upr_protocol.client.core.stream_follower import (
     StreamFollower,
 )
 from upr_protocol.client.core.subscription import SubscriptionState
-from upr_protocol.client.trio.connection import ClusterOptions, TrioConnection
+from upr_protocol.client.trio.connection import TrioConnection, TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
 from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import ClosedError, UprError
@@ -204,7 +204,7 @@ class ConsumerStreams:
         connections: The connections to all nodes.
     """
 
-    def __init__(self, address: Address, options: ClusterOptions, state: SubscriptionState) -> None:
+    def __init__(self, address: Address, options: TrioOptions, state: SubscriptionState) -> None:
         self.queue = DeliveryQueue()
         self._has_opened = trio.Event()
         self.state = state
