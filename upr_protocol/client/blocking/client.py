@@ -29,13 +29,7 @@ from upr_protocol.client.core.calls import (
     SeqnoAtTime,
 )
 from upr_protocol.client.core.changes import Change, call_of
-from upr_protocol.client.core.key_lookup import (
-    LOOKUPS_AT_ONCE,
-    Item,
-    MultiGet,
-    Text,
-    to_bytes,
-)
+from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, MultiGet, Text
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.operations import OperationBatches
 from upr_protocol.client.core.results import Failure, PartitionBatchResult, WriteResult
@@ -187,7 +181,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         Raises:
             RefusedKeysError: The server cannot read some of them; the error has the others.
         """
-        lookup = MultiGet([to_bytes(key) for key in keys], self.partition_count)
+        lookup = MultiGet.of_keys(keys, self.partition_count)
         requests = list(lookup.requests())
         while requests:
             batch = requests[:LOOKUPS_AT_ONCE]
@@ -197,7 +191,7 @@ class BlockingClient(KeyOperations[WriteResult]):
                 for request, reply in zip(batch, replies, strict=True)
                 if not request.receive(reply)
             ]
-        return lookup.answers.checked_items()
+        return lookup.checked_items()
 
     def _change(
         self,

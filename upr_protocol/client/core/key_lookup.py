@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
@@ -84,22 +84,49 @@ class RefusedKeysError(ServerError):
         return type(self), (dict(self.statuses), list(self.items))
 
 
-class LookupAnswers:
-    """The answers to a lookup of some keys, as far as they have come.
+class MultiGet:
+    """Reads many keys with as few requests as possible, and puts the answers in order.
 
     Args:
-        count: How many keys there are.
+        keys_of: By partition its keys, each with its place among the answers.
+        history_id: The only history to read in; 0 for any.
 
     Attributes:
-        items: As `RefusedKeysError` has them.
-        statuses: As there.
+        items: The items, as `RefusedKeysError` has them, as far as the answers have come.
+        statuses: Why keys were refused, as there.
     """
 
-    __slots__ = ("items", "statuses")
+    __slots__ = ("_history_id", "_keys_of", "items", "statuses")
 
-    def __init__(self, count: int) -> None:
-        self.items: list[Item | None] = [None] * count
+    def __init__(
+        self,
+        keys_of: Mapping[PartitionId, list[tuple[int, bytes]]],
+        history_id: HistoryId = HistoryId(0),
+    ) -> None:
+        self.items: list[Item | None] = [None] * sum(map(len, keys_of.values()))
         self.statuses: dict[bytes, Status] = {}
+        self._keys_of = keys_of
+        self._history_id = history_id
+
+    @classmethod
+    def of_keys(cls, keys: Sequence[Text], partition_count: int) -> Self:
+        """Reads keys, in any order, repeated or not, of a bucket with so many partitions.
+
+        Raises:
+            ServerError: A key is empty, or longer than any server takes.
+        """
+        keys_of: defaultdict[PartitionId, list[tuple[int, bytes]]] = defaultdict(list)
+        for index, key in enumerate(map(to_bytes, keys)):
+            check_sizes(key)
+            keys_of[partition_of(key, partition_count)].append((index, key))
+        return cls(keys_of)
+
+    def requests(self) -> Iterator[KeyRequest]:
+        """The first requests; each may have to be sent again for the rest of its keys."""
+        for partition, keys in self._keys_of.items():
+            for start in range(0, len(keys), GET_REPLY_KEYS_MAX):
+                request_keys = keys[start : start + GET_REPLY_KEYS_MAX]
+                yield KeyRequest(self, partition, request_keys, self._history_id)
 
     def checked_items(self) -> list[Item | None]:
         """The items, once all keys are answered.
@@ -112,39 +139,11 @@ class LookupAnswers:
         return self.items
 
 
-class MultiGet:
-    """Reads many keys with as few requests as possible, and puts the answers in order.
-
-    Args:
-        keys: The keys, in any order, repeated or not.
-        partition_count: The bucket's.
-
-    Attributes:
-        answers: The answers.
-    """
-
-    __slots__ = ("_groups", "answers")
-
-    def __init__(self, keys: Sequence[bytes], partition_count: int) -> None:
-        self.answers = LookupAnswers(len(keys))
-        groups: defaultdict[PartitionId, list[tuple[int, bytes]]] = defaultdict(list)
-        for index, key in enumerate(keys):
-            check_sizes(key)
-            groups[partition_of(key, partition_count)].append((index, key))
-        self._groups = groups
-
-    def requests(self) -> Iterator[KeyRequest]:
-        """The first requests; each may have to be sent again for the rest of its keys."""
-        for partition, group in self._groups.items():
-            for start in range(0, len(group), GET_REPLY_KEYS_MAX):
-                yield KeyRequest(self.answers, partition, group[start : start + GET_REPLY_KEYS_MAX])
-
-
 class KeyRequest:
     """Some keys of one partition, until all of them are answered.
 
     Args:
-        answers: Where to put the answers.
+        lookup: Takes the answers.
         partition: The partition.
         remaining_keys: The keys, each with its place among the answers.
         history_id: The only history to read in; 0 for any.
@@ -153,17 +152,17 @@ class KeyRequest:
         partition: See above.
     """
 
-    __slots__ = ("_answers", "_history_id", "_remaining_keys", "partition")
+    __slots__ = ("_history_id", "_lookup", "_remaining_keys", "partition")
 
     def __init__(
         self,
-        answers: LookupAnswers,
+        lookup: MultiGet,
         partition: PartitionId,
         remaining_keys: list[tuple[int, bytes]],
-        history_id: HistoryId = HistoryId(0),
+        history_id: HistoryId,
     ) -> None:
         self.partition = partition
-        self._answers = answers
+        self._lookup = lookup
         self._remaining_keys = remaining_keys
         self._history_id = history_id
 
@@ -189,9 +188,9 @@ class KeyRequest:
             )
         for (index, key), row in zip(self._remaining_keys, reply.chunk, strict=False):
             if row.op is Operation.SET:
-                self._answers.items[index] = _item_of(self.partition, reply.history_id, row)
+                self._lookup.items[index] = _item_of(self.partition, reply.history_id, row)
             elif row.flags:
-                self._answers.statuses[key] = status_of(row.flags)
+                self._lookup.statuses[key] = status_of(row.flags)
         self._remaining_keys = self._remaining_keys[answer_count:]
         return not self._remaining_keys
 

@@ -24,15 +24,7 @@ from upr_protocol.client.core.calls import (
     SeqnoAtTime,
 )
 from upr_protocol.client.core.changes import Change
-from upr_protocol.client.core.key_lookup import (
-    LOOKUPS_AT_ONCE,
-    Item,
-    KeyRequest,
-    LookupAnswers,
-    MultiGet,
-    Text,
-    to_bytes,
-)
+from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, MultiGet, Text
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
@@ -41,7 +33,6 @@ from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background_nursery
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
-from upr_protocol.limits import GET_REPLY_KEYS_MAX
 from upr_protocol.timestamps import to_nanoseconds
 from upr_protocol.users import UserChange, UserListing
 from upr_protocol.wire import LeaseAction
@@ -107,7 +98,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             RefusedKeysError: The server cannot read some of them; the error has the others.
         """
         dispatcher = self._dispatcher
-        lookup = MultiGet([to_bytes(key) for key in keys], self.partition_count)
+        lookup = MultiGet.of_keys(keys, self.partition_count)
         requests = lookup.requests()
         while batch := list(islice(requests, LOOKUPS_AT_ONCE)):
             answers = [await dispatcher.send(calls.get(request)) for request in batch]
@@ -115,7 +106,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
                 reply = await answer()
                 while not request.receive(reply):
                     reply = await dispatcher.ask(calls.get(request))
-        return lookup.answers.checked_items()
+        return lookup.checked_items()
 
     async def get_from(
         self, partition: int, keys: Sequence[bytes], history_id: int
@@ -127,21 +118,14 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             ServerError: `HISTORY_CHANGED`: the partition is in another history.
             RefusedKeysError: The server cannot read some of them; the error has the others.
         """
-        answers = LookupAnswers(len(keys))
-        places = list(enumerate(keys))
+        lookup = MultiGet({PartitionId(partition): list(enumerate(keys))}, HistoryId(history_id))
         high = SeqNo(0)
-        for start in range(0, len(keys), GET_REPLY_KEYS_MAX):
-            request = KeyRequest(
-                answers,
-                PartitionId(partition),
-                places[start : start + GET_REPLY_KEYS_MAX],
-                HistoryId(history_id),
-            )
+        for request in lookup.requests():
             is_answered = False
             while not is_answered:
                 reply = await self._dispatcher.ask(calls.get(request))
                 is_answered, high = request.receive(reply), reply.chunk.end
-        return answers.checked_items(), high
+        return lookup.checked_items(), high
 
     async def _change(
         self,
