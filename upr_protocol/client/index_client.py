@@ -365,29 +365,18 @@ class IndexClient:
 
     def _query(self, query: dict[str, Any], options: PageOptions | ScanSelection) -> bytes:
         """A query, as it is sent."""
-        query = {
-            "descending": options.get("descending", False),
-            "limit": options.get("limit"),
-            "continuation": options.get("continuation", ""),
-            "timestamps": options.get("timestamps", False),
-            **_range(options),
-            "distinct": options.get("distinct", 0),
-            "consistency": options.get("consistency", "any"),
-            "written": [
+        query = {"timeout_s": INDEXER_TIMEOUT_S, **options, **_range(options), **query}
+        if "ranges" in options:
+            query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
+        if "written" in options:
+            query["written"] = [
                 {
                     "partition": result.partition,
                     "history_id": f"{result.history_id:016x}",
                     "seq": result.seq,
                 }
-                for result in options.get("written", ())
-            ],
-            "timeout_s": options.get("timeout_s", INDEXER_TIMEOUT_S),
-            "hold_s": options.get("hold_s", 0.0),
-            "moment": options.get("moment", ""),
-            **query,
-        }
-        if "ranges" in options:
-            query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
+                for result in options["written"]
+            ]
         return msgspec.json.encode(query)
 
     # The nodes.
