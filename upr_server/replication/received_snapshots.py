@@ -61,7 +61,7 @@ class ReceivedSnapshots:
     ) -> None:
         self.log = log
         self.high = high
-        self.received_seq = high if partial is None else partial.received_seq
+        self.received_seq = high if partial is None else partial.received
         self.last_cas = last_cas
         self.nbytes = 0
         self.has_unwritten = False
@@ -180,7 +180,7 @@ class ReceivedSnapshots:
             written_through = kept_back[0].start
             partial = None
             if written_through > self.high:
-                partial = msgspec.structs.replace(record.partial, received_seq=written_through)
+                partial = msgspec.structs.replace(record.partial, received=written_through)
             record = msgspec.structs.replace(record, partial=partial)
         write = ReceivedWrite(record, chunks, self._ends, self._answers, self._purge_seq)
         self._chunks, self._ends, self._answers = kept_back, [], []

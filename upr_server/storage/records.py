@@ -284,13 +284,13 @@ class PartialRecord(msgspec.Struct, frozen=True):
         history_id: The history that the snapshot belongs to.
         start: Where it begins, exclusive.
         end: Where it ends.
-        received_seq: The log holds everything up to here.
+        received: The log holds everything up to here.
     """
 
     history_id: HistoryId
     start: SeqNo
     end: SeqNo
-    received_seq: SeqNo
+    received: SeqNo
 
 
 class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -313,7 +313,7 @@ class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def received_seq(self) -> SeqNo:
         """The log holds everything up to here."""
-        return self.high if self.partial is None else self.partial.received_seq
+        return self.high if self.partial is None else self.partial.received
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):

@@ -91,7 +91,7 @@ def _check_partition_record(transaction: ReadTransaction, partition: int) -> int
     record = read_partition_record(transaction, partition)
     log = FailoverLog.of_pairs(record.failover_log)
     partial = record.partial
-    if partial is not None and not record.high < partial.received_seq <= partial.end:
+    if partial is not None and not record.high < partial.received <= partial.end:
         raise ValueError(f"it cannot have {partial} after {record.high}")
     # A replica knows its master's log before it has the data that the log tells of.
     is_replica = record.state == PartitionState.REPLICA
