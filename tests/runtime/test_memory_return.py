@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
@@ -40,18 +42,54 @@ for number in range(2000):
     small.append(bytes([number % 256]) * 2_000)
 large.clear()
 before = resident()
-trim()
-print(before - resident())
+"""
+
+TRIM: Final = """
+steps = 0
+for _ in trim():
+    steps += 1
+print(before - resident(), steps)
+"""
+
+CLOSE: Final = """
+class Figures(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+
+library.mallinfo2.restype = Figures
+
+def bytes_in_use():
+    return library.mallinfo2().h
+
+used = bytes_in_use()
+for steps in range(20):
+    trimming = trim()
+    for _ in range(steps):
+        next(trimming, None)
+    trimming.close()
+print(bytes_in_use() - used)
 """
 
 
-def test_trimming_returns_holes_between_live_objects() -> None:
+def with_holes(script: str) -> list[int]:
+    """The numbers that a script prints, in a process whose heap has 200 MB of holes."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("glibc's allocator is what this is about")
-    result = subprocess.run(
-        [sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert int(result.stdout) > 150 * MIB
+    command = [sys.executable, "-c", HOLES + script]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [int(number) for number in result.stdout.split()]
+
+
+def test_trimming_returns_holes_between_live_objects_in_steps() -> None:
+    returned_bytes, steps = with_holes(TRIM)
+    assert returned_bytes > 150 * MIB
+    assert steps > 10
+
+
+def test_a_trim_that_is_closed_at_any_step_takes_nothing() -> None:
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("this glibc does not tell how much memory is in use")
+    (taken_bytes,) = with_holes(CLOSE)
+    assert taken_bytes < MIB
 
 
 class Memory:
@@ -73,10 +111,12 @@ class Memory:
         """So many bytes are in use; what was resident stays so."""
         self.in_use = nbytes
         self.resident = max(self.resident, nbytes)
-        self.trimmer.note_use(counted)
+        for _ in self.trimmer.note_use(counted):
+            pass
 
-    def _trim(self) -> None:
+    def _trim(self) -> Iterator[None]:
         self.trims += 1
+        yield
         self.resident = self.in_use
 
 

@@ -150,7 +150,7 @@ class Upkeep:
             await self._tend_partitions(now)
             await self._expire_on_disk(now)
             self._end_step()
-            self._return_memory()
+            await self._return_memory()
 
     async def _tend_partitions(self, now: float) -> None:
         """Does what is due in each partition: most have nothing."""
@@ -184,8 +184,9 @@ class Upkeep:
             if disk.bucket.memory_action() is not MemoryAction.NOTHING:
                 self.request_relief(disk.bucket)
 
-    def _return_memory(self) -> None:
-        self._heap_trimmer.note_use(sum(count() for count in self._memory_counts))
+    async def _return_memory(self) -> None:
+        for _ in self._heap_trimmer.note_use(sum(count() for count in self._memory_counts)):
+            await trio.lowlevel.checkpoint()
 
 
 async def _repeat(step: Callable[[], object]) -> None:

@@ -6,8 +6,10 @@ import ctypes
 import gc
 import math
 import mmap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -27,8 +29,22 @@ GROWTH_BYTES: Final = 1024 * 1024
 
 PAUSE_MAX: Final = 4096
 """The longest pause between two trims of a heap that is in use though nobody counts it, in seconds.
-One that returns nothing takes some 7 ms for 500 MiB with 40,000 holes. Without any, memory that is
-freed later would never go back."""
+One that returns nothing takes some 2 µs for each hole. Without any, memory that is freed later
+would never go back."""
+
+HOLE_BYTES: Final = (248 * 1024, 120 * 1024, 56 * 1024, 28 * 1024, 12 * 1024)
+"""The sizes of the blocks that a trim takes out of the holes, the largest first. Each is below
+`MMAP_THRESHOLD_BYTES`, above which blocks do not come from the heap; and each has a whole page."""
+
+TRIM_STEP_S: Final = 0.001
+"""How long one step of a trim takes."""
+
+TRIM_STEPS_MAX: Final = 1000
+"""Steps in which a trim takes holes: some GiB. While it runs others use none of them and make new
+ones, so that under a load it might not end."""
+
+FREED_BLOCKS: Final = 4096
+"""Blocks that one step of a trim frees, at some 0.2 µs each."""
 
 RARE_OBJECTS: Final = 50_000
 """How many objects more must be made than freed before the youngest generation is collected. By
@@ -54,13 +70,71 @@ def keep_heap_small() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2 * MMAP_THRESHOLD_BYTES)
 
 
-def trim() -> None:
-    """Has glibc give back every free page, wherever it lies, and not only those at the heap's end.
-    It takes 11 ms for each 100 MB that it gives back, in which nothing else runs. With another C
-    library nothing happens."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+def trim() -> Iterator[None]:
+    """Has glibc give back the free pages of its heap, wherever they lie, and not only those at the
+    heap's end. In steps of `TRIM_STEP_S`, between which others may run; it may be closed at any of
+    them. With another C library nothing happens.
+
+    Its own function for that, `malloc_trim`, does all of it in one call: 11 ms for each 100 MB. So
+    this takes the holes as blocks of the heap, gives their pages back, and frees them again. A page
+    that a block has only a part of stays: of holes of 100 kB a tenth.
+    """
+    library = ctypes.PyDLL(None)
+    if hasattr(library, "malloc_trim"):
+        yield from _Heap(library).give_back()
+
+
+class _Heap:
+    """The heap of glibc, of which the main thread's blocks come."""
+
+    def __init__(self, library: ctypes.PyDLL) -> None:
+        self._allocate = library.malloc
+        self._allocate.argtypes, self._allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
+        self._free = library.free
+        self._free.argtypes, self._free.restype = [ctypes.c_void_p], None
+        self._advise = library.madvise
+        self._advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._move_end = library.sbrk
+        self._move_end.argtypes, self._move_end.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+
+    def give_back(self) -> Iterator[None]:
+        """Gives back the pages of its holes, in steps."""
+        blocks: list[int] = []
+        try:
+            yield from islice(self._take(blocks), TRIM_STEPS_MAX)
+            while blocks:
+                self._free_some(blocks, FREED_BLOCKS)
+                yield
+        finally:
+            self._free_some(blocks, len(blocks))
+
+    def _free_some(self, blocks: list[int], count: int) -> None:
+        for _ in range(min(count, len(blocks))):
+            self._free(blocks.pop())
+
+    def _take(self, blocks: list[int]) -> Iterator[None]:
+        for nbytes in HOLE_BYTES:
+            is_hole = True
+            while is_hole:
+                is_hole = self._take_some(nbytes, blocks)
+                yield
+
+    def _take_some(self, nbytes: int, blocks: list[int]) -> bool:
+        """Takes holes for a step, and gives their pages back. Whether there may be more of them."""
+        ends_at, end = time.perf_counter() + TRIM_STEP_S, self._move_end(0)
+        while time.perf_counter() < ends_at:
+            block = self._allocate(nbytes)
+            if not block:
+                return False
+            if self._move_end(0) != end or block > end:
+                # There was no hole for it: the heap has grown, or it lies elsewhere.
+                self._free(block)
+                return False
+            blocks.append(block)
+            first = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+            behind = (block + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            self._advise(first, behind - first, mmap.MADV_DONTNEED)
+        return True
 
 
 def collect_rarely() -> None:
@@ -152,12 +226,14 @@ class HeapTrimmer:
     memory nobody counts: answers that wait for their peers, for instance.
 
     Args:
-        trim: Trims the heap.
+        trim: Trims the heap, in steps.
         resident: How many bytes of memory the process has.
     """
 
     def __init__(
-        self, trim: Callable[[], None] = trim, resident: Callable[[], int] = resident_bytes
+        self,
+        trim: Callable[[], Iterator[None]] = trim,
+        resident: Callable[[], int] = resident_bytes,
     ) -> None:
         self._trim = trim
         self._resident = resident
@@ -170,11 +246,12 @@ class HeapTrimmer:
         """How many looks to wait before the next trim: twice as many after one that was in vain."""
         self._looks = 0
 
-    def note_use(self, nbytes: int) -> None:
+    def note_use(self, nbytes: int) -> Iterator[None]:
         """So many bytes are in use now, as far as they are counted: to be called once a second.
         Trims the heap when what is resident beside them is half more than it was at its least, and
         does not grow: as long as it does, it is in use. So is what a trim did not give back: until
-        half more is resident than that, trims are more and more rare."""
+        half more is resident than that, trims are more and more rare. In steps, between which
+        others may run."""
         uncounted_bytes = self._resident() - nbytes
         self._least_bytes = min(self._least_bytes, uncounted_bytes)
         self._in_use_bytes = min(self._in_use_bytes, uncounted_bytes)
@@ -187,7 +264,7 @@ class HeapTrimmer:
         is_new = _is_much_more(uncounted_bytes, self._in_use_bytes)
         if is_growing or (self._looks < self._pause and not is_new):
             return
-        self._trim()
+        yield from self._trim()
         self._last_bytes = self._resident() - nbytes
         is_in_vain = uncounted_bytes - self._last_bytes < FALL_BYTES
         if is_in_vain:
