@@ -49,6 +49,7 @@ from upr_protocol.client import (
     open_node,
     publisher,
 )
+from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.key_operations import KeyOperations
 from upr_protocol.client.operator import (
     Operator,
@@ -254,6 +255,12 @@ async def _flush(sink: Publisher) -> None:
     await sink.flush()
 
 
+async def _publish(sink: Publisher) -> None:
+    # With so many operations it is a checkpoint.
+    keys = OF_FIRST[:1] * BUNDLE_MUTATIONS
+    await sink.publish(PartitionId(0), chunk_of_plain_sets(keys, keys))
+
+
 async def _delete_key(sink: Publisher) -> None:
     await sink.set("k", "v")
     await sink.delete("k")
@@ -265,7 +272,7 @@ PUBLISHER: Final[dict[Callable[..., object], PublisherCase]] = {
     Publisher.delete: _delete_key,
     Publisher.increment: lambda sink: sink.increment("counter"),
     Publisher.decrement: lambda sink: sink.decrement("counter"),
-    Publisher.publish: lambda sink: sink.publish(PartitionId(0), _chunk()),
+    Publisher.publish: _publish,
     Publisher.publish_and_wait: lambda sink: sink.publish_and_wait(PartitionId(0), _chunk()),
     Publisher.wait_for_room: _wait_for_room,
     Publisher.flush: _flush,

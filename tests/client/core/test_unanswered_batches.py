@@ -108,6 +108,9 @@ class Machine(RuleBasedStateMachine):
         delta = CounterDelta(1, 1).encode()
         chunk = Chunk.build([Mutation(Operation.INCREMENT, b"n", delta)] * rows)
         self.added[partition].append(self.batches.add(PartitionId(partition), chunk))
+        if self.client is not None:
+            is_worth_trying = self.node.is_send_worth_trying
+            assert is_worth_trying >= self.node.send(self.client, self.now)
         self.pump()
 
     @connected
@@ -343,6 +346,30 @@ def test_batches_of_one_partition_go_as_long_as_they_fill_most_of_a_bundle_toget
     # Eight of the twelve make 800 rows, and seven are not worth it.
     assert publishing.sent_runs(0.0) == [[3]] * 5
     assert publishing.sent_runs(0.006) == [[3]] * 7
+
+
+def test_batches_that_are_added_call_for_a_send_only_when_they_fill_most_of_a_bundle() -> None:
+    publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
+    node = publishing.node
+    publishing.add(0, 1)
+    assert node.is_send_worth_trying, "the server has nothing to do"
+    assert publishing.sent_runs(0.0) == [[0]]
+    publishing.add(0, 1000)
+    assert not node.is_send_worth_trying, "the partition has as many in flight as it may"
+    publishing.add(1, 1)
+    assert node.is_send_worth_trying, "something begins to wait"
+    assert publishing.sent_runs(0.0) == []
+    publishing.add(2, BUNDLE_MUTATIONS * 3 // 4 - 2)
+    assert not node.is_send_worth_trying
+    publishing.add(3, 1)
+    assert node.is_send_worth_trying
+    assert publishing.sent_runs(0.0) == [[1, 2, 3]]
+    publishing.client.credit.remaining_bytes = 0
+    publishing.add(4, 1)
+    assert node.is_send_worth_trying, "since when credit is missing must be noted"
+    assert publishing.sent_runs(0.0) == []
+    publishing.add(5, BUNDLE_MUTATIONS)
+    assert not node.is_send_worth_trying, "new credit calls for a send"
 
 
 def test_what_waits_for_a_disk_does_not_keep_others_waiting() -> None:

@@ -373,6 +373,9 @@ class NodeBatches:
         self._unsent_rows = 0
         self._unsent_bytes = 0
         self._unsent_since: float | None = None
+        # From so many unsent rows or bytes on, most of a bundle may be filled with what may be
+        # sent; None while the session takes nothing.
+        self._worth_from: tuple[int, int] | None = (0, 0)
 
     # Placement: called by `UnansweredBatches`.
 
@@ -402,6 +405,20 @@ class NodeBatches:
         self.count += 1
         self._count_unsent((batch,))
         self._schedule(queue)
+
+    @property
+    def is_send_worth_trying(self) -> bool:
+        """Whether `send` may have something to do because batches were added. What else it may
+        wait for calls `send` itself. O(1)."""
+        if self._worth_from is None or not self._sendable:
+            return False
+        rows, nbytes = self._worth_from
+        return (
+            not self._bundles
+            or self._unsent_since is None
+            or self._unsent_rows >= rows
+            or self._unsent_bytes >= nbytes
+        )
 
     def _count_unsent(self, batches: Iterable[Batch], sign: int = 1) -> None:
         for batch in batches:
@@ -442,13 +459,14 @@ class NodeBatches:
         has_sent = False
         while self._may_send(session):
             is_late = has_lingered and not self._has_enough_to_do
-            if not (is_due or is_late or self._is_worth_sending):
+            if not (is_due or is_late or self._is_worth_sending()):
                 break
             self._send_bundle(session)
             self._unsent_since = now
             has_sent = True
         else:
             self._unsent_since = None
+            self._worth_from = None if self._sendable else (0, 0)
         if not self._sendable or session.credit.is_open:
             self.out_of_credit_since = None
         elif has_sent or self.out_of_credit_since is None:
@@ -469,15 +487,15 @@ class NodeBatches:
         is_busy = self._all_batches.options.durability is Durability.MEMORY
         return is_busy and self._unanswered_rows >= UNANSWERED_ROWS_ENOUGH
 
-    @property
     def _is_worth_sending(self) -> bool:
         """Whether nothing is gained by waiting for more batches: the node has nothing else to do,
         or what may be sent now fills most of a bundle."""
         if not self._bundles:
             return True
-        if self._unsent_rows < _WORTH_ROWS and self._unsent_bytes < _WORTH_BYTES:
-            return False
         rows = nbytes = 0
+        if self._unsent_rows < _WORTH_ROWS and self._unsent_bytes < _WORTH_BYTES:
+            self._worth_from = _WORTH_ROWS, _WORTH_BYTES
+            return False
         in_flight = self._all_batches.options.in_flight
         for queue in self._sendable:
             # A partition's batches go one after the other, in as many bundles.
@@ -486,6 +504,10 @@ class NodeBatches:
                 nbytes += batch.chunk.nbytes
                 if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
                     return True
+        self._worth_from = (
+            self._unsent_rows + _WORTH_ROWS - rows,
+            self._unsent_bytes + _WORTH_BYTES - nbytes,
+        )
         return False
 
     def _send_bundle(self, session: ClientSession) -> None:
@@ -616,6 +638,7 @@ class NodeBatches:
         self._backing_off.clear()
         self._sendable.clear()
         self.out_of_credit_since = self._unsent_since = None
+        self._worth_from = 0, 0
         for queue in self._queues:
             self._requeue(queue)
             self._schedule(queue)

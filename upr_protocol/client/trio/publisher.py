@@ -119,6 +119,8 @@ class Publisher:
         self._batches = 0
         self._mutations = 0
         self._failed = 0
+        self._rows_before_checkpoint = BUNDLE_MUTATIONS
+        self._bytes_before_checkpoint = BUNDLE_BYTES
         nodes.on_done = self._count
 
     # Adding changes.
@@ -205,6 +207,8 @@ class Publisher:
     ) -> Batch:
         """Adds a published chunk as one batch: the fast way for bulk loads. Waits for room.
 
+        This is a checkpoint when it waits, and once for each 1,024 operations or 256 KiB.
+
         Between this and `apply` on the same keys, call `flush`: batches that are not full yet are
         sent after this one.
 
@@ -217,8 +221,18 @@ class Publisher:
             ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: it was not added.
         """
         batch = self._add_batch(partition, chunk, on_answer)
-        self._nodes.send()
-        await self._wait_until(self._has_room)
+        self._nodes.send_added()
+        # A turn of the loop costs as much as a small batch, so not each has one.
+        self._rows_before_checkpoint -= chunk.count
+        self._bytes_before_checkpoint -= chunk.nbytes
+        if (
+            self._rows_before_checkpoint <= 0
+            or self._bytes_before_checkpoint <= 0
+            or self._unanswered.is_full
+        ):
+            self._rows_before_checkpoint = BUNDLE_MUTATIONS
+            self._bytes_before_checkpoint = BUNDLE_BYTES
+            await self._wait_until(self._has_room)
         return batch
 
     def publish_nowait(
