@@ -17,11 +17,14 @@ from upr_protocol.client import (
     Credentials,
     IndexClient,
     IndexerError,
+    IndexRange,
     Security,
+    WriteResult,
     index_client,
     index_node,
 )
 from upr_protocol.errors import BrokenError
+from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
 LATE_S = 0.4
 
@@ -91,11 +94,13 @@ class Node:
             connection; the last one counts for all that follow.
         url: Where it listens.
         paths: What it was asked for.
+        bodies: What came with that.
     """
 
     answers: list[tuple[int, bytes] | None]
     url: str = ""
     paths: list[str] = attrs.field(factory=list)
+    bodies: list[bytes] = attrs.field(factory=list)
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def a_node(*answers: tuple[int, bytes] | None) -> Iterator[Node]:
 
     class Handler(Answers):
         def _answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            node.bodies.append(self.rfile.read(int(self.headers.get("Content-Length", 0))))
             node.paths.append(self.path)
             answer = node.answers.pop(0) if len(node.answers) > 1 else node.answers[0]
             self.close_connection = True
@@ -129,6 +134,42 @@ def a_node(*answers: tuple[int, bytes] | None) -> Iterator[Node]:
 
 def refusal(code: str, **fields: object) -> bytes:
     return msgspec.json.encode({"error": {"code": code, "message": f"it is {code}"}, **fields})
+
+
+def test_a_query_names_only_the_options_that_it_was_given() -> None:
+    written = WriteResult(PartitionId(3), HistoryId(0xAB), SeqNo(9), Cas(1))
+    ranges: list[IndexRange] = [{"low": ["a"]}, {"prefix": ("b",), "high": None}]
+    with a_node((200, PAGE)) as node, IndexClient(node.url) as client:
+        client.scan("d/i")
+        client.scan("d/i", high=(["c", 1], False), consistency="at_least", written=[written])
+        client.scan("d/i", ranges=ranges, limit=7, descending=True, timeout_s=1)
+        with pytest.raises(IndexerError, match="no count"):
+            client.count("d/i", distinct=2)
+        # A misspelt option is for the indexer to refuse.
+        next(client.scan_all("d/i", hold_s=0, lmit=7))
+    plain = {"timeout_s": 10.0, "prefix": None, "low": None, "high": None}
+    no_summary = {"min": False, "max": False, "timestamps": False}
+    assert [msgspec.json.decode(body) for body in node.bodies] == [
+        plain,
+        {
+            **plain,
+            "high": {"key": ["c", 1], "inclusive": False},
+            "consistency": "at_least",
+            "written": [{"partition": 3, "history_id": f"{0xAB:016x}", "seq": 9}],
+        },
+        {
+            **plain,
+            "ranges": [
+                {"prefix": None, "low": {"key": ["a"], "inclusive": True}, "high": None},
+                {"prefix": ["b"], "low": None, "high": None},
+            ],
+            "limit": 7,
+            "descending": True,
+            "timeout_s": 1,
+        },
+        {**plain, **no_summary, "count": True, "distinct": 2},
+        {**plain, "hold_s": 0, "lmit": 7},
+    ]
 
 
 NOBODY = "http://127.0.0.1:1"
