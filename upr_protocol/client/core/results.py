@@ -135,22 +135,21 @@ def split_reply(
     """
     if [run.partition for run in reply.runs] != list(partitions):
         raise RemoteProtocolError("MutateReply does not name the partitions of the bundle")
+    answers = [
+        (status_of(status), PartitionBatchResult(history_id, first_seq, last_seq, first_cas))
+        for _, status, history_id, first_seq, last_seq, first_cas in reply.runs
+    ]
     failures = _by_run(reply.failures, bounds)
     counters = _by_run(reply.counters, bounds)
-    return [
-        (
-            status_of(run.status),
-            PartitionBatchResult(
-                run.history_id,
-                run.first_seq,
-                run.last_seq,
-                run.first_cas,
-                tuple(failures.get(index, ())),
-                tuple(counters.get(index, ())),
-            ),
+    for index in failures.keys() | counters.keys():
+        status, result = answers[index]
+        result = msgspec.structs.replace(
+            result,
+            failures=tuple(failures.get(index, ())),
+            counters=tuple(counters.get(index, ())),
         )
-        for index, run in enumerate(reply.runs)
-    ]
+        answers[index] = status, result
+    return answers
 
 
 def _by_run(

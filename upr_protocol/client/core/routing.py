@@ -54,6 +54,11 @@ class PartitionRouter:
         self._unplaced_since.setdefault(partition, now)
         self._refusals[partition] = error
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no partition waits for a node or was refused: a success says nothing new."""
+        return not self._unplaced_since and not self._refusals
+
     def note_succeeded(self, partition: PartitionId) -> None:
         """The node of a partition did what it was asked to."""
         self._unplaced_since.pop(partition, None)

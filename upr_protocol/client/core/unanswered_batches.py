@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
+from operator import attrgetter
 from typing import Final
 
 import attrs
+import msgspec
 
 from upr_protocol.chunk import Bundle, BundleRun, Chunk
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
@@ -69,60 +71,38 @@ _BATCH_OVERHEAD_BYTES: Final = 512
 """Memory of a batch beside its chunk, roughly."""
 
 
-class Batch:
+class Batch(msgspec.Struct, eq=False):
     """One batch of a publisher: a run of whatever bundle it is sent in.
 
     Attributes:
         partition: Its partition.
         counter: Its number among the batches of this writer and partition.
-        chain: Vouches for it and all batches before it; 0 when the writer keeps no chain.
         chunk: The operations.
+        on_answer: Called with the batch once it is answered or refused for good.
+        chain: Vouches for it and all batches before it; 0 when the writer keeps no chain.
         result: What became of it, once a server has applied it.
         refusal: Why no server applied the batch; None when one did. `NOT_DURABLE_YET`: it was
             applied, but had not reached the requested durability in time.
         sentence: What the server said when it last refused the batch with others as a whole.
-        on_answer: Called with the batch once it is answered or refused for good.
+        not_durable: What a server said beside `NOT_DURABLE_YET`.
+        refused_at: When a server first refused it for a reason that may pass.
+        bundle: The bundle that it was last sent in; None while it is not in flight. The answer to
+            any other bundle does not concern it any more.
+        was_sent: Whether it was sent before.
     """
 
-    __slots__ = (
-        "bundle",
-        "chain",
-        "chunk",
-        "counter",
-        "not_durable",
-        "on_answer",
-        "partition",
-        "refusal",
-        "refused_at",
-        "result",
-        "sentence",
-        "was_sent",
-    )
-
-    def __init__(
-        self,
-        partition: PartitionId,
-        counter: int,
-        chunk: Chunk,
-        on_answer: Callable[[Batch], None] | None,
-        chain: int = 0,
-    ) -> None:
-        self.chain = chain
-        self.partition = partition
-        self.counter = counter
-        self.chunk = chunk
-        self.on_answer = on_answer
-        self.result: PartitionBatchResult | None = None
-        self.refusal: Status | None = None
-        self.sentence = ""
-        self.not_durable: PartitionBatchResult | None = None
-        """What a server said beside `NOT_DURABLE_YET`."""
-        self.refused_at: float | None = None
-        """When a server first refused it for a reason that may pass."""
-        self.bundle: Sequence[Batch] | None = None
-        """The batches that it was last sent with; None while it is not in flight. The answer to
-        any other bundle does not concern it any more."""
-        self.was_sent = False
+    partition: PartitionId
+    counter: int
+    chunk: Chunk
+    on_answer: Callable[[Batch], None] | None
+    chain: int = 0
+    result: PartitionBatchResult | None = None
+    refusal: Status | None = None
+    sentence: str = ""
+    not_durable: PartitionBatchResult | None = None
+    refused_at: float | None = None
+    bundle: SentBundle | None = None
+    was_sent: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +134,18 @@ class Batch:
             if self.result is None
             else failed_operations(self.partition, self.chunk, self.result)
         )
+
+
+class SentBundle(msgspec.Struct, eq=False):
+    """Batches that were sent together.
+
+    Attributes:
+        batches: The batches, by partition.
+        row_count: How many operations they have.
+    """
+
+    batches: Sequence[Batch]
+    row_count: int
 
 
 @attrs.frozen
@@ -342,12 +334,13 @@ class UnansweredBatches:
         for queue in node.queues():
             self.place(queue.partition, self.unplaced)
 
-    def remove_answered(self, batch: Batch) -> None:
-        """Counts out a batch that has its final answer."""
-        self.count -= 1
-        self.nbytes -= batch.nbytes
-        if batch.on_answer is not None:
-            batch.on_answer(batch)
+    def remove_answered(self, batches: Sequence[Batch]) -> None:
+        """Counts out batches that have their final answer."""
+        self.count -= len(batches)
+        self.nbytes -= sum([batch.nbytes for batch in batches])
+        for batch in batches:
+            if batch.on_answer is not None:
+                batch.on_answer(batch)
 
 
 class NodeBatches:
@@ -363,7 +356,7 @@ class NodeBatches:
         self.out_of_credit_since: float | None = None
         self._all_batches = all_batches
         self._queues: dict[PartitionBatches, None] = {}
-        self._bundles: dict[int, Sequence[Batch]] = {}
+        self._bundles: dict[int, SentBundle] = {}
         self._unanswered_rows = 0
         # The queues that may send, the one that has waited longest first; and those that wait
         # before they send refused batches again.
@@ -520,7 +513,7 @@ class NodeBatches:
             if batches and (rows > BUNDLE_MUTATIONS or nbytes > BUNDLE_BYTES):
                 break
             batches.append(queue.waiting_batches[0])
-        batches.sort(key=_partition_of)
+        batches.sort(key=_PARTITION)
         bundle = Bundle.of_chunks(
             [batch.chunk for batch in batches],
             [
@@ -540,7 +533,7 @@ class NodeBatches:
             )
         )
         # Only now, as a session that refuses to send must leave the batches where they were.
-        self._bundles[opaque] = batches
+        sent_bundle = self._bundles[opaque] = SentBundle(batches, len(bundle))
         self._unanswered_rows += len(bundle)
         self._count_unsent(batches, -1)
         for batch in batches:
@@ -550,7 +543,7 @@ class NodeBatches:
             del self._sendable[queue]
             self._schedule(queue)
             all_batches.resent += batch.was_sent
-            batch.bundle, batch.was_sent = batches, True
+            batch.bundle, batch.was_sent = sent_bundle, True
 
     @property
     def send_at(self) -> float | None:
@@ -577,27 +570,28 @@ class NodeBatches:
         Raises:
             RemoteProtocolError: The answer does not fit the bundle.
         """
-        batches = self._bundles.get(message.opaque)
-        if batches is None:
+        bundle = self._bundles.get(message.opaque)
+        if bundle is None:
             return []
+        batches = bundle.batches
         sentence = message.sentence if isinstance(message, Refusal) else ""
         if isinstance(message, MutateReply):
-            bounds = list(accumulate((batch.chunk.count for batch in batches), initial=0))
-            answers = split_reply(message, list(map(_partition_of, batches)), bounds)
+            bounds = list(accumulate([batch.chunk.count for batch in batches], initial=0))
+            answers = split_reply(message, list(map(_PARTITION, batches)), bounds)
         else:
             assert isinstance(message, Refusal), "the session accepts no other answer to a Mutate"
             answers = [(status_of(message.status), _NO_RESULT)] * len(batches)
         del self._bundles[message.opaque]
-        self._unanswered_rows -= sum(batch.chunk.count for batch in batches)
+        self._unanswered_rows -= bundle.row_count
         # The answer may tell of a batch that was meanwhile sent again, in another bundle.
         for batch, (status, result) in zip(batches, answers, strict=True):
-            if batch.bundle is batches:
+            if batch.bundle is bundle:
                 batch.sentence = sentence
                 self._answered(batch, status, result, now)
-        finished_batches = [batch for batch in batches if batch.bundle is batches]
+        finished_batches = [batch for batch in batches if batch.bundle is bundle]
         for batch in finished_batches:
             batch.bundle = None
-            self._all_batches.remove_answered(batch)
+        self._all_batches.remove_answered(finished_batches)
         return finished_batches
 
     def _answered(
@@ -618,7 +612,7 @@ class NodeBatches:
                 batch.refusal = status
             del queue.sent_batches[batch.counter]
             self.count -= 1
-        if queue.has_refused and not queue.in_flight:
+        if not queue.in_flight and queue.has_refused:
             self._requeue(queue)
             queue.resend_at = now + queue.backoff.next_wait_s()
             self._backing_off[queue] = None
@@ -646,6 +640,4 @@ class NodeBatches:
 
 _NO_RESULT: Final = PartitionBatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))
 
-
-def _partition_of(batch: Batch) -> PartitionId:
-    return batch.partition
+_PARTITION: Final = attrgetter("partition")

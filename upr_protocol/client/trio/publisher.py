@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Unpack
 
@@ -320,15 +320,21 @@ class Publisher:
 
     # Internal.
 
-    def _count(self, batch: Batch) -> None:
-        self._batches += 1
-        self._mutations += batch.chunk.count
-        for failure in batch.failures():
-            self._failed += 1
-            if self._on_failure is not None:
-                self._on_failure(failure)
-            elif len(self.failures) < FAILURES_MAX:
-                self.failures.append(failure)
+    def _count(self, batches: Sequence[Batch]) -> None:
+        self._batches += len(batches)
+        self._mutations += sum([batch.chunk.count for batch in batches])
+        for batch in batches:
+            # Nearly always nothing has failed.
+            if batch.result is None or batch.result.failures:
+                for failure in batch.failures():
+                    self._note_failure(failure)
+
+    def _note_failure(self, failure: Failure) -> None:
+        self._failed += 1
+        if self._on_failure is not None:
+            self._on_failure(failure)
+        elif len(self.failures) < FAILURES_MAX:
+            self.failures.append(failure)
 
     async def _send_lingering(self) -> None:
         """Sends batches that did not become full when their time has come."""

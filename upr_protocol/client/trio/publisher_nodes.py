@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
@@ -44,9 +44,9 @@ class NodePublisher(NodeHandler):
         nodes = self._nodes
         if isinstance(message, MutateReply | Refusal) and is_wrong_node(message):
             nodes.connections.request_map(message.map_revision)
-        for batch in self.batches.receive(message, trio.current_time()):
+        if finished_batches := self.batches.receive(message, trio.current_time()):
             self.retry.note_progress()
-            nodes.finish_batch(batch)
+            nodes.finish_batches(finished_batches)
         self.send()
         nodes.notify_changed()
 
@@ -85,7 +85,7 @@ class PublisherNodes:
     Attributes:
         unanswered: See above.
         connections: The connections to all nodes.
-        on_done: Called with each batch that is answered, or refused for good; set by the publisher.
+        on_done: Called with batches that are answered, or refused for good; set by the publisher.
         is_finished: Whether it sends nothing more.
         error: Why.
         connection_count: How many connections were made.
@@ -93,7 +93,7 @@ class PublisherNodes:
         send_later: Notified when a node has batches to send at some later time.
     """
 
-    on_done: Callable[[Batch], None]
+    on_done: Callable[[Sequence[Batch]], None]
 
     def __init__(
         self, address: Address, options: TrioOptions, unanswered: UnansweredBatches
@@ -142,10 +142,13 @@ class PublisherNodes:
 
     # For the nodes' publishers.
 
-    def finish_batch(self, batch: Batch) -> None:
-        """A batch is answered, or refused for good."""
-        self.connections.router.note_succeeded(batch.partition)
-        self.on_done(batch)
+    def finish_batches(self, batches: Sequence[Batch]) -> None:
+        """Batches are answered, or refused for good."""
+        router = self.connections.router
+        if not router.is_settled:
+            for batch in batches:
+                router.note_succeeded(batch.partition)
+        self.on_done(batches)
 
     def notify_changed(self) -> None:
         """Wakes the tasks that wait for a change."""
