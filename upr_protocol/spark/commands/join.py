@@ -67,9 +67,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
             how=options.how,
             left_schema=options.left_schema,
             right_schema=options.right_schema,
-            available_now=options.once,
-            interval=options.interval,
-            options=dict(options.option),
+            **command.query_settings(options),
         )
     )
 

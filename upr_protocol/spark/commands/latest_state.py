@@ -43,12 +43,10 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         options.url,
         options.table,
         options.checkpoint,
-        available_now=options.once,
-        interval=options.interval,
-        options=dict(options.option),
         app_id=options.app_id,
         begin_anew=options.begin_anew,
         tell=command.say,
+        **command.query_settings(options),
     )
     return command.run_query(query)
 

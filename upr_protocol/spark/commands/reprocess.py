@@ -59,9 +59,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
             value=options.value,
             where=options.where,
             schema=options.schema,
-            available_now=options.once,
-            interval=options.interval,
-            options=dict(options.option),
+            **command.query_settings(options),
         )
     )
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Final
+from typing import Final, TypedDict
 
 from pyspark import SparkContext
 from pyspark.errors import PySparkException
@@ -82,6 +82,29 @@ def add_query_arguments(arguments: argparse.ArgumentParser, once_help: str) -> N
     trigger = arguments.add_mutually_exclusive_group()
     trigger.add_argument("--interval", help='how often a batch begins, as "10 seconds"')
     trigger.add_argument("--once", action="store_true", help=once_help)
+
+
+class QuerySettings(TypedDict):
+    """What the recipes that start a query take alike.
+
+    Attributes:
+        available_now: Whether the query ends when it has all that there is now.
+        interval: How often a batch begins; None for as soon as one is done.
+        options: More options of the data source.
+    """
+
+    available_now: bool
+    interval: str | None
+    options: dict[str, str]
+
+
+def query_settings(arguments: argparse.Namespace) -> QuerySettings:
+    """What `parser` and `add_query_arguments` have read."""
+    return {
+        "available_now": arguments.once,
+        "interval": arguments.interval,
+        "options": dict(arguments.option),
+    }
 
 
 def run_query(query: StreamingQuery) -> int:

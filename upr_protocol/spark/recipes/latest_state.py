@@ -16,7 +16,7 @@ from pyspark.sql.utils import is_remote
 
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes.rewound_rows import reached_metadata, rewound_rows
-from upr_protocol.spark.recipes.target import check_bucket_of, start_query
+from upr_protocol.spark.recipes.target import check_bucket_of, check_triggers, start_query
 from upr_protocol.spark.source import UprDataSource
 
 Tell = Callable[[str], None]
@@ -286,8 +286,7 @@ def keep_latest_state(
         OptionError: Both triggers are given; or there is no `app_id` over Spark Connect.
         PipelineError: `deltalake` is not installed, or the bucket cannot be reached.
     """
-    if available_now and interval is not None:
-        raise OptionError("available_now and interval exclude each other")
+    check_triggers(available_now=available_now, interval=interval)
     if app_id is None and is_remote():
         raise OptionError(_NO_QUERY_ID)
     sink = LatestState(

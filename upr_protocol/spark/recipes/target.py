@@ -13,6 +13,16 @@ from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions, connection_options
 
 
+def check_triggers(*, available_now: bool, interval: str | None) -> None:
+    """Makes sure that a query has one trigger at most.
+
+    Raises:
+        OptionError: Both are given.
+    """
+    if available_now and interval is not None:
+        raise OptionError("available_now and interval exclude each other")
+
+
 def check_query_arguments(
     options: Mapping[str, str] | None, *, available_now: bool, interval: str | None
 ) -> None:
@@ -21,8 +31,7 @@ def check_query_arguments(
     Raises:
         OptionError: Both triggers are given, or `onRollback`.
     """
-    if available_now and interval is not None:
-        raise OptionError("available_now and interval exclude each other")
+    check_triggers(available_now=available_now, interval=interval)
     if "onrollback" in map(str.lower, options or {}):
         raise OptionError(
             "the option onRollback is not for this recipe: the target cannot undo changes that the "
