@@ -20,17 +20,17 @@ ENDS_MAX: Final = 16
 class ConnectionEnds:
     """Cancels the tasks of connections whose peers have gone, in the order in which they went."""
 
-    __slots__ = ("_has_waiting", "_is_running", "_waiting")
+    __slots__ = ("_has_waiting", "_is_running", "_waiting_scopes")
 
     def __init__(self) -> None:
         self._is_running = False
-        self._waiting: deque[trio.CancelScope] = deque()
+        self._waiting_scopes: deque[trio.CancelScope] = deque()
         self._has_waiting = Notifier()
 
     def end(self, scope: trio.CancelScope) -> None:
         """Cancels the tasks of a connection, `scope`, in one of the next turns. O(1)."""
         if self._is_running:
-            self._waiting.append(scope)
+            self._waiting_scopes.append(scope)
             self._has_waiting.notify()
         else:
             scope.cancel()
@@ -41,14 +41,14 @@ class ConnectionEnds:
         self._is_running = True
         try:
             while True:
-                while not self._waiting:
+                while not self._waiting_scopes:
                     await self._has_waiting.wait()
                 self._end_some(ENDS_MAX)
                 await trio.lowlevel.checkpoint()
         finally:
             self._is_running = False
-            self._end_some(len(self._waiting))
+            self._end_some(len(self._waiting_scopes))
 
     def _end_some(self, count: int) -> None:
-        for _ in range(min(count, len(self._waiting))):
-            self._waiting.popleft().cancel()
+        for _ in range(min(count, len(self._waiting_scopes))):
+            self._waiting_scopes.popleft().cancel()

@@ -131,9 +131,9 @@ class _Heap:
                 self._free(block)
                 return False
             blocks.append(block)
-            first = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+            begin = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
             behind = (block + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._advise(first, behind - first, mmap.MADV_DONTNEED)
+            self._advise(begin, behind - begin, mmap.MADV_DONTNEED)
         return True
 
 
