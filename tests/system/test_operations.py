@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.kit.process import ROOT, UPR, UPR_SERVER, run, server_process
+from upr_protocol.failover import StartReason
 
 OPERATIONS: Final = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 
@@ -45,7 +46,7 @@ async def test_a_bucket_is_replaced_by_its_dump(tmp_path: Path) -> None:
     (data / "buckets" / "planes").rename(tmp_path / "planes.old")
     async with server_process(data_dir=data) as server:
         url = server.url("planes")
-        await upr("bucket", "create", url, "--partitions", "4")
+        await upr("bucket", "create", url, "--partitions", "2")
         command = (sys.executable, str(tmp_path / "load_dump.py"), url)
         assert (await run(command, stdin=dump.encode())).code == 0
         after = json.loads(await upr("get", url, "bytes", "--json"))
@@ -68,11 +69,14 @@ async def test_one_bucket_is_restored_and_consumers_of_the_others_continue(tmp_p
             resume = ("--resume", str(tmp_path / name), "--until", "caught-up")
             await upr("tail", server.url(name), *resume)
 
+    await upr_server("restore", "--new-histories", "--data-dir", str(backup))
     (data / "buckets" / "planes").rename(tmp_path / "planes.damaged")
     shutil.copytree(backup / "buckets" / "planes", data / "buckets" / "planes")
-    await upr_server("restore", "--new-histories", "--data-dir", str(data))
+    (data / "event-queues").unlink(missing_ok=True)
     async with server_process(data_dir=data) as server:
         assert await upr("get", server.url("planes"), "key") == "old\n"
         assert "rolls back" in await upr("explain", server.url("planes"), str(tmp_path / "planes"))
         assert await upr("get", server.url("others"), "key") == "new\n"
-        assert "goes on" in await upr("explain", server.url("others"), str(tmp_path / "others"))
+        others = await upr("explain", server.url("others"), str(tmp_path / "others"))
+        assert "goes on" in others
+        assert StartReason.SAME_HISTORY.value in others
