@@ -31,6 +31,7 @@ from upr_protocol.failover import FailoverEntry, FailoverLog, Position
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
 from upr_server.indexer.builder import IndexBuilder
+from upr_server.indexer.document_rows import DocumentRows
 from upr_server.indexer.entry_reader import EntrySelection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import IndexFile
@@ -49,6 +50,10 @@ class ByKey:
 
     failure = ""
     has_payloads = False
+    key_prefix = b""
+
+    def single_entries(self, rows: DocumentRows) -> None:
+        """None: `entries` says what they are."""
 
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         """The key, without a payload."""

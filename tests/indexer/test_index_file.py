@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_server.indexer.document_rows import DocumentRows, RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection, KeyRange
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import (
@@ -34,10 +35,19 @@ class Words:
 
     failure = ""
     has_payloads = False
+    key_prefix = b""
+
+    def __init__(self, *, is_single: bool = True) -> None:
+        self._is_single = is_single
+
+    def single_entries(self, rows: DocumentRows) -> list[bytes] | None:
+        """Each document's entry; empty if there is none."""
+        if not self._is_single:
+            return None
+        return [b"".join(self.entries(change)[0]) for change in rows.changes()]
 
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
-        assert change.value is not None
-        if change.value.startswith(b"-"):
+        if change.value is None or change.value.startswith(b"-"):
             return (), b""
         return (b"\x09" + change.value + change.key,), b""
 
@@ -66,8 +76,8 @@ def batch(
     return IndexBatch(PartitionId(partition), mark, chunks)
 
 
-def apply(file: IndexFile, *batches: IndexBatch) -> int:
-    return file.apply_batches([(batch, list(batch.changes())) for batch in batches], Words())
+def apply(file: IndexFile, *batches: IndexBatch, is_single: bool = True) -> int:
+    return file.apply_changes(RoundChanges(batches), Words(is_single=is_single))
 
 
 def entries(file: IndexFile, low: bytes = b"", high: bytes = b"\xff") -> list[bytes]:
@@ -98,52 +108,60 @@ STEPS = st.lists(
         st.integers(0, 2),
         st.sampled_from(["changes", "changes", "again", "undo", "forget", "reopen"]),
         st.lists(st.tuples(KEYS, VALUES), max_size=4, unique_by=lambda item: item[0]),
+        st.sampled_from([True, True, False]),
     ),
     max_size=12,
 )
 
 
-@settings(max_examples=60)
-@given(STEPS)
+@settings(max_examples=120)
+@given(STEPS, st.booleans())
 def test_an_index_file_holds_what_a_dict_would(
     tmp_path_factory: pytest.TempPathFactory,
-    steps: list[tuple[int, str, list[tuple[bytes, bytes | None]]]],
+    steps: list[tuple[int, str, list[tuple[bytes, bytes | None]], bool]],
+    is_single: bool,
 ) -> None:
     path = tmp_path_factory.mktemp("index")
     file = IndexFile(path, "b")
     model: dict[tuple[int, bytes], bytes] = {}
     reached = [0, 0, 0]
-    for partition, kind, items in steps:
+    batches: list[IndexBatch] = []
+    for partition, kind, items, is_commit in [*steps, (0, "changes", [], True)]:
         # Keys of different partitions are different keys.
         items = [(b"%d" % partition + key, value) for key, value in items]
         if kind == "reopen":
+            apply(file, *batches, is_single=is_single)
+            batches.clear()
             file.close()
             file = IndexFile(path, "b")
             continue
         if kind == "forget":
-            apply(file, IndexBatch(PartitionId(partition), Mark(), clears_partition=True))
+            batches.append(IndexBatch(PartitionId(partition), Mark(), clears_partition=True))
             model = {key: value for key, value in model.items() if key[0] != partition}
             reached[partition] = 0
             continue
         if kind == "undo":
             reached[partition] //= 2
             mark = whole(reached[partition])
-            apply(file, IndexBatch(PartitionId(partition), mark, rollback_documents=dict(items)))
+            batches.append(IndexBatch(PartitionId(partition), mark, rollback_documents=dict(items)))
         elif kind == "again":
             # What it has already does not change it, whatever it says.
             numbered = [(1, key, b"old") for key, _ in items if reached[partition]]
-            apply(file, batch(partition, whole(min(1, reached[partition])), numbered))
+            batches.append(batch(partition, whole(min(1, reached[partition])), numbered))
             continue
         else:
             first = reached[partition] + 1
             reached[partition] += len(items)
             numbered_items = [(first + n, key, value) for n, (key, value) in enumerate(items)]
-            apply(file, batch(partition, whole(reached[partition]), numbered_items))
+            batches.append(batch(partition, whole(reached[partition]), numbered_items))
         for key, value in items:
             model.pop((partition, key), None)
             if value is not None and not value.startswith(b"-"):
                 model[partition, key] = value
-        file.check_invariants()
+        if is_commit:
+            apply(file, *batches, is_single=is_single)
+            batches.clear()
+            file.check_invariants()
     assert entries(file) == sorted(b"\x09" + value + key for (_, key), value in model.items())
     assert file.entry_count() == len(model)
     assert [file.mark(PartitionId(partition)).seq for partition in range(3)] == reached

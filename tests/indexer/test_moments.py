@@ -38,6 +38,7 @@ from tests.kit.process import eventually
 from upr_protocol.client import Client, connect
 from upr_server.indexer import moments as moments_module
 from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.indexer import Indexer
@@ -89,7 +90,7 @@ def test_pages_of_a_view_do_not_see_what_is_written_meanwhile(
                     seq += len(items)
                     contents = state
                     changes = batch(0, whole(seq), items)
-                    index.file.apply_batches([(changes, list(changes.changes()))], source_of(index))
+                    index.file.apply_changes(RoundChanges([changes]), source_of(index))
     assert rows == expected
 
 

@@ -21,6 +21,7 @@ from tests.indexer.test_index_file import batch, whole
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.answer import Answer
 from upr_server.indexer.definitions import Index
+from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.explanation import FreshnessLog, RangeEnd, ReadRange
 from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import IndexFile, IndexView
@@ -79,7 +80,7 @@ def an_index(
         index = Index(IndexName("d", "i"), definition, file, Extractor(definition))
         items = [(seq, key, value) for seq, (key, value) in enumerate(contents.items(), 1)]
         changes = batch(0, whole(len(items)), items)
-        file.apply_batches([(changes, list(changes.changes()))], source_of(index))
+        file.apply_changes(RoundChanges([changes]), source_of(index))
         file.check_invariants()
         yield index
     finally:
@@ -293,14 +294,14 @@ def test_an_index_follows_its_documents(
                 items.append((seq, key, state.get(key)))
             contents = state
             changes = batch(0, whole(seq), items)
-            index.file.apply_batches([(changes, list(changes.changes()))], source)
+            index.file.apply_changes(RoundChanges([changes]), source)
             index.file.check_invariants()
             assert all_rows([index], Query(), 10_000) == index_rows(definition, contents)
             # The same documents again change nothing.
             again = IndexBatch(PartitionId(0), whole(seq), rollback_documents=contents)
-            assert index.file.apply_batches([(again, list(again.changes()))], source) == 0
+            assert index.file.apply_changes(RoundChanges([again]), source) == 0
         cleared = IndexBatch(PartitionId(0), whole(0), clears_partition=True)
-        index.file.apply_batches([(cleared, [])], source)
+        index.file.apply_changes(RoundChanges([cleared]), source)
         index.file.check_invariants()
         assert index.file.entry_count() == 0
 
@@ -314,7 +315,7 @@ def test_included_values_change_beside_a_key_that_does_not(tmp_path: Path, array
         for seq, value in enumerate(("2", "2", long_value, '{"n": [3]}', "null"), 2):
             contents = {b"k": b'{"a": ["x", "y"], "d": %s}' % value.encode()}
             change = batch(0, whole(seq), [(seq, b"k", contents[b"k"])])
-            index.file.apply_batches([(change, list(change.changes()))], source_of(index))
+            index.file.apply_changes(RoundChanges([change]), source_of(index))
             entries = answer(index, Query()).entries
             expected = None if value == long_value else [json.loads(value)]
             assert [entry.included for entry in entries] == [expected] * (2 if array_key else 1)

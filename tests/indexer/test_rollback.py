@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
@@ -18,6 +16,7 @@ from upr_protocol.client import Event, RollbackConsumer, Undone, WriteResult
 from upr_protocol.client.operator import fail_over
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.ids import Durability
+from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.pure.definition import IndexDefinition
@@ -54,12 +53,12 @@ def rollbacks_synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     it forgets what was rolled back, and the machine may crash then."""
     unsynced: set[IndexFile] = set()
     synced: list[Path] = []
-    apply, sync, next_event = IndexFile.apply_batches, IndexFile.sync, RollbackConsumer.__anext__
+    apply, sync, next_event = IndexFile.apply_changes, IndexFile.sync, RollbackConsumer.__anext__
 
-    def apply_noted(file: IndexFile, batches: Sequence[Any], source: EntrySource) -> int:
-        if any(batch.is_rollback for batch, _ in batches):
+    def apply_noted(file: IndexFile, changes: RoundChanges, source: EntrySource) -> int:
+        if any(batch.is_rollback for batch in changes.batches):
             unsynced.add(file)
-        return apply(file, batches, source)
+        return apply(file, changes, source)
 
     def sync_noted(file: IndexFile) -> None:
         sync(file)
@@ -71,7 +70,7 @@ def rollbacks_synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         assert not unsynced
         return await next_event(consumer)
 
-    monkeypatch.setattr(IndexFile, "apply_batches", apply_noted)
+    monkeypatch.setattr(IndexFile, "apply_changes", apply_noted)
     monkeypatch.setattr(IndexFile, "sync", sync_noted)
     monkeypatch.setattr(RollbackConsumer, "__anext__", next_event_noted)
     return synced

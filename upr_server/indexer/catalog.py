@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
+from upr_server.indexer.document_rows import DocumentRows
 from upr_server.indexer.index_batch import DocumentChange
 from upr_server.indexer.index_file import IndexFile
 from upr_server.indexer.pipeline import PipelineMember
@@ -26,10 +27,12 @@ class DesignCatalog:
         on_change: Called when they have changed; whoever keeps the indexes sets it.
         failure: Empty: it always makes entries.
         has_payloads: True: a design document's text belongs to its entry.
+        key_prefix: What the keys of design documents begin with.
     """
 
     failure = ""
     has_payloads = True
+    key_prefix = DESIGN_PREFIX
 
     def __init__(self, file: IndexFile) -> None:
         self.file = file
@@ -42,9 +45,12 @@ class DesignCatalog:
     def _note_change(self) -> None:
         self.on_change()
 
+    def single_entries(self, rows: DocumentRows) -> None:
+        """None: a design document's entry has a payload."""
+
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         """A design document's entry is its key; its text belongs to the entry."""
-        if change.value is None or not change.key.startswith(DESIGN_PREFIX):
+        if change.value is None:
             return (), b""
         return (change.key,), change.value
 

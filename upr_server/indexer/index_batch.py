@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
+import msgspec
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.ids import PartitionId
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pool import MemoryPool
-from upr_server.indexer.pure.extractor import NOT_JSON, decode_value
 
 BATCH_OVERHEAD_BYTES: Final = 256
 """What a batch counts for beside its chunks."""
 
-_NOT_DECODED: Final = object()
 
-
-class DocumentChange:
+class DocumentChange(msgspec.Struct, frozen=True):
     """A new state of a document.
 
     Attributes:
-        seq: The change's sequence number.
         key: The document's key.
         value: The document's bytes; None when it was deleted.
+        document: The value as JSON; `NOT_JSON` if it is not JSON, or the document was deleted.
     """
 
-    __slots__ = ("_document", "key", "seq", "value")
-
-    def __init__(self, seq: int, key: bytes, value: bytes | None) -> None:
-        self.seq = seq
-        self.key = key
-        self.value = value
-        self._document: Any = _NOT_DECODED
-
-    @property
-    def document(self) -> Any:
-        """The value as JSON, decoded once for all indexes; `NOT_JSON` if it is not JSON."""
-        if self._document is _NOT_DECODED:
-            self._document = NOT_JSON if self.value is None else decode_value(self.value)
-        return self._document
+    key: bytes
+    value: bytes | None
+    document: Any
 
 
 @attrs.frozen
@@ -69,16 +56,6 @@ class IndexBatch:
     def is_rollback(self) -> bool:
         """Whether the mark counts even if it is lower than the one before."""
         return self.clears_partition or self.rollback_documents is not None
-
-    def changes(self) -> Iterator[DocumentChange]:
-        """The documents' changes, in order."""
-        for key, value in (self.rollback_documents or {}).items():
-            yield DocumentChange(0, key, value)
-        for chunk in self.chunks:
-            for seq, key, operation, value in zip(
-                chunk.seqs.tolist(), chunk.keys(), chunk.operations, chunk.values(), strict=True
-            ):
-                yield DocumentChange(seq, key, value if operation == Operation.SET else None)
 
 
 @attrs.define

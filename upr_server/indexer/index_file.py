@@ -26,6 +26,12 @@ import lmdb
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_server.indexer.document_rows import (
+    DocumentRows,
+    NewestChanges,
+    RoundChanges,
+    back_prefix,
+)
 from upr_server.indexer.entry_reader import END_OF_KEYS, EntryReader, EntrySelection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark, decode_timestamp
@@ -77,6 +83,14 @@ class EntrySource(Protocol):
     @property
     def has_payloads(self) -> bool:
         """Whether entries have payloads."""
+
+    @property
+    def key_prefix(self) -> bytes:
+        """What the keys of documents begin with that can have entries."""
+
+    def single_entries(self, rows: DocumentRows) -> Sequence[bytes] | None:
+        """The entry of each document; empty when the index leaves the document out. None if one of
+        them may have several entries, or a payload: then `entries` says what they are."""
 
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         """The entries of a document, in order, and the payload of each; no entries when the index
@@ -234,13 +248,11 @@ class IndexFile:
             transaction.put(_JOINED, b"", db=self._meta)
         self._joined = True
 
-    def apply_batches(
-        self, batches: Iterable[tuple[IndexBatch, Sequence[DocumentChange]]], source: EntrySource
-    ) -> int:
-        """Brings the index as far as `batches` reach, in one commit.
+    def apply_changes(self, changes: RoundChanges, source: EntrySource) -> int:
+        """Brings the index as far as a round's batches reach, in one commit.
 
         Args:
-            batches: Batches and their changes, each partition's in order.
+            changes: The batches.
             source: Says what the entries are.
 
         Returns:
@@ -249,25 +261,15 @@ class IndexFile:
         Raises:
             IndexFileError: It cannot be written; nothing has changed.
         """
-        marks: dict[PartitionId, Mark] = {}
-        changed = 0
         if self._is_closed:
             return 0
+        marks, first_seqs = self._marks_after(changes.batches)
         with self._write() as transaction:
             trees = _Trees(transaction, self._main, self._back, source)
-            for batch, changes in batches:
-                partition = batch.partition
-                previous = marks.get(partition) or self.mark(partition)
-                prefix = _PARTITION.pack(partition)
-                if batch.clears_partition:
-                    changed += trees.forget(prefix)
-                # Indexes may be differently far: this one may have a part of the batch already. Of
-                # a snapshot that it has in part it may lack any change: the snapshot left out what
-                # was superseded at its end. The next may end before that, or have lost it.
-                first_seq = 0 if batch.is_rollback else previous.position.last_complete + 1
-                trees.add(prefix, (change for change in changes if change.seq >= first_seq))
-                marks[partition] = _mark_after(previous, batch)
-            changed += trees.write()
+            if _are_all_new(changes, first_seqs):
+                changed = trees.write(changes.rows)
+            else:
+                changed = _write_in_part(trees, changes.batches, first_seqs)
             self._put_marks(transaction, marks)
             failure = source.failure
             if failure and not self.failure:
@@ -275,6 +277,23 @@ class IndexFile:
         self.marks.update(marks)
         self.failure = failure
         return changed
+
+    def _marks_after(
+        self, batches: Iterable[IndexBatch]
+    ) -> tuple[dict[PartitionId, Mark], list[int]]:
+        """The marks after `batches`, and by batch from which number on its changes are new.
+
+        Indexes may be differently far: this one may have a part of a batch already. Of a snapshot
+        that it has in part it may lack any change: the snapshot left out what was superseded at its
+        end. The next may end before that, or have lost it.
+        """
+        marks: dict[PartitionId, Mark] = {}
+        first_seqs: list[int] = []
+        for batch in batches:
+            previous = marks.get(batch.partition) or self.mark(batch.partition)
+            first_seqs.append(0 if batch.is_rollback else previous.position.last_complete + 1)
+            marks[batch.partition] = _mark_after(previous, batch)
+        return marks, first_seqs
 
     def _put_marks(
         self, transaction: lmdb.Transaction[bytes], marks: Mapping[PartitionId, Mark]
@@ -489,11 +508,30 @@ def _unsettled_count(transaction: lmdb.Transaction[bytes], meta: _Tree) -> int:
     return 0 if data is None else int(_COUNT.unpack(data)[0])
 
 
+def _are_all_new(changes: RoundChanges, first_seqs: Sequence[int]) -> bool:
+    """Whether an index takes all of a round's changes, whatever their order."""
+    return not any(batch.clears_partition for batch in changes.batches) and all(
+        lowest is None or lowest >= first_seq
+        for lowest, first_seq in zip(changes.first_seqs, first_seqs, strict=True)
+    )
+
+
+def _write_in_part(trees: _Trees, batches: Sequence[IndexBatch], first_seqs: Sequence[int]) -> int:
+    """Writes what an index lacks of `batches`. Returns how many documents' entries differ."""
+    newest = NewestChanges()
+    changed = 0
+    for batch, first_seq in zip(batches, first_seqs, strict=True):
+        if batch.clears_partition:
+            changed += trees.write(newest.take())
+            changed += trees.forget(back_prefix(batch.partition))
+        newest.add(batch, first_seq)
+    return changed + trees.write(newest.take())
+
+
 class _Trees:
     """The trees of entries in one transaction.
 
-    It gathers the newest change of each document, and writes their entries in the order of the
-    trees: neighbours share their pages.
+    It writes the entries in the order of the trees: neighbours share their pages.
 
     Args:
         transaction: A transaction that writes.
@@ -513,82 +551,59 @@ class _Trees:
         self._main = main
         self._back = back
         self._source = source
-        self._changes: dict[bytes, DocumentChange] = {}
 
-    def add(self, prefix: bytes, changes: Iterable[DocumentChange]) -> None:
-        """Notes documents' changes, in place of earlier ones of the same documents."""
-        for change in changes:
-            self._changes[prefix + change.key] = change
-
-    def write(self) -> int:
-        """Puts the entries of the noted changes in place of those that are there. O(n log n).
+    def write(self, rows: DocumentRows) -> int:
+        """Puts the entries of documents in place of those that are there. O(n log n).
 
         Returns:
             How many documents' entries differ.
         """
-        changes, self._changes = self._changes, {}
-        back_keys = sorted(changes)
+        if self._source.key_prefix:
+            rows = rows.with_prefix(self._source.key_prefix)
+        if not rows:
+            return 0
+        entries = self._source.single_entries(rows)
         with self._transaction.cursor(self._back) as cursor:
-            old_entries = dict(cursor.getmulti(back_keys))
-        removed_entries: list[bytes] = []
-        added_entries: list[tuple[bytes, bytes]] = []
-        new_back_entries: list[tuple[bytes, bytes]] = []
-        changed = 0
-        has_payloads = self._source.has_payloads
-        for back_key in back_keys:
-            change, old_packed = changes[back_key], old_entries.get(back_key, b"")
-            new_entries: Sequence[bytes] = ()
-            payload = b""
-            if change.value is not None:
-                new_entries, payload = self._source.entries(change)
-            new_packed = _packed(new_entries)
-            if not old_packed:
-                # Most documents are new; the comparisons below would cost each of them 0.3 µs.
-                if new_entries:
-                    new_back_entries.append((back_key, new_packed))
-                    added_entries += [(entry, payload) for entry in new_entries]
-                    changed += 1
-                continue
-            if len(new_entries) == 1 and not has_payloads and _is_one_entry(old_packed):
-                # Most changes leave a document one entry; the sets below would cost them 2 µs.
-                if new_packed != old_packed:
-                    new_back_entries.append((back_key, new_packed))
-                    removed_entries.append(old_packed[_LENGTH.size :])
-                    added_entries.append((new_entries[0], payload))
-                    changed += 1
-                continue
-            if new_packed != old_packed:
-                if new_entries:
-                    new_back_entries.append((back_key, new_packed))
-                else:
-                    self._transaction.delete(back_key, db=self._back)
-                previous_entries = _unpacked(old_packed)
-                removed_entries += set(previous_entries).difference(new_entries)
-            elif not has_payloads:
-                continue
-            else:
-                previous_entries = new_entries
-            # All entries of a document have the same payload.
-            if has_payloads and previous_entries and self._payload(previous_entries[0]) != payload:
-                previous_entries = ()
-            same = set(previous_entries)
-            differing = [(entry, payload) for entry in new_entries if entry not in same]
-            added_entries += differing
-            changed += 1 if differing or new_packed != old_packed else 0
-        for entry in sorted(removed_entries):
-            self._transaction.delete(entry, db=self._main)
-        with self._transaction.cursor(self._back) as cursor:
-            cursor.putmulti(new_back_entries)
-        with self._transaction.cursor(self._main) as cursor:
-            cursor.putmulti(sorted(added_entries))
-        return changed
+            old_packed = dict(cursor.getmulti(rows.back_keys))
+        difference = _Difference()
+        if entries is not None:
+            difference.add_single_entries(rows.back_keys, entries, old_packed)
+        else:
+            for back_key, change in zip(rows.back_keys, rows.changes(), strict=True):
+                self._add_document(difference, back_key, change, old_packed.get(back_key, b""))
+        difference.write(self._transaction, self._main, self._back)
+        return difference.changed
 
-    def _payload(self, entry: bytes) -> bytes:
-        return self._transaction.get(entry, b"", db=self._main)
+    def _add_document(
+        self, difference: _Difference, back_key: bytes, change: DocumentChange, old_packed: bytes
+    ) -> None:
+        """Notes how a document's entries differ from those that are there."""
+        new_entries, payload = (
+            self._source.entries(change) if change.value is not None else ((), b"")
+        )
+        new_packed = _packed(new_entries)
+        previous_entries = new_entries
+        if new_packed != old_packed:
+            previous_entries = _unpacked(old_packed)
+            difference.put_back(back_key, new_packed)
+            difference.removed_entries += set(previous_entries).difference(new_entries)
+        elif not self._source.has_payloads:
+            return
+        # All entries of a document have the same payload.
+        if (
+            self._source.has_payloads
+            and previous_entries
+            and self._transaction.get(previous_entries[0], b"", db=self._main) != payload
+        ):
+            previous_entries = ()
+        same = set(previous_entries)
+        added_entries = [(entry, payload) for entry in new_entries if entry not in same]
+        difference.added_entries += added_entries
+        difference.changed += bool(added_entries) or new_packed != old_packed
 
     def forget(self, prefix: bytes) -> int:
-        """Removes all entries of a partition, those that were noted, too. O(its entries)."""
-        count = self.write()
+        """Removes all entries of a partition. O(its entries)."""
+        count = 0
         with self._transaction.cursor(self._back) as cursor:
             has_key = cursor.set_range(prefix)
             while has_key and cursor.key().startswith(prefix):
@@ -600,16 +615,73 @@ class _Trees:
         return count
 
 
+class _Difference:
+    """How the trees are to change.
+
+    Attributes:
+        changed: How many documents' entries differ.
+        removed_entries: Entries to remove.
+        added_entries: Entries to put, with their payloads.
+    """
+
+    def __init__(self) -> None:
+        self.changed = 0
+        self.removed_entries: list[bytes] = []
+        self.added_entries: list[tuple[bytes, bytes]] = []
+        self._removed_back_keys: list[bytes] = []
+        self._new_back_entries: list[tuple[bytes, bytes]] = []
+
+    def put_back(self, back_key: bytes, packed: bytes) -> None:
+        """Notes a document's packed entries; empty if it has none any more."""
+        if packed:
+            self._new_back_entries.append((back_key, packed))
+        else:
+            self._removed_back_keys.append(back_key)
+
+    def add_single_entries(
+        self,
+        back_keys: Sequence[bytes],
+        entries: Sequence[bytes],
+        old_packed: Mapping[bytes, bytes],
+    ) -> None:
+        """Notes how documents differ that have one entry or, where it is empty, none. O(n)."""
+        pack = _LENGTH.pack
+        packed_entries = [entry and pack(len(entry)) + entry for entry in entries]
+        if not old_packed:
+            differing = [
+                row for row in zip(back_keys, packed_entries, entries, strict=True) if row[2]
+            ]
+        else:
+            old = old_packed.get
+            differing = [
+                row
+                for row in zip(back_keys, packed_entries, entries, strict=True)
+                if row[1] != old(row[0], b"")
+            ]
+            removed = [old_packed[row[0]] for row in differing if row[0] in old_packed]
+            self.removed_entries += [packed[_LENGTH.size :] for packed in removed]
+        self.changed += len(differing)
+        self._new_back_entries += [row[:2] for row in differing if row[2]]
+        self._removed_back_keys += [row[0] for row in differing if not row[2]]
+        self.added_entries += [(row[2], b"") for row in differing if row[2]]
+
+    def write(self, transaction: lmdb.Transaction[bytes], main: _Tree, back: _Tree) -> None:
+        """Changes the trees. O(n log n)."""
+        with transaction.cursor(main) as cursor:
+            for entry in sorted(self.removed_entries):
+                if cursor.set_key(entry):
+                    cursor.delete()
+            cursor.putmulti(sorted(self.added_entries))
+        with transaction.cursor(back) as cursor:
+            for back_key in self._removed_back_keys:
+                if cursor.set_key(back_key):
+                    cursor.delete()
+            cursor.putmulti(self._new_back_entries)
+
+
 def _packed(entries: Sequence[bytes]) -> bytes:
     """A document's entries as the back tree has them."""
-    if len(entries) == 1:
-        return _LENGTH.pack(len(entries[0])) + entries[0]
     return b"".join([_LENGTH.pack(len(entry)) + entry for entry in entries])
-
-
-def _is_one_entry(data: bytes) -> bool:
-    """Whether packed entries are one."""
-    return bool(_LENGTH.unpack_from(data)[0] == len(data) - _LENGTH.size)
 
 
 def _unpacked(data: bytes) -> Sequence[bytes]:

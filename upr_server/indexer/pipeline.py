@@ -23,7 +23,8 @@ import trio
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.batch_queues import ROUND_BYTES, BatchQueues
-from upr_server.indexer.index_batch import DocumentChange, IndexBatch
+from upr_server.indexer.document_rows import RoundChanges
+from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.pool import MemoryPool
 
@@ -213,21 +214,19 @@ class Pipeline:
         changes = await self._work(partial(self._changes, batches))
         changed = []
         for member in members:
-            own = [item for item in changes if member.covers(item[0].partition)]
+            own = changes.of(member.covers)
             # An index that was left out stays as it is: it would cost the others 2 µs a document.
-            if own and not member.file.failure:
-                apply = partial(member.file.apply_batches, own, member.source)
+            if own.batches and not member.file.failure:
+                apply = partial(member.file.apply_changes, own, member.source)
                 if await self._work(apply):
                     changed.append(member)
             # A scan of this index need not wait for the others.
             self.applied.notify()
         return changed
 
-    def _changes(
-        self, batches: Sequence[IndexBatch]
-    ) -> list[tuple[IndexBatch, list[DocumentChange]]]:
+    def _changes(self, batches: Sequence[IndexBatch]) -> RoundChanges:
         self.before_round()
-        return [(batch, list(batch.changes())) for batch in batches]
+        return RoundChanges(batches)
 
     def _finish(self, batches: Sequence[IndexBatch]) -> None:
         self._queues.end_round()

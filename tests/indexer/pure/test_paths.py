@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_server.indexer.pure.expressions import compile_expression
-from upr_server.indexer.pure.paths import plain_lookup
+from upr_server.indexer.pure.paths import column_lookup, plain_lookup
 
 _NAMES: Final = st.sampled_from(("a", "b", '"a b"'))
 _STEPS: Final = st.one_of(_NAMES.map(".{}".format), st.integers(-3, 3).map("[{}]".format))
@@ -40,6 +40,11 @@ def test_a_plain_expression_has_the_value_that_jmespath_gives(text: str, documen
     expected = jmespath.search(text, document)
     actual = lookup(document)
     assert (actual, type(actual)) == (expected, type(expected))
+    look_up = column_lookup(compile_expression(text))
+    assert look_up is not None
+    values = look_up([document, None, document])
+    none_value = lookup(None)
+    assert list(map(repr, values)) == list(map(repr, [expected, none_value, expected]))
 
 
 @pytest.mark.parametrize("text", ["a", "a.b", "a[0].b[-1]", "[1]", "@", "a.b == 'x'", "'x' != a"])
@@ -50,3 +55,4 @@ def test_common_expressions_are_plain(text: str) -> None:
 @pytest.mark.parametrize("text", ["a[*]", "a == `1`", "a == b", "a < 'x'", "length(a)", "a || b"])
 def test_other_expressions_need_the_interpreter(text: str) -> None:
     assert plain_lookup(compile_expression(text)) is None
+    assert column_lookup(compile_expression(text)) is None

@@ -11,7 +11,7 @@ from jmespath import exceptions, functions
 
 from upr_protocol.errors import UprError
 from upr_server.indexer.pure.interpreter import WORK_MAX, BoundedInterpreter, CostlyError
-from upr_server.indexer.pure.paths import plain_lookup
+from upr_server.indexer.pure.paths import column_lookup, plain_lookup
 
 
 class ExpressionError(UprError, ValueError):
@@ -35,7 +35,7 @@ class Expressions:
         texts: The expressions.
 
     Attributes:
-        plain: The look-ups of those that need no interpreter.
+        columns: The look-ups, for many documents at once, of those that need no interpreter.
         are_plain: Whether these are all.
 
     Raises:
@@ -47,8 +47,9 @@ class Expressions:
         self._interpreter = BoundedInterpreter(jmespath.Options(custom_functions=self._functions))
         trees = [compile_expression(text) for text in texts]
         lookups = [plain_lookup(tree) for tree in trees]
-        self.plain = [lookup for lookup in lookups if lookup is not None]
-        self.are_plain = len(self.plain) == len(texts)
+        columns = map(column_lookup, trees)
+        self.columns = [look_up for look_up in columns if look_up is not None]
+        self.are_plain = len(self.columns) == len(texts)
         self._lookups = [
             lookup or partial(self._interpret, tree)
             for lookup, tree in zip(lookups, trees, strict=True)

@@ -39,12 +39,15 @@ _END_OF_STRING: Final = b"\x00\x01"
 _DOUBLE: Final = Struct(">d")
 _BITS: Final = Struct(">Q")
 _REST: Final = Struct(">H")
+_SMALL_NUMBER: Final = Struct(">cdH")
 _NUMBER_BYTES: Final = _DOUBLE.size + _REST.size
 _SIGN: Final = 1 << 63
 _ALL: Final = (1 << 64) - 1
 _REST_ZERO: Final = 0x8000
 _EXACT_MIN: Final = -(1 << 63)
 _EXACT_MAX: Final = (1 << 64) - 1
+_DOUBLE_EXACT_MAX: Final = 1 << 53
+"""Up to here integers are doubles, and nothing is left."""
 
 _PLAIN: Final[dict[bytes, bool | None]] = {_NULL: None, _FALSE: False, _TRUE: True}
 
@@ -68,21 +71,52 @@ def encode_parts(parts: Sequence[object]) -> bytes:
     return b"".join([_encode(part, 0) for part in parts])
 
 
-def encode_plain(parts: Sequence[Any]) -> bytes | None:
-    """What `encode_parts` gives, if every part is a short ASCII string, an integer of 64 bits or
-    null, as most are; None otherwise. It takes half of the time. O(parts)."""
-    encoded = b""
-    for part in parts:
-        kind = type(part)
-        if kind is str and len(part) <= PLAIN_CHARACTERS and part.isascii():
-            encoded += _STRING + part.encode().replace(b"\0", b"\0\xff") + _END_OF_STRING
-        elif kind is int and _EXACT_MIN <= part <= _EXACT_MAX:
-            encoded += _NUMBER + _encode_number(part)
-        elif part is None:
-            encoded += _NULL
-        else:
-            return None
+def encode_plain_columns(columns: Sequence[Sequence[Any]], nbytes_max: int) -> list[bytes | None]:
+    """The encoded keys of rows whose parts are short ASCII strings, integers of 64 bits or null, as
+    most are. Such a key takes a fifth of the time that `encode_parts` takes.
+
+    Args:
+        columns: The values of each part, by row.
+        nbytes_max: The longest key.
+
+    Returns:
+        By row what `encode_parts` gives, empty if the first part is null; None if a part is of
+        another kind, or if the key is too long.
+    """
+    encoded, *others = [_encode_column(column) for column in columns]
+    for other in others:
+        encoded = [
+            None if start is None or end is None else start + end
+            for start, end in zip(encoded, other, strict=True)
+        ]
+    if max((len(key) for key in encoded if key is not None), default=0) > nbytes_max:
+        encoded = [None if key is None or len(key) > nbytes_max else key for key in encoded]
+    if None in columns[0]:
+        encoded = [
+            b"" if first is None and key is not None else key
+            for first, key in zip(columns[0], encoded, strict=True)
+        ]
     return encoded
+
+
+def _encode_column(column: Sequence[Any]) -> list[bytes | None]:
+    kinds = set(map(type, column))
+    if kinds == {str} and max(map(len, column)) <= PLAIN_CHARACTERS:
+        text = "".join(column)
+        if text.isascii() and "\0" not in text:
+            return [b"\x09%b\x00\x01" % part.encode() for part in column]
+    if kinds == {int} and min(column) >= 0 and max(column) <= _DOUBLE_EXACT_MAX:
+        # The sign bit of a number that is not negative is set: so is that of its negative.
+        return [_SMALL_NUMBER.pack(_NUMBER, -float(part), _REST_ZERO) for part in column]
+    return [_encode_plain(part) for part in column]
+
+
+def _encode_plain(part: object) -> bytes | None:
+    if isinstance(part, str) and len(part) <= PLAIN_CHARACTERS and part.isascii():
+        return _STRING + part.encode().replace(b"\0", b"\0\xff") + _END_OF_STRING
+    if type(part) is int and _EXACT_MIN <= part <= _EXACT_MAX:
+        return _NUMBER + _encode_number(part)
+    return _NULL if part is None else None
 
 
 def _encode(part: object, depth: int) -> bytes:

@@ -6,12 +6,15 @@ for one, a look-up 0.3 µs. The values are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 Lookup = Callable[[object], Any]
 """Gives an expression's value for a document."""
+
+ColumnLookup = Callable[[Sequence[object]], list[Any]]
+"""Gives an expression's value for each of some documents."""
 
 Path = tuple[str | int, ...]
 """Names of members and indexes of elements, from the document inwards."""
@@ -40,6 +43,33 @@ def plain_lookup(tree: Mapping[str, Any]) -> Lookup | None:
             ):
                 return partial(_compare, path, opposite["value"], tree["value"] == "eq")
     return None
+
+
+def column_lookup(tree: Mapping[str, Any]) -> ColumnLookup | None:
+    """As `plain_lookup`, for many documents at once."""
+    path = _path(tree)
+    if path is not None:
+        return partial(_look_up_column, path)
+    lookup = plain_lookup(tree)
+    return None if lookup is None else partial(_apply, lookup)
+
+
+def _look_up_column(path: Path, documents: Sequence[object]) -> list[Any]:
+    values: list[Any] = list(documents)
+    for step in path:
+        if isinstance(step, str):
+            values = [value.get(step) if type(value) is dict else None for value in values]
+        else:
+            values = [_element(value, step) for value in values]
+    return values
+
+
+def _element(value: object, step: int) -> Any:
+    return value[step] if isinstance(value, list) and -len(value) <= step < len(value) else None
+
+
+def _apply(lookup: Lookup, documents: Sequence[object]) -> list[Any]:
+    return list(map(lookup, documents))
 
 
 def _path(tree: Mapping[str, Any]) -> Path | None:
@@ -77,10 +107,8 @@ def _look_up(path: Path, document: object) -> Any:
             if not isinstance(value, dict):
                 return None
             value = value.get(step)
-        elif isinstance(value, list) and -len(value) <= step < len(value):
-            value = value[step]
         else:
-            return None
+            value = _element(value, step)
     return value
 
 
