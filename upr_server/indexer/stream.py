@@ -215,8 +215,10 @@ class IndexerStream:
         if not self._pool.has_room(STREAM_SHARE):
             self._assembler.flush_all()
             await self._pool.wait_for_room(STREAM_SHARE)
-        await self._pipeline.wait_until(lambda: not self._pipeline.is_full)
-        await self._changed.wait_until(lambda: not self._pauses)
+        if self._pipeline.is_full:
+            await self._pipeline.wait_until(lambda: not self._pipeline.is_full)
+        if self._pauses:
+            await self._changed.wait_until(lambda: not self._pauses)
 
     async def _handle(self, consumer: RollbackConsumer, event: Event | Undone) -> None:
         match event:

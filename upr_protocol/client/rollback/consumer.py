@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final, Literal, Unpack
+from itertools import repeat
+from typing import Final, Literal, Unpack, cast
 
 import trio
 
@@ -25,7 +26,7 @@ from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, load_resume_state
 from upr_protocol.failover import FailoverLog, Position
-from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 
 ABOVE_POSITION: Final = "the received keys do not reach down to the resume state's position"
 
@@ -97,14 +98,13 @@ class RollbackConsumer(RollbackIterator):
 
     async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
         chunk, branch_of, current = event.chunk, log.branch_of, log.current
-        seqs = map(SeqNo, chunk.seqs.tolist())
-        keys_and_seqs = zip(chunk.keys(), seqs, strict=True)
+        keys, seqs = chunk.keys(), cast("list[SeqNo]", chunk.seqs.tolist())
         if branch_of(SeqNo(chunk.start + 1)) == current:
             # Nearly always: to look for the branch of each row takes as long as the rest.
-            rows = [(key, seq, current) for key, seq in keys_and_seqs]
+            branches: Iterable[HistoryId] = repeat(current, len(seqs))
         else:
-            rows = [(key, seq, branch_of(seq)) for key, seq in keys_and_seqs]
-        await self._received_keys.receive(event.partition, rows)
+            branches = map(branch_of, seqs)
+        await self._received_keys.receive(event.partition, zip(keys, seqs, branches, strict=True))
 
     async def _roll_back(self, plan: RollbackPlan) -> None:
         if plan.versions is None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Protocol
 
 import attrs
+import msgspec
 
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
@@ -32,8 +33,7 @@ class ReceivedKeysLimits:
     nbytes: int = 32 * 1024 * 1024
 
 
-@attrs.frozen
-class ReceivedVersion:
+class ReceivedVersion(msgspec.Struct, frozen=True):
     """The version of a key that the application was given.
 
     Attributes:
@@ -131,14 +131,19 @@ class ReceivedKeys:
         """Adds the keys that the application is about to be given. A key that is here under a
         higher sequence number keeps that. A key whose history is not known stays foreign until it
         is read again: its application was told that another rollback follows."""
-        versions = self._versions.setdefault(partition, {})
+        versions, order = self._versions.setdefault(partition, {}), self._order
         for key, seq, history_id in rows:
             version = versions.get(key)
+            place = partition, key
             if version is None:
-                self._set(partition, key, ReceivedVersion(seq, history_id))
+                self._nbytes += len(key) + RECEIVED_KEY_BYTES
             elif version.seq < seq:
                 history_id = history_id if version.history_id else HistoryId(0)
-                self._set(partition, key, ReceivedVersion(seq, history_id))
+                del order[place]
+            else:
+                continue
+            versions[key] = ReceivedVersion(seq, history_id)
+            order[place] = None
 
     def replace(
         self, partition: PartitionId, reread_versions: Mapping[bytes, ReceivedVersion]

@@ -146,14 +146,15 @@ class ReceivedKeysFile:
     async def receive(
         self, partition: PartitionId, rows: Iterable[tuple[bytes, SeqNo, HistoryId]]
     ) -> None:
-        """Adds the keys that the application is about to be given."""
-        fields = ("received", partition, list(rows))
+        """Adds the keys that the application is about to be given. With a buffer it passes no
+        checkpoint: each would give the interpreter to a thread that writes, and ask for it again.
+        """
+        received = list(rows)
         if self._is_buffered:
-            await trio.lowlevel.checkpoint()
-            self._buffer.append(fields)
-            self._apply(*fields)
+            self._buffer.append(("received", partition, received))
+            self.keys.receive(partition, received)
         else:
-            await self._append(*fields)
+            await self._append("received", partition, received)
 
     def flush(self) -> None:
         """Writes the keys in the buffer. May be called in any thread, and blocks it.
