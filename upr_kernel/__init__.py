@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 10
+REVISION: Final = 11
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -31,6 +31,7 @@ if TYPE_CHECKING or environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         find_misplaced,
         gather,
         index_entries,
+        join_runs,
         join_sets,
         pack_header,
         read_header,
@@ -52,6 +53,7 @@ else:
             find_misplaced,
             gather,
             index_entries,
+            join_runs,
             join_sets,
             pack_header,
             read_header,
@@ -73,6 +75,7 @@ else:
             find_misplaced,
             gather,
             index_entries,
+            join_runs,
             join_sets,
             pack_header,
             read_header,
@@ -101,6 +104,7 @@ __all__ = [
     "find_misplaced",
     "gather",
     "index_entries",
+    "join_runs",
     "join_sets",
     "pack_header",
     "read_header",

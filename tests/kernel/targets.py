@@ -17,7 +17,7 @@ from tests.kernel.builds import agreed
 from tests.kernel.open_rows import PARTITIONS, Partitions
 from tests.kernel.tables import Tables
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES
-from upr_protocol.chunk import Chunk
+from upr_protocol.chunk import Chunk, chunk_of_plain_sets
 from upr_protocol.ids import DESIGN_PREFIX, PUBLISHED_OPERATIONS, STORED_OPERATIONS
 
 KEY_BYTES_MAX: Final = 20
@@ -45,6 +45,7 @@ def chunks(data: bytes) -> None:
     tables.check()
     _gather(chunk, count, first)
     _add_runs(chunk, count, first)
+    _join_runs(chunk, first)
 
 
 def _gather(chunk: bytes, count: int, first: int) -> None:
@@ -65,6 +66,21 @@ def _gather(chunk: bytes, count: int, first: int) -> None:
         if answer == "returned":
             result = Chunk(gathered)
             assert all(low <= high for low, high in pairwise(result.key_offsets.tolist()))
+
+
+def _join_runs(chunk: bytes, first: int) -> None:
+    plain = bytes(chunk_of_plain_sets([b"key", b"k"], [b"", b"value"]))
+    for runs in (
+        [],
+        [(first, chunk, 1 << 40, first)],
+        [(0, plain, 1, 0), (1 + first, chunk, 2, 7), (0xFFFF_FFFF, plain, 3, 0)],
+        [(first, chunk, 1, 0), (7, chunk, 1, 0)],
+        [(0, chunk[:-8], 1, 0), (1, chunk, 1, 0)],
+    ):
+        answer, result = agreed("join_runs", runs)
+        if answer == "returned":
+            directory, joined = result
+            assert sum(rows for _, rows, _, _ in RUN.iter_unpack(directory)) == len(Chunk(joined))
 
 
 def _add_runs(chunk: bytes, count: int, first: int) -> None:

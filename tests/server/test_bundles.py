@@ -22,7 +22,7 @@ from tests.server.test_durability import (
     speaking,
     value_of,
 )
-from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation
+from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
@@ -42,10 +42,7 @@ pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
 def bundle_of(*parts: tuple[PartitionId, Chunk], counter: int = 0) -> Bundle:
-    return Bundle.of_chunks(
-        [chunk for _, chunk in parts],
-        [BundleRun(partition, chunk.count, counter) for partition, chunk in parts],
-    )
+    return Bundle.of_parts([(partition, chunk, counter, 0) for partition, chunk in parts])
 
 
 async def say(peer: Peer, bundle: Bundle, writer: bytes = bytes(16)) -> int:

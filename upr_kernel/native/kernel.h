@@ -240,6 +240,7 @@ PyObject *select_prefix(PyObject *module, PyObject *const *args, Py_ssize_t coun
 PyObject *split_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *index_entries(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *join_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *join_sets(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_header(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *read_header(PyObject *module, PyObject *const *args, Py_ssize_t count);

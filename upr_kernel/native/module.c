@@ -57,6 +57,7 @@ static PyMethodDef functions[] = {
     {"encode_replies", (PyCFunction)(void (*)(void))encode_replies, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},
     {"index_entries", (PyCFunction)(void (*)(void))index_entries, METH_FASTCALL, NULL},
+    {"join_runs", (PyCFunction)(void (*)(void))join_runs, METH_FASTCALL, NULL},
     {"join_sets", (PyCFunction)(void (*)(void))join_sets, METH_FASTCALL, NULL},
     {"pack_header", (PyCFunction)(void (*)(void))pack_header, METH_FASTCALL, NULL},
     {"read_header", (PyCFunction)(void (*)(void))read_header, METH_FASTCALL, NULL},

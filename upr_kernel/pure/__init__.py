@@ -1,6 +1,7 @@
 """The kernel in Python: what the native one does, and the description of what that is."""
 
 from upr_kernel.pure.answers import Answers
+from upr_kernel.pure.bundles import join_runs
 from upr_kernel.pure.chunks import check, gather, select_prefix
 from upr_kernel.pure.frames import encode_replies, join_sets, pack_header, read_header
 from upr_kernel.pure.key_index import index_entries
@@ -20,6 +21,7 @@ __all__ = [
     "find_misplaced",
     "gather",
     "index_entries",
+    "join_runs",
     "join_sets",
     "pack_header",
     "read_header",

@@ -25,7 +25,14 @@ partition, and the rows of one partition are a **run**.
 
 from upr_protocol.chunk.arrow import to_arrow
 from upr_protocol.chunk.builder import ChunkBuilder
-from upr_protocol.chunk.bundle import RUN_BYTES, Bundle, BundleRun, decode_runs, encode_runs
+from upr_protocol.chunk.bundle import (
+    RUN_BYTES,
+    Bundle,
+    BundlePart,
+    BundleRun,
+    decode_runs,
+    encode_runs,
+)
 from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, LARGE_BYTES, Buffer, encoded_bytes
 from upr_protocol.chunk.mutation import COUNTER_DELTA_BYTES, CounterDelta, Mutation
@@ -39,6 +46,7 @@ __all__ = [
     "RUN_BYTES",
     "Buffer",
     "Bundle",
+    "BundlePart",
     "BundleRun",
     "Chunk",
     "ChunkBuilder",

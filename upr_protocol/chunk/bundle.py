@@ -9,10 +9,9 @@ from operator import attrgetter, lt
 from struct import Struct
 from typing import Final, NamedTuple
 
-from upr_kernel import ChunkDefectError, gather
-from upr_protocol.chunk.builder import ChunkBuilder
+from upr_kernel import ChunkDefectError, join_runs
 from upr_protocol.chunk.chunk import Chunk
-from upr_protocol.chunk.layout import CHUNK_HEAD_BYTES, Buffer
+from upr_protocol.chunk.layout import Buffer
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
@@ -66,6 +65,22 @@ def decode_runs(directory: Buffer) -> tuple[BundleRun, ...]:
     return tuple(map(BundleRun._make, _RUN.iter_unpack(directory)))
 
 
+BundlePart = tuple[PartitionId, Chunk, int, int]
+"""A run with its rows: its partition, a chunk of its own, its counter and its chain."""
+
+_ORDER_SENTENCE: Final = "the runs of a bundle must be in the order of their partitions"
+
+
+def _check_run_count(count: int) -> None:
+    if not 1 <= count <= BUNDLE_RUNS_MAX:
+        raise ChunkError(f"a bundle has 1 to {BUNDLE_RUNS_MAX} runs, not {count}")
+
+
+def _check_row_count(count: int) -> None:
+    if count > BUNDLE_MUTATIONS_MAX:
+        raise ChunkError(f"a bundle has at most {BUNDLE_MUTATIONS_MAX} mutations, not {count}")
+
+
 class Bundle:
     """A published chunk whose rows are ordered by partition, and its runs.
 
@@ -75,42 +90,62 @@ class Bundle:
 
     Attributes:
         chunk: The operations.
-        runs: The runs.
-        bounds: Where each run begins in the chunk, and where the last ends.
-        shortest_run_rows: The rows of the shortest run.
 
     Raises:
         ChunkError: There is no run or there are too many, a run has no rows, there are too many
             rows, the runs' rows are not those of the chunk, or the partitions do not rise.
     """
 
-    __slots__ = ("_directory", "bounds", "chunk", "runs", "shortest_run_rows")
+    __slots__ = ("_bounds", "_directory", "_runs", "chunk")
 
     def __init__(self, chunk: Chunk, runs: Iterable[BundleRun]) -> None:
         runs = tuple(runs)
-        if not 1 <= len(runs) <= BUNDLE_RUNS_MAX:
-            raise ChunkError(f"a bundle has 1 to {BUNDLE_RUNS_MAX} runs, not {len(runs)}")
+        _check_run_count(len(runs))
         counts = list(map(_ROW_COUNT, runs))
         bounds = tuple(accumulate(counts, initial=0))
-        shortest_run_rows = min(counts)
-        if shortest_run_rows < 1:
+        if min(counts) < 1:
             raise ChunkError("a run of a bundle has no rows")
-        if bounds[-1] > BUNDLE_MUTATIONS_MAX:
-            raise ChunkError(
-                f"a bundle has at most {BUNDLE_MUTATIONS_MAX} mutations, not {bounds[-1]}"
-            )
+        _check_row_count(bounds[-1])
         if bounds[-1] != chunk.count:
             raise ChunkError(
                 f"the runs of a bundle have {bounds[-1]} rows, and its chunk has {chunk.count}"
             )
         partitions = list(map(_PARTITION, runs))
         if not all(map(lt, partitions, partitions[1:])):
-            raise ChunkError("the runs of a bundle must be in the order of their partitions")
+            raise ChunkError(_ORDER_SENTENCE)
+        self._keep(chunk, None, runs, bounds)
+
+    def _keep(
+        self,
+        chunk: Chunk,
+        directory: bytes | None,
+        runs: tuple[BundleRun, ...] | None = None,
+        bounds: tuple[int, ...] | None = None,
+    ) -> None:
+        """What is None is made when it is asked for."""
         self.chunk = chunk
-        self.runs = runs
-        self.bounds = bounds
-        self.shortest_run_rows = shortest_run_rows
-        self._directory: bytes | None = None
+        self._directory = directory
+        self._runs = runs
+        self._bounds = bounds
+
+    @property
+    def runs(self) -> tuple[BundleRun, ...]:
+        """The runs. O(runs) for the first call, of a bundle that was made of parts."""
+        if self._runs is None:
+            self._runs = decode_runs(self.directory)
+        return self._runs
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each run begins in the chunk, and where the last ends. O(runs) like `runs`."""
+        if self._bounds is None:
+            self._bounds = tuple(accumulate(map(_ROW_COUNT, self.runs), initial=0))
+        return self._bounds
+
+    @property
+    def shortest_run_rows(self) -> int:
+        """The rows of the shortest run. O(runs)."""
+        return min(run.row_count for run in self.runs)
 
     @classmethod
     def of_directory(cls, chunk: Chunk, directory: bytes) -> Bundle:
@@ -127,7 +162,8 @@ class Bundle:
     def directory(self) -> bytes:
         """The runs, encoded. O(runs) for the first call."""
         if self._directory is None:
-            self._directory = encode_runs(self.runs)
+            assert self._runs is not None
+            self._directory = encode_runs(self._runs)
         return self._directory
 
     @classmethod
@@ -138,35 +174,43 @@ class Bundle:
         return cls(chunk, (BundleRun(partition, chunk.count, counter, chain),))
 
     @classmethod
-    def of_chunks(cls, parts: Sequence[Chunk | ChunkBuilder], runs: Iterable[BundleRun]) -> Bundle:
-        """A bundle of runs whose operations lie in chunks of their own. Two copies of the bytes,
-        and little work an operation.
+    def of_parts(cls, parts: Sequence[BundlePart]) -> Bundle:
+        """A bundle of runs whose operations lie in chunks of their own. One copy of the bytes, and
+        no work of Python an operation; none at all for one run.
 
         Args:
-            parts: The operations of each run.
-            runs: The runs, by rising partition.
+            parts: The runs, by rising partition.
 
         Raises:
-            ChunkError: As for the constructor, or a run has not as many rows as its part, or a part
-                is damaged.
+            ChunkError: As for the constructor, or a part is damaged.
         """
-        runs = tuple(runs)
-        if list(map(_ROW_COUNT, runs)) != list(map(len, parts)):
-            raise ChunkError("the runs of a bundle have other rows than its parts")
+        _check_run_count(len(parts))
         if len(parts) == 1:
-            (part,) = parts
-            return cls(part if isinstance(part, Chunk) else part.build(), runs)
-        chunks = [part if isinstance(part, Chunk) else part.build() for part in parts]
+            return cls.of_one_run(*parts[0])
         try:
-            joined = gather(
-                [(chunk.encode(), 0, chunk.count, None, None, 0) for chunk in chunks], 0, 0
+            directory, encoded_chunk = join_runs(
+                [
+                    (partition, chunk.encode(), counter, chain)
+                    for partition, chunk, counter, chain in parts
+                ]
             )
         except ChunkDefectError:
             raise ChunkError("the offsets of a part leave its bytes, or decrease") from None
-        # A published chunk has no numbers, whatever a caller has given it.
-        numbers_end = CHUNK_HEAD_BYTES + 8 * sum(map(len, parts))
-        head, numbers = joined[:CHUNK_HEAD_BYTES], bytes(numbers_end - CHUNK_HEAD_BYTES)
-        return cls(Chunk(b"".join((head, numbers, memoryview(joined)[numbers_end:]))), runs)
+        except ValueError:
+            raise ChunkError(f"a run of a bundle has no rows, or {_ORDER_SENTENCE}") from None
+        chunk = Chunk(encoded_chunk)
+        _check_row_count(chunk.count)
+        bundle = cls.__new__(cls)
+        bundle._keep(chunk, directory)  # noqa: SLF001  # its own, though the linter cannot tell
+        return bundle
+
+    @property
+    def run_count(self) -> int:
+        """How many runs it has. O(1)."""
+        if self._directory is not None:
+            return len(self._directory) // RUN_BYTES
+        assert self._runs is not None
+        return len(self._runs)
 
     def __len__(self) -> int:
         """How many rows it has."""
@@ -181,15 +225,15 @@ class Bundle:
         return hash((self.runs, self.chunk))
 
     def __repr__(self) -> str:
-        return f"<Bundle of {len(self.runs)} runs, {self.chunk.count} rows>"
+        return f"<Bundle of {self.run_count} runs, {self.chunk.count} rows>"
 
     def run_chunk(self, index: int) -> Chunk:
         """The rows of one run, as a chunk of their own. A copy, unless it is the only run."""
-        if len(self.runs) == 1:
+        if self.run_count == 1:
             return self.chunk
         low, high = self.bounds[index : index + 2]
         return self.chunk.rows(low, high, SeqNo(0), SeqNo(0))
 
     def run_chunks(self) -> list[Chunk]:
         """The rows of each run, as chunks of their own."""
-        return [self.run_chunk(index) for index in range(len(self.runs))]
+        return [self.run_chunk(index) for index in range(self.run_count)]

@@ -190,7 +190,7 @@ class Mutate(Message, frozen=True):
 
     def body_buffers(self) -> tuple[Buffer, ...]:
         bundle, writer, attempt = self.bundle, self.writer, self.attempt
-        head = _MUTATE.pack(writer, attempt, self.durability, self.copies, len(bundle.runs))
+        head = _MUTATE.pack(writer, attempt, self.durability, self.copies, bundle.run_count)
         return (head + bundle.directory, bundle.chunk.encode())
 
     @classmethod

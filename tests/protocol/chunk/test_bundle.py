@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.protocol.strategies import U32, U64, bundles, mutations
-from upr_protocol.chunk import Bundle, BundleRun, Chunk, ChunkBuilder, Mutation, chunk_of_plain_sets
+from upr_protocol.chunk import (
+    Bundle,
+    BundlePart,
+    BundleRun,
+    Chunk,
+    Mutation,
+    chunk_of_plain_sets,
+    encode_runs,
+)
 from upr_protocol.errors import ChunkError
 from upr_protocol.ids import PARTITIONS_END, Cas, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, BUNDLE_RUNS_MAX
@@ -20,15 +28,12 @@ def run_of(partition: int, rows: int, counter: int = 0) -> BundleRun:
     return BundleRun(PartitionId(partition), rows, counter)
 
 
+def part_of(partition: int, chunk: Chunk) -> BundlePart:
+    return PartitionId(partition), chunk, 0, 0
+
+
 def plain(count: int) -> Chunk:
     return chunk_of_plain_sets([b"%d" % index for index in range(count)], [b"value"] * count)
-
-
-def built_of(rows: list[Mutation]) -> ChunkBuilder:
-    builder = ChunkBuilder()
-    for row in rows:
-        builder.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
-    return builder
 
 
 @given(RUNS, st.data())
@@ -40,16 +45,24 @@ def test_a_bundle_has_the_rows_of_its_runs_one_run_behind_the_other(
         BundleRun(PartitionId(partition), len(rows), data.draw(U64), data.draw(U32))
         for partition, rows in sorted(rows_by_partition.items())
     ]
-    parts: list[Chunk | ChunkBuilder] = [
-        built_of(rows) if data.draw(st.booleans()) else Chunk.build(rows) for rows in rows_of_runs
-    ]
-    bundle = Bundle.of_chunks(parts, runs)
+    bundle = Bundle.of_parts(
+        [
+            (run.partition, Chunk.build(rows), run.counter, run.chain)
+            for run, rows in zip(runs, rows_of_runs, strict=True)
+        ]
+    )
+    assert bundle.run_count == len(runs)
+    assert bundle.shortest_run_rows == min(map(len, rows_of_runs))
     assert list(bundle.runs) == runs
+    assert bundle.directory == encode_runs(runs)
     assert list(bundle.chunk) == [row for rows in rows_of_runs for row in rows]
     assert bundle.run_chunks() == [Chunk.build(rows) for rows in rows_of_runs]
     assert len(bundle) == sum(map(len, rows_of_runs))
     # It is the same bundle, whatever it was made of.
-    assert bundle == Bundle(Chunk.build(row for rows in rows_of_runs for row in rows), runs)
+    same = Bundle(Chunk.build(row for rows in rows_of_runs for row in rows), runs)
+    assert bundle == same
+    assert bundle.bounds == same.bounds
+    assert bundle.run_count == same.run_count
     bundle.chunk.check_published()
 
 
@@ -57,9 +70,12 @@ def test_a_bundle_has_the_rows_of_its_runs_one_run_behind_the_other(
 def test_a_bundle_of_some_runs_of_another_has_their_rows(bundle: Bundle) -> None:
     """What a publisher does when it sends refused runs again."""
     chosen_runs = range(0, len(bundle.runs), 2)
-    again = Bundle.of_chunks(
-        [bundle.run_chunk(index) for index in chosen_runs],
-        [bundle.runs[index] for index in chosen_runs],
+    again = Bundle.of_parts(
+        [
+            (run.partition, bundle.run_chunk(index), run.counter, run.chain)
+            for index, run in enumerate(bundle.runs)
+            if index in chosen_runs
+        ]
     )
     assert again.run_chunks() == [bundle.run_chunk(index) for index in chosen_runs]
     assert list(again.runs) == [bundle.runs[index] for index in chosen_runs]
@@ -70,7 +86,7 @@ def test_a_bundle_of_one_run_is_over_the_same_bytes() -> None:
     bundle = Bundle.of_one_run(PartitionId(5), chunk, counter=7, chain=9)
     assert bundle.runs == (BundleRun(PartitionId(5), 3, 7, 9),)
     assert bundle.chunk is bundle.run_chunk(0) is chunk
-    assert Bundle.of_chunks([chunk], bundle.runs).chunk is chunk
+    assert Bundle.of_parts([(PartitionId(5), chunk, 7, 9)]).chunk is chunk
 
 
 def test_the_largest_number_of_runs_is_allowed() -> None:
@@ -102,7 +118,7 @@ def test_runs_that_do_not_divide_the_rows_are_refused(
 
 def test_numbers_in_a_part_are_not_published() -> None:
     numbered = plain(2).numbered(SeqNo(5), Cas(7), SeqNo(4), SeqNo(6))
-    bundle = Bundle.of_chunks([numbered, plain(1)], [run_of(1, 2), run_of(2, 1)])
+    bundle = Bundle.of_parts([part_of(1, numbered), part_of(2, plain(1))])
     assert (bundle.chunk.start, bundle.chunk.end) == (0, 0)
     assert bundle.chunk.seqs.tolist() == [0, 0, 0]
     assert bundle.chunk.cas.tolist() == [7, 8, 0]
@@ -113,9 +129,21 @@ def test_damaged_parts_are_refused() -> None:
     # The second of the key offsets, which follow the numbers, expiry times and flags.
     damaged[116:120] = (1000).to_bytes(4, "little")
     with pytest.raises(ChunkError, match="offsets of a part"):
-        Bundle.of_chunks([Chunk(damaged), plain(1)], [run_of(1, 3), run_of(2, 1)])
+        Bundle.of_parts([part_of(1, Chunk(damaged)), part_of(2, plain(1))])
 
 
-def test_parts_that_have_other_rows_than_the_runs_are_refused() -> None:
-    with pytest.raises(ChunkError, match="other rows than its parts"):
-        Bundle.of_chunks([plain(1), plain(3)], [run_of(1, 2), run_of(2, 2)])
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([], "1 to 1024 runs, not 0"),
+        ([(index, 1) for index in range(BUNDLE_RUNS_MAX + 1)], "not 1025"),
+        ([(1, 0)], "no rows"),
+        ([(1, 2), (2, 0)], "no rows"),
+        ([(1, 4000), (2, 97)], "at most 4096 mutations, not 4097"),
+        ([(2, 1), (1, 1)], "order of their partitions"),
+        ([(1, 1), (1, 1)], "order of their partitions"),
+    ],
+)
+def test_parts_that_are_no_bundle_are_refused(parts: list[tuple[int, int]], reason: str) -> None:
+    with pytest.raises(ChunkError, match=reason):
+        Bundle.of_parts([part_of(partition, plain(rows)) for partition, rows in parts])

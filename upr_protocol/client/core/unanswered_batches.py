@@ -21,7 +21,7 @@ from typing import Final
 import attrs
 import msgspec
 
-from upr_protocol.chunk import Bundle, BundleRun, Chunk
+from upr_protocol.chunk import Bundle, Chunk
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
 from upr_protocol.client.core.results import (
     Failure,
@@ -505,21 +505,18 @@ class NodeBatches:
 
     def _send_bundle(self, session: ClientSession) -> None:
         all_batches = self._all_batches
-        batches, rows, nbytes = list[Batch](), 0, 0
+        queues, rows, nbytes = list[PartitionBatches](), 0, 0
         for queue in self._sendable:
             chunk = queue.waiting_batches[0].chunk
             rows += chunk.count
             nbytes += chunk.nbytes
-            if batches and (rows > BUNDLE_MUTATIONS or nbytes > BUNDLE_BYTES):
+            if queues and (rows > BUNDLE_MUTATIONS or nbytes > BUNDLE_BYTES):
                 break
-            batches.append(queue.waiting_batches[0])
-        batches.sort(key=_PARTITION)
-        bundle = Bundle.of_chunks(
-            [batch.chunk for batch in batches],
-            [
-                BundleRun(batch.partition, batch.chunk.count, batch.counter, batch.chain)
-                for batch in batches
-            ],
+            queues.append(queue)
+        queues.sort(key=_PARTITION)
+        batches = [queue.waiting_batches[0] for queue in queues]
+        bundle = Bundle.of_parts(
+            [(batch.partition, batch.chunk, batch.counter, batch.chain) for batch in batches]
         )
         opaque = session.new_opaque()
         session.send(
@@ -536,8 +533,7 @@ class NodeBatches:
         sent_bundle = self._bundles[opaque] = SentBundle(batches, len(bundle))
         self._unanswered_rows += len(bundle)
         self._count_unsent(batches, -1)
-        for batch in batches:
-            queue = all_batches.queue_of(batch.partition)
+        for queue, batch in zip(queues, batches, strict=True):
             queue.sent_batches[batch.counter] = queue.waiting_batches.popleft()
             queue.in_flight += 1
             del self._sendable[queue]
