@@ -522,7 +522,7 @@ class _Inspected:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
-        self.buckets = self.chunks = self.chunk_bytes = self.keys = 0
+        self.buckets = self.chunks = self.chunk_bytes = self.records = 0
         self._shown_at = time.monotonic()
         self._on_terminal = sys.stderr.isatty()
 
@@ -530,14 +530,14 @@ class _Inspected:
         """How much was inspected, in a line."""
         return (
             f"{self.buckets:,} buckets, {self.chunks:,} chunks of {self.chunk_bytes:,} bytes, "
-            f"{self.keys:,} keys"
+            f"{self.records:,} records"
         )
 
     def take(self, checked: Progress) -> None:
         """Counts, and shows the counts on a terminal."""
         self.chunks += checked.chunks
         self.chunk_bytes += checked.chunk_bytes
-        self.keys += checked.keys
+        self.records += checked.records
         if self._on_terminal and time.monotonic() - self._shown_at > _PROGRESS_S:
             self._shown_at = time.monotonic()
             click.echo(f"\r{self.summary()}", nl=False, err=True)

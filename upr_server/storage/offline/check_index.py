@@ -132,7 +132,7 @@ def check_entries(
             if key not in newest and not is_purged:
                 text = f"the log has no mutation of the key {_shown(key)}"
                 yield Damage(text, partition, in_index=True)
-    yield Progress(keys=len(newest))
+    yield Progress()
     if items != watermark.item_count:
         text = f"the index has {items} items, and should have {watermark.item_count}"
         yield Damage(text, partition, in_index=True)

@@ -44,12 +44,12 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         chunks: Chunks.
         chunk_bytes: Bytes of chunks.
-        keys: Keys of both maps.
+        records: Records of both maps; of a dump, mutations.
     """
 
     chunks: int = 0
     chunk_bytes: int = 0
-    keys: int = 0
+    records: int = 0
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):

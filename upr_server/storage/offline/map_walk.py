@@ -12,7 +12,7 @@ from upr_server.storage.ordered_map import ReadTransaction
 KEYS_END: Final = b"\xff" * 512
 """Behind every key."""
 
-_PROGRESS_KEYS: Final = 100_000
+_PROGRESS_RECORDS: Final = 100_000
 
 
 def walk_map(
@@ -47,9 +47,9 @@ def walk_map(
         except Exception as error:  # noqa: BLE001  # see above
             yield Damage(f"{_record(key)} in the {name}: {error}", in_index=in_index)
         scanned_count += 1
-        if not scanned_count % _PROGRESS_KEYS:
-            yield Progress(keys=_PROGRESS_KEYS)
-    yield Progress(keys=scanned_count % _PROGRESS_KEYS)
+        if not scanned_count % _PROGRESS_RECORDS:
+            yield Progress(records=_PROGRESS_RECORDS)
+    yield Progress(records=scanned_count % _PROGRESS_RECORDS)
     if scanned_count != count:
         text = f"the {name} should have {count} records, and has {scanned_count}"
         yield Damage(text, in_index=in_index)
