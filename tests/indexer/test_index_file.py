@@ -168,6 +168,50 @@ def test_an_index_file_holds_what_a_dict_would(
     file.close()
 
 
+LOGS = [LOG, LOG, FailoverLog.of_pairs([(8, 5), (7, 0)])]
+
+
+@given(
+    st.sampled_from(
+        [whole(0), whole(6), part(2, 6, 9), attrs.evolve(whole(4), settles_at=SeqNo(6))]
+    ),
+    st.lists(
+        st.tuples(st.integers(1, 4), KEYS, VALUES, st.booleans(), st.sampled_from(LOGS)),
+        max_size=6,
+    ),
+)
+def test_batches_of_one_round_do_what_they_do_in_rounds_of_their_own(
+    tmp_path_factory: pytest.TempPathFactory,
+    begin: Mark,
+    steps: list[tuple[int, bytes, bytes | None, bool, FailoverLog]],
+) -> None:
+    """The index may be ahead of the stream, which begins at 2."""
+    batches, seq, last_end = [], 2, 2
+    for advance, key, value, is_whole, log in steps:
+        seq += advance
+        position = Position(log, SeqNo(seq), SeqNo(seq))
+        if not is_whole:
+            partial = PartialSnapshot(log.current, SeqNo(last_end), SeqNo(seq + 9))
+            position = Position(log, SeqNo(last_end), SeqNo(seq), partial)
+        else:
+            last_end = seq
+        batches.append(batch(0, Mark(position), [(seq, key, value)]))
+    folder = tmp_path_factory.mktemp("index")
+    together, one_by_one = IndexFile(folder / "a", "b"), IndexFile(folder / "b", "b")
+    for file in together, one_by_one:
+        apply(file, IndexBatch(PartitionId(0), begin, rollback_documents={b"a": b"old"}))
+    apply(together, *batches)
+    for each in batches:
+        apply(one_by_one, each)
+    assert scan(together, settled=False) == scan(one_by_one, settled=False)
+    mark, expected = together.mark(PartitionId(0)), one_by_one.mark(PartitionId(0))
+    assert mark.position == expected.position
+    assert mark.is_settled == expected.is_settled
+    for file in together, one_by_one:
+        file.check_invariants()
+        file.close()
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> IndexFile:
     return IndexFile(tmp_path / "i", "b")

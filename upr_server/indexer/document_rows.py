@@ -97,15 +97,48 @@ class NewestChanges:
         return DocumentRows(back_keys, [key for key, _ in rows], [value for _, value in rows])
 
 
+def _merged(batches: Iterable[IndexBatch]) -> list[IndexBatch]:
+    """Makes one batch of each partition's batches of one history. Beside fast writers a batch has a
+    few documents, and each index looks at the mark of each batch. O(batches)."""
+    groups: list[list[IndexBatch]] = []
+    open_groups: dict[PartitionId, list[IndexBatch]] = {}
+    for batch in batches:
+        group = open_groups.get(batch.partition)
+        if group is None or not _may_follow(group[-1], batch):
+            group = open_groups[batch.partition] = []
+            groups.append(group)
+        group.append(batch)
+    return [
+        group[0]
+        if len(group) == 1
+        else IndexBatch(
+            group[0].partition, group[-1].mark, [chunk for batch in group for chunk in batch.chunks]
+        )
+        for group in groups
+    ]
+
+
+def _may_follow(batch: IndexBatch, following: IndexBatch) -> bool:
+    log, following_log = batch.mark.position.log, following.mark.position.log
+    return (
+        not (batch.is_rollback or following.is_rollback)
+        and batch.mark.seq <= following.mark.seq
+        and (log is following_log or log == following_log)
+    )
+
+
 class RoundChanges:
     """The batches of a round, and their changes. For one thread at a time.
 
     Args:
         batches: The batches, each partition's in order.
+
+    Attributes:
+        batches: The same, but each partition's batches of one history are one batch.
     """
 
     def __init__(self, batches: Sequence[IndexBatch]) -> None:
-        self.batches = batches
+        self.batches = _merged(batches)
 
     @cached_property
     def rows(self) -> DocumentRows:
