@@ -285,9 +285,10 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
         reply = await answer_to(peer, await send(peer, sets(K0, K0B), MEMORY))
         assert isinstance(reply, MutateReply)
 
-        async def wait(level: Durability, deadline_ms: int) -> int:
+        async def wait(
+            level: Durability, deadline_ms: int, seq: SeqNo = reply.runs[0].last_seq
+        ) -> int:
             opaque = peer.opaque()
-            seq = reply.runs[0].last_seq
             await peer.say(
                 Await(
                     reply.runs[0].history_id, seq, deadline_ms, level, partition=P0, opaque=opaque
@@ -296,6 +297,8 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
             return opaque
 
         assert isinstance(await answer_to(peer, await wait(MEMORY, 0)), AwaitReply)
+        # Nothing has this number: it says nothing of a run of which every row failed.
+        assert isinstance(await answer_to(peer, await wait(PERSISTED, 0, SeqNo(0))), AwaitReply)
         began = trio.current_time()
         refusal = await answer_to(peer, await wait(PERSISTED, 7_000))
         assert isinstance(refusal, Refusal)

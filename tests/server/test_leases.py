@@ -26,7 +26,14 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
-from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo, SnapshotKind
+from upr_protocol.ids import (
+    SEQ_MAX,
+    Durability,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+    SnapshotKind,
+)
 from upr_protocol.limits import LEASES_MAX
 from upr_protocol.transport import dial_tcp
 from upr_server.app import Server, running_server
@@ -269,6 +276,26 @@ async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -
             with pytest.raises(ServerError, match="does not hold") as refusal:
                 await read(server, lease.lease_id, ends)
             assert refusal.value.status is Status.RANGE_GONE
+
+
+async def test_a_lease_stays_with_the_node_that_granted_it(server: Server) -> None:
+    """Also when this node is not active any more; a node without the lease has no part of it."""
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        for partition in server.catalog.bucket("b").partitions:
+            partition.change_state(PartitionState.REPLICA, partition.failover_log)
+        renewed_lease = await client.renew_lease(7, time_to_live_s=90)
+        assert renewed_lease.ranges == lease.ranges
+        assert renewed_lease.time_to_live_s == 90
+        await client.release_lease(7)
+        assert figures(server) == (0, 0)
+        with pytest.raises(ServerError) as refusal:
+            await client.renew_lease(7, time_to_live_s=90)
+        assert refusal.value.status is Status.RANGE_GONE
+        with pytest.raises(ServerError) as refusal:
+            await client.release_lease(7)
+        assert refusal.value.status is Status.BAD_ARGUMENT
 
 
 async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
