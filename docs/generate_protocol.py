@@ -131,6 +131,11 @@ REACTIONS: Final[Sequence[tuple[Sequence[Status], str, str]]] = (
         "of any request",
         "asks again after a pause",
     ),
+    (
+        (Status.NO_BUCKET,),
+        "of `Open` or `GetMap`",
+        "asks the [other nodes](#a-missing-or-deleted-bucket) of the map, if it knows one",
+    ),
     ((Status.ROLLBACK,), "of a `StreamReply`", "rolls back, then asks again"),
     (
         (Status.ROLLBACK_NEEDED, Status.TOO_SLOW, Status.BACKFILL_FAILED),
@@ -140,7 +145,7 @@ REACTIONS: Final[Sequence[tuple[Sequence[Status], str, str]]] = (
     (
         (Status.NOT_DURABLE_YET,),
         "of a run",
-        "sends the run again, or waits with `Await`",
+        "sends the run again; or, if its `last_seq` is not 0, waits for this with `Await`",
     ),
     (
         (Status.HISTORY_CHANGED,),

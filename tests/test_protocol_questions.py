@@ -4,6 +4,7 @@ of these questions, and the code agrees with the answer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,16 @@ from upr_protocol.chunk import (
     chunk_of_plain_sets,
     encoded_bytes,
 )
-from upr_protocol.errors import ChunkError, LocalProtocolError, RemoteProtocolError, Status
+from upr_protocol.client.core.retry import is_retryable
+from upr_protocol.client.core.unanswered_batches import PublishOptions, UnansweredBatches
+from upr_protocol.client.core.writer_identity import WriterIdentity
+from upr_protocol.errors import (
+    ChunkError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ServerError,
+    Status,
+)
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position, Start, decide_start
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
@@ -34,6 +44,7 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
+from upr_protocol.scram import SCRAM, SCRAM_PLUS, ScramClient
 from upr_protocol.session.flow_control import Allowance
 from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
 from upr_protocol.wire import (
@@ -43,10 +54,13 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
+    Credit,
     EventsReply,
     FrameBuffer,
     Go,
     Message,
+    Mutate,
+    Refusal,
     SessionState,
     Stats,
     Stream,
@@ -134,6 +148,91 @@ def applied_after(refusal_count: int) -> bool:
     return not answers.refuse_overtaking(WriterToken(writer, refusal_count + 1))
 
 
+def applied_behind_refused(writer: bytes) -> bool:
+    """Whether a run is applied behind one that was refused and not sent again."""
+    partition = Partition(PartitionId(0), lambda: HistoryId(1), state=PartitionState.REPLICA)
+    for counter in (1, 2):
+        bundle = Bundle.of_one_run(
+            PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]), counter=counter
+        )
+        (batch,) = BundleBatches(bundle, writer)
+        partition.mutate(batch, now=0)
+        partition.state = PartitionState.ACTIVE
+    return partition.high_seq == 1
+
+
+def forgotten_runs(run_count: int) -> list[int]:
+    """The runs of a task that a partition has forgotten after so many: their tokens are too old
+    when the task runs again."""
+    answers, writer = PublisherAnswers(MemoryAccount()), b"writer of tests!"
+    counters = range(1, run_count + 1)
+    for counter in counters:
+        answers.remember(WriterToken(writer, counter), b"")
+    return [
+        counter
+        for counter in counters
+        if answers.answer_to(WriterToken(writer, counter)) == (None, True)
+    ]
+
+
+def publishing_pair() -> Pair:
+    """A client that has credit, and its server."""
+    pair = Pair.in_state(SessionState.OPEN)
+    pair.server_says(Credit(1 << 20))
+    return pair
+
+
+def received_bundles(pair: Pair) -> list[Mutate]:
+    """What arrives at the server of what the client has sent."""
+    return [message for message in pair.to_server() if isinstance(message, Mutate)]
+
+
+def runs_after_move() -> tuple[list[int], int]:
+    """Two runs are unanswered when the map names another node: which counters go there, and how
+    many of the runs are done when the old node refuses them."""
+    batches = UnansweredBatches(WriterIdentity(b"writer of tests!"), PublishOptions(), lambda: 0.0)
+    old_node, new_node = batches.new_node(), batches.new_node()
+    old_pair, new_pair = publishing_pair(), publishing_pair()
+    batches.place(PartitionId(0), old_node)
+    for _ in range(2):
+        batches.add(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]))
+    old_node.send(old_pair.client, 0.0, is_due=True)
+    batches.place(PartitionId(0), new_node)
+    new_node.send(new_pair.client, 0.0, is_due=True)
+    done_count = 0
+    for bundle in received_bundles(old_pair):
+        refusal = Refusal("", opaque=bundle.opaque, status=Status.BAD_ARGUMENT)
+        done_count += len(old_node.receive(refusal, 0.0))
+    return [
+        run.counter for message in received_bundles(new_pair) for run in message.bundle.runs
+    ], done_count
+
+
+def is_dead_after_byte(silence_s: float) -> bool:
+    """Whether a client gives up that received a byte of a frame so long ago, and a message before
+    that. The interval is 20 s."""
+    client = Pair.in_state(SessionState.STREAMING).client
+    client.receive(FRAME[:1], 1000.0)
+    return client.keep_alive.is_peer_dead(1000.0 + silence_s)
+
+
+def is_identity(identity: str) -> bool:
+    """Whether a client may call itself so."""
+    try:
+        Pair.in_state(SessionState.GREETING).client.send(hello(identity=identity))
+    except LocalProtocolError:
+        return False
+    return True
+
+
+def first_words(binding: bytes | None, *, server_offers_binding: bool) -> tuple[str, str]:
+    """The mechanism of a log-in, and how its first message begins."""
+    client = ScramClient(
+        "user", "pencil", "nonce", binding, server_offers_binding=server_offers_binding
+    )
+    return client.mechanism, client.client_first().decode().partition("n=user")[0]
+
+
 def ends_of_barrier_without_stream() -> object:
     """What a barrier brings back to a client that has no stream."""
     pair = Pair.in_state(SessionState.STREAMING)
@@ -156,6 +255,31 @@ def start_after_rollback(history_begins_at: int) -> object:
 def start_at(seq: int) -> object:
     log = FailoverLog.of_pairs([(1, 0)])
     return decide_start(log, SeqNo(9), SeqNo(0), Position(log, SeqNo(seq), SeqNo(seq), None))
+
+
+def start_after_crash() -> object:
+    """Where a client goes on that has saved its position at 5 and its data up to 8, when the server
+    has lost 6 to 8 and has others."""
+    position = Position(FailoverLog.of_pairs([(1, 0)]), SeqNo(5), SeqNo(5), None)
+    return decide_start(FailoverLog.of_pairs([(2, 5), (1, 0)]), SeqNo(9), SeqNo(0), position)
+
+
+def is_right(log: FailoverLog, history_id: int, seq: int) -> bool:
+    """Whether a record of a received key is right, as the document has it."""
+    for newer, entry in pairwise([None, *log]):
+        if entry is not None and entry.history_id == history_id:
+            return newer is None or seq <= newer.seq
+    return False
+
+
+def records_are_compared_so() -> bool:
+    """Whether UPR's own client compares received keys in the same way."""
+    log = FailoverLog.of_pairs([(3, 7), (2, 5), (1, 0)])
+    return all(
+        log.contains(HistoryId(history_id), SeqNo(seq)) == is_right(log, history_id, seq)
+        for history_id in range(1, 5)
+        for seq in range(1, 10)
+    )
 
 
 def start_inside(last_complete: int, highest_received: int, end: int) -> object:
@@ -394,7 +518,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: applied_after(64) and not applied_after(63),
     ),
     "does a client that rolls back to a number keep the entry at this number?": (
-        "a client that rolls back to exactly this number keeps the entry",
+        "An entry whose `seq` is exactly that number remains",
         lambda: isinstance(answer := start_after_rollback(3), Start) and answer.seq == 3,
     ),
     "may a failover log have entries above the position?": (
@@ -588,6 +712,57 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     "may a bucket's name begin with a dot?": (
         "1 to 100 of letters, digits, `.`, `_`, `-`; no `.` first",
         lambda: is_bucket_name("a.b") and not is_bucket_name(".a"),
+    ),
+    "does a server notice data that is ahead of the position, and that it has lost?": (
+        "The server knows only the position, so its answer is `OK`",
+        lambda: isinstance(answer := start_after_crash(), Start) and answer.seq == 5,
+    ),
+    "which recorded keys does a client read again?": (
+        "its number is not above the `seq` of the next newer entry, if there is one",
+        records_are_compared_so,
+    ),
+    "which runs of a task of 70 get TOKEN_TOO_OLD if it runs again?": (
+        "The server may have forgotten the first runs of a long task",
+        lambda: forgotten_runs(70) == list(range(1, 7)) and not forgotten_runs(64),
+    ),
+    "does a publisher wait for a node that is not active any more?": (
+        "If the map names another node for the partition, the publisher does not wait",
+        lambda: runs_after_move() == ([1, 2], 0),
+    ),
+    "is a run without a token applied behind one that was refused?": (
+        "if the server refuses it, it still applies the later ones",
+        lambda: (
+            applied_behind_refused(bytes(16)) and not applied_behind_refused(b"writer of tests!")
+        ),
+    ),
+    "is a server silent that sends a frame byte by byte?": (
+        "give up when no byte has come from the server for 2 intervals",
+        lambda: not is_dead_after_byte(39) and is_dead_after_byte(40),
+    ),
+    "may an identity have a character for private use, or one that is not assigned?": (
+        "forbids control characters, it also forbids the characters that Unicode does not assign",
+        lambda: (
+            not any(map(is_identity, ("a\ue000", "a\u0378", "a\u200b", "a\u3000")))
+            and is_identity("a b")
+        ),
+    ),
+    "how does a log-in begin without TLS, and how if the server binds nothing?": (
+        "| `n,,` | | can bind | no | yes or no | `SCRAM-SHA-256` | `y,,` |",
+        lambda: (
+            first_words(None, server_offers_binding=False) == (SCRAM, "n,,")
+            and first_words(b"hash", server_offers_binding=False) == (SCRAM, "y,,")
+        ),
+    ),
+    "how does a log-in begin if both can bind?": (
+        "| can bind | yes | yes | `SCRAM-SHA-256-PLUS` | `p=tls-server-end-point,,` |",
+        lambda: (
+            first_words(b"hash", server_offers_binding=True)
+            == (SCRAM_PLUS, "p=tls-server-end-point,,")
+        ),
+    ),
+    "is NO_BUCKET of a run asked again at another node?": (
+        "This is final, also on several nodes: the client reports it",
+        lambda: not is_retryable(ServerError(Status.NO_BUCKET)),
     ),
     "which opcodes below 0x80 does a server say?": (
         "below 0x80, also `Error` and `Noop`, which either side sends",

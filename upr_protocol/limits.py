@@ -72,8 +72,8 @@ WINDOW_BYTES_MIN: Final = 64 * 1024
 """Smaller windows would turn every chunk into a round trip."""
 
 IDLE_INTERVAL_S_DEFAULT: Final = 20
-"""After this time without a message, a side sends `Noop`. After twice this time, its peer regards
-the connection as broken."""
+"""A side that has sent nothing for this time sends `Noop`. A side that has received no byte for
+twice this time regards the connection as broken."""
 
 IDLE_INTERVAL_S_MIN: Final = 1
 """At this rate the frames that show a side to be alive do not burden the other one."""

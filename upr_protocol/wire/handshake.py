@@ -54,7 +54,8 @@ class Hello(Message, frozen=True):
         features: A bit for each feature the client wants; none is defined yet.
         window_bytes: The flow-control window: how many bytes of stream frames the server may send
             before the client acknowledges some. At least 65,536.
-        idle_interval_s: After this time without a message, a side sends `Noop`. 1 to 3,600 seconds.
+        idle_interval_s: A side that has sent nothing for this time sends `Noop`. 1 to 3,600
+            seconds.
     """
 
     opcode = 0x01

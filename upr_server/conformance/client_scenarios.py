@@ -15,7 +15,9 @@ are numbers. Keys and values of items are text, in UTF-8 on the wire. The tasks:
   "key", "value"}]}`: publish these operations in order, each with one effect, and connect again
   when a connection is lost. An operation has its name in capitals, and a value, which may be empty.
   The outcome is `{"results": [{"status", "seq", "cas", "counter"}]}`; a missing number is null. The
-  value of an `INCREMENT` is the delta, as text; a missing counter begins with it.
+  value of an `INCREMENT` is the delta, as text; a missing counter begins with it. No task has a
+  `DECREMENT`. The client may publish with `MEMORY` or `PERSISTED`: the runner accepts both, and
+  loses no run that it has answered.
 - `{"task": "get", "host", "port", "bucket", "partition", "keys"}`: the outcome is
   `{"items": {key: value}, "refused": {key: code}}`; a missing key is in neither.
 
