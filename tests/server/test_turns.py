@@ -28,6 +28,7 @@ from upr_protocol.wire import (
     Stream,
 )
 from upr_server.net.connection import AcceptedConnection
+from upr_server.net.streamer import STEP_STREAMS
 from upr_server.net.turns import BudgetedTurns
 from upr_server.runtime import TurnTimer
 
@@ -148,6 +149,54 @@ async def test_a_consumer_that_is_sent_much_waits_for_its_turn(autojump_clock: M
         for number in range(5):
             await peer.mutate(sets(b"%d" % number, value=bytes(1_000_000)))
         assert turns.waits
+
+
+class LongestClose(trio.abc.Instrument):
+    """The most streams of a connection that were closed in one step."""
+
+    def __init__(self, connection: AcceptedConnection) -> None:
+        self.longest = 0
+        self._streams = connection.context.streamer._streams
+        self._count = len(self._streams)
+
+    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
+        self.longest = max(self.longest, self._count - len(self._streams))
+        self._count = len(self._streams)
+
+
+async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_step(
+    autojump_clock: MockClock,
+) -> None:
+    """What comes meanwhile is sent to nobody, though others are in the middle of it."""
+    server, count = make_server(), 500
+    async with connected(server) as first:
+        await first.open()
+        await server.catalog.create_bucket("wide", count, QUOTA_BYTES)
+        partitions = server.catalog.bucket("wide").partitions
+        async with connected(server) as peer:
+            await peer.open("wide")
+            for number in range(count):
+                await peer.say(
+                    Stream(
+                        PartitionState.ACTIVE,
+                        NOTHING_YET,
+                        partition=PartitionId(number),
+                        opaque=peer.opaque(),
+                    )
+                )
+            await peer.say(Go())
+            await peer.hear(CycleEnd)
+            (*_, connection) = server.connections.connections
+            close = LongestClose(connection)
+            trio.lowlevel.add_instrument(close)
+            await peer.stream.send_eof()
+            while close._count:
+                await trio.lowlevel.checkpoint()
+                put(partitions[0], b"key")
+            trio.lowlevel.remove_instrument(close)
+        assert close.longest == STEP_STREAMS
+        # What is left is the flusher's cursor.
+        assert all(len(partition.manager.snapshots.readers) == 1 for partition in partitions)
 
 
 class LongestSend(trio.abc.Instrument):

@@ -255,6 +255,7 @@ class AcceptedConnection:
             )
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
+                await self._close_streams()
                 self._resources.connection_ends.end(scope)
                 return
             self._bytes_in += count
@@ -271,6 +272,18 @@ class AcceptedConnection:
                     await self._wait_for_frame_memory()
             if (usage := self.context.log_in.usage) is not None:
                 await self._pause_reading(usage.pause_after_reading(count, session.now))
+
+    async def _close_streams(self) -> None:
+        """Closes the streams of a peer that has gone, some in each step: 1,024 that others follow
+        beside it take 5 to 9 ms. If this is cancelled, `RequestContext.close` closes the rest."""
+        turns, began = self._resources.step_turns, trio.current_time()
+        for _ in streams_in_steps(self.context.streamer.close()):
+            turns.note_used(trio.current_time() - began)
+            if turns.may_begin:
+                await trio.lowlevel.checkpoint()
+            else:
+                await turns.next_turn()
+            began = trio.current_time()
 
     async def _handle_frames(self) -> bool:
         """Handles every whole frame that has come; whether there was any."""

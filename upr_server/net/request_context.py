@@ -123,7 +123,8 @@ class RequestContext:
     def close(self) -> None:
         """The connection is over."""
         self.log_in.close()
-        self.streamer.close()
+        for _ in self.streamer.close():
+            pass
         for partition, replica in self._replicas.items():
             partition.replicas.forget_replica(replica, self)
         self._replicas.clear()

@@ -152,6 +152,7 @@ class Streamer:
 
     __slots__ = (
         "_current_stream",
+        "_is_closed",
         "_item_bytes",
         "_left_out_bytes",
         "_name",
@@ -167,6 +168,7 @@ class Streamer:
         self._wake = wake
         self._streams: dict[PartitionId, _Stream] = {}
         self.disk_streams: dict[_Stream, None] = {}
+        self._is_closed = False
         self._current_stream: _Stream | None = None
         """The stream whose snapshot is being sent."""
         self._item_bytes = 0
@@ -279,12 +281,15 @@ class Streamer:
                 self.end_stream(partition, status)
             yield
 
-    def close(self) -> None:
-        """Closes every reader; the connection is over."""
-        for stream in self._streams.values():
-            stream.reader.close()
-        self._streams.clear()
+    def close(self) -> Iterator[None]:
+        """Closes every reader; the connection is over, and `step` does nothing any more. Yields
+        after each stream: give it to `streams_in_steps`. If that is given up, call it again."""
+        self._is_closed = True
         self._current_stream = None
+        while self._streams:
+            _, stream = self._streams.popitem()
+            stream.reader.close()
+            yield
 
     def step(self) -> int:
         """Puts about `BATCH_BYTES` of what there is to stream into the session, as far as the
@@ -298,6 +303,8 @@ class Streamer:
             The bytes of the rows that were left out; and where the step ends before all was sent,
             what the items cost beside their bytes.
         """
+        if self._is_closed:
+            return 0
         self._item_bytes = self._left_out_bytes = 0
         self._fill()
         cost = self._left_out_bytes + self._item_bytes
