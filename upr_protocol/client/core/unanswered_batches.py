@@ -287,9 +287,8 @@ class UnansweredBatches:
                 f"the batch has {chunk.count} operations, the limit is {BUNDLE_MUTATIONS_MAX}: "
                 "split it",
             )
-        chained = self.writer.next_chain(partition, chunk)
-        counter = self.writer.next_counter(partition)
-        batch = Batch(partition, counter, chunk, on_answer, chained)
+        chain = self.writer.next_chain(partition, chunk)
+        batch = Batch(partition, self.writer.next_counter(partition), chunk, on_answer, chain)
         queue = self.queue_of(partition)
         queue.waiting_batches.append(batch)
         queue.node.note_added(queue, batch)
@@ -305,6 +304,11 @@ class UnansweredBatches:
             self._queues[partition] = queue
             self.unplaced.attach_partition(queue)
         return queue
+
+    def is_send_worth_trying(self, partition: PartitionId) -> bool:
+        """Whether `NodeBatches.send` may have something to do because a batch was added for this
+        partition. O(1)."""
+        return self._queues[partition].node.is_send_worth_trying
 
     def is_unplaced(self, partition: PartitionId) -> bool:
         """Whether `partition` has batches to send, and no node to send them to."""
@@ -396,8 +400,11 @@ class NodeBatches:
     def note_added(self, queue: PartitionBatches, batch: Batch) -> None:
         """A queue that is placed here has one more batch."""
         self.count += 1
-        self._count_unsent((batch,))
-        self._schedule(queue)
+        self._unsent_rows += batch.chunk.count
+        self._unsent_bytes += batch.chunk.nbytes
+        # Else it was scheduled when the one before came, or may not send now.
+        if len(queue.waiting_batches) == 1:
+            self._schedule(queue)
 
     @property
     def is_send_worth_trying(self) -> bool:
@@ -533,11 +540,14 @@ class NodeBatches:
         sent_bundle = self._bundles[opaque] = SentBundle(batches, len(bundle))
         self._unanswered_rows += len(bundle)
         self._count_unsent(batches, -1)
+        in_flight_max = all_batches.options.in_flight
         for queue, batch in zip(queues, batches, strict=True):
             queue.sent_batches[batch.counter] = queue.waiting_batches.popleft()
             queue.in_flight += 1
+            # Those that may send more go behind the others.
             del self._sendable[queue]
-            self._schedule(queue)
+            if queue.waiting_batches and queue.in_flight < in_flight_max:
+                self._sendable[queue] = None
             all_batches.resent += batch.was_sent
             batch.bundle, batch.was_sent = sent_bundle, True
 

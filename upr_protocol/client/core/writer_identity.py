@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Final, Self
 
 from upr_protocol.chunk import Chunk
@@ -36,7 +35,7 @@ class WriterIdentity:
             raise ValueError(f"a writer's ID has {WRITER_ID_BYTES} bytes, not {len(writer_id)}")
         self.id: Final = writer_id
         self.attempt = 0
-        self._counters: Counter[PartitionId] = Counter()
+        self._counters: dict[PartitionId, int] = {}
         self._chains: dict[PartitionId, int] | None = None
 
     @classmethod
@@ -57,8 +56,8 @@ class WriterIdentity:
 
     def next_counter(self, partition: PartitionId) -> int:
         """The number of the next batch to `partition`, from 1."""
-        self._counters[partition] += 1
-        return self._counters[partition]
+        counter = self._counters[partition] = self._counters.get(partition, 0) + 1
+        return counter
 
     def next_chain(self, partition: PartitionId, chunk: Chunk) -> int:
         """A checksum over the next batch to `partition` and all before it; 0 unless this is the

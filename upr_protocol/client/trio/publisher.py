@@ -221,7 +221,8 @@ class Publisher:
             ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: it was not added.
         """
         batch = self._add_batch(partition, chunk, on_answer)
-        self._nodes.send_added()
+        if self._unanswered.is_send_worth_trying(partition):
+            self._nodes.send()
         # A turn of the loop costs as much as a small batch, so not each has one.
         self._rows_before_checkpoint -= chunk.count
         self._bytes_before_checkpoint -= chunk.nbytes

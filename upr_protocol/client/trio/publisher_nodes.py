@@ -167,12 +167,6 @@ class PublisherNodes:
         for publisher in self.connections.handlers:
             publisher.send(is_due=is_due)
 
-    def send_added(self) -> None:
-        """Sends what batches that were just added have made worth sending."""
-        for publisher in self.connections.handlers:
-            if publisher.batches.is_send_worth_trying:
-                publisher.send()
-
     async def send_when_due(self) -> None:
         """Runs for ever: sends refused batches again, and bundles that are not full, when they have
         waited long enough."""
