@@ -164,8 +164,9 @@ class LongestClose(trio.abc.Instrument):
         self._count = len(self._streams)
 
 
+@pytest.mark.parametrize("takes_nothing", [False, True])
 async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_step(
-    autojump_clock: MockClock,
+    autojump_clock: MockClock, *, takes_nothing: bool
 ) -> None:
     """What comes meanwhile is sent to nobody, though others are in the middle of it."""
     server, count = make_server(), 500
@@ -189,7 +190,11 @@ async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_ste
             (*_, connection) = server.connections.connections
             close = LongestClose(connection)
             trio.lowlevel.add_instrument(close)
-            await peer.stream.send_eof()
+            if takes_nothing:
+                assert isinstance(peer.stream, trio.StapledStream)
+                await peer.stream.receive_stream.aclose()
+            else:
+                await peer.stream.send_eof()
             while close._count:
                 await trio.lowlevel.checkpoint()
                 put(partitions[0], b"key")

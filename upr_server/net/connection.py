@@ -175,6 +175,7 @@ class AcceptedConnection:
                 nursery.start_soon(self._read, nursery.cancel_scope)
                 nursery.start_soon(self._keep_time)
                 is_connected = await self._write()
+                await self._close_streams()
                 nursery.cancel_scope.cancel()
             return is_connected
         finally:
@@ -250,9 +251,14 @@ class AcceptedConnection:
     async def _read(self, scope: trio.CancelScope) -> None:
         session = self.session
         while True:
-            count = await read_some(
-                self._stream, session, self._resources.scratch, self._wait_for_read_turn
-            )
+            try:
+                count = await read_some(
+                    self._stream, session, self._resources.scratch, self._wait_for_read_turn
+                )
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                # Raised into the nursery, it would end the streams in one step.
+                self._log_loss()
+                count = 0
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
                 await self._close_streams()
