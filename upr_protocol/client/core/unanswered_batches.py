@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 import msgspec
@@ -142,10 +142,12 @@ class SentBundle(msgspec.Struct, eq=False):
     Attributes:
         batches: The batches, by partition.
         row_count: How many operations they have.
+        nbytes: Their memory, roughly.
     """
 
     batches: Sequence[Batch]
     row_count: int
+    nbytes: int
 
 
 @attrs.frozen
@@ -338,13 +340,21 @@ class UnansweredBatches:
         for queue in node.queues():
             self.place(queue.partition, self.unplaced)
 
-    def remove_answered(self, batches: Sequence[Batch]) -> None:
-        """Counts out batches that have their final answer."""
+    def remove_answered(self, batches: Sequence[Batch], nbytes: int) -> None:
+        """Counts out batches that have their final answer, and so many bytes of memory."""
         self.count -= len(batches)
-        self.nbytes -= sum([batch.nbytes for batch in batches])
+        self.nbytes -= nbytes
         for batch in batches:
             if batch.on_answer is not None:
                 batch.on_answer(batch)
+
+
+class _Chosen(NamedTuple):
+    """Queues of which the next batches make a bundle, their operations and bytes."""
+
+    queues: list[PartitionBatches]
+    rows: int
+    nbytes: int
 
 
 class NodeBatches:
@@ -407,6 +417,11 @@ class NodeBatches:
             self._schedule(queue)
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether batches might be sent that the session did not take when `send` was called."""
+        return self._worth_from is None
+
+    @property
     def is_send_worth_trying(self) -> bool:
         """Whether `send` may have something to do because batches were added. What else it may
         wait for calls `send` itself. O(1)."""
@@ -459,9 +474,10 @@ class NodeBatches:
         has_sent = False
         while self._may_send(session):
             is_late = has_lingered and not self._has_enough_to_do
-            if not (is_due or is_late or self._is_worth_sending()):
+            chosen = self._choose()
+            if not (is_due or is_late or self._is_worth_sending(chosen)):
                 break
-            self._send_bundle(session)
+            self._send_bundle(session, chosen)
             self._unsent_since = now
             has_sent = True
         else:
@@ -487,19 +503,31 @@ class NodeBatches:
         is_busy = self._all_batches.options.durability is Durability.MEMORY
         return is_busy and self._unanswered_rows >= UNANSWERED_ROWS_ENOUGH
 
-    def _is_worth_sending(self) -> bool:
+    def _choose(self) -> _Chosen:
+        """The queues whose next batches go into the next bundle."""
+        queues, rows, nbytes = list[PartitionBatches](), 0, 0
+        for queue in self._sendable:
+            chunk = queue.waiting_batches[0].chunk
+            if queues and (
+                rows + chunk.count > BUNDLE_MUTATIONS or nbytes + chunk.nbytes > BUNDLE_BYTES
+            ):
+                break
+            rows += chunk.count
+            nbytes += chunk.nbytes
+            queues.append(queue)
+        return _Chosen(queues, rows, nbytes)
+
+    def _is_worth_sending(self, chosen: _Chosen) -> bool:
         """Whether nothing is gained by waiting for more batches: the node has nothing else to do,
         or what may be sent now fills most of a bundle."""
-        if not self._bundles:
+        queues, rows, nbytes = chosen
+        is_full = len(queues) < len(self._sendable)
+        if not self._bundles or is_full or rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
             return True
-        rows = nbytes = 0
-        if self._unsent_rows < _WORTH_ROWS and self._unsent_bytes < _WORTH_BYTES:
-            self._worth_from = _WORTH_ROWS, _WORTH_BYTES
-            return False
-        in_flight = self._all_batches.options.in_flight
-        for queue in self._sendable:
+        in_flight_max = self._all_batches.options.in_flight
+        for queue in queues:
             # A partition's batches go one after the other, in as many bundles.
-            for batch in islice(queue.waiting_batches, in_flight - queue.in_flight):
+            for batch in islice(queue.waiting_batches, 1, in_flight_max - queue.in_flight):
                 rows += batch.chunk.count
                 nbytes += batch.chunk.nbytes
                 if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
@@ -510,16 +538,9 @@ class NodeBatches:
         )
         return False
 
-    def _send_bundle(self, session: ClientSession) -> None:
+    def _send_bundle(self, session: ClientSession, chosen: _Chosen) -> None:
         all_batches = self._all_batches
-        queues, rows, nbytes = list[PartitionBatches](), 0, 0
-        for queue in self._sendable:
-            chunk = queue.waiting_batches[0].chunk
-            rows += chunk.count
-            nbytes += chunk.nbytes
-            if queues and (rows > BUNDLE_MUTATIONS or nbytes > BUNDLE_BYTES):
-                break
-            queues.append(queue)
+        queues, rows, nbytes = chosen
         queues.sort(key=_PARTITION)
         batches = [queue.waiting_batches[0] for queue in queues]
         bundle = Bundle.of_parts(
@@ -537,9 +558,11 @@ class NodeBatches:
             )
         )
         # Only now, as a session that refuses to send must leave the batches where they were.
-        sent_bundle = self._bundles[opaque] = SentBundle(batches, len(bundle))
-        self._unanswered_rows += len(bundle)
-        self._count_unsent(batches, -1)
+        sent_bundle = SentBundle(batches, rows, nbytes + _BATCH_OVERHEAD_BYTES * len(batches))
+        self._bundles[opaque] = sent_bundle
+        self._unanswered_rows += rows
+        self._unsent_rows -= rows
+        self._unsent_bytes -= nbytes
         in_flight_max = all_batches.options.in_flight
         for queue, batch in zip(queues, batches, strict=True):
             queue.sent_batches[batch.counter] = queue.waiting_batches.popleft()
@@ -595,9 +618,12 @@ class NodeBatches:
                 batch.sentence = sentence
                 self._answered(batch, status, result, now)
         finished_batches = [batch for batch in batches if batch.bundle is bundle]
+        nbytes = bundle.nbytes
+        if len(finished_batches) < len(batches):
+            nbytes = sum(batch.nbytes for batch in finished_batches)
         for batch in finished_batches:
             batch.bundle = None
-        self._all_batches.remove_answered(finished_batches)
+        self._all_batches.remove_answered(finished_batches, nbytes)
         return finished_batches
 
     def _answered(

@@ -51,7 +51,8 @@ class NodePublisher(NodeHandler):
         nodes.notify_changed()
 
     def writable(self) -> None:
-        self.send()
+        if self.batches.is_blocked:
+            self.send()
 
     def lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool keeps it
         self._connection = None
