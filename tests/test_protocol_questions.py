@@ -466,7 +466,7 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
         lambda: limits.HANDSHAKE_TIMEOUT_S == 10,
     ),
     "in which partition of 64 is N14228, and by which checksum?": (
-        "CRC32C. `Opened` has *n*. For example, `N14228` is in partition 5 of 64.",
+        "CRC-32 of zlib, not CRC32C. `Opened` has *n*. For example, `N14228` is in partition 5",
         lambda: partition_of(b"N14228", 64) == 5,
     ),
     "how long may a key be?": (

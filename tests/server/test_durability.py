@@ -274,6 +274,30 @@ async def test_what_came_together_is_committed_together_and_the_figures_say_so(
         assert figures["longest_commit_s"] == pytest.approx(0.25, abs=0.01)
 
 
+async def test_what_a_task_sends_behind_a_run_that_was_refused_is_not_applied(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Otherwise its next attempt would hear that the refused run is too old to tell, and would take
+    it for one that was applied."""
+
+    async def send_run(counter: int, durability: Durability, attempt: int) -> Status:
+        key = numbered(counter)
+        bundle = Bundle.of_one_run(P0, sets(key), counter)
+        copies = 1 if durability is Durability.REPLICATED else 0
+        opaque = peer.opaque()
+        await peer.say(Mutate(bundle, WRITER, durability, copies, attempt, opaque=opaque))
+        return status_of(await answer_to(peer, opaque))
+
+    async with serving(SimulatedStore(SimulatedDirectory())) as server, speaking(server) as peer:
+        assert await send_run(1, MEMORY, attempt=1) is Status.OK
+        assert await send_run(2, Durability.REPLICATED, attempt=1) is Status.TOO_FEW_REPLICAS
+        assert await send_run(3, MEMORY, attempt=1) is Status.TEMPORARY_FAILURE
+        assert await send_run(4, MEMORY, attempt=1) is Status.TEMPORARY_FAILURE
+        for counter in range(1, 5):
+            assert await send_run(counter, MEMORY, attempt=2) is Status.OK
+        assert await value_of(peer, numbered(2)) == b"v"
+
+
 # Waiting for it later.
 
 

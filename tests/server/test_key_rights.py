@@ -297,6 +297,27 @@ async def test_a_user_does_not_speak_as_the_writer_of_another_user(joined: bool)
         assert second.runs[0].first_seq == 6
 
 
+async def test_what_a_task_sends_behind_a_run_that_is_not_allowed_is_not_applied() -> None:
+    """Its next attempt may have the right. It would take the run that was not applied for one that
+    was forgotten."""
+    async with logged_in(WRITE_A) as (server, peer):
+        await peer.open()
+        statuses = []
+        for counter, key in ((1, b"a/1"), (2, b"b/1"), (3, b"a/1"), (4, b"a/1")):
+            await peer.say(batch(peer, counter, key, attempt=1, joined=True))
+            answer = await peer.hear(Message)
+            while not isinstance(answer, Refusal | MutateReply):
+                answer = await peer.hear(Message)
+            statuses.append(answer.status)
+        refused = Status.TEMPORARY_FAILURE
+        assert statuses == [Status.OK, Status.NOT_ALLOWED, refused, refused]
+        assert high_seq(server) == 1
+        for counter in (1, 2, 3, 4):
+            request = batch(peer, counter, b"a/1", attempt=2, joined=True)
+            assert (await result_of(peer, request)).runs[0].status == Status.OK
+        assert high_seq(server) == 4
+
+
 async def test_single_sets_and_bundles_are_of_one_writer() -> None:
     rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
     async with logged_in(*rights) as (server, peer):

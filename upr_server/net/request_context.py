@@ -24,6 +24,7 @@ from upr_server.net.credit import PublisherCredit
 from upr_server.net.durability_waits import DurabilityWaits
 from upr_server.net.log_in import LogInExchange
 from upr_server.net.partition_request_queue import PartitionRequest
+from upr_server.net.refused_task_runs import RefusedTaskRuns
 from upr_server.net.replies import ReplyOrder
 from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import Streamer, streams_in_steps
@@ -69,6 +70,7 @@ class RequestContext:
         backlog: What waits.
         streams_may_begin: Notified when streams may begin of partitions of which none could.
         young_objects: Is told of objects that are made, and live for some time.
+        refused_task_runs: Runs of tasks that were refused.
         is_asking_for_events: Whether a question about events waits for its answer. There is one at
             a time, which bounds what a peer can have waiting.
     """
@@ -98,6 +100,7 @@ class RequestContext:
         self.streams_may_begin = resources.streams_may_begin
         self.young_objects = resources.young_objects
         self.is_asking_for_events = False
+        self.refused_task_runs = RefusedTaskRuns()
         self._queues = resources.queues
         self._wait_turns = resources.wait_turns
         self._durability_waits: DurabilityWaits | None = None

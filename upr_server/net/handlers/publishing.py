@@ -71,6 +71,8 @@ _SENTENCES: Final = {
 }
 """Why a partition refuses a run for good."""
 
+_SEND_EARLIER: Final = "send the earlier run of this writer again first"
+
 
 def durability_target(
     context: RequestContext, partition: Partition, durability: Durability, copies: int
@@ -104,7 +106,12 @@ def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
         batches = BundleBatches(request.bundle, writer, request.attempt)
     except ChunkError as error:
         raise ServerError(Status.BAD_ARGUMENT, str(error)) from error
-    context.access.check_changed_keys(request)
+    try:
+        context.access.check_changed_keys(request)
+    except ServerError:
+        for run, batch in zip(request.bundle.runs, batches, strict=True):
+            context.refused_task_runs.note(batch, run.partition)
+        raise
     return remaining_steps(_BundleRequest(context, request, batches).apply())
 
 
@@ -196,7 +203,7 @@ class _BundleRequest(OrderedReply):
         context, batches, bundle = self._context, self._batches, self._request.bundle
         bucket = context.bucket
         runs = bundle.runs[low:high]
-        if bucket is None or self._flusher.full:
+        if bucket is None or self._flusher.full or context.refused_task_runs:
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
         targets = self._targets(bucket, runs)
@@ -261,10 +268,11 @@ class _BundleRequest(OrderedReply):
 
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
-        context, request = self._context, self._request
+        context, request, batch = self._context, self._request, self._batches[index]
         try:
+            if context.refused_task_runs.is_behind(batch, self.partitions[index]):
+                raise ServerError(Status.TEMPORARY_FAILURE, _SEND_EARLIER)
             partition = context.partition(self.partitions[index])
-            batch = self._batches[index]
             self._check_keys(batch, partition)
             target = IN_MEMORY
             # A partition that is not active refuses the run, and notes for its writer that it did.
@@ -277,6 +285,7 @@ class _BundleRequest(OrderedReply):
             run = _RunRequest(self, index, batch, partition, target)
             context.submit(partition, run)
         except ServerError as error:
+            context.refused_task_runs.note(batch, self.partitions[index])
             self.refuse(index, error)
             return 0
         if run.evaluation is not None:
@@ -341,8 +350,7 @@ class _BundleRequest(OrderedReply):
         elif status is Status.WRONG_STATE:
             self.refuse(index, not_active_error(partition))
         elif status is Status.TEMPORARY_FAILURE:
-            sentence = "send the earlier run of this writer again first"
-            self.refuse(index, ServerError(status, sentence))
+            self.refuse(index, ServerError(status, _SEND_EARLIER))
         else:
             self.refuse(index, ServerError(status, _SENTENCES[status]))
 
